@@ -1,0 +1,58 @@
+# Everything a clone needs, with nothing but Python 3.11 or newer, pip and make.
+#
+#   PYTHON   the interpreter to build .venv from, and the one that runs the GPU tests
+#   SEEDS    how many seeds `make sim` runs
+#   JOBS     how many processes tests and simulator use
+
+PYTHON ?= python3
+SEEDS ?= 20000
+JOBS ?= 2
+
+VENV := .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long check bench sim gpu clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## run a multi-turn workload over two tiers and verify every byte
+	@$(BIN)/penstock demo
+
+test: $(READY) ## run the tests, but for those that take minutes
+	@$(BIN)/pytest -n $(JOBS) -m "not long and not gpu"
+
+test-long: $(READY) ## run all tests that need no GPU
+	@$(BIN)/pytest -n $(JOBS) -m "not gpu"
+
+check: $(READY) ## lint, check the format, the types and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY) ## measure the index; the result is build/bench-index.json
+	@$(BIN)/penstock bench index --json build/bench-index.json
+
+sim: $(READY) ## simulate the cache from SEEDS seeds
+	@$(BIN)/penstock sim --scenario cache --seeds $(SEEDS) --jobs $(JOBS)
+
+gpu: ## run the CUDA tests with PYTHON as it is, installing nothing
+	@PYTHON="$(PYTHON)" .ci/gpu
+
+clean: ## remove .venv, build results and caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(wildcard src tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment gets no pip of its own: the one that PYTHON has installs into it. That is
+# quicker, and works where Python came without the means to bring pip into an environment.
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) from $$($(PYTHON) --version) (once; takes a minute)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "make: PYTHON must be 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt -e ".[dev]"
+	@touch $@

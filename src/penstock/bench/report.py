@@ -1,0 +1,262 @@
+"""The report of a benchmark: one JSON shape for all of them, and tables for people.
+
+    {penstock, command, machine: {...},
+     rows:   [{bench, side, params, metric, unit, median, p99, samples}],
+     ratios: [{name, value, target, holds}]}
+
+A row is what one side measured; a ratio is a claim about rows, with the target it is held
+to. The one rule: a report never says more than was measured. A side that could not run has
+no rows, a ratio without both its sides is not added, and a note says so in one line.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, TextIO
+
+import msgspec
+
+from penstock.bench.machine import Machine, describe_machine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from penstock.bench.measure import Summary
+
+Param = str | int | float | bool
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One metric of one side, under one set of parameters."""
+
+    bench: str
+    side: str
+    params: dict[str, Param]
+    metric: str
+    unit: str
+    median: float
+    p99: float
+    samples: int
+
+    def __post_init__(self) -> None:
+        _require_names(bench=self.bench, side=self.side, metric=self.metric, unit=self.unit)
+        _require_finite(median=self.median, p99=self.p99)
+        if self.samples < 1:
+            raise ValueError(f"samples: must be at least 1, got {self.samples}")
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A claim about the rows, its target, and whether it holds."""
+
+    name: str
+    value: float
+    target: float
+    holds: bool
+
+    def __post_init__(self) -> None:
+        _require_names(name=self.name)
+        _require_finite(value=self.value, target=self.target)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole report as it is written."""
+
+    penstock: str
+    command: str
+    machine: Machine
+    rows: list[Row]
+    ratios: list[Ratio]
+
+    def __post_init__(self) -> None:
+        _require_names(penstock=self.penstock, command=self.command)
+        if not self.rows:
+            raise ValueError("rows: a report needs at least one row, got none")
+
+
+class Bound(enum.Enum):
+    """On which side of its target a ratio has to lie."""
+
+    AT_LEAST = "≥"
+    AT_MOST = "≤"
+
+
+class Report:
+    """Collects rows and ratios while a benchmark runs; shows and writes them at the end.
+
+    Args:
+        version: The version of Penstock that was measured.
+        command: The command line that would measure the same again.
+        machine: Where it ran; this machine unless told.
+    """
+
+    def __init__(self, *, version: str, command: str, machine: Machine | None = None) -> None:
+        self._version = version
+        self._command = command
+        self._machine = machine if machine is not None else describe_machine()
+        self._rows: dict[tuple[object, ...], Row] = {}
+        # The direction of a target is for the tables; the JSON says `holds`.
+        self._ratios: dict[str, tuple[Ratio, Bound]] = {}
+        self._notes: list[str] = []
+
+    def add_row(
+        self,
+        *,
+        bench: str,
+        side: str,
+        params: Mapping[str, Param],
+        metric: str,
+        unit: str,
+        summary: Summary,
+    ) -> Row:
+        """Adds what one side measured; the same row twice is an error."""
+        for name, value in params.items():
+            if not isinstance(value, Param):
+                raise TypeError(
+                    f"params.{name}: must be a string, a number or a boolean, got {value!r}"
+                )
+        identity = (bench, side, tuple(sorted(params.items())), metric)
+        if identity in self._rows:
+            raise ValueError(f"row: {bench} {side} {metric} {dict(params)} was added already")
+        row = Row(
+            bench=bench,
+            side=side,
+            params=dict(params),
+            metric=metric,
+            unit=unit,
+            median=summary.median,
+            p99=summary.p99,
+            samples=summary.samples,
+        )
+        self._rows[identity] = row
+        return row
+
+    def add_ratio(
+        self,
+        name: str,
+        value: float,
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> Ratio:
+        """Adds a claim, held to exactly one of the two targets."""
+        if name in self._ratios:
+            raise ValueError(f"ratio: {name!r} was added already")
+        if at_least is not None and at_most is None:
+            ratio = Ratio(name=name, value=value, target=at_least, holds=value >= at_least)
+            bound = Bound.AT_LEAST
+        elif at_most is not None and at_least is None:
+            ratio = Ratio(name=name, value=value, target=at_most, holds=value <= at_most)
+            bound = Bound.AT_MOST
+        else:
+            raise ValueError(
+                f"ratio {name!r}: needs one target, got at_least={at_least} and at_most={at_most}"
+            )
+        self._ratios[name] = (ratio, bound)
+        return ratio
+
+    def add_note(self, line: str) -> None:
+        """Adds one line that the tables end with, such as why a side is missing."""
+        self._notes.append(line)
+
+    def document(self) -> Document:
+        """The report as it would be written now."""
+        return Document(
+            penstock=self._version,
+            command=self._command,
+            machine=self._machine,
+            rows=list(self._rows.values()),
+            ratios=[ratio for ratio, _ in self._ratios.values()],
+        )
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON, once it has been read back and found equal to what was meant."""
+        document = self.document()
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2)
+        # msgspec checks types only when it reads, and others will parse this file.
+        read_back = msgspec.json.decode(text, type=Document)
+        if read_back != document:
+            raise ValueError("report: what would be written does not read back as it was meant")
+        path.write_bytes(text + b"\n")
+
+    def show(self, out: TextIO) -> None:
+        """Prints the tables: with rich on a terminal where it is installed, else plain."""
+        tables = [("Measured", _row_cells(list(self._rows.values())))]
+        if self._ratios:
+            tables.append(("Targets", _ratio_cells(list(self._ratios.values()))))
+        for title, cells in tables:
+            if not (out.isatty() and _show_rich(title, cells, out)):
+                _show_plain(title, cells, out)
+        for note in self._notes:
+            out.write(f"Note: {note}\n")
+
+    def exit_code(self, *, check: bool) -> int:
+        """1 when targets are to be checked and one is missed, else 0."""
+        missed = any(not ratio.holds for ratio, _ in self._ratios.values())
+        return 1 if check and missed else 0
+
+
+def _require_names(**fields: str) -> None:
+    for field, value in fields.items():
+        if not value:
+            raise ValueError(f"{field}: must not be empty")
+
+
+def _require_finite(**fields: float) -> None:
+    for field, value in fields.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{field}: must be a finite number, got {value}")
+
+
+def _row_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """A heading and a line for every row."""
+    cells = [["bench", "params", "metric", "side", "median", "p99", "samples"]]
+    for row in rows:
+        params = " ".join(f"{name}={value}" for name, value in row.params.items())
+        median, p99 = _quantity(row.median, row.unit), _quantity(row.p99, row.unit)
+        cells.append([row.bench, params, row.metric, row.side, median, p99, str(row.samples)])
+    return cells
+
+
+def _ratio_cells(ratios: Sequence[tuple[Ratio, Bound]]) -> list[list[str]]:
+    """A heading and a line for every ratio."""
+    cells = [["ratio", "value", "target", "holds"]]
+    for ratio, bound in ratios:
+        target = f"{bound.value} {ratio.target:g}"
+        cells.append([ratio.name, f"{ratio.value:.2f}", target, "yes" if ratio.holds else "NO"])
+    return cells
+
+
+def _quantity(value: float, unit: str) -> str:
+    """A number as people read it; times in the largest unit that leaves a whole part."""
+    if unit == "ns":
+        for scaled, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
+            if abs(value) >= scale:
+                return f"{value / scale:.3g} {scaled}"
+    return f"{value:.4g} {unit}"
+
+
+def _show_rich(title: str, cells: list[list[str]], out: TextIO) -> bool:
+    """Prints one table with rich; False where rich is not installed."""
+    try:
+        from rich.console import Console  # noqa: PLC0415 - an extra, absent from a plain install
+        from rich.table import Table  # noqa: PLC0415
+    except ImportError:
+        return False
+    table = Table(*cells[0], title=title, title_justify="left")
+    for line in cells[1:]:
+        # A marked-up cell would eat the brackets that a parameter may hold.
+        table.add_row(*(cell.replace("[", r"\[") for cell in line))
+    Console(file=out).print(table)
+    return True
+
+
+def _show_plain(title: str, cells: list[list[str]], out: TextIO) -> None:
+    """Prints one table as aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    out.write(f"{title}\n")
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        out.write(f"  {'  '.join(padded).rstrip()}\n")
+    out.write("\n")

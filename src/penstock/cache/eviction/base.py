@@ -1,0 +1,70 @@
+"""What every eviction policy answers: of the blocks that may leave, which one goes first?
+
+The tier decides *whether* a block may leave (it is ready, nothing holds it, and no block
+that follows it lies in the tier); the policy decides the *order*. It hears of every block
+that enters, is hit, and goes, and of each block in the moment it may leave. Blocks that may
+no longer leave are not withdrawn one by one: the policy asks for the block's standing when
+its turn comes, and drops it from the queue then. So a hit on a prompt of ten thousand
+blocks costs the policy two array writes.
+
+A policy may refuse a block (`admit`), keep ghosts (`forget` says which blocks were evicted,
+by key), and tell classes of blocks apart (`label`, given by whoever saved the block). Time
+is the logical clock `tick`, one for each event the cache handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.vocabulary.ids import Key
+
+Standing = Callable[[int], "int | None"]
+"""The priority of a node that may leave the tier now; `None` if it may not."""
+
+
+class EvictionPolicy(Protocol):
+    """The order in which blocks leave one tier."""
+
+    name: str
+
+    def admit(self, key: Key, *, label: int) -> bool:
+        """Whether a block should enter the tier at all."""
+        ...
+
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int, label: int) -> None:
+        """These blocks entered the tier."""
+        ...
+
+    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """These blocks were hit."""
+        ...
+
+    def offer(self, nodes: Iterable[int]) -> None:
+        """These blocks may leave from now on, until their standing says otherwise."""
+        ...
+
+    def pop(self) -> int | None:
+        """The block to leave next, or `None` if none may.
+
+        The caller either evicts it (`forget`) or offers it again.
+        """
+        ...
+
+    def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
+        """These blocks left the tier; `evicted` if they did so to make room."""
+        ...
+
+    def candidates(self) -> set[int]:
+        """All blocks that would be popped if asked often enough; for the audit."""
+        ...
+
+    def resize(self, node_capacity: int) -> None:
+        """Node numbers up to `node_capacity` may occur from now on."""
+        ...

@@ -1,0 +1,92 @@
+"""Least recently used, leaf-first.
+
+Only blocks that may leave are queued, so a released prompt adds one entry, its last block;
+the block before it follows when the last one has gone. Entries that no longer hold are
+recognised by their stamp when their turn comes.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.nodes import grown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.eviction.base import Standing
+    from penstock.vocabulary.ids import Key
+
+
+class LruPolicy:
+    """The block whose last use lies longest ago leaves first."""
+
+    name = "lru"
+
+    def __init__(self, slot_count: int, standing: Standing) -> None:
+        self._standing = standing
+        self._used = np.zeros(0, dtype=np.int64)
+        """Node to the tick of its last use."""
+        self._queue: list[tuple[int, int, int]] = []
+        """A heap of (priority, tick, node)."""
+        # A node has at most one entry that holds; beyond twice that, most are stale.
+        self._queue_limit = 2 * slot_count + 64
+
+    def admit(self, key: Key, *, label: int) -> bool:  # noqa: ARG002
+        """Everything is admitted."""
+        return True
+
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int, label: int) -> None:  # noqa: ARG002
+        """Entering counts as a use."""
+        self._used[nodes] = tick
+
+    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """A hit is a use."""
+        self._used[nodes] = tick
+
+    def offer(self, nodes: Iterable[int]) -> None:
+        """Queues blocks by their last use."""
+        for node in nodes:
+            priority = self._standing(node)
+            if priority is not None:
+                heappush(self._queue, (priority, int(self._used[node]), node))
+        if len(self._queue) > self._queue_limit:
+            self._drop_stale()
+
+    def pop(self) -> int | None:
+        """The least recently used block among those of lowest priority."""
+        while self._queue:
+            priority, used, node = heappop(self._queue)
+            if self._standing(node) == priority and self._used[node] == used:
+                return node
+        return None
+
+    def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:  # noqa: ARG002
+        """Nothing is kept of a block that left; its entries no longer hold."""
+        self._used[nodes] = -1
+
+    def candidates(self) -> set[int]:
+        """The nodes of all entries that hold."""
+        return {
+            node
+            for priority, used, node in self._queue
+            if self._standing(node) == priority and self._used[node] == used
+        }
+
+    def resize(self, node_capacity: int) -> None:
+        """Makes room for more node numbers."""
+        self._used = grown(self._used, node_capacity)
+
+    def _drop_stale(self) -> None:
+        held = {
+            entry
+            for entry in self._queue
+            if self._standing(entry[2]) == entry[0] and self._used[entry[2]] == entry[1]
+        }
+        self._queue = list(held)
+        heapify(self._queue)

@@ -1,0 +1,191 @@
+"""Settings of the cache, as values that cannot be built wrong.
+
+| value           | says                                                                 |
+|-----------------|----------------------------------------------------------------------|
+| `WritePolicy`   | when a block is written into a tier from the tier that feeds it       |
+| `TierSettings`  | one tier: how many slots, what is kept, what leaves first             |
+| `CacheSettings` | the whole: block size, ranks, the device tier and the tiers below it  |
+
+Tier 0 is the device. Tier 1, the first below it, is the *hub*: it alone exchanges blocks
+with the device, and every further tier exchanges blocks with the hub. So a copy from disk
+travels disk → hub → device, and a block reaches disk from the hub, not from the device.
+
+A tier that could never hold a block is refused here, with the reason, rather than
+reserving memory that stays empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEVICE = 0
+"""Index of the device tier."""
+HUB = 1
+"""Index of the first tier below the device."""
+
+EVICTION_POLICIES = ("lru", "s3fifo")
+
+
+class WriteKind(Enum):
+    """When a block is copied into a tier from the tier that feeds it."""
+
+    NONE = "none"
+    """Never: what the feeding tier evicts is gone."""
+    WRITE_THROUGH = "write_through"
+    """As soon as the block is filled above."""
+    SELECTIVE = "selective"
+    """Once the block was hit `hits` times."""
+    WRITE_BACK = "write_back"
+    """When the feeding tier runs low on free slots, before it evicts the block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritePolicy:
+    """When blocks are written into a tier; `hits` counts for `selective` alone."""
+
+    kind: WriteKind = WriteKind.WRITE_THROUGH
+    hits: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kind is WriteKind.SELECTIVE and not 1 <= self.hits <= 65_535:
+            raise ConfigError("hits", f"is {self.hits}, must be from 1 to 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """One tier: its size, what enters it and what leaves it first."""
+
+    name: str
+    slot_count: int
+    write: WritePolicy = field(default_factory=WritePolicy)
+    """How blocks enter this tier. The device tier is filled by the engine and ignores it."""
+    eviction: str = "lru"
+    low_watermark: float = 0.0
+    """Share of free slots under which blocks leave in the background."""
+    high_watermark: float = 0.0
+    """Share of free slots at which they stop leaving."""
+    quotas: Mapping[str, float] = field(default_factory=dict)
+    """Share of the slots that a tenant's blocks may take. Not named: no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.replace("_", "").replace("-", "").isalnum():
+            raise ConfigError("name", f"is {self.name!r}, must be letters, digits, '-' and '_'")
+        if self.slot_count < 1:
+            raise ConfigError(
+                f"tier {self.name!r}: slot_count",
+                f"is {self.slot_count}: the tier could never hold a block; must be at least 1",
+            )
+        if self.eviction not in EVICTION_POLICIES:
+            known = ", ".join(EVICTION_POLICIES)
+            raise ConfigError(
+                f"tier {self.name!r}: eviction", f"is {self.eviction!r}, must be one of {known}"
+            )
+        if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:
+            raise ConfigError(
+                f"tier {self.name!r}: low_watermark",
+                f"is {self.low_watermark} with high_watermark {self.high_watermark}; "
+                "need 0 <= low_watermark <= high_watermark < 1",
+            )
+        for tenant, share in self.quotas.items():
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(
+                    f"tier {self.name!r}: quotas.{tenant}", f"is {share}, must be from 0 to 1"
+                )
+
+    @property
+    def low_slots(self) -> int:
+        """Free slots under which blocks leave in the background."""
+        return int(self.low_watermark * self.slot_count)
+
+    @property
+    def high_slots(self) -> int:
+        """Free slots at which blocks stop leaving."""
+        return int(self.high_watermark * self.slot_count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """Everything that decides what the cache of one engine does."""
+
+    device: TierSettings | None
+    """The engine's own slots when Penstock manages them; `None` when the engine does."""
+    tiers: tuple[TierSettings, ...] = ()
+    """The tiers below the device, nearest first; the first one is the hub."""
+    block_tokens: int = 16
+    rank_count: int = 1
+    group_count: int = 1
+    operation_blocks_max: int = 256
+    """An operation moves at most so many blocks, so that its end is never far."""
+    operation_timeout_s: float = 30.0
+    """An operation without a deadline of its own expires after this."""
+    departed_count: int = 65_536
+    """Of so many blocks that left, the reason is remembered."""
+    story_count: int = 4_096
+    """Of so many happenings, the story is kept."""
+    event_count: int = 8_192
+    """So many KV events wait for a reader; then the oldest go, and a snapshot is due."""
+    pin_share: float = 0.5
+    """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
+
+    def __post_init__(self) -> None:
+        if self.device is None and not self.tiers:
+            raise ConfigError("tiers", "is empty and no device tier is managed: nothing to keep")
+        _require_at_least_one("block_tokens", self.block_tokens)
+        _require_at_least_one("rank_count", self.rank_count)
+        _require_at_least_one("group_count", self.group_count)
+        _require_at_least_one("operation_blocks_max", self.operation_blocks_max)
+        _require_at_least_one("departed_count", self.departed_count)
+        _require_at_least_one("story_count", self.story_count)
+        _require_at_least_one("event_count", self.event_count)
+        if not self.operation_timeout_s > 0:
+            raise ConfigError("operation_timeout_s", f"is {self.operation_timeout_s}, must be > 0")
+        if not 0.0 <= self.pin_share <= 1.0:
+            raise ConfigError("pin_share", f"is {self.pin_share}, must be from 0 to 1")
+        names = [tier.name for tier in (*filter(None, [self.device]), *self.tiers)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("name", f"{name!r} is the name of more than one tier")
+        self._refuse_tiers_that_can_never_fill()
+
+    def _refuse_tiers_that_can_never_fill(self) -> None:
+        for position, tier in enumerate(self.tiers):
+            feeder = self.device if position == 0 else self.tiers[0]
+            place = f"tier {tier.name!r}: write"
+            if tier.write.kind is WriteKind.NONE:
+                raise ConfigError(
+                    place,
+                    "is 'none': nothing would ever be written into it, so it can never fill; "
+                    "use write_through, selective or write_back, or leave the tier out",
+                )
+            if tier.write.kind is WriteKind.WRITE_BACK:
+                if feeder is None:
+                    raise ConfigError(
+                        place,
+                        "is 'write_back', but the engine evicts its own device blocks and never "
+                        "asks for them to be written back, so it can never fill; use "
+                        "write_through or selective",
+                    )
+                if feeder.low_slots < 1:
+                    raise ConfigError(
+                        place,
+                        f"is 'write_back', but low_watermark of tier {feeder.name!r} is "
+                        f"{feeder.low_watermark} of {feeder.slot_count} slots, less than one "
+                        "slot, so writing back never starts and the tier can never fill; "
+                        "raise low_watermark",
+                    )
+            if all(share == 0.0 for share in tier.quotas.values()) and "*" in tier.quotas:
+                raise ConfigError(
+                    f"tier {tier.name!r}: quotas", "give every tenant 0, so it can never fill"
+                )
+
+
+def _require_at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(name, f"is {value}, must be at least 1")

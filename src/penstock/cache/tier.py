@@ -1,0 +1,299 @@
+"""One tier: which blocks lie in which of its slots, and which of them may leave.
+
+Eviction is leaf-first: a block may leave only when no block that follows it lies in the
+same tier. Otherwise the blocks below would still take room and could never be matched.
+
+Making room is done in two steps, so that a request that cannot be served changes nothing:
+`plan_room` sets victims aside, and then either `evict` forgets them or `put_back` restores
+everything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.cache.eviction import POLICIES, EvictionPolicy
+from penstock.cache.nodes import NOWHERE, NodeTable, grown
+from penstock.cache.pool import Pool
+from penstock.cache.states import LEAVING, READY
+from penstock.errors import InvariantViolation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.settings import TierSettings
+
+ANY_TENANT = "*"
+"""The quota of every tenant that has none of its own."""
+
+
+class Room(NamedTuple):
+    """What would have to go so that slots can be taken."""
+
+    victims: list[int]
+    """Nodes that were set aside."""
+    own_count: int
+    """So many leading victims go because their tenant is over its quota."""
+    available: int
+    """Slots that could be taken once the victims are gone."""
+
+
+class Tier:
+    """The copies of blocks in one place."""
+
+    def __init__(self, index: int, settings: TierSettings, nodes: NodeTable) -> None:
+        self.index = index
+        self.name = settings.name
+        self.settings = settings
+        self.nodes = nodes
+        self.pool = Pool(settings.name, settings.slot_count)
+        self.on = True
+        """Whether copies here can be read and written now."""
+        self.slot_of = np.full(nodes.capacity, NOWHERE, dtype=np.int32)
+        """Node to the slot where its copy lies."""
+        self.children = np.zeros(nodes.capacity, dtype=np.int32)
+        """How many of the blocks that follow a node lie in this tier and are not leaving."""
+        self.used_by: dict[int, int] = {}
+        """Tenant to the number of its blocks here."""
+        self.policy = self._make_policy()
+        self._quotas: dict[int, int] = {}
+        self._quota_policies: dict[int, EvictionPolicy] = {}
+        """A tenant with a quota evicts its own blocks first, so they are also queued here."""
+
+    # ---------------------------------------------------------------- who pays
+
+    def introduce(self, tenant: int, name: str) -> None:
+        """Makes a tenant known, with its quota if it has one."""
+        quotas = self.settings.quotas
+        share = quotas.get(name, quotas.get(ANY_TENANT))
+        if share is not None:
+            self._quotas[tenant] = int(share * self.pool.slot_count)
+            self._quota_policies[tenant] = self._make_policy()
+
+    def over_quota(self, tenant: int, wanted: int) -> int:
+        """By how many slots `wanted` more would exceed the tenant's quota."""
+        quota = self._quotas.get(tenant)
+        if quota is None:
+            return 0
+        return max(0, self.used_by.get(tenant, 0) + wanted - quota)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def place(self, nodes: NDArray[np.int32], slots: NDArray[np.int32], *, tick: int) -> None:
+        """Records that the blocks of `nodes` lie, or will lie, in `slots`."""
+        if self.slot_of[nodes].max(initial=NOWHERE) != NOWHERE:
+            raise InvariantViolation(f"tier {self.name!r}: a block was placed twice")
+        self.slot_of[nodes] = slots
+        self.pool.node[slots] = nodes
+        self.nodes.copy_count[nodes] += 1
+        self._count_children(nodes, 1)
+        keys = self.nodes.keys_of(nodes.tolist())
+        self.policy.add(nodes, keys, tick=tick, label=0)
+        for tenant, count in self._tenants_of(nodes):
+            self.used_by[tenant] = self.used_by.get(tenant, 0) + count
+            if tenant in self._quota_policies:
+                own = self.nodes.tenant[nodes] == tenant
+                own_keys = [key for key, mine in zip(keys, own.tolist(), strict=True) if mine]
+                self._quota_policies[tenant].add(nodes[own], own_keys, tick=tick, label=0)
+
+    def displace(self, nodes: NDArray[np.int32], *, evicted: bool) -> None:
+        """Forgets where the blocks of `nodes` lie; their slots are the caller's affair.
+
+        Blocks before them that have no follower here any more may leave from now on.
+        """
+        self.offer(self._unlink(nodes))
+        self._forget(nodes, evicted=evicted)
+
+    def depart(self, nodes: NDArray[np.int32]) -> None:
+        """These blocks are being written down and then leave; those before them may follow."""
+        self.pool.depart(self.slot_of[nodes])
+        parents = self._count_children(nodes, -1)
+        self.offer(parents)
+
+    def keep(self, nodes: NDArray[np.int32]) -> None:
+        """Leaving blocks stay after all."""
+        self.pool.keep(self.slot_of[nodes])
+        self._count_children(nodes, 1)
+
+    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """A request used the copies here."""
+        self.policy.touch(nodes, tick=tick)
+        for tenant, _ in self._tenants_of(nodes) if self._quota_policies else ():
+            own = self._quota_policies.get(tenant)
+            if own is not None:
+                own.touch(nodes[self.nodes.tenant[nodes] == tenant], tick=tick)
+        # Their place in the order is another one now.
+        self.offer(nodes)
+
+    def offer(self, nodes: NDArray[np.int32]) -> None:
+        """Queues those of `nodes` that may leave."""
+        if len(nodes) > 1:
+            nodes = nodes[self.children[nodes] == 0]
+        if len(nodes):
+            self._offer(nodes.tolist())
+
+    def offer_slots(self, slots: NDArray[np.int32]) -> None:
+        """Queues those of the blocks in `slots` that may leave."""
+        nodes = self.pool.node[slots]
+        self.offer(nodes[nodes != NOWHERE])
+
+    def standing(self, node: int) -> int | None:
+        """The priority of a block that may leave now; `None` if it may not."""
+        slot = self.slot_of[node]
+        if (
+            slot == NOWHERE
+            or self.pool.state[slot] != READY
+            or self.pool.holders[slot]
+            or self.children[node]
+            or self.nodes.pins[node]
+        ):
+            return None
+        return int(self.nodes.priority[node])
+
+    def ready_nodes(self) -> NDArray[np.int32]:
+        """The blocks that can be matched here."""
+        state = self.pool.state
+        slots = np.flatnonzero((state == READY) | (state == LEAVING))
+        nodes: NDArray[np.int32] = self.pool.node[slots]
+        return nodes
+
+    # ---------------------------------------------------------------- making room
+
+    def plan_room(self, wanted: int, tenant: int | None) -> Room:
+        """Sets victims aside so that `wanted` slots can be taken for a tenant.
+
+        The caller must `evict` or `put_back` them.
+        """
+        victims: list[int] = []
+        if tenant is not None and tenant in self._quota_policies:
+            own = self._quota_policies[tenant]
+            self._set_aside_from(own, self.over_quota(tenant, wanted), victims)
+        own_count = len(victims)
+        short = wanted - self.pool.free_count - len(victims)
+        self._set_aside_from(self.policy, short, victims)
+        return Room(victims, own_count, self.pool.free_count + len(victims))
+
+    def pop_victim(self) -> int | None:
+        """Sets the next block to leave aside and returns it."""
+        victims: list[int] = []
+        self._set_aside_from(self.policy, 1, victims)
+        return victims[0] if victims else None
+
+    def set_aside_leaves(self, nodes: Iterable[int]) -> list[int]:
+        """Sets those of `nodes` aside that may leave; a follower must come before its parent."""
+        victims: list[int] = []
+        for node in nodes:
+            if self.standing(node) is not None:
+                self._set_aside(node)
+                victims.append(node)
+        return victims
+
+    def put_back(self, victims: list[int]) -> None:
+        """Restores everything that `plan_room` or `pop_victim` changed."""
+        for node in reversed(victims):
+            self.pool.holders[self.slot_of[node]] -= 1
+            parent = self.nodes.parent[node]
+            if parent != NOWHERE:
+                self.children[parent] += 1
+        self._offer(victims)
+
+    def evict(self, victims: list[int]) -> NDArray[np.int32]:
+        """Forgets blocks that were set aside; returns the slots they lay in."""
+        nodes = np.array(victims, dtype=np.int32)
+        slots: NDArray[np.int32] = self.slot_of[nodes]
+        self.pool.holders[slots] -= 1
+        # Setting them aside already took them from the counts of the blocks before them.
+        self._count_children(nodes, 1)
+        self._unlink(nodes)
+        self._forget(nodes, evicted=True)
+        self.pool.evict(slots)
+        return slots
+
+    def fit(self) -> None:
+        """Grows with the node table."""
+        capacity = self.nodes.capacity
+        if len(self.slot_of) < capacity:
+            self.slot_of = grown(self.slot_of, capacity, fill=NOWHERE)
+            self.children = grown(self.children, capacity)
+            for policy in (self.policy, *self._quota_policies.values()):
+                policy.resize(capacity)
+
+    def quota_policies(self) -> Iterable[tuple[int, EvictionPolicy]]:
+        """Tenants with a quota, and the policies that queue their blocks."""
+        return self._quota_policies.items()
+
+    def _set_aside_from(self, policy: EvictionPolicy, count: int, victims: list[int]) -> None:
+        target = len(victims) + count
+        while len(victims) < target:
+            node = policy.pop()
+            if node is None:
+                return
+            victims.append(node)
+            self._set_aside(node)
+
+    def _set_aside(self, node: int) -> None:
+        # Held, so that no second entry of it in a queue can bring it up again.
+        self.pool.holders[self.slot_of[node]] += 1
+        parent = int(self.nodes.parent[node])
+        if parent != NOWHERE:
+            left = self.children[parent] - 1
+            self.children[parent] = left
+            if left == 0:
+                self._offer((parent,))
+
+    def _count_children(self, nodes: NDArray[np.int32], change: int) -> NDArray[np.int32]:
+        parents: NDArray[np.int32] = self.nodes.parent[nodes]
+        parents = parents[parents != NOWHERE]
+        np.add.at(self.children, parents, change)
+        return parents
+
+    def _unlink(self, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Takes blocks out of the maps; returns the blocks before them."""
+        slots = self.slot_of[nodes]
+        if slots.min(initial=0) == NOWHERE:
+            raise InvariantViolation(f"tier {self.name!r}: a block left that was not there")
+        staying = self.pool.state[slots] != LEAVING
+        self.slot_of[nodes] = NOWHERE
+        self.pool.node[slots] = NOWHERE
+        self.nodes.copy_count[nodes] -= 1
+        return self._count_children(nodes[staying], -1)
+
+    def _forget(self, nodes: NDArray[np.int32], *, evicted: bool) -> None:
+        numbers = nodes.tolist()
+        keys = self.nodes.keys_of(numbers)
+        self.policy.forget(numbers, keys, evicted=evicted)
+        for tenant, count in self._tenants_of(nodes):
+            self.used_by[tenant] -= count
+            if not self.used_by[tenant]:
+                del self.used_by[tenant]
+            if tenant in self._quota_policies:
+                own = [n for n in numbers if self.nodes.tenant[n] == tenant]
+                own_keys = self.nodes.keys_of(own)
+                self._quota_policies[tenant].forget(own, own_keys, evicted=evicted)
+
+    def _offer(self, nodes: Iterable[int]) -> None:
+        self.policy.offer(nodes)
+        if self._quota_policies:
+            for node in nodes:
+                own = self._quota_policies.get(int(self.nodes.tenant[node]))
+                if own is not None:
+                    own.offer((node,))
+
+    def _tenants_of(self, nodes: NDArray[np.int32]) -> list[tuple[int, int]]:
+        tenants = self.nodes.tenant[nodes]
+        if len(tenants) == 0:
+            return []
+        first = int(tenants[0])
+        if (tenants == first).all():
+            return [(first, len(tenants))]
+        values, counts = np.unique(tenants, return_counts=True)
+        return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+    def _make_policy(self) -> EvictionPolicy:
+        policy = POLICIES[self.settings.eviction](self.pool.slot_count, self.standing)
+        policy.resize(self.nodes.capacity)
+        return policy

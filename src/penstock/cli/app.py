@@ -1,0 +1,64 @@
+"""The commands of `penstock`, and the edge where errors become exit statuses.
+
+Each command has a module of its own beside this one and is added to `app` below; options
+that several commands share are in `conventions`.
+
+The one rule that must not break: what the caller or the world got wrong ends as one line and
+a status; what we got wrong ends as a traceback, never as a tidy message.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+from typer.main import get_command
+
+from penstock.cli import config
+from penstock.cli.conventions import ExitStatus
+from penstock.cli.version import show_version
+from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SET_UP = "Set up"
+
+app = typer.Typer(
+    name="penstock",
+    help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
+    epilog="Exit status: 0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(
+    config.commands,
+    name="config",
+    help="Check a configuration file, or show what it comes to.",
+    rich_help_panel=SET_UP,
+)
+app.command("version", rich_help_panel=SET_UP)(show_version)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command, by default from `sys.argv`, and returns its exit status."""
+    # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
+    command = get_command(app)
+    try:
+        command(args=None if arguments is None else list(arguments), prog_name="penstock")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else ExitStatus.FINE
+    except InvariantViolation:
+        raise
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return _status_of(error)
+    return ExitStatus.FINE
+
+
+def _status_of(error: PenstockError) -> ExitStatus:
+    if isinstance(error, UnavailableError | CapacityError):
+        return ExitStatus.CANNOT_RUN_HERE
+    return ExitStatus.USAGE

@@ -1,0 +1,107 @@
+"""What all commands have in common: options, exit statuses, seeds and JSON.
+
+| option      | means the same everywhere                                        |
+|-------------|------------------------------------------------------------------|
+| `--config`  | settings from this TOML file                                     |
+| `--json`    | the result as JSON, into a file or `-`                           |
+| `--seeds`   | how many seeds, counted from `--start`                           |
+| `--seed`    | this one seed                                                    |
+| `--jobs`    | how many processes                                               |
+| `--trace`   | tell every event                                                 |
+
+The one rule that must not break: a command takes these from here and gives none of them a
+meaning of its own. `docs/cli.md` is the same for readers.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+SEED_MAX = 2**63 - 1
+
+
+class ExitStatus(IntEnum):
+    """How a command ends."""
+
+    FINE = 0
+    """It ran, and all is well. A benchmark that misses a target is fine too, without `--check`."""
+    FINDING = 1
+    """It ran, and found something: a seed that fails, a target missed under `--check`."""
+    USAGE = 2
+    """It was called with arguments or settings that make no sense; nothing ran."""
+    CANNOT_RUN_HERE = 3
+    """This machine or installation lacks something; the message says what."""
+
+
+ConfigOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Take the settings from this TOML file."),
+]
+JsonOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the result as JSON, too; '-' writes it to standard output, alone.",
+    ),
+]
+SeedsOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--seeds", metavar="N", min=1, help="Run N seeds, counted from --start."),
+]
+SeedOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="S", min=0, max=SEED_MAX, help="Run this one seed."),
+]
+StartOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--start", metavar="S", min=0, max=SEED_MAX, help="The first seed; 0 if not given."
+    ),
+]
+JobsOption: TypeAlias = Annotated[
+    int,
+    typer.Option("--jobs", metavar="N", min=1, max=1024, help="Use N processes."),
+]
+TraceOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--trace", help="Tell every event; goes with --seed."),
+]
+CheckOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--check", help="End with status 1 when a target is missed."),
+]
+
+
+def chosen_seeds(
+    *, seed: int | None, seeds: int | None, start: int | None, default_count: int
+) -> range:
+    """The seeds that `--seed`, or else `--seeds` and `--start`, ask for."""
+    if seed is None:
+        first = start or 0
+        return range(first, first + (default_count if seeds is None else seeds))
+    if seeds is not None or start is not None:
+        raise typer.BadParameter(
+            "names one seed, so it goes with neither --seeds nor --start", param_hint="--seed"
+        )
+    return range(seed, seed + 1)
+
+
+def write_json(path: Path, document: object) -> None:
+    """Writes what `--json` asks for, to standard output when the path is `-`."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    if str(path) == "-":
+        print(text)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written: {error.strerror}", param_hint="--json"
+        ) from error

@@ -1,0 +1,279 @@
+"""TOML → `Config`, or one refusal.
+
+A refusal is a `ConfigError` whose field is the key as the file spells it, such as
+`cache.block_tokens` or `tiers[1].write` (tiers are counted from 0), behind the name of the
+file when there is one.
+
+The one rule that must not break: every key of the text is either used or refused.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
+from penstock.config.schema import (
+    CACHE_KEYS,
+    MODEL_KEYS,
+    RESERVED_TABLES,
+    ROOM_KEYS,
+    TABLES,
+    TIER_KEYS,
+    TIER_KINDS,
+    VERSION,
+    Number,
+    Shares,
+    Whole,
+    Word,
+    nearest,
+    unknown,
+)
+from penstock.config.values import DEVICE_NAME, Config, ModelSettings, TierKind
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from penstock.config.schema import Key, Option, Value
+
+
+def load_config(path: str | Path) -> Config:
+    """Reads a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read, or `parse_config` refuses what it says.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), "cannot be read: is not UTF-8 text") from error
+    return parse_config(text, source=str(path))
+
+
+def parse_config(text: str, *, source: str = "") -> Config:
+    """Reads a configuration from its text.
+
+    Args:
+        text: the TOML document.
+        source: where it came from; every refusal begins with it.
+
+    Raises:
+        ConfigError: the text is no TOML, or says something that has no meaning here.
+    """
+    try:
+        return _read_config(_read_toml(text))
+    except ConfigError as error:
+        if not source:
+            raise
+        raise ConfigError(f"{source}: {error.field}", error.problem) from error
+
+
+def _read_toml(text: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError("TOML", f"cannot be read: {error}") from error
+
+
+def _read_config(document: dict[str, object]) -> Config:
+    # Another version may mean anything by the rest, so the version comes first.
+    _check_version(document)
+    for name in document:
+        if name not in TABLES:
+            raise ConfigError(name, unknown(name, TABLES))
+    for name in RESERVED_TABLES:
+        for key in _table_at(name, document.get(name, {})):
+            raise ConfigError(f"{name}.{key}", f"unknown; [{name}] has no settings yet")
+    if "model" not in document:
+        raise ConfigError("model", "is missing; must be a table with the name of the model")
+    model = _read_model(_Table("model", document["model"], MODEL_KEYS))
+    table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
+    tiers, kinds = _read_tiers(document.get("tiers", []))
+    cache = _read_cache(table, tiers)
+    return Config(model=model, cache=cache, hash=table.word("hash"), tier_kinds=kinds)
+
+
+def _check_version(document: dict[str, object]) -> None:
+    if "version" not in document:
+        raise ConfigError("version", f"is missing; must be {VERSION}")
+    version = document["version"]
+    if type(version) is not int or version != VERSION:
+        raise ConfigError("version", f"is {version!r}, must be {VERSION}: no other is known here")
+
+
+def _read_model(table: _Table) -> ModelSettings:
+    return ModelSettings(
+        name=table.word("name"),
+        weights_version=table.word("weights_version"),
+        kv_dtype=table.word("kv_dtype"),
+        kv_scales=table.word("kv_scales"),
+        rotary=table.word("rotary"),
+    )
+
+
+def _read_cache(table: _Table, tiers: tuple[TierSettings, ...]) -> CacheSettings:
+    device = _read_device(table)
+    if device is None and not tiers:
+        raise ConfigError(
+            "cache.blocks", "is 0 and there are no [[tiers]]: nothing to keep; give one or both"
+        )
+    places = {tier.name: f"tiers[{index}]" for index, tier in enumerate(tiers)}
+    with _spelled_as_in_the_file({DEVICE_NAME: "cache", **places}):
+        cache = CacheSettings(device=device, tiers=tiers)
+    return replace(
+        cache,
+        block_tokens=table.whole("block_tokens"),
+        rank_count=table.whole("ranks"),
+        group_count=table.whole("groups"),
+        operation_timeout_s=table.number("operation_timeout_s"),
+        operation_blocks_max=table.whole("operation_blocks_max"),
+        departed_count=table.whole("departed_count"),
+        story_count=table.whole("story_count"),
+        event_count=table.whole("event_count"),
+        pin_share=table.number("pin_share"),
+    )
+
+
+def _read_device(table: _Table) -> TierSettings | None:
+    blocks = table.whole("blocks")
+    if blocks == 0:
+        table.refuse(
+            ROOM_KEYS,
+            "has no effect while cache.blocks is 0: the engine keeps its own device blocks",
+        )
+        return None
+    room = _read_room(table)
+    with _spelled_as_in_the_file({DEVICE_NAME: "cache"}):
+        return TierSettings(name=DEVICE_NAME, slot_count=blocks, **room)
+
+
+def _read_tiers(given: object) -> tuple[tuple[TierSettings, ...], tuple[TierKind, ...]]:
+    if not isinstance(given, list):
+        raise ConfigError("tiers", "is no array of tables; each tier must begin with [[tiers]]")
+    tiers: list[TierSettings] = []
+    kinds: list[TierKind] = []
+    for index, entry in enumerate(given):
+        place = f"tiers[{index}]"
+        kind = _read_kind(place, _table_at(place, entry))
+        table = _Table(place, entry, {**TIER_KEYS, **TIER_KINDS[kind]})
+        tier = _read_tier(table)
+        if tier.name in {DEVICE_NAME, *(earlier.name for earlier in tiers)}:
+            raise ConfigError(f"{place}.name", f"is {tier.name!r}, the name of another tier")
+        tiers.append(tier)
+        kinds.append(TierKind(name=kind, options=table.options(TIER_KINDS[kind])))
+    return tuple(tiers), tuple(kinds)
+
+
+def _read_kind(place: str, given: Mapping[str, object]) -> str:
+    # The kind decides which keys the table may have, so it is read before the table is.
+    kinds = Word(choices=tuple(TIER_KINDS))
+    if "kind" in given:
+        return kinds.read(f"{place}.kind", given["kind"])
+    for name in given:
+        if name not in TIER_KEYS and nearest(name, ["kind"]):
+            raise ConfigError(f"{place}.{name}", unknown(name, ["kind"]))
+    raise ConfigError(f"{place}.kind", f"is missing; must be {kinds}")
+
+
+def _read_tier(table: _Table) -> TierSettings:
+    write = WriteKind(table.word("write"))
+    if write is not WriteKind.SELECTIVE:
+        table.refuse(["hits"], f"has no effect while write is {write.value!r}")
+    name, blocks = table.word("name"), table.whole("blocks")
+    policy = WritePolicy(kind=write, hits=table.whole("hits"))
+    room = _read_room(table)
+    with _spelled_as_in_the_file({name: table.place, "": table.place}):
+        return TierSettings(name=name, slot_count=blocks, write=policy, **room)
+
+
+class _Room(TypedDict):
+    eviction: str
+    low_watermark: float
+    high_watermark: float
+    quotas: Mapping[str, float]
+
+
+def _read_room(table: _Table) -> _Room:
+    return {
+        "eviction": table.word("eviction"),
+        "low_watermark": table.number("low_watermark"),
+        "high_watermark": table.number("high_watermark"),
+        "quotas": table.shares("quotas"),
+    }
+
+
+@contextmanager
+def _spelled_as_in_the_file(places: Mapping[str, str]) -> Iterator[None]:
+    """Settings name a field as `tier 'host': write`; a reader of the file wants its table.
+
+    `places` maps names of tiers to their tables, and "" to that of a field without a tier.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        tier, _, field = error.field.rpartition(": ")
+        place = places[tier.removeprefix("tier ").strip("'")]
+        raise ConfigError(f"{place}.{field}", error.problem) from error
+
+
+class _Table:
+    """One table of the file. To open it is to refuse the keys that it should not have."""
+
+    def __init__(self, place: str, given: object, keys: Mapping[str, Key]) -> None:
+        self.place = place
+        self._given = _table_at(place, given)
+        self._keys = keys
+        for name in self._given:
+            if name not in keys:
+                raise ConfigError(f"{place}.{name}", unknown(name, keys))
+
+    def whole(self, name: str) -> int:
+        key = self._keys[name]
+        assert isinstance(key, Whole), name
+        return key.read(f"{self.place}.{name}", self._value(name, key))
+
+    def number(self, name: str) -> float:
+        key = self._keys[name]
+        assert isinstance(key, Number), name
+        return key.read(f"{self.place}.{name}", self._value(name, key))
+
+    def word(self, name: str) -> str:
+        key = self._keys[name]
+        assert isinstance(key, Word), name
+        return key.read(f"{self.place}.{name}", self._value(name, key))
+
+    def shares(self, name: str) -> dict[str, float]:
+        key = self._keys[name]
+        assert isinstance(key, Shares), name
+        return key.read(f"{self.place}.{name}", self._value(name, key))
+
+    def options(self, keys: Mapping[str, Option]) -> dict[str, Value]:
+        """The values of the keys that the tier's kind brings along."""
+        return {
+            name: key.read(f"{self.place}.{name}", self._value(name, key))
+            for name, key in keys.items()
+        }
+
+    def refuse(self, names: Collection[str], problem: str) -> None:
+        """Refuses those of `names` that are given, although the schema knows them."""
+        for name in names:
+            if name in self._given:
+                raise ConfigError(f"{self.place}.{name}", problem)
+
+    def _value(self, name: str, key: Key) -> object:
+        value = self._given.get(name, key.default)
+        if value is None:
+            raise ConfigError(f"{self.place}.{name}", f"is missing; must be {key}")
+        return value
+
+
+def _table_at(place: str, given: object) -> dict[str, object]:
+    if not isinstance(given, dict):
+        raise ConfigError(place, f"is {given!r}, must be a table")
+    return given

@@ -1,0 +1,194 @@
+"""Which keys a configuration file may have, with their types, ranges and defaults, as data.
+
+A key is a value of one of four kinds, which reads what the file gives or refuses it:
+
+| kind     | TOML                  |
+|----------|-----------------------|
+| `Whole`  | integer               |
+| `Number` | integer or float      |
+| `Word`   | string                |
+| `Shares` | table of numbers 0…1  |
+
+The one rule that must not break: a default here equals the default of the setting it
+becomes, so that a file and a program that say nothing get the same cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypeAlias
+
+from penstock.cache.settings import EVICTION_POLICIES, WriteKind
+from penstock.errors import ConfigError
+from penstock.vocabulary.keys import ALGORITHMS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+VERSION = 1
+TABLES = ("version", "model", "cache", "tiers", "handoff", "serve")
+RESERVED_TABLES = ("handoff", "serve")
+"""They may be there, so that a file can be prepared; they have no settings yet."""
+
+BLOCKS_MAX = 2**31 - 1
+"""Slot numbers are kept in 32-bit integers."""
+COUNT_MAX = 2**24
+"""Departures, happenings and events are remembered in memory: more than this is a slip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A whole number within bounds; without a default it must be given."""
+
+    minimum: int
+    maximum: int
+    default: int | None = None
+
+    def read(self, place: str, value: object) -> int:
+        """Returns the value, or refuses it in the name of `place`."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(place, f"is {value!r}, must be {self}")
+        if not self.minimum <= value <= self.maximum:
+            raise ConfigError(place, f"is {value}, must be {self}")
+        return value
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.minimum} to {self.maximum}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """A number within bounds, with or without a fraction; without a default it must be given."""
+
+    minimum: float
+    maximum: float
+    default: float | None = None
+
+    def read(self, place: str, value: object) -> float:
+        """Returns the value, or refuses it in the name of `place`."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(place, f"is {value!r}, must be {self}")
+        # Written so that `nan`, which compares with nothing, is refused too.
+        if not self.minimum <= value <= self.maximum:
+            raise ConfigError(place, f"is {value}, must be {self}")
+        return float(value)
+
+    def __str__(self) -> str:
+        return f"a number from {self.minimum:g} to {self.maximum:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """A string, any or one of `choices`; without a default it must be given."""
+
+    choices: tuple[str, ...] = ()
+    default: str | None = None
+
+    def read(self, place: str, value: object) -> str:
+        """Returns the value, or refuses it in the name of `place`."""
+        if not isinstance(value, str):
+            raise ConfigError(place, f"is {value!r}, must be {self}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(place, f"is {value!r}, must be {self}{nearest(value, self.choices)}")
+        return value
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else "a string"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """A table that gives tenants their share of a tier's slots."""
+
+    default: Mapping[str, float] = field(default_factory=dict)
+
+    def read(self, place: str, value: object) -> dict[str, float]:
+        """Returns the value, or refuses it in the name of `place`."""
+        if not isinstance(value, dict):
+            raise ConfigError(place, f"is {value!r}, must be {self}")
+        share = Number(minimum=0, maximum=1)
+        return {tenant: share.read(f"{place}.{tenant}", given) for tenant, given in value.items()}
+
+    def __str__(self) -> str:
+        return "a table of tenants, each with a number from 0 to 1"
+
+
+Key: TypeAlias = Whole | Number | Word | Shares
+Option: TypeAlias = Whole | Number | Word
+"""A key that a kind of tier brings along."""
+Value: TypeAlias = int | float | str
+
+MODEL_KEYS: Mapping[str, Key] = {
+    "name": Word(),
+    "weights_version": Word(default=""),
+    "kv_dtype": Word(default="bfloat16"),
+    "kv_scales": Word(default=""),
+    "rotary": Word(default=""),
+}
+
+ROOM_KEYS: Mapping[str, Key] = {
+    "eviction": Word(default="lru", choices=EVICTION_POLICIES),
+    "low_watermark": Number(minimum=0, maximum=0.99, default=0.0),
+    "high_watermark": Number(minimum=0, maximum=0.99, default=0.0),
+    "quotas": Shares(),
+}
+"""How a tier's slots are given away: in `[cache]` for the device, in `[[tiers]]` for each."""
+
+CACHE_KEYS: Mapping[str, Key] = {
+    "block_tokens": Whole(minimum=1, maximum=65_536, default=16),
+    "hash": Word(default="sha256", choices=tuple(ALGORITHMS)),
+    "ranks": Whole(minimum=1, maximum=4_096, default=1),
+    "groups": Whole(minimum=1, maximum=256, default=1),
+    "operation_timeout_s": Number(minimum=0.001, maximum=86_400, default=30.0),
+    "operation_blocks_max": Whole(minimum=1, maximum=65_536, default=256),
+    "departed_count": Whole(minimum=1, maximum=COUNT_MAX, default=65_536),
+    "story_count": Whole(minimum=1, maximum=COUNT_MAX, default=4_096),
+    "event_count": Whole(minimum=1, maximum=COUNT_MAX, default=8_192),
+    "pin_share": Number(minimum=0, maximum=1, default=0.5),
+    "blocks": Whole(minimum=0, maximum=BLOCKS_MAX, default=0),
+    **ROOM_KEYS,
+}
+
+TIER_KEYS: Mapping[str, Key] = {
+    "name": Word(),
+    "kind": Word(),
+    "blocks": Whole(minimum=1, maximum=BLOCKS_MAX),
+    "write": Word(default="write_through", choices=tuple(kind.value for kind in WriteKind)),
+    "hits": Whole(minimum=1, maximum=65_535, default=2),
+    **ROOM_KEYS,
+}
+
+TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
+    "memory": {},
+}
+"""What `kind` can be, with the keys that a tier of this kind has besides `TIER_KEYS`."""
+
+STARTER_TOML = """\
+version = 1
+
+[model]
+name = "example/model"
+
+[cache]
+blocks = 1024
+low_watermark = 0.05
+high_watermark = 0.1
+
+[[tiers]]
+name = "host"
+kind = "memory"
+blocks = 8192
+"""
+"""A configuration to begin with: managed device blocks over one memory tier."""
+
+
+def unknown(name: str, known: Collection[str]) -> str:
+    """The problem with a name that is none of `known`."""
+    return f"unknown{nearest(name, known) or '; known here: ' + ', '.join(known)}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Which of `known` was probably meant, as the end of a sentence; empty if none is near."""
+    matches = get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""

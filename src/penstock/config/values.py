@@ -1,0 +1,117 @@
+"""A configuration as values: what the rest of Penstock is built from.
+
+    Config
+    ├── model       ModelSettings     what every key says about the model
+    ├── hash        str               how keys are computed
+    ├── cache       CacheSettings     device tier and the tiers below it
+    └── tier_kinds  TierKind, …       what each tier below the device is made of
+
+The one rule that must not break: a `Config` that exists is usable; whatever could be wrong
+with it was refused when it was built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.config.printing import print_toml
+from penstock.config.schema import TIER_KINDS
+from penstock.errors import ConfigError
+from penstock.vocabulary.keys import ALGORITHMS
+from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.cache.settings import CacheSettings
+    from penstock.config.schema import Value
+
+DEVICE_NAME = "device"
+"""The name of the device tier, which a file configures in `[cache]`."""
+UNKNOWN_WEIGHTS = "unknown"
+"""What a namespace says when nobody said which weights the model has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What every key of one engine says about the model; `Namespace` explains the fields."""
+
+    name: str
+    weights_version: str = ""
+    """Empty: unknown."""
+    kv_dtype: str = "bfloat16"
+    kv_scales: str = ""
+    rotary: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("model.name", "is '', must name the model: keys are made from it")
+        for name in ("name", "weights_version", "kv_dtype", "kv_scales", "rotary"):
+            size = len(getattr(self, name).encode("utf-8"))
+            if size > FIELD_BYTES_MAX:
+                raise ConfigError(
+                    f"model.{name}", f"is {size} bytes long, must be at most {FIELD_BYTES_MAX}"
+                )
+
+    def namespace(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> Namespace:
+        """The namespace of this model's keys for one tenant, adapter and KV group."""
+        return Namespace(
+            model=self.name,
+            weights_version=self.weights_version or UNKNOWN_WEIGHTS,
+            kv_dtype=self.kv_dtype,
+            kv_scales=self.kv_scales,
+            rotary=self.rotary,
+            kv_group=kv_group,
+            adapter=adapter,
+            tenant=tenant,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierKind:
+    """What a tier is made of, with the settings that only this kind has."""
+
+    name: str
+    options: Mapping[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in TIER_KINDS:
+            known = ", ".join(TIER_KINDS)
+            raise ConfigError("kind", f"is {self.name!r}, must be one of {known}")
+        if set(self.options) != set(TIER_KINDS[self.name]):
+            raise ConfigError(
+                "options",
+                f"are {sorted(self.options)}, must be {sorted(TIER_KINDS[self.name])} "
+                f"for kind {self.name!r}",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole configuration; `parse_config(config.to_toml()) == config`."""
+
+    model: ModelSettings
+    cache: CacheSettings
+    hash: str = "sha256"
+    tier_kinds: tuple[TierKind, ...] = ()
+    """One for each of `cache.tiers`, in the same order."""
+
+    def __post_init__(self) -> None:
+        if self.hash not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise ConfigError("hash", f"is {self.hash!r}, must be one of {known}")
+        if len(self.tier_kinds) != len(self.cache.tiers):
+            raise ConfigError(
+                "tier_kinds",
+                f"has {len(self.tier_kinds)} entries for {len(self.cache.tiers)} tiers, "
+                "must have one for each",
+            )
+        if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
+            raise ConfigError(
+                "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
+            )
+
+    def to_toml(self) -> str:
+        """Every setting with the value in effect, as a file that reads back equal."""
+        return print_toml(self)

@@ -1,0 +1,58 @@
+"""Everything Penstock raises on purpose, as one tree.
+
+    PenstockError
+    ├── CapacityError          the world: not enough room now; retrying later may work
+    ├── ConfigError            the caller: a setting is wrong (also a ValueError)
+    ├── LeaseError             the caller: a lease was used after its end (also a ValueError)
+    ├── UnavailableError       the world: this machine lacks something the call needs
+    └── InvariantViolation     us: the cache's own books do not add up; carries the story
+
+A message says what happened, with names and numbers. Bad arguments raise plain
+`ValueError`. Nothing here is ever swallowed: a failed copy is no exception but an outcome
+of its operation, and ends as a counted miss.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The root of all errors that Penstock raises on purpose."""
+
+
+class CapacityError(PenstockError):
+    """A tier has fewer slots to give than were asked for; nothing was changed."""
+
+    def __init__(self, *, tier: str, wanted: int, available: int) -> None:
+        super().__init__(f"tier {tier!r} can give {available} slots, {wanted} were wanted")
+        self.tier = tier
+        self.wanted = wanted
+        self.available = available
+
+
+class ConfigError(PenstockError, ValueError):
+    """A setting is wrong; `field` names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class LeaseError(PenstockError, ValueError):
+    """A lease was used in a state that does not allow it; nothing was changed."""
+
+
+class UnavailableError(PenstockError):
+    """This machine or installation lacks what the call needs."""
+
+
+class InvariantViolation(PenstockError):  # noqa: N818 - a defect of ours, not an error of yours
+    """The cache's own books do not add up: a defect of Penstock, never of the caller.
+
+    `story` tells what last happened to the block or request concerned.
+    """
+
+    def __init__(self, problem: str, *, story: tuple[str, ...] = ()) -> None:
+        super().__init__("\n  ".join((problem, *story)))
+        self.problem = problem
+        self.story = story

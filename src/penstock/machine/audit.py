@@ -1,0 +1,204 @@
+"""Every invariant of the whole state, recomputed from scratch.
+
+The simulator calls `audit` after every event. It changes nothing, and raises
+`InvariantViolation` with the story of whatever does not add up. It works on plain lists:
+the states it is run on most are small, and there they are faster than arrays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NoReturn
+
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE
+from penstock.cache.states import LeaseState, OperationState, SlotState
+from penstock.errors import InvariantViolation
+
+if TYPE_CHECKING:
+    from penstock.cache.leases import Lease
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+
+_FREE, _FILLING, _READY, _LEAVING, _DOOMED = (int(state) for state in SlotState)
+_LOADING, _LEASE_READY = LeaseState.LOADING, LeaseState.READY
+_RUNNING, _ENDING = OperationState.RUNNING, OperationState.ENDING
+
+
+def audit(books: Books) -> None:
+    """Checks everything.
+
+    Raises:
+        InvariantViolation: something does not add up.
+    """
+    if books.agenda:
+        _fail(books, "the agenda is not empty between events")
+    tiers = books.owned_tiers()
+    _audit_nodes(books, tiers)
+    parents = books.nodes.parent.tolist()
+    for tier in tiers:
+        _audit_slots(books, tier)
+        _audit_residency(books, tier, parents)
+        _audit_holders(books, tier)
+        _audit_eviction(books, tier)
+    device = books.tiers[DEVICE]
+    if device is not None:
+        states = device.pool.state.tolist()
+        for lease in books.leases.values():
+            _audit_lease(books, lease, states)
+    aims = Counter(lease.frontier for lease in books.leases.values() if lease.frontier)
+    if aims != books.frontiers:
+        _fail(books, "the blocks being computed are not those the leases aim at")
+    _audit_operations(books)
+
+
+def _fail(books: Books, problem: str, node: int = NOWHERE) -> NoReturn:
+    story: tuple[str, ...] = ()
+    if node != NOWHERE and books.nodes.keys[node] is not None:
+        story = books.history.of_key(books.nodes.key_of(node))
+    raise InvariantViolation(problem, story=story or books.history.lately(20))
+
+
+def _audit_nodes(books: Books, tiers: list[Tier]) -> None:
+    """Keys and nodes map one to one, and every node is there for a reason."""
+    nodes = books.nodes
+    copies: Counter[int] = Counter()
+    for tier in tiers:
+        copies.update(node for node in tier.pool.node.tolist() if node != NOWHERE)
+    followers = Counter(int(nodes.parent[number]) for number in nodes.ids.values())
+    followers.pop(NOWHERE, None)
+    for key, number in nodes.ids.items():
+        if nodes.keys[number] != key:
+            _fail(books, f"node {number} has another key than the index says")
+        if copies[number] != nodes.copy_count[number]:
+            _fail(books, f"node {number} has {copies[number]} copies, not as booked", number)
+        if followers[number] != nodes.child_count[number]:
+            _fail(books, f"node {number} has {followers[number]} followers", number)
+        if not copies[number] and not followers[number]:
+            _fail(books, f"node {number} has neither copies nor followers", number)
+        if nodes.pins[number] != books.pinned.get(key, 0):
+            _fail(books, f"node {number} has a wrong number of pins", number)
+    known = set(nodes.ids.values())
+    for number in (*copies, *followers):
+        if number not in known and (copies[number] or followers[number]):
+            _fail(books, f"node {number} is used but not known")
+
+
+def _audit_slots(books: Books, tier: Tier) -> None:
+    """Free slots are free, once; every other slot is in use for a reason."""
+    pool = tier.pool
+    free = pool.free_slots().tolist()
+    states = pool.state.tolist()
+    if len(set(free)) != len(free) or len(free) != states.count(_FREE):
+        _fail(books, f"tier {tier.name}: slots that are free and slots said to be differ")
+    for slot, (state, holders, node) in enumerate(
+        zip(states, pool.holders.tolist(), pool.node.tolist(), strict=True)
+    ):
+        if holders < 0:
+            _fail(books, f"tier {tier.name}: slot {slot} is held less than never", node)
+        if state == _FREE and (holders or node != NOWHERE):
+            _fail(books, f"tier {tier.name}: slot {slot} is free but in use", node)
+        if state == _DOOMED and (node != NOWHERE or not holders):
+            _fail(books, f"tier {tier.name}: slot {slot} is doomed but not in use", node)
+        if state == _FILLING and not holders:
+            _fail(books, f"tier {tier.name}: slot {slot} leaked while filling", node)
+        if state in (_READY, _LEAVING) and node == NOWHERE:
+            _fail(books, f"tier {tier.name}: slot {slot} is ready but has no block")
+    for slot in free:
+        if states[slot] != _FREE:
+            _fail(books, f"tier {tier.name}: slot {slot} can be taken but is in use")
+
+
+def _audit_residency(books: Books, tier: Tier, parents: list[int]) -> None:
+    """Slots and nodes map one to one; counts of followers and of tenants are right."""
+    states = tier.pool.state.tolist()
+    children: Counter[int] = Counter()
+    used: Counter[int] = Counter()
+    placed = 0
+    for slot, node in enumerate(tier.pool.node.tolist()):
+        if node == NOWHERE:
+            continue
+        placed += 1
+        used[int(books.nodes.tenant[node])] += 1
+        if tier.slot_of[node] != slot:
+            _fail(books, f"tier {tier.name}: slot {slot} and its block do not agree", node)
+        if states[slot] != _LEAVING and parents[node] != NOWHERE:
+            children[parents[node]] += 1
+    slot_of = tier.slot_of.tolist()
+    if len(slot_of) - slot_of.count(NOWHERE) != placed:
+        _fail(books, f"tier {tier.name}: a block is said to lie where it does not")
+    booked = {node: count for node, count in enumerate(tier.children.tolist()) if count}
+    if booked != children:
+        _fail(books, f"tier {tier.name}: followers are {dict(children)}, booked {booked}")
+    if used != tier.used_by:
+        _fail(books, f"tier {tier.name}: tenants use {dict(used)}, booked {tier.used_by}")
+
+
+def _audit_holders(books: Books, tier: Tier) -> None:
+    """A slot is held as often as leases and operations say."""
+    held: Counter[int] = Counter()
+    if tier.index == DEVICE:
+        for lease in books.leases.values():
+            held.update(lease.table.tolist())
+            held.update(lease.twins)
+    for operation in books.ledger.operations.values():
+        if operation.source == tier.index:
+            held.update(operation.source_slots.tolist())
+        if operation.target == tier.index:
+            held.update(operation.target_slots.tolist())
+        if operation.onward is not None and tier.index == DEVICE:
+            held.update(slot for slot in operation.onward.tolist() if slot != NOWHERE)
+    for slot, booked in enumerate(tier.pool.holders.tolist()):
+        if held[slot] != booked:
+            problem = f"tier {tier.name}: slot {slot} is held {held[slot]} times, booked {booked}"
+            _fail(books, problem, int(tier.pool.node[slot]))
+
+
+def _audit_eviction(books: Books, tier: Tier) -> None:
+    """The policies know exactly the blocks that may leave: none too many, none forgotten."""
+    may_leave = {
+        node
+        for node in tier.pool.node.tolist()
+        if node != NOWHERE and tier.standing(node) is not None
+    }
+    candidates = tier.policy.candidates()
+    if may_leave != candidates:
+        wrong = may_leave ^ candidates
+        _fail(books, f"tier {tier.name}: the policy is wrong about {wrong}", min(wrong))
+    for tenant, policy in tier.quota_policies():
+        own = {node for node in may_leave if books.nodes.tenant[node] == tenant}
+        if own != policy.candidates():
+            wrong = own ^ policy.candidates()
+            problem = f"tier {tier.name}: the policy of tenant {tenant} is wrong about {wrong}"
+            _fail(books, problem, min(wrong))
+
+
+def _audit_lease(books: Books, lease: Lease, states: list[int]) -> None:
+    table = lease.table.tolist()
+    if (lease.state is _LOADING) != bool(lease.waiting):
+        _fail(books, f"lease {lease.id} is {lease.state.name}, waits for {lease.waiting}")
+    if len(set(table)) != len(table):
+        _fail(books, f"lease {lease.id} has a slot twice")
+    if any(states[slot] in (_FREE, _LEAVING) for slot in table):
+        _fail(books, f"lease {lease.id} has slots that are free or leaving")
+    if lease.state is _LEASE_READY and lease.epoch == books.ledger.epoch:
+        for slot in table[: lease.matched_blocks]:
+            if states[slot] == _DOOMED:
+                _fail(books, f"lease {lease.id} is ready with a block that is not")
+    for operation_id in lease.waiting:
+        operation = books.ledger.operations.get(operation_id)
+        if operation is None or lease.id not in operation.waiters:
+            _fail(books, f"lease {lease.id} waits for {operation_id}, which does not know")
+
+
+def _audit_operations(books: Books) -> None:
+    for operation in books.ledger.operations.values():
+        if operation.state not in (_RUNNING, _ENDING) or not operation.waiting_ranks:
+            _fail(books, f"operation {operation.id} has ended but is still in the ledger")
+        if operation.state is _ENDING and operation.waiters:
+            _fail(books, f"leases wait for operation {operation.id}, which was given up")
+        target = books.tiers[operation.target]
+        if operation.state is _RUNNING and target is not None:
+            for slot in operation.target_slots.tolist():
+                if target.pool.state[slot] not in (_FILLING, _DOOMED):
+                    _fail(books, f"operation {operation.id} writes into slot {slot}, in use")

@@ -1,0 +1,341 @@
+"""The whole state of one engine's cache, and the few verbs that keep its books straight.
+
+Everything here belongs to one owner and is changed only inside `CacheMachine.handle`.
+The modules beside this one (`leasing`, `copying`, `writing`, `finding`, `faults`) are the
+parts of that owner's mind; they share these books and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import Departed, Departure, MissReason
+from penstock.cache.history import History
+from penstock.cache.ledger import Ledger
+from penstock.cache.nodes import NOWHERE, NodeTable
+from penstock.cache.settings import DEVICE, HUB, CacheSettings
+from penstock.cache.states import SlotState
+from penstock.cache.tier import Room, Tier
+from penstock.errors import InvariantViolation, LeaseError
+from penstock.machine.effects import Drop, Effect
+from penstock.machine.kv_events import EventLog
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.leases import Lease
+    from penstock.cache.ledger import Operation
+    from penstock.vocabulary.ids import Key, LeaseId, PinId
+
+FIRST_TO_LEAVE = np.iinfo(np.int16).min
+"""The priority of blocks whose time to live has passed."""
+
+_CONTENT_LIMIT = 4096
+"""Of so many prompts' first blocks, the namespaces are remembered."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so often; only ever grows."""
+
+    requests: int = 0
+    requests_refused: int = 0
+    tokens_asked: int = 0
+    tokens_cached_by_tier: list[int] = field(default_factory=list)
+    misses: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    blocks_published: int = 0
+    blocks_twinned: int = 0
+    """Blocks computed twice at the same time; the second copy lives as long as its request."""
+    blocks_evicted: int = 0
+    blocks_dropped_unsaved: int = 0
+    """Evicted in a hurry, before they could be written back."""
+    blocks_corrupt: int = 0
+    saves_refused: int = 0
+    """Blocks not written down: no room, over quota, not admitted."""
+    reports_late: int = 0
+    """Reports on operations that are not in the ledger: duplicates, or from an earlier life."""
+    leases_lost: int = 0
+
+
+class Books:
+    """State of the cache of one engine."""
+
+    def __init__(self, settings: CacheSettings, incarnation: int) -> None:
+        self.settings = settings
+        self.nodes = NodeTable()
+        self.tiers: list[Tier | None] = [
+            None if tier is None else Tier(index, tier, self.nodes)
+            for index, tier in enumerate((settings.device, *settings.tiers))
+        ]
+        """By index; the device is `None` when the engine manages its own slots."""
+        self.ledger = Ledger(incarnation)
+        self.leases: dict[LeaseId, Lease] = {}
+        self.lease_next = 1
+        self.pins: dict[PinId, tuple[Key, ...]] = {}
+        self.pin_next = 1
+        self.pinned: dict[Key, int] = {}
+        """Key to the number of pins; it outlives the block, which may come back."""
+        self.departed = Departed(settings.departed_count)
+        self.history = History(settings.story_count)
+        self.kv_events = EventLog(settings.event_count)
+        self.counters = Counters(tokens_cached_by_tier=[0] * len(self.tiers))
+        self.effects: list[Effect] = []
+        self.agenda: list[tuple[Operation, NDArray[np.int32]]] = []
+        """Operations that ended within this event, and the device slots they did not fill."""
+        self.tick = 0
+        """The logical clock: one for each event."""
+        self.losses = 0
+        """How often blocks below the device became unreadable."""
+        self.lost_ranks: set[int] = set()
+        self.tenants: dict[str, int] = {}
+        self.foreign: dict[Key, int] = {}
+        """Blocks that lie somewhere in a form we cannot read, and in which tier."""
+        self.frontiers: dict[Key, int] = {}
+        """Blocks being computed right now, one a lease: the next it will publish."""
+        self.contents: dict[int, set[bytes]] = {}
+        """First blocks by their tokens alone, and the namespaces they are known in."""
+        self.sightings: dict[Key, int] = {}
+        """How often an engine that offloads showed a block that had not earned its place."""
+        self._expiries: list[tuple[float, int, Key]] = []
+        self._expires_at: dict[Key, float] = {}
+
+    # ---------------------------------------------------------------- finding things
+
+    @property
+    def device(self) -> Tier:
+        """The device tier of an engine whose slots Penstock manages."""
+        tier = self.tiers[DEVICE]
+        if tier is None:
+            raise ValueError("this engine manages its own device slots: use lookup, load and save")
+        return tier
+
+    @property
+    def hub(self) -> Tier | None:
+        """The first tier below the device."""
+        return self.tiers[HUB] if len(self.tiers) > HUB else None
+
+    def tier(self, index: int) -> Tier:
+        """A tier that has slots of ours."""
+        tier = self.tiers[index]
+        if tier is None:
+            raise InvariantViolation(f"tier {index} has no slots of ours")
+        return tier
+
+    def owned_tiers(self) -> list[Tier]:
+        """All tiers with slots of ours."""
+        return [tier for tier in self.tiers if tier is not None]
+
+    def lower_tiers(self) -> list[Tier]:
+        """The tiers below the device."""
+        return [tier for tier in self.tiers[HUB:] if tier is not None]
+
+    def fed_by(self, index: int) -> list[Tier]:
+        """The tiers that take their blocks from tier `index`."""
+        if index == DEVICE:
+            return self.lower_tiers()[:1]
+        return self.lower_tiers()[1:] if index == HUB else []
+
+    def lease(self, lease_id: LeaseId) -> Lease:
+        """A lease that has not ended.
+
+        Raises:
+            LeaseError: it has, or never was.
+        """
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            raise LeaseError(f"lease {lease_id} is not open: it was released, or never given")
+        return lease
+
+    def tenant(self, name: str) -> int:
+        """The number of a tenant."""
+        number = self.tenants.get(name)
+        if number is None:
+            number = self.tenants[name] = len(self.tenants)
+            for tier in self.owned_tiers():
+                tier.introduce(number, name)
+        return number
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every rank can copy."""
+        return not self.lost_ranks
+
+    # ---------------------------------------------------------------- blocks come
+
+    def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
+        """Makes unknown blocks known; the caller places a copy at once."""
+        nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
+        for tier in self.owned_tiers():
+            tier.fit()
+        self.departed.discard(keys)
+        if self.pinned:
+            pinned = self.pinned
+            self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
+        return nodes
+
+    def hint(
+        self, nodes: NDArray[np.int32], keys: Sequence[Key], priority: int, until: float | None
+    ) -> None:
+        """Applies a request's wishes to blocks: the highest priority and the latest end win."""
+        if priority:
+            self.nodes.priority[nodes] = np.maximum(self.nodes.priority[nodes], priority)
+        if until is not None:
+            self._expire_at(nodes, keys, until, priority)
+        for tier in self.owned_tiers():
+            tier.offer(nodes)
+
+    def _expire_at(
+        self, nodes: NDArray[np.int32], keys: Sequence[Key], until: float, priority: int
+    ) -> None:
+        for node, key in zip(nodes.tolist(), keys, strict=True):
+            if until > self._expires_at.get(key, float("-inf")):
+                self._expires_at[key] = until
+                heappush(self._expiries, (until, node, key))
+                if self.nodes.priority[node] == FIRST_TO_LEAVE:
+                    self.nodes.priority[node] = priority
+
+    def next_expiry(self) -> float | None:
+        """When the next block's time to live passes."""
+        while self._expiries:
+            until, _, key = self._expiries[0]
+            if self._expires_at.get(key) == until:
+                return until
+            heappop(self._expiries)
+        return None
+
+    def expire_blocks(self, now: float) -> None:
+        """Blocks whose time has passed are the first to leave from now on."""
+        while (until := self.next_expiry()) is not None and until <= now:
+            _, _, key = heappop(self._expiries)
+            del self._expires_at[key]
+            node = self.nodes.get(key)
+            if node == NOWHERE:
+                continue
+            self.nodes.priority[node] = FIRST_TO_LEAVE
+            for tier in self.owned_tiers():
+                tier.offer(np.array([node], dtype=np.int32))
+
+    # ---------------------------------------------------------------- blocks go
+
+    def make_room(self, tier: Tier, wanted: int, tenant: int | None, now: float, cause: str) -> int:
+        """Evicts until `wanted` slots can be taken, or nothing at all; returns what could be."""
+        room = tier.plan_room(wanted, tenant)
+        if room.available < wanted:
+            tier.put_back(room.victims)
+        else:
+            self.evict_planned(tier, room, now, cause)
+        return room.available
+
+    def evict_planned(self, tier: Tier, room: Room, now: float, cause: str) -> None:
+        """Forgets the victims of a plan, each for its own reason."""
+        own, others = room.victims[: room.own_count], room.victims[room.own_count :]
+        # A victim for the quota may follow one that merely had its turn, so all in one go.
+        if own and others:
+            keys = self.nodes.keys_of(own)
+            self.evict(tier, room.victims, MissReason.EVICTED, now, cause)
+            gone = [key for key in keys if self.departed.get(key) is not None]
+            self.departed.add(gone, Departure(MissReason.OVER_QUOTA, tier.name, "", now))
+        elif room.victims:
+            reason = MissReason.OVER_QUOTA if own else MissReason.EVICTED
+            self.evict(tier, room.victims, reason, now, cause)
+
+    def evict(
+        self, tier: Tier, victims: list[int], reason: MissReason, now: float, cause: str
+    ) -> None:
+        """Forgets victims that were set aside in a tier."""
+        keys = self.nodes.keys_of(victims)
+        self._count_unsaved(tier, victims)
+        slots = tier.evict(victims)
+        self.counters.blocks_evicted += len(victims)
+        self._gone(tier, victims, keys, slots, reason, now, cause)
+
+    def condemn(
+        self, tier: Tier, slots: NDArray[np.int32], reason: MissReason, now: float, cause: str
+    ) -> None:
+        """Makes copies unreadable at once; their slots come back when nothing uses them.
+
+        Slots whose block was already taken out are left as they are.
+        """
+        slots = slots[tier.pool.node[slots] != NOWHERE]
+        if not len(slots):
+            return
+        nodes = tier.pool.node[slots].copy()
+        numbers = nodes.tolist()
+        keys = self.nodes.keys_of(numbers)
+        readable = tier.pool.state[slots] != SlotState.FILLING
+        tier.displace(nodes, evicted=False)
+        tier.pool.condemn(slots)
+        self.discard_unheld(tier, slots)
+        if readable.any():
+            self._gone(tier, numbers, keys, slots, reason, now, cause)
+        else:
+            self._remove_nodes(numbers, keys, Departure(reason, tier.name, "", now))
+
+    def discard_unheld(self, tier: Tier, slots: NDArray[np.int32]) -> None:
+        """Frees those of the slots that are condemned and that nothing holds."""
+        pool = tier.pool
+        quiet = (pool.state[slots] == SlotState.DOOMED) & (pool.holders[slots] == 0)
+        if quiet.any():
+            pool.discard(slots[quiet])
+
+    def _gone(
+        self,
+        tier: Tier,
+        numbers: list[int],
+        keys: list[Key],
+        slots: NDArray[np.int32],
+        reason: MissReason,
+        now: float,
+        cause: str,
+    ) -> None:
+        policy = tier.policy.name if reason is MissReason.EVICTED else ""
+        self._remove_nodes(numbers, keys, Departure(reason, tier.name, policy, now))
+        self.kv_events.removed(tier.name, keys)
+        self.history.add(now, reason.value, cause, keys, f"from {tier.name}")
+        if tier.index != DEVICE:
+            self.losses += 1
+            self.effects.append(Drop(tier=tier.index, keys=keys, slots=slots))
+
+    def _remove_nodes(self, numbers: list[int], keys: list[Key], departure: Departure) -> None:
+        copies = self.nodes.copy_count
+        self.departed.add(
+            [key for node, key in zip(numbers, keys, strict=True) if not copies[node]], departure
+        )
+        for node, key in zip(numbers, keys, strict=True):
+            # A node further up may have gone together with the one below it.
+            if self.nodes.keys[node] == key:
+                self.nodes.remove_if_useless(node)
+
+    def _count_unsaved(self, tier: Tier, victims: list[int]) -> None:
+        if any(t.settings.write.kind.value == "write_back" for t in self.fed_by(tier.index)):
+            alone = self.nodes.copy_count[victims] == 1
+            self.counters.blocks_dropped_unsaved += int(np.count_nonzero(alone))
+
+    # ---------------------------------------------------------------- explaining
+
+    def remember_content(self, content: int, namespace: bytes) -> None:
+        """The first block of a prompt is known in a namespace."""
+        if not content:
+            return
+        known = self.contents.setdefault(content, set())
+        known.add(namespace)
+        if len(self.contents) > _CONTENT_LIMIT:
+            del self.contents[next(iter(self.contents))]
+
+    def aim(self, lease: Lease, frontier: Key | None) -> None:
+        """Notes which block a lease will publish next."""
+        if lease.frontier is not None:
+            left = self.frontiers[lease.frontier] - 1
+            if left:
+                self.frontiers[lease.frontier] = left
+            else:
+                del self.frontiers[lease.frontier]
+        lease.frontier = frontier
+        if frontier is not None:
+            self.frontiers[frontier] = self.frontiers.get(frontier, 0) + 1

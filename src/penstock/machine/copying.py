@@ -1,0 +1,402 @@
+"""The life of an operation: started, reported on by every rank, ended once.
+
+    start ──Copy──→ ranks ──Report──→ report ─┬─ all ranks: complete ─→ give back what it held
+                                              └─ a rank failed, a cancel, a deadline:
+                                                 decide now, give back when all have reported
+
+What an end means for leases and for further tiers is put on the books' agenda, and is dealt
+with before the event is over.
+
+The one rule that must not break: what an operation holds comes back exactly once, and only
+when no rank can touch it any more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import MissReason
+from penstock.cache.ledger import BlockFault, Operation, Outcome, Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE
+from penstock.cache.states import OperationMove, OperationState, SlotState
+from penstock.machine.effects import Abandon, Copy, Ended, Settled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+    from penstock.machine.events import Report
+    from penstock.vocabulary.ids import Key, LeaseId
+
+
+def start(
+    books: Books,
+    purpose: Purpose,
+    *,
+    source: int,
+    target: int,
+    keys: Sequence[Key],
+    source_slots: NDArray[np.int32],
+    target_slots: NDArray[np.int32],
+    deadline: float,
+    cause: str,
+    onward: NDArray[np.int32] | None = None,
+) -> list[Operation]:
+    """Starts copies of blocks, in operations of bounded size; every slot is held until the end.
+
+    Slots are one a block, or one row a KV group for an engine's own device slots.
+    """
+    limit = books.settings.operation_blocks_max
+    started: list[Operation] = []
+    for first in range(0, len(keys), limit):
+        part = slice(first, first + limit)
+        operation = Operation(
+            id=books.ledger.next_id(),
+            purpose=purpose,
+            source=source,
+            target=target,
+            keys=list(keys[part]),
+            source_slots=source_slots[..., part],
+            target_slots=target_slots[..., part],
+            waiting_ranks=set(range(books.settings.rank_count)),
+            deadline=deadline,
+            cause=cause,
+            onward=None if onward is None else onward[part],
+        )
+        for tier, slots in _sides(books, operation):
+            tier.pool.hold(slots)
+        if operation.onward is not None:
+            awaited = operation.onward[operation.onward != NOWHERE]
+            books.device.pool.hold(awaited)
+        books.ledger.open(operation)
+        books.effects.append(
+            Copy(
+                operation=operation.id,
+                purpose=purpose,
+                source=source,
+                target=target,
+                keys=operation.keys,
+                source_slots=operation.source_slots,
+                target_slots=operation.target_slots,
+                deadline=deadline,
+                cause=cause,
+            )
+        )
+        started.append(operation)
+    return started
+
+
+def wait_for(books: Books, operations: list[Operation], waiters: set[LeaseId]) -> None:
+    """Leases wait for those of the operations that bring blocks of theirs."""
+    for lease_id in waiters:
+        lease = books.leases.get(lease_id)
+        if lease is None:
+            continue
+        for operation in operations:
+            slots = operation.target_slots if operation.onward is None else operation.onward
+            if np.isin(slots, lease.table).any():
+                lease.waiting.add(operation.id)
+                operation.waiters.add(lease_id)
+
+
+def pass_on(books: Books, onward: dict[int, int]) -> list[Operation]:
+    """Has running stages load their blocks into device slots when they arrive in the hub.
+
+    `onward` maps the hub slot a stage fills to the device slot that waits for it.
+    """
+    touched: list[Operation] = []
+    for operation in books.ledger.running():
+        if operation.purpose is not Purpose.STAGE:
+            continue
+        if operation.onward is None:
+            operation.onward = np.full(len(operation.keys), NOWHERE, dtype=np.int32)
+        for position, slot in enumerate(operation.target_slots.tolist()):
+            if slot in onward:
+                operation.onward[position] = onward[slot]
+                books.device.pool.hold(operation.onward[position : position + 1])
+                touched.append(operation)
+    return touched
+
+
+def report(books: Books, event: Report, now: float) -> None:
+    """A rank is through with its part."""
+    operation = books.ledger.operations.get(event.operation)
+    if operation is None or event.rank not in operation.waiting_ranks:
+        # A duplicate, a rank that was given up, or an answer to an earlier life.
+        books.counters.reports_late += 1
+        return
+    operation.waiting_ranks.discard(event.rank)
+    for position, fault in event.faults:
+        if operation.faults.get(position) is not BlockFault.CORRUPT:
+            operation.faults[position] = fault
+    if event.failure and operation.state is OperationState.RUNNING:
+        decide(books, operation, OperationMove.FAIL, now, failure=event.failure)
+    if operation.waiting_ranks:
+        operation.move(OperationMove.REPORT)
+        return
+    if operation.state is OperationState.RUNNING:
+        _complete(books, operation, now)
+    else:
+        _settle(books, operation, now)
+
+
+def decide(
+    books: Books, operation: Operation, move: OperationMove, now: float, *, failure: str
+) -> None:
+    """Ends the interest in a running operation; its slots stay held until all reported."""
+    operation.move(move)
+    outcome = {
+        OperationMove.FAIL: Outcome.FAILED,
+        OperationMove.CANCEL: Outcome.CANCELLED,
+        OperationMove.EXPIRE: Outcome.EXPIRED,
+    }[move]
+    operation.outcome = outcome
+    operation.failure = failure
+    if move is not OperationMove.FAIL:
+        books.effects.append(Abandon(operation=operation.id))
+    everything = np.arange(len(operation.keys))
+    bad_device_slots = _give_up_targets(books, operation, everything, now)
+    _keep_sources(books, operation)
+    _tell(books, operation, settled=not operation.waiting_ranks)
+    books.history.add(
+        now, f"{operation.purpose.value} {outcome.value}", operation.cause, operation.keys, failure
+    )
+    books.agenda.append((operation, bad_device_slots))
+
+
+def expire(books: Books, now: float) -> None:
+    """Ends the interest in operations whose deadline has passed."""
+    while (operation := books.ledger.pop_expired(now)) is not None:
+        decide(
+            books,
+            operation,
+            OperationMove.EXPIRE,
+            now,
+            failure=f"deadline {operation.deadline:.3f} passed",
+        )
+
+
+def _complete(books: Books, operation: Operation, now: float) -> None:
+    """Every rank has reported, and nobody gave up: good blocks are ready, bad ones are not."""
+    operation.move(OperationMove.LAST_REPORT)
+    operation.outcome = Outcome.FAILED if operation.faults else Outcome.DONE
+    good = np.ones(len(operation.keys), dtype=bool)
+    good[list(operation.faults)] = False
+    _drop_corrupt_sources(books, operation, now)
+    _fill_targets(books, operation, np.flatnonzero(good), now)
+    bad_device_slots = _give_up_targets(books, operation, np.flatnonzero(~good), now)
+    onward = _slots_to_load_into(books, operation, good)
+    _give_back(books, operation, now)
+    _tell(books, operation, settled=True)
+    if operation.faults or operation.purpose is not Purpose.SAVE:
+        books.history.add(
+            now,
+            f"{operation.purpose.value} {operation.outcome.value}",
+            operation.cause,
+            operation.keys,
+        )
+    if onward is not None:
+        _load_onward(books, operation, onward, now)
+    books.agenda.append((operation, bad_device_slots))
+
+
+def _settle(books: Books, operation: Operation, now: float) -> None:
+    """The last rank of an operation that was given up has reported."""
+    operation.move(OperationMove.LAST_REPORT)
+    _drop_corrupt_sources(books, operation, now)
+    _give_back(books, operation, now)
+    if not operation.settled_told:
+        books.effects.append(Settled(operation=operation.id))
+
+
+def _fill_targets(
+    books: Books, operation: Operation, positions: NDArray[np.intp], now: float
+) -> None:
+    tier = books.tiers[operation.target]
+    if tier is None or not len(positions):
+        return
+    slots = operation.target_slots[positions]
+    slots = slots[tier.pool.state[slots] == SlotState.FILLING]
+    named = slots[tier.pool.node[slots] != NOWHERE]
+    if len(named):
+        tier.pool.fill(named)
+        nodes = tier.pool.node[named]
+        announce(books, tier, nodes)
+        books.history.add(
+            now, f"filled {tier.name}", operation.cause, books.nodes.keys_of(nodes.tolist())
+        )
+
+
+def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> None:
+    """Tells the readers of KV events about ready blocks, one event a chain."""
+    numbers = nodes.tolist()
+    keys = books.nodes.keys_of(numbers)
+    parents = books.nodes.parent[nodes].tolist()
+    first = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or parents[end] != numbers[end - 1]:
+            parent = parents[first]
+            parent_key = None if parent == NOWHERE else books.nodes.key_of(parent)
+            books.kv_events.stored(tier.name, keys[first:end], parent_key)
+            first = end
+
+
+def _give_up_targets(
+    books: Books, operation: Operation, positions: NDArray[np.intp], now: float
+) -> NDArray[np.int32]:
+    """Condemns what was to be filled; returns the device slots that will not be."""
+    none = np.empty(0, dtype=np.int32)
+    if not len(positions):
+        return none
+    reason = MissReason.FILLING
+    tier = books.tiers[operation.target]
+    bad = none
+    if tier is not None:
+        slots = operation.target_slots[positions]
+        filling = slots[tier.pool.state[slots] == SlotState.FILLING]
+        books.condemn(tier, filling, reason, now, operation.cause)
+        if tier.index == DEVICE:
+            bad = filling
+    if operation.onward is not None:
+        slots = operation.onward[positions]
+        slots = slots[slots != NOWHERE]
+        device = books.device
+        bad = slots[device.pool.state[slots] == SlotState.FILLING]
+        books.condemn(device, bad, reason, now, operation.cause)
+    return bad
+
+
+def _keep_sources(books: Books, operation: Operation) -> None:
+    """Blocks that were to leave stay where they are."""
+    if operation.purpose is not Purpose.DEMOTE:
+        return
+    tier = books.tier(operation.source)
+    slots = operation.source_slots
+    leaving = slots[tier.pool.state[slots] == SlotState.LEAVING]
+    tier.keep(tier.pool.node[leaving])
+
+
+def _drop_corrupt_sources(books: Books, operation: Operation, now: float) -> None:
+    positions = [p for p, f in operation.faults.items() if f is BlockFault.CORRUPT]
+    if not positions or operation.source == DEVICE:
+        # Device blocks carry no sums of their own: there, a bad copy says nothing of the source.
+        return
+    tier = books.tier(operation.source)
+    slots = operation.source_slots[positions]
+    books.counters.blocks_corrupt += len(positions)
+    books.condemn(tier, slots, MissReason.CORRUPT, now, operation.cause)
+
+
+def _slots_to_load_into(
+    books: Books, operation: Operation, good: NDArray[np.bool_]
+) -> NDArray[np.int32] | None:
+    """For a stage that is complete: the device slots still waiting for its blocks."""
+    if operation.onward is None:
+        return None
+    device = books.device
+    onward = operation.onward.copy()
+    onward[~good] = NOWHERE
+    wanted = onward != NOWHERE
+    wanted[wanted] = device.pool.state[onward[wanted]] == SlotState.FILLING
+    hub = books.tier(operation.target)
+    wanted &= hub.pool.state[operation.target_slots] == SlotState.READY
+    onward[~wanted] = NOWHERE
+    return onward
+
+
+def _load_onward(books: Books, operation: Operation, onward: NDArray[np.int32], now: float) -> None:
+    wanted = onward != NOWHERE
+    if not wanted.any():
+        return
+    keys = [key for key, want in zip(operation.keys, wanted.tolist(), strict=True) if want]
+    started = start(
+        books,
+        Purpose.LOAD,
+        source=operation.target,
+        target=DEVICE,
+        keys=keys,
+        source_slots=operation.target_slots[wanted],
+        target_slots=onward[wanted],
+        deadline=max(operation.deadline, now),
+        cause=operation.cause,
+    )
+    wait_for(books, started, operation.waiters)
+
+
+def _give_back(books: Books, operation: Operation, now: float) -> None:
+    """Lets go of every slot; what nobody else holds becomes free or evictable."""
+    if operation.onward is not None:
+        awaited = operation.onward[operation.onward != NOWHERE]
+        _let_go(books, books.device, awaited)
+    for tier, slots in _sides(books, operation):
+        _let_go(books, tier, slots)
+    if operation.purpose is Purpose.DEMOTE:
+        _let_leave(books, operation, now)
+    books.ledger.close(operation, operation.outcome or Outcome.FAILED)
+
+
+def _let_go(books: Books, tier: Tier, slots: NDArray[np.int32]) -> None:
+    quiet = tier.pool.unhold(slots)
+    if not len(quiet):
+        return
+    books.discard_unheld(tier, quiet)
+    tier.offer_slots(quiet)
+
+
+def _let_leave(books: Books, operation: Operation, now: float) -> None:
+    """Frees the slots of blocks that were written down, unless somebody came back for them."""
+    tier = books.tier(operation.source)
+    slots = operation.source_slots
+    leaving = slots[tier.pool.state[slots] == SlotState.LEAVING]
+    if not len(leaving):
+        return
+    faulty = np.zeros(len(operation.keys), dtype=bool)
+    faulty[list(operation.faults)] = True
+    written = set(slots[~faulty].tolist())
+    nodes = tier.pool.node[leaving]
+    # Back among the ready ones first: eviction then takes those that may still leave.
+    tier.keep(nodes)
+    victims = [
+        node
+        for node, slot in zip(nodes.tolist(), leaving.tolist(), strict=True)
+        if slot in written and tier.pool.holders[slot] == 0
+    ]
+    gone = tier.set_aside_leaves(victims)
+    if gone:
+        books.evict(tier, gone, MissReason.EVICTED, now, operation.cause)
+    tier.offer(nodes)
+
+
+def _tell(books: Books, operation: Operation, *, settled: bool) -> None:
+    assert operation.outcome is not None
+    operation.settled_told = settled
+    books.effects.append(
+        Ended(
+            operation=operation.id,
+            purpose=operation.purpose,
+            outcome=operation.outcome,
+            faults=tuple(sorted(operation.faults.items(), key=lambda item: item[0])),
+            failure=operation.failure,
+            settled=settled,
+            cause=operation.cause,
+        )
+    )
+
+
+def _sides(books: Books, operation: Operation) -> list[tuple[Tier, NDArray[np.int32]]]:
+    """The tiers with slots of ours that an operation holds, and the slots."""
+    sides = []
+    for index, slots in (
+        (operation.source, operation.source_slots),
+        (operation.target, operation.target_slots),
+    ):
+        tier = books.tiers[index]
+        if tier is not None:
+            sides.append((tier, slots))
+    return sides

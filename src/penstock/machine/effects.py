@@ -1,0 +1,141 @@
+"""Everything the cache asks for or answers.
+
+| effects                                    | for                                              |
+|--------------------------------------------|--------------------------------------------------|
+| `Granted Grown Pinned Found Started`       | whoever sent the event: its answer               |
+| `Copy Abandon Drop`                        | the drivers: work to carry out on every rank      |
+| `Ended Settled LeaseChanged`               | the engine: what became of what it waits for      |
+
+Every `Copy` is answered by exactly one `Report` a rank, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.cache.departed import Miss
+    from penstock.cache.ledger import BlockFault, Outcome, Purpose
+    from penstock.cache.states import LeaseState
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to do, or to know."""
+
+
+class Granted(Effect, frozen=True, kw_only=True):
+    """A lease was given."""
+
+    lease: LeaseId
+    table: NDArray[np.int32]
+    state: LeaseState
+    cached_tokens: int
+    cached_by_tier: tuple[int, ...]
+    """Tokens found in each tier, device first."""
+    miss: Miss
+
+
+class Grown(Effect, frozen=True, kw_only=True):
+    """A lease has room for what it asked for."""
+
+    lease: LeaseId
+    table: NDArray[np.int32]
+    state: LeaseState
+
+
+class Pinned(Effect, frozen=True, kw_only=True):
+    """A prefix is pinned."""
+
+    pin: PinId
+    present: int
+    """How many of its blocks are cached now."""
+
+
+class Found(Effect, frozen=True, kw_only=True):
+    """What of a chain lies below the device."""
+
+    ready: int
+    """So many leading blocks can be loaded now."""
+    pending: int
+    """So many after them are on their way, or would be if somebody asked for them."""
+    below: int
+    """So many of the pending ones wait below the hub for a `Prefetch`."""
+    miss: Miss
+    """Why there are no more."""
+    losses: int
+    """As long as this number stays the same, ready blocks stay ready."""
+
+
+class Started(Effect, frozen=True, kw_only=True):
+    """What became of a wish to load, save or prefetch."""
+
+    operations: tuple[OperationId, ...]
+    accepted: tuple[int, ...]
+    """Positions of the keys that these operations move, in order."""
+    miss: Miss
+    """Why the rest is not moved."""
+
+
+class Copy(Effect, frozen=True, kw_only=True):
+    """Every rank copies these blocks and reports."""
+
+    operation: OperationId
+    purpose: Purpose
+    source: int
+    target: int
+    keys: Sequence[Key]
+    source_slots: NDArray[np.int32]
+    target_slots: NDArray[np.int32]
+    deadline: float
+    cause: str
+
+
+class Abandon(Effect, frozen=True, kw_only=True):
+    """A copy is no longer wanted: ranks stop early if they can, and report all the same."""
+
+    operation: OperationId
+
+
+class Drop(Effect, frozen=True, kw_only=True):
+    """A tier forgot these blocks: stores that keep headers write tombstones."""
+
+    tier: int
+    keys: Sequence[Key]
+    slots: NDArray[np.int32]
+
+
+class Ended(Effect, frozen=True, kw_only=True):
+    """The outcome of an operation, told once."""
+
+    operation: OperationId
+    purpose: Purpose
+    outcome: Outcome
+    faults: tuple[tuple[int, BlockFault], ...]
+    failure: str
+    settled: bool
+    """Whether its slots are quiet; if not, `Settled` follows when they are."""
+    cause: str
+
+
+class Settled(Effect, frozen=True, kw_only=True):
+    """No rank touches this operation's slots any more."""
+
+    operation: OperationId
+
+
+class LeaseChanged(Effect, frozen=True, kw_only=True):
+    """A waiting request may run, or has lost its blocks."""
+
+    lease: LeaseId
+    request: str
+    state: LeaseState
+    table: NDArray[np.int32]
+    cached_tokens: int

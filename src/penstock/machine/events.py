@@ -1,0 +1,211 @@
+"""Everything that can happen to the cache of one engine.
+
+| events                                                   | from                             |
+|----------------------------------------------------------|----------------------------------|
+| `Acquire Grow Commit Fork Preempt Release Pin Unpin`      | an engine that lets us manage    |
+| `Lookup Load Save Prefetch Cancel`                        | an engine that offloads          |
+| `Report`                                                  | a rank, about an operation       |
+| `RankLost RankBack TierOff TierOn Discovered`             | the runtime, about the world     |
+| `Tick Reset`                                              | the engine's step, the operator  |
+
+An event is a value. The same events in the same order give the same effects, always.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.cache.ledger import BlockFault
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened."""
+
+
+class Acquire(Event, frozen=True, kw_only=True):
+    """A request wants its prompt's blocks. Answer: `Granted`."""
+
+    request: str
+    keys: Sequence[Key]
+    """Of every full block of the prompt."""
+    token_count: int
+    tenant: str = ""
+    namespace: bytes = b""
+    """Digest of the namespace, to explain misses."""
+    content: int = 0
+    """Hash of the first block's tokens without the namespace, to explain misses."""
+    reuse: bool = True
+    """Whether blocks may be matched at all."""
+    load: bool = True
+    """Whether blocks may be brought up from lower tiers."""
+    store: bool = True
+    """Whether what it computes may be published."""
+    priority: int = 0
+    ttl_s: float | None = None
+    deadline: float | None = None
+
+
+class Grow(Event, frozen=True, kw_only=True):
+    """A lease needs room for so many tokens in all. Answer: `Grown`."""
+
+    lease: LeaseId
+    token_count: int
+
+
+class Commit(Event, frozen=True, kw_only=True):
+    """The KV of so many tokens in all is computed on every rank and in every group."""
+
+    lease: LeaseId
+    token_count: int
+    keys: Sequence[Key]
+    """Of the blocks that are full now and were not before."""
+    frontier: Key | None = None
+    """The key that will come next, where the prompt already tells."""
+
+
+class Fork(Event, frozen=True, kw_only=True):
+    """A second request goes on from the same blocks. Answer: `Granted`."""
+
+    lease: LeaseId
+    request: str
+
+
+class Release(Event, frozen=True, kw_only=True):
+    """A request has ended or was aborted."""
+
+    lease: LeaseId
+
+
+class Preempt(Event, frozen=True, kw_only=True):
+    """A request gives its blocks back for now and means to return."""
+
+    lease: LeaseId
+
+
+class Pin(Event, frozen=True, kw_only=True):
+    """Blocks with these keys stay wherever they lie. Answer: `Pinned`."""
+
+    keys: Sequence[Key]
+
+
+class Unpin(Event, frozen=True, kw_only=True):
+    """The end of a pin."""
+
+    pin: PinId
+
+
+class Lookup(Event, frozen=True, kw_only=True):
+    """What of this chain lies below the device? Answer: `Found`."""
+
+    keys: Sequence[Key]
+    start: int = 0
+    """So many leading keys are known to be ready."""
+
+
+class Load(Event, frozen=True, kw_only=True):
+    """Bring blocks into the engine's own device slots. Answer: `Started`."""
+
+    keys: Sequence[Key]
+    slots: NDArray[np.int32]
+    """One row a KV group; `-1` where a group does not need the block."""
+    cause: str
+    deadline: float | None = None
+
+
+class Save(Event, frozen=True, kw_only=True):
+    """Write blocks down from the engine's own device slots. Answer: `Started`."""
+
+    keys: Sequence[Key]
+    slots: NDArray[np.int32]
+    """One row a KV group."""
+    cause: str
+    parent: Key | None = None
+    """The block before the first one."""
+    tenant: str = ""
+    priority: int = 0
+    ttl_s: float | None = None
+    deadline: float | None = None
+
+
+class Prefetch(Event, frozen=True, kw_only=True):
+    """Bring blocks up to the hub ahead of need. Answer: `Started`."""
+
+    keys: Sequence[Key]
+    cause: str
+    deadline: float | None = None
+
+
+class Cancel(Event, frozen=True, kw_only=True):
+    """Nobody wants an operation's result any more."""
+
+    operation: OperationId
+
+
+class Report(Event, frozen=True, kw_only=True):
+    """A rank is through with its part of an operation and will not touch its slots again."""
+
+    operation: OperationId
+    rank: int
+    faults: Sequence[tuple[int, BlockFault]] = ()
+    """Positions in the operation, and what went wrong there."""
+    failure: str = ""
+    """Why all of it failed, if it did."""
+
+
+class RankLost(Event, frozen=True, kw_only=True):
+    """A rank's process is seen dead: it writes no more, and its device memory is gone."""
+
+    rank: int
+
+
+class RankBack(Event, frozen=True, kw_only=True):
+    """A rank is there again, with empty device memory."""
+
+    rank: int
+
+
+class TierOff(Event, frozen=True, kw_only=True):
+    """A tier below the device cannot be used now."""
+
+    tier: int
+    fenced: bool
+    """Whether it is certain that nothing reads or writes its slots any more."""
+    why: str = ""
+
+
+class TierOn(Event, frozen=True, kw_only=True):
+    """A tier can be used again."""
+
+    tier: int
+    kept: bool
+    """Whether its bytes are still there."""
+
+
+class Discovered(Event, frozen=True, kw_only=True):
+    """Blocks were found in a tier: after a restart, or written by another engine."""
+
+    tier: int
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    slots: NDArray[np.int32]
+    foreign: bool = False
+    """In a form this engine cannot read: known, but of no use."""
+
+
+class Tick(Event, frozen=True, kw_only=True):
+    """A step of the engine: time for background work and deadlines."""
+
+
+class Reset(Event, frozen=True, kw_only=True):
+    """Everything cached is void from now on."""
+
+    why: str

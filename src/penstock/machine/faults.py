@@ -1,0 +1,154 @@
+"""When the world changes: ranks and tiers come and go, blocks are found, all is void.
+
+A reset cancels what is under way and starts a new epoch at once. What old operations hold
+stays held until their ranks have reported, so a late answer finds its operation, gives its
+slots back, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import MissReason
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE
+from penstock.cache.states import LeaseState, OperationMove, OperationState, SlotState
+from penstock.machine import copying, releasing
+from penstock.machine.events import Report
+
+if TYPE_CHECKING:
+    from penstock.cache.ledger import Operation
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+    from penstock.machine.events import Discovered, RankBack, RankLost, Reset, TierOff, TierOn
+
+
+def reset(books: Books, event: Reset, now: float) -> None:
+    """Voids everything cached. Running requests keep their blocks, unpublished."""
+    books.history.add(now, "reset", event.why)
+    for lease in list(books.leases.values()):
+        books.aim(lease, None)
+        if lease.state is LeaseState.LOADING:
+            releasing.lose(books, lease, now)
+    for operation in books.ledger.running():
+        copying.decide(books, operation, OperationMove.CANCEL, now, failure="reset")
+    for tier in books.owned_tiers():
+        _empty(books, tier, MissReason.RESET, now, "reset")
+    books.foreign.clear()
+    books.sightings.clear()
+    books.contents.clear()
+    books.ledger.epoch += 1
+    books.kv_events.cleared(books.ledger.epoch)
+
+
+def rank_lost(books: Books, event: RankLost, now: float) -> None:
+    """A rank is dead: what waits for it fails, and no device block is whole any more."""
+    _check_rank(books, event.rank)
+    if event.rank in books.lost_ranks:
+        return
+    books.lost_ranks.add(event.rank)
+    books.history.add(now, "rank lost", f"rank {event.rank}")
+    for lease in list(books.leases.values()):
+        releasing.lose(books, lease, now)
+    for operation in list(books.ledger.operations.values()):
+        if event.rank in operation.waiting_ranks:
+            failure = f"rank {event.rank} is lost"
+            report = Report(operation=operation.id, rank=event.rank, failure=failure)
+            copying.report(books, report, now)
+    device = books.tiers[DEVICE]
+    if device is not None:
+        _empty(books, device, MissReason.LOST, now, f"rank {event.rank}")
+
+
+def rank_back(books: Books, event: RankBack, now: float) -> None:
+    """A rank is there again: blocks can be filled on every rank once more."""
+    _check_rank(books, event.rank)
+    books.lost_ranks.discard(event.rank)
+    books.history.add(now, "rank back", f"rank {event.rank}")
+
+
+def tier_off(books: Books, event: TierOff, now: float) -> None:
+    """A tier cannot be used: what is under way there fails, what lies there waits."""
+    tier = _lower_tier(books, event.tier)
+    tier.on = False
+    books.losses += 1
+    books.history.add(now, "tier off", tier.name, (), event.why)
+    failure = f"tier {tier.name} is off"
+    for operation in _operations_of(books, tier):
+        if operation.state is OperationState.RUNNING:
+            copying.decide(books, operation, OperationMove.FAIL, now, failure=failure)
+        if event.fenced:
+            for rank in sorted(operation.waiting_ranks):
+                report = Report(operation=operation.id, rank=rank, failure=failure)
+                copying.report(books, report, now)
+
+
+def tier_on(books: Books, event: TierOn, now: float) -> None:
+    """A tier can be used again; if its bytes are gone, so are its blocks."""
+    tier = _lower_tier(books, event.tier)
+    if not event.kept:
+        _empty(books, tier, MissReason.LOST, now, tier.name)
+    tier.on = True
+    books.history.add(now, "tier on", tier.name)
+
+
+def discovered(books: Books, event: Discovered, now: float) -> None:
+    """Blocks lie in a tier that nobody here wrote: after a restart, or by another engine."""
+    tier = _lower_tier(books, event.tier)
+    if event.foreign:
+        books.foreign.update(dict.fromkeys(event.keys, tier.index))
+        return
+    tenant = books.tenant("")
+    nodes: list[int] = []
+    slots: list[int] = []
+    for key, parent_key, slot in zip(event.keys, event.parents, event.slots.tolist(), strict=True):
+        node = books.nodes.get(key)
+        if node == NOWHERE:
+            parent = NOWHERE if parent_key is None else books.nodes.get(parent_key)
+            node = int(books.add_chain([key], parent=parent, tenant=tenant)[0])
+        elif tier.slot_of[node] != NOWHERE:
+            continue
+        placed = np.array([slot], dtype=np.int32)
+        tier.pool.take_exactly(placed)
+        tier.place(np.array([node], dtype=np.int32), placed, tick=books.tick)
+        nodes.append(node)
+        slots.append(slot)
+    if nodes:
+        found = np.array(nodes, dtype=np.int32)
+        tier.pool.fill(np.array(slots, dtype=np.int32))
+        tier.offer(found)
+        copying.announce(books, tier, found)
+        books.history.add(now, "discovered", tier.name, event.keys)
+
+
+def _empty(books: Books, tier: Tier, reason: MissReason, now: float, cause: str) -> None:
+    """Takes every block out of a tier: unused slots are free at once, others when let go."""
+    pool = tier.pool
+    slots = np.flatnonzero(pool.node != NOWHERE).astype(np.int32)
+    if not len(slots):
+        return
+    leaving = slots[pool.state[slots] == SlotState.LEAVING]
+    if len(leaving):
+        tier.keep(pool.node[leaving])
+    books.condemn(tier, slots, reason, now, cause)
+
+
+def _operations_of(books: Books, tier: Tier) -> list[Operation]:
+    return [
+        operation
+        for operation in books.ledger.operations.values()
+        if tier.index in (operation.source, operation.target)
+    ]
+
+
+def _lower_tier(books: Books, index: int) -> Tier:
+    if not DEVICE < index < len(books.tiers):
+        raise ValueError(f"tier is {index}, must be from 1 to {len(books.tiers) - 1}")
+    return books.tier(index)
+
+
+def _check_rank(books: Books, rank: int) -> None:
+    if not 0 <= rank < books.settings.rank_count:
+        raise ValueError(f"rank is {rank}, must be from 0 to {books.settings.rank_count - 1}")

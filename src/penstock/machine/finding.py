@@ -1,0 +1,137 @@
+"""Where the blocks of a prompt lie, and why there are no more of them.
+
+Looking changes nothing: no recency, no state, no hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import Miss, MissReason
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE, HUB
+from penstock.cache.states import FILLING, LEAVING, READY, SlotState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+    from penstock.vocabulary.ids import Key
+
+_NOT_FOUND = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The longest prefix of a chain that can be had, in one ordered list."""
+
+    nodes: NDArray[np.int32]
+    source: NDArray[np.int8]
+    """For each block, the index of the nearest tier it can be had from."""
+
+
+def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
+    """The longest prefix that lies on the device or can be had from a tier down to `deepest`."""
+    nodes = books.nodes.match(keys)
+    source = np.full(len(nodes), _NOT_FOUND, dtype=np.int8)
+    device = books.tiers[DEVICE]
+    if device is not None:
+        # A block that a copy is bringing to the device counts: requests share that copy.
+        source[_usable(device, nodes, filling=True)] = DEVICE
+    for tier in books.lower_tiers()[:deepest]:
+        missing = np.flatnonzero(source == _NOT_FOUND)
+        if not len(missing):
+            break
+        if _reachable(books, tier):
+            # What is on its way up to the hub is passed on to the device when it arrives.
+            filling = tier.index == HUB and device is not None
+            source[missing[_usable(tier, nodes[missing], filling=filling)]] = tier.index
+    gap = np.flatnonzero(source == _NOT_FOUND)
+    length = int(gap[0]) if len(gap) else len(nodes)
+    return Finding(nodes[:length], source[:length])
+
+
+def explain(books: Books, keys: Sequence[Key], found: int) -> Miss:
+    """Why the block after the first `found` could not be had."""
+    if found >= len(keys):
+        return Miss(reason=MissReason.NONE, block=found)
+    key = keys[found]
+    node = books.nodes.get(key)
+    if node != NOWHERE and books.nodes.copy_count[node]:
+        return Miss(reason=_why_not_usable(books, node), block=found)
+    if key in books.frontiers:
+        return Miss(reason=MissReason.FILLING, block=found)
+    if key in books.foreign:
+        return Miss(reason=MissReason.FORM, block=found)
+    departure = books.departed.get(key)
+    if departure is not None:
+        return Miss(reason=departure.reason, block=found, departure=departure)
+    return Miss(reason=MissReason.NEVER_SEEN, block=found)
+
+
+def explain_first(books: Books, miss: Miss, content: int, namespace: bytes) -> Miss:
+    """Sharpens "never seen": the same tokens may be known in another namespace."""
+    if miss.reason is MissReason.NEVER_SEEN and miss.block == 0:
+        known = books.contents.get(content)
+        if known is not None and namespace not in known:
+            return Miss(reason=MissReason.NAMESPACE, block=0)
+    return miss
+
+
+def coming(books: Books, keys: Sequence[Key]) -> tuple[int, int]:
+    """How many leading blocks of `keys` are on their way to the hub, or could be fetched.
+
+    Returns the number of both kinds together, and how many of them lie below the hub and
+    wait for somebody to ask for them.
+    """
+    hub = books.hub
+    nodes = books.nodes.match(keys)
+    if hub is None or not len(nodes):
+        return 0, 0
+    slots = hub.slot_of[nodes]
+    arriving = (slots != NOWHERE) & hub.on
+    below = np.zeros(len(nodes), dtype=bool)
+    for tier in books.lower_tiers()[HUB:]:
+        if _reachable(books, tier):
+            below |= _usable(tier, nodes, filling=False)
+    below &= ~arriving
+    gap = np.flatnonzero(~(arriving | below))
+    length = int(gap[0]) if len(gap) else len(nodes)
+    return length, int(np.count_nonzero(below[:length]))
+
+
+def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[np.bool_]:
+    slots = tier.slot_of[nodes]
+    here = slots != NOWHERE
+    if here.all():
+        state = tier.pool.state[slots]
+    else:
+        state = np.where(here, tier.pool.state[slots], SlotState.DOOMED)
+    good: NDArray[np.bool_] = (state == READY) | (state == LEAVING)
+    return good | (state == FILLING) if filling else good
+
+
+def _reachable(books: Books, tier: Tier) -> bool:
+    """Whether blocks of a tier can be read; those below the hub are read through it."""
+    hub = books.hub
+    if not books.healthy:
+        return False
+    return tier.on and (tier.index == HUB or (hub is not None and hub.on))
+
+
+def _why_not_usable(books: Books, node: int) -> MissReason:
+    for tier in books.lower_tiers():
+        slot = tier.slot_of[node]
+        if slot == NOWHERE:
+            continue
+        if tier.pool.state[slot] == FILLING:
+            return MissReason.FILLING
+        if not _reachable(books, tier):
+            return MissReason.TIER_OFF
+    return MissReason.OPTED_OUT

@@ -1,0 +1,106 @@
+"""KV events: what a router needs to know to send requests where their prefix lies.
+
+Events are numbered without gaps. A reader that sees a gap, or comes late, asks for a
+snapshot and goes on from its number. The schema is in docs/api.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.cache.nodes import NodeTable
+    from penstock.cache.tier import Tier
+
+
+class KvEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """One change of what is cached where."""
+
+    sequence: int
+    epoch: int
+
+
+class BlocksStored(KvEvent, frozen=True, kw_only=True, tag="stored"):
+    """Blocks can be matched in a tier from now on."""
+
+    tier: str
+    keys: list[bytes]
+    parent: bytes | None
+    """The block before the first one; each further block follows the one before it."""
+
+
+class BlocksRemoved(KvEvent, frozen=True, kw_only=True, tag="removed"):
+    """Blocks can no longer be matched in a tier."""
+
+    tier: str
+    keys: list[bytes]
+
+
+class AllCleared(KvEvent, frozen=True, kw_only=True, tag="cleared"):
+    """Nothing is cached any more; a new epoch begins."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is cached, as of an event number."""
+
+    sequence: int
+    epoch: int
+    blocks: dict[str, list[tuple[bytes, bytes | None]]]
+    """Tier to (key, key of the block before)."""
+
+
+class EventLog:
+    """The last events, until somebody takes them."""
+
+    def __init__(self, limit: int) -> None:
+        self._events: deque[KvEvent] = deque(maxlen=limit)
+        self.sequence = 0
+        """The number of the last event."""
+        self.epoch = 0
+
+    def stored(self, tier: str, keys: Sequence[bytes], parent: bytes | None) -> None:
+        """Blocks that follow each other became ready."""
+        self.sequence += 1
+        self._events.append(
+            BlocksStored(
+                sequence=self.sequence,
+                epoch=self.epoch,
+                tier=tier,
+                keys=list(keys),
+                parent=parent,
+            )
+        )
+
+    def removed(self, tier: str, keys: Sequence[bytes]) -> None:
+        """Blocks left a tier."""
+        self.sequence += 1
+        self._events.append(
+            BlocksRemoved(sequence=self.sequence, epoch=self.epoch, tier=tier, keys=list(keys))
+        )
+
+    def cleared(self, epoch: int) -> None:
+        """Everything is void."""
+        self.sequence += 1
+        self.epoch = epoch
+        self._events.append(AllCleared(sequence=self.sequence, epoch=epoch))
+
+    def take(self) -> list[KvEvent]:
+        """Hands out what has happened since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def snapshot(self, nodes: NodeTable, tiers: Sequence[Tier]) -> Snapshot:
+        """What can be matched now, tier by tier."""
+        blocks: dict[str, list[tuple[bytes, bytes | None]]] = {}
+        for tier in tiers:
+            rows = blocks[tier.name] = []
+            for node in tier.ready_nodes().tolist():
+                parent = int(nodes.parent[node])
+                rows.append((nodes.key_of(node), None if parent < 0 else nodes.key_of(parent)))
+        return Snapshot(sequence=self.sequence, epoch=self.epoch, blocks=blocks)

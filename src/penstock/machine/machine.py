@@ -1,0 +1,157 @@
+"""The one door to the cache of an engine: events and the time go in, effects come out.
+
+    effects = machine.handle(event, now)
+
+A wrong event raises before anything has changed. No other code touches the books, and
+nothing here waits, reads a clock or does I/O: the same events in the same order give the
+same effects.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.cache.states import OperationMove, OperationState
+from penstock.errors import InvariantViolation
+from penstock.machine import (
+    copying,
+    faults,
+    growing,
+    leasing,
+    offloading,
+    pinning,
+    publishing,
+    releasing,
+    writing,
+)
+from penstock.machine import events as ev
+from penstock.machine.books import Books
+from penstock.machine.freezing import freeze
+from penstock.machine.statistics import CacheStatistics, gather
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.cache.settings import CacheSettings
+    from penstock.machine.effects import Effect
+    from penstock.machine.kv_events import KvEvent, Snapshot
+    from penstock.vocabulary.ids import Key
+
+
+class CacheMachine:
+    """The owner of all block metadata of one engine."""
+
+    def __init__(self, settings: CacheSettings, *, incarnation: int) -> None:
+        self.books = Books(settings, incarnation)
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Takes one event in and returns what is to be done about it.
+
+        Raises:
+            CapacityError: there is no room for a request; nothing was changed.
+            LeaseError: the lease does not allow it; nothing was changed.
+            UnavailableError: a rank is lost; nothing was changed.
+            ValueError: the event does not make sense; nothing was changed.
+            InvariantViolation: Penstock's own books do not add up.
+        """
+        books = self.books
+        books.tick += 1
+        books.effects = []
+        try:
+            _HANDLERS[type(event)](books, event, now)
+            self._follow_up(now)
+        except InvariantViolation as violation:
+            if violation.story:
+                raise
+            raise InvariantViolation(
+                violation.problem, story=books.history.lately(20)
+            ) from violation
+        return books.effects
+
+    def handle_timer(self, now: float) -> list[Effect]:
+        """Deals with deadlines that have passed."""
+        return self.handle(ev.Tick(), now)
+
+    def next_deadline(self) -> float | None:
+        """When `handle_timer` should be called at the latest."""
+        times = (self.books.ledger.next_deadline(), self.books.next_expiry())
+        return min((time for time in times if time is not None), default=None)
+
+    def statistics(self) -> CacheStatistics:
+        """Counts and sizes, as a frozen value."""
+        return gather(self.books)
+
+    def story(self, of: Key | str) -> tuple[str, ...]:
+        """What last happened to a block (by key) or a request (by name), oldest first."""
+        history = self.books.history
+        return history.of_request(of) if isinstance(of, str) else history.of_key(of)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """KV events since the last call; a gap in their numbers calls for a snapshot."""
+        return self.books.kv_events.take()
+
+    def kv_snapshot(self) -> Snapshot:
+        """All that can be matched now, tier by tier."""
+        return self.books.kv_events.snapshot(self.books.nodes, self.books.owned_tiers())
+
+    def freeze(self) -> tuple[object, ...]:
+        """The whole state as nested tuples: equal states freeze to equal tuples."""
+        return freeze(self.books)
+
+    def _follow_up(self, now: float) -> None:
+        """Deals with operations that ended within this event."""
+        books = self.books
+        while books.agenda:
+            operation, bad_slots = books.agenda.pop(0)
+            releasing.after_operation(books, operation, bad_slots, now)
+            writing.after_operation(books, operation, now)
+
+
+def _tick(books: Books, _event: ev.Tick, now: float) -> None:
+    copying.expire(books, now)
+    books.expire_blocks(now)
+    for tier in books.owned_tiers():
+        writing.keep_watermark(books, tier, now)
+
+
+def _cancel(books: Books, event: ev.Cancel, now: float) -> None:
+    operation = books.ledger.operations.get(event.operation)
+    if operation is not None and operation.state is OperationState.RUNNING:
+        copying.decide(books, operation, OperationMove.CANCEL, now, failure="cancelled")
+
+
+def _release(books: Books, event: ev.Release, now: float) -> None:
+    releasing.release(books, event.lease, now, returning=False)
+
+
+def _preempt(books: Books, event: ev.Preempt, now: float) -> None:
+    releasing.release(books, event.lease, now, returning=True)
+
+
+def _lookup(books: Books, event: ev.Lookup, _now: float) -> None:
+    offloading.lookup(books, event)
+
+
+_HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
+    ev.Acquire: leasing.acquire,
+    ev.Grow: growing.grow,
+    ev.Commit: publishing.commit,
+    ev.Fork: growing.fork,
+    ev.Release: _release,
+    ev.Preempt: _preempt,
+    ev.Pin: pinning.pin,
+    ev.Unpin: pinning.unpin,
+    ev.Lookup: _lookup,
+    ev.Load: offloading.load,
+    ev.Save: offloading.save,
+    ev.Prefetch: offloading.prefetch,
+    ev.Cancel: _cancel,
+    ev.Report: copying.report,
+    ev.RankLost: faults.rank_lost,
+    ev.RankBack: faults.rank_back,
+    ev.TierOff: faults.tier_off,
+    ev.TierOn: faults.tier_on,
+    ev.Discovered: faults.discovered,
+    ev.Tick: _tick,
+    ev.Reset: faults.reset,
+}

@@ -1,0 +1,205 @@
+"""For an engine that manages its own device slots: what lies below them.
+
+The engine names its slots, one row a KV group; a block is saved in all groups at once and
+becomes ready when every rank has written all of them. So nothing half-saved can be found.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import Miss, MissReason
+from penstock.cache.ledger import Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE, HUB, WriteKind
+from penstock.errors import UnavailableError
+from penstock.machine import copying, writing
+from penstock.machine.effects import Found, Started
+from penstock.machine.finding import coming, explain, find
+from penstock.machine.leasing import stage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.ledger import Operation
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+    from penstock.machine.events import Load, Lookup, Prefetch, Save
+    from penstock.vocabulary.ids import Key
+
+
+def lookup(books: Books, event: Lookup) -> None:
+    """How much of a chain can be loaded now, and how much soon."""
+    ready = event.start + len(find(books, event.keys[event.start :], deepest=HUB).nodes)
+    pending, below = coming(books, event.keys[ready:])
+    miss = explain(books, event.keys, ready + pending)
+    books.effects.append(
+        Found(ready=ready, pending=pending, below=below, miss=miss, losses=books.losses)
+    )
+
+
+def load(books: Books, event: Load, now: float) -> None:
+    """Loads the leading blocks that are ready into the engine's slots."""
+    _check_offload(books, event.keys, event.slots)
+    found = find(books, event.keys, deepest=HUB)
+    count = len(found.nodes)
+    started: list[Operation] = []
+    if count:
+        hub = books.tier(HUB)
+        books.nodes.hits[found.nodes] += 1
+        hub.touch(found.nodes, tick=books.tick)
+        slots = hub.slot_of[found.nodes]
+        started = copying.start(
+            books,
+            Purpose.LOAD,
+            source=HUB,
+            target=DEVICE,
+            keys=event.keys[:count],
+            source_slots=slots,
+            target_slots=event.slots[:, :count],
+            deadline=_deadline(books, event.deadline, now),
+            cause=event.cause,
+        )
+        books.counters.tokens_cached_by_tier[HUB] += count * books.settings.block_tokens
+    miss = explain(books, event.keys, count)
+    books.counters.misses[miss.reason] += 1
+    books.history.add(now, "loading", event.cause, event.keys[:count], str(miss))
+    _answer(books, started, range(count), miss)
+    if count:
+        writing.after_hit(books, found.nodes, now, event.cause)
+
+
+def save(books: Books, event: Save, now: float) -> None:
+    """Writes blocks into the hub that are not there yet, as many as there is room for."""
+    _check_offload(books, event.keys, event.slots)
+    if event.slots.min(initial=0) < 0:
+        raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
+    hub = books.tier(HUB)
+    chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
+    nodes = _name(books, event, chosen)
+    taken, targets = writing.take_room(books, hub, nodes, now, event.cause)
+    for node in nodes[len(taken) :][::-1].tolist():
+        books.nodes.remove_if_useless(node)
+    accepted = chosen[: len(taken)]
+    started: list[Operation] = []
+    if accepted:
+        keys = [event.keys[position] for position in accepted]
+        if event.priority or event.ttl_s is not None:
+            until = None if event.ttl_s is None else now + event.ttl_s
+            books.hint(taken, keys, event.priority, until)
+        started = copying.start(
+            books,
+            Purpose.SAVE,
+            source=DEVICE,
+            target=HUB,
+            keys=keys,
+            source_slots=event.slots[:, accepted],
+            target_slots=targets,
+            deadline=_deadline(books, event.deadline, now),
+            cause=event.cause,
+        )
+    refused = Miss(reason=MissReason.NONE if len(accepted) == len(chosen) else MissReason.NO_ROOM)
+    books.history.add(now, "saving", event.cause, event.keys)
+    _answer(books, started, accepted, refused)
+
+
+def prefetch(books: Books, event: Prefetch, now: float) -> None:
+    """Brings blocks that lie below the hub up into it."""
+    found = find(books, event.keys, deepest=len(books.tiers))
+    below = np.flatnonzero(found.source > HUB)
+    hub = books.hub
+    started: list[Operation] = []
+    room = 0
+    if hub is not None and len(below):
+        below = below[hub.slot_of[found.nodes[below]] == NOWHERE]
+        here = hub.slot_of[found.nodes]
+        here = here[here != NOWHERE]
+        hub.pool.hold(here)
+        plan = hub.plan_room(len(below), None)
+        hub.put_back(plan.victims)
+        room = min(len(below), plan.available)
+        for index in sorted(set(found.source[below[:room]].tolist())):
+            positions = below[:room][found.source[below[:room]] == index]
+            deadline = _deadline(books, event.deadline, now)
+            nodes = found.nodes[positions]
+            started += stage(books, books.tier(index), nodes, None, deadline, event.cause, now)
+        hub.pool.unhold(here)
+        hub.offer_slots(here)
+    miss = explain(books, event.keys, len(found.nodes))
+    if room < len(below):
+        miss = Miss(reason=MissReason.NO_ROOM, block=int(below[room]))
+    _answer(books, started, below[:room].tolist(), miss)
+
+
+def _check_offload(books: Books, keys: Sequence[Key], slots: NDArray[np.int32]) -> None:
+    if books.tiers[DEVICE] is not None:
+        raise ValueError("this engine's device slots are managed: use acquire and commit")
+    groups = books.settings.group_count
+    if slots.shape != (groups, len(keys)):
+        raise ValueError(
+            f"slots has shape {slots.shape}, must be {(groups, len(keys))}: "
+            "one row a KV group, one column a key"
+        )
+    if len(set(keys)) != len(keys):
+        raise ValueError("keys: a key occurs twice")
+    if not books.healthy:
+        lost = ", ".join(map(str, sorted(books.lost_ranks)))
+        raise UnavailableError(f"rank {lost} is lost: no block can be copied on every rank")
+
+
+def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key]) -> list[int]:
+    """Positions of blocks that are not in the hub and have earned a place there."""
+    absent: list[int] = []
+    for position, key in enumerate(keys):
+        node = books.nodes.get(key)
+        if node == NOWHERE or hub.slot_of[node] == NOWHERE:
+            absent.append(position)
+    write = hub.settings.write
+    if write.kind is not WriteKind.SELECTIVE:
+        return absent
+    earned: list[int] = []
+    for position in absent:
+        key = keys[position]
+        seen = books.sightings.pop(key, 0) + 1
+        if seen >= write.hits:
+            earned.append(position)
+        else:
+            books.sightings[key] = seen
+    excess = len(books.sightings) - books.settings.departed_count
+    for key in list(islice(books.sightings, max(0, excess))):
+        del books.sightings[key]
+    return earned
+
+
+def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
+    """The nodes of the chosen blocks; unknown ones are made known."""
+    tenant = books.tenant(event.tenant)
+    nodes = np.empty(len(positions), dtype=np.int32)
+    for place, position in enumerate(positions):
+        key = event.keys[position]
+        node = books.nodes.get(key)
+        if node == NOWHERE:
+            before = event.keys[position - 1] if position else event.parent
+            parent = NOWHERE if before is None else books.nodes.get(before)
+            node = int(books.add_chain([key], parent=parent, tenant=tenant)[0])
+        nodes[place] = node
+    return nodes
+
+
+def _deadline(books: Books, deadline: float | None, now: float) -> float:
+    return now + books.settings.operation_timeout_s if deadline is None else deadline
+
+
+def _answer(books: Books, started: list[Operation], accepted: Sequence[int], miss: Miss) -> None:
+    books.effects.append(
+        Started(
+            operations=tuple(operation.id for operation in started),
+            accepted=tuple(accepted),
+            miss=miss,
+        )
+    )

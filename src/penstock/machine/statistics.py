@@ -1,0 +1,116 @@
+"""Counts and sizes of a cache, as frozen values: one source for CLI, metrics and tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.cache.states import OperationState, SlotState
+
+if TYPE_CHECKING:
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+
+
+class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier."""
+
+    name: str
+    on: bool
+    slots: int
+    free: int
+    filling: int
+    ready: int
+    leaving: int
+    doomed: int
+    """Slots that cannot be reused yet, because something may still write to them."""
+    held: int
+    """Slots that a lease or an operation relies on."""
+    tokens_cached: int
+    """Tokens that requests found here."""
+
+
+class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of one engine."""
+
+    epoch: int
+    healthy: bool
+    lost_ranks: tuple[int, ...]
+    blocks_known: int
+    blocks_hollow: int
+    """Known blocks without a copy, kept because blocks after them are cached."""
+    leases: int
+    pins: int
+    operations_running: int
+    operations_ending: int
+    """Given up, but some rank may still touch their slots."""
+    operations_started: int
+    operations_ended: dict[str, int]
+    requests: int
+    requests_refused: int
+    tokens_asked: int
+    misses: dict[str, int]
+    """Requests by the reason why they found no more."""
+    blocks_published: int
+    blocks_twinned: int
+    blocks_evicted: int
+    blocks_dropped_unsaved: int
+    blocks_corrupt: int
+    saves_refused: int
+    reports_late: int
+    leases_lost: int
+    tiers: tuple[TierStatistics, ...]
+
+    @property
+    def tokens_cached(self) -> int:
+        """Tokens that requests found, in whatever tier."""
+        return sum(tier.tokens_cached for tier in self.tiers)
+
+
+def gather(books: Books) -> CacheStatistics:
+    """Statistics of the books as they are now."""
+    counters = books.counters
+    states = [operation.state for operation in books.ledger.operations.values()]
+    return CacheStatistics(
+        epoch=books.ledger.epoch,
+        healthy=books.healthy,
+        lost_ranks=tuple(sorted(books.lost_ranks)),
+        blocks_known=len(books.nodes),
+        blocks_hollow=books.nodes.hollow_count(),
+        leases=len(books.leases),
+        pins=len(books.pins),
+        operations_running=states.count(OperationState.RUNNING),
+        operations_ending=states.count(OperationState.ENDING),
+        operations_started=books.ledger.started,
+        operations_ended={o.value: count for o, count in books.ledger.ended.items()},
+        requests=counters.requests,
+        requests_refused=counters.requests_refused,
+        tokens_asked=counters.tokens_asked,
+        misses={reason.value: count for reason, count in counters.misses.items()},
+        blocks_published=counters.blocks_published,
+        blocks_twinned=counters.blocks_twinned,
+        blocks_evicted=counters.blocks_evicted,
+        blocks_dropped_unsaved=counters.blocks_dropped_unsaved,
+        blocks_corrupt=counters.blocks_corrupt,
+        saves_refused=counters.saves_refused,
+        reports_late=counters.reports_late,
+        leases_lost=counters.leases_lost,
+        tiers=tuple(_tier(books, tier) for tier in books.owned_tiers()),
+    )
+
+
+def _tier(books: Books, tier: Tier) -> TierStatistics:
+    pool = tier.pool
+    return TierStatistics(
+        name=tier.name,
+        on=tier.on,
+        slots=pool.slot_count,
+        free=pool.free_count,
+        filling=pool.count(SlotState.FILLING),
+        ready=pool.count(SlotState.READY),
+        leaving=pool.count(SlotState.LEAVING),
+        doomed=pool.count(SlotState.DOOMED),
+        held=int((pool.holders > 0).sum()),
+        tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
+    )

@@ -1,0 +1,189 @@
+"""Blocks on their way down, always before their slot is needed.
+
+| policy          | a block is written into a tier                                           |
+|-----------------|--------------------------------------------------------------------------|
+| `write_through` | when it becomes ready in the tier that feeds it                           |
+| `selective`     | when it was hit often enough                                              |
+| `write_back`    | when the feeding tier falls under its low watermark                       |
+
+Eviction on the hot path only changes metadata: it never waits for a copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.departed import Departure, MissReason
+from penstock.cache.ledger import Operation, Outcome, Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE, WriteKind
+from penstock.cache.states import SlotState
+from penstock.machine import copying
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+
+
+def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+    """Blocks became ready in a tier: writes them through to the tiers it feeds."""
+    for tier in books.fed_by(feeder):
+        write = tier.settings.write
+        if write.kind is WriteKind.WRITE_THROUGH:
+            save(books, feeder, tier, nodes, now, cause)
+        elif write.kind is WriteKind.SELECTIVE:
+            save(books, feeder, tier, nodes[books.nodes.hits[nodes] >= write.hits], now, cause)
+
+
+def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+    """Blocks were hit: some may have earned a copy further down."""
+    for feeder in books.owned_tiers():
+        for tier in books.fed_by(feeder.index):
+            write = tier.settings.write
+            if write.kind is WriteKind.SELECTIVE:
+                often = nodes[books.nodes.hits[nodes] >= write.hits]
+                save(books, feeder.index, tier, often, now, cause)
+
+
+def after_operation(books: Books, operation: Operation, now: float) -> None:
+    """Blocks that arrived below the device may go further down."""
+    if operation.target == DEVICE or operation.outcome not in (Outcome.DONE, Outcome.FAILED):
+        return
+    tier = books.tier(operation.target)
+    slots = operation.target_slots
+    nodes = tier.pool.node[slots[tier.pool.state[slots] == SlotState.READY]]
+    after_fill(books, tier.index, nodes[nodes != NOWHERE], now, operation.cause)
+
+
+def save(
+    books: Books,
+    feeder: int,
+    tier: Tier,
+    nodes: NDArray[np.int32],
+    now: float,
+    cause: str,
+    *,
+    purpose: Purpose = Purpose.SAVE,
+) -> NDArray[np.int32]:
+    """Writes blocks from a tier into one that it feeds, as many as there is room for.
+
+    Blocks that lie there already, or on their way, are left alone. Returns the blocks that
+    are being written.
+    """
+    source = books.tier(feeder)
+    if not (tier.on and source.on and books.healthy) or not len(nodes):
+        return nodes[:0]
+    absent = (tier.slot_of[nodes] == NOWHERE) & (source.slot_of[nodes] != NOWHERE)
+    nodes = nodes[absent]
+    readable = source.pool.state[source.slot_of[nodes]]
+    nodes = nodes[(readable == SlotState.READY) | (readable == SlotState.LEAVING)]
+    nodes, slots = take_room(books, tier, nodes, now, cause)
+    if len(nodes):
+        copying.start(
+            books,
+            purpose,
+            source=feeder,
+            target=tier.index,
+            keys=books.nodes.keys_of(nodes.tolist()),
+            source_slots=source.slot_of[nodes],
+            target_slots=slots,
+            deadline=now + books.settings.operation_timeout_s,
+            cause=cause,
+        )
+    return nodes
+
+
+def take_room(
+    books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Takes slots of a lower tier for blocks, for as many leading ones as it can.
+
+    A tenant over its quota gets no more room here than its own blocks leave.
+    """
+    wanted = len(nodes)
+    nodes = _admitted(books, tier, nodes)
+    if not len(nodes):
+        books.counters.saves_refused += wanted
+        return nodes, nodes
+    tenant = int(books.nodes.tenant[nodes[0]])
+    # Held while room is made, or a block might evict the one it follows.
+    parents = books.nodes.parent[nodes]
+    before = np.unique(parents[parents != NOWHERE])
+    before = before[tier.slot_of[before] != NOWHERE]
+    tier.pool.hold(tier.slot_of[before])
+    over = tier.over_quota(tenant, len(nodes))
+    room = tier.plan_room(len(nodes), tenant)
+    over_quota_still = max(0, over - room.own_count)
+    count = max(0, min(room.available, len(nodes) - over_quota_still))
+    books.evict_planned(tier, room, now, cause)
+    tier.pool.unhold(tier.slot_of[before])
+    tier.offer(before)
+    if over_quota_still:
+        refused = books.nodes.keys_of(nodes[count:].tolist())
+        alone = [k for k in refused if books.nodes.copy_count[books.nodes.get(k)] == 0]
+        books.departed.add(alone, Departure(MissReason.OVER_QUOTA, tier.name, "", now))
+    books.counters.saves_refused += wanted - count
+    slots = tier.pool.take(count)
+    tier.place(nodes[:count], slots, tick=books.tick)
+    return nodes[:count], slots
+
+
+def keep_watermark(books: Books, tier: Tier, now: float) -> None:
+    """Lets blocks leave a tier until enough slots are free, or soon will be.
+
+    Blocks that a lower tier should get first are written down before they go.
+    """
+    settings = tier.settings
+    free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING) if settings.low_slots else 0
+    if free >= settings.low_slots:
+        return
+    below = next(
+        (t for t in books.fed_by(tier.index) if t.settings.write.kind is WriteKind.WRITE_BACK),
+        None,
+    )
+    budget = min(settings.high_slots - free, books.settings.operation_blocks_max)
+    going: list[int] = []
+    leaving: list[int] = []
+    while len(going) + len(leaving) < budget:
+        node = tier.pop_victim()
+        if node is None:
+            break
+        if below is not None and below.on and below.slot_of[node] == NOWHERE and books.healthy:
+            tier.put_back([node])
+            tier.depart(np.array([node], dtype=np.int32))
+            leaving.append(node)
+        else:
+            going.append(node)
+    if going:
+        books.evict(tier, going, MissReason.EVICTED, now, "watermark")
+    if leaving:
+        assert below is not None
+        _write_back(books, tier, below, leaving, now)
+
+
+def _write_back(books: Books, tier: Tier, below: Tier, leaving: list[int], now: float) -> None:
+    nodes = np.array(leaving, dtype=np.int32)
+    # Room is given to leading blocks first, and a block is worth most with those before it.
+    taken = save(books, tier.index, below, nodes[::-1], now, "watermark", purpose=Purpose.DEMOTE)
+    staying = nodes[~np.isin(nodes, taken)]
+    if not len(staying):
+        return
+    # No room below: what cannot be written down is dropped, or the tier would stay full.
+    tier.keep(staying)
+    gone = tier.set_aside_leaves(staying.tolist())
+    if gone:
+        books.evict(tier, gone, MissReason.EVICTED, now, "watermark")
+    tier.offer(staying)
+
+
+def _admitted(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The leading blocks that the tier's policy lets in."""
+    keys = books.nodes.keys_of(nodes.tolist())
+    for position, key in enumerate(keys):
+        if not tier.policy.admit(key, label=0):
+            return nodes[:position]
+    return nodes

@@ -1,0 +1,1 @@
+"""Statistics and events for people and for other programs."""

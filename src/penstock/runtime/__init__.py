@@ -1,0 +1,1 @@
+"""The only owner of processes, sockets and real time."""

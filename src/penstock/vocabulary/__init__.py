@@ -1,0 +1,1 @@
+"""Values: ids, keys, layout and form, extents, checksums. Frozen, no more than arithmetic."""

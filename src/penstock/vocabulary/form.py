@@ -1,0 +1,401 @@
+"""Forms: how a copy of a block lies, as opposed to what it says.
+
+A key names content. The form stands beside each copy and says how its bytes are to be read:
+which layers and heads, in which number format and order, under which checksum. Two copies
+of one key with equal forms are interchangeable byte for byte; with different forms, one has
+to be resharded into the other, or counts as a miss for the reason `form`.
+
+A form knows no addresses: no buffers, offsets, block counts or distances between blocks.
+And it does not know who holds the copy, only what is held: ranks with the same heads and
+layers have equal forms, however many ranks there are. docs/forms.md lists every field.
+
+The one rule: equality, fingerprint, encoding and `difference` all come from one list of
+facts. What is not a fact tells no two forms apart.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from hashlib import sha256
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
+from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import Axis, Dim, Plane, Role, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORM_DOMAIN = b"penstock form 1\n"
+FINGERPRINT_BYTES = 16
+
+_ONE_BLOCK = Dim(axis=Axis.BLOCK, size=1, stride=0)
+
+
+class StorageFormat(Enum):
+    """In which order a copy holds the bytes of a block."""
+
+    PACKED = "packed"
+    """In canonical order without gaps: what every tier below the device holds."""
+    IN_PLACE = "in_place"
+    """Plane by plane with the strides of the device tensors, gaps included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Which part of a model a rank holds, by its place among the ranks."""
+
+    tensor_size: int = 1
+    tensor_rank: int = 0
+    stage_count: int = 1
+    """Pipeline stages; a stage holds some of the layers."""
+    stage: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, whole in (
+            ("tensor_rank", self.tensor_rank, self.tensor_size),
+            ("stage", self.stage, self.stage_count),
+        ):
+            if not 0 <= value < whole:
+                raise ValueError(f"{name} is {value}, must be from 0 to {whole - 1}")
+
+    def heads(self, total: int) -> HeadRange:
+        """The KV heads of this rank when the model's heads are dealt out evenly.
+
+        With more ranks than heads, neighbouring ranks hold the same head.
+        """
+        if total < 1 or (total % self.tensor_size and self.tensor_size % total):
+            raise ValueError(
+                f"total is {total} KV heads for {self.tensor_size} ranks, "
+                "one must be a multiple of the other"
+            )
+        count = max(1, total // self.tensor_size)
+        return HeadRange(
+            first=self.tensor_rank * total // self.tensor_size, count=count, total=total
+        )
+
+    def replicas(self, total: int) -> int:
+        """How many ranks hold the same heads."""
+        return self.tensor_size * self.heads(total).count // total
+
+    def layers(self, total: int) -> range:
+        """The layers of this stage when `total` are dealt out in order, earlier stages first."""
+        if total < self.stage_count:
+            raise ValueError(f"total is {total} layers, must be at least {self.stage_count} stages")
+        share, rest = divmod(total, self.stage_count)
+        first = self.stage * share + min(self.stage, rest)
+        return range(first, first + share + (self.stage < rest))
+
+    def __str__(self) -> str:
+        return (
+            f"tensor rank {self.tensor_rank} of {self.tensor_size}, "
+            f"stage {self.stage} of {self.stage_count}"
+        )
+
+
+class Fact(NamedTuple):
+    """One thing that tells forms apart."""
+
+    name: str
+    value: str
+
+
+class Difference(NamedTuple):
+    """The first fact in which two forms differ; `None` where one of them has no such fact."""
+
+    field: str
+    ours: str | None
+    theirs: str | None
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.ours!r} here and {self.theirs!r} there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """How a copy of a block lies."""
+
+    layout: Layout
+    """What a block consists of. Addresses are taken out: it has one block, from 0 on."""
+    storage: StorageFormat = StorageFormat.PACKED
+    checksum: Algorithm = Algorithm.XXH3
+    shard: Shard | None = None
+    """Whose copy it is, where that is known. No fact: ranks that hold the same have equal
+    forms."""
+    facts: tuple[Fact, ...] = field(init=False, repr=False)
+    """All that tells it from other forms."""
+    fingerprint: bytes = field(init=False)
+    """Sixteen bytes that are equal for equal forms and for no others."""
+
+    def __post_init__(self) -> None:
+        if self.shard is not None:
+            _require_whole_model(self.layout, self.shard)
+        without_addresses = (
+            self.layout.packed(block_count=1)
+            if self.storage is StorageFormat.PACKED
+            else _in_place(self.layout)
+        )
+        object.__setattr__(self, "layout", without_addresses)
+        object.__setattr__(self, "facts", tuple(_facts(self)))
+        digest = sha256(FORM_DOMAIN + self.to_bytes()).digest()
+        object.__setattr__(self, "fingerprint", digest[:FINGERPRINT_BYTES])
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.layout.block_tokens
+
+    def to_bytes(self) -> bytes:
+        """The facts, each name and value led by its length in four little-endian bytes."""
+        return b"".join(_framed(text) for fact in self.facts for text in fact)
+
+    @classmethod
+    def from_bytes(cls, encoded: bytes) -> Form:
+        """The form that `to_bytes` wrote, as seen from no rank in particular."""
+        try:
+            form = _read_form(_FactReader(encoded))
+        except ValueError as problem:
+            raise ValueError(f"encoded form cannot be read: {problem}") from problem
+        if form.to_bytes() != encoded:
+            raise ValueError("encoded form cannot be read: it has fields of another version")
+        return form
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Form):
+            return NotImplemented
+        return self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def difference(self, other: Form) -> Difference | None:
+        """The first field in which the two differ, or `None` if they are equal."""
+        theirs = dict(other.facts)
+        for name, value in self.facts:
+            if theirs.get(name) != value:
+                return Difference(name, value, theirs.get(name))
+        ours = dict(self.facts)
+        for name, value in other.facts:
+            if name not in ours:
+                return Difference(name, None, value)
+        return None
+
+    def describe(self) -> str:
+        """The form in a few lines for people."""
+        lines = [
+            f"{self.storage.value}, {self.block_tokens} tokens and "
+            f"{self.layout.block_bytes} bytes a block, {self.checksum.value} sums"
+        ]
+        if self.shard is not None:
+            lines.append(str(self.shard))
+        for position, group in enumerate(self.layout.groups):
+            heads = "the same on every rank" if group.heads is None else f"heads {group.heads}"
+            lines.append(f"group {position}: {group.kind.value}, {heads}")
+            lines += [f"  {line}" for line in _describe_layers(group)]
+        return "\n".join(lines)
+
+
+def _require_whole_model(layout: Layout, shard: Shard) -> None:
+    """Refuses a share of heads so small that all ranks together would miss some."""
+    for position, group in enumerate(layout.groups):
+        heads = group.heads
+        if heads is not None and heads.count * shard.tensor_size < heads.total:
+            raise ValueError(
+                f"heads of group {position} are {heads}, but tensor_size is "
+                f"{shard.tensor_size}: some heads would be on no rank"
+            )
+
+
+def _in_place(layout: Layout) -> Layout:
+    """The layout with one block, each plane in a buffer of its own, from 0 on."""
+    buffers = count()
+    groups = tuple(
+        replace(
+            group,
+            layers=tuple(
+                replace(
+                    layer,
+                    planes=tuple(
+                        replace(plane, dims=_inner_dims(plane), offset=0, buffer=next(buffers))
+                        for plane in layer.planes
+                    ),
+                )
+                for layer in group.layers
+            ),
+        )
+        for group in layout.groups
+    )
+    return Layout(groups=groups, block_tokens=layout.block_tokens)
+
+
+def _inner_dims(plane: Plane) -> tuple[Dim, ...]:
+    """The axes inside one block. An axis of one entry has no stride, and only a head matters."""
+    dims = [_ONE_BLOCK]
+    for dim in plane.dims[1:]:
+        if dim.size > 1:
+            dims.append(dim)
+        elif dim.axis is Axis.HEAD:
+            dims.append(replace(dim, stride=0))
+    return tuple(dims)
+
+
+def _facts(form: Form) -> Iterator[Fact]:
+    yield Fact("storage", form.storage.value)
+    yield Fact("checksum", form.checksum.value)
+    yield Fact("block_tokens", str(form.block_tokens))
+    yield Fact("groups", str(len(form.layout.groups)))
+    for position, group in enumerate(form.layout.groups):
+        at = f"group.{position}"
+        yield Fact(f"{at}.kind", group.kind.value)
+        yield Fact(f"{at}.heads", "none" if group.heads is None else str(group.heads))
+        yield Fact(f"{at}.layers", str(len(group.layers)))
+        for index, layer in enumerate(group.layers):
+            yield from _layer_facts(form, f"{at}.layer.{index}", layer)
+
+
+def _layer_facts(form: Form, at: str, layer: Layer) -> Iterator[Fact]:
+    yield Fact(f"{at}.number", str(layer.number))
+    yield Fact(f"{at}.draft", "yes" if layer.draft else "no")
+    yield Fact(f"{at}.planes", " ".join(plane.role.label for plane in layer.planes))
+    for plane in layer.planes:
+        name = f"{at}.{plane.role.label}"
+        yield Fact(f"{name}.dtype", plane.dtype.value)
+        yield Fact(f"{name}.axes", " ".join(_axis_fact(form, dim) for dim in plane.dims[1:]))
+        yield Fact(f"{name}.encoding", plane.encoding)
+
+
+def _axis_fact(form: Form, dim: Dim) -> str:
+    if form.storage is StorageFormat.PACKED:
+        return f"{dim.axis}:{dim.size}"
+    return f"{dim.axis}:{dim.size}:{dim.stride}"
+
+
+def _framed(text: str) -> bytes:
+    raw = text.encode()
+    return len(raw).to_bytes(4, "little") + raw
+
+
+class _FactReader:
+    """The facts of an encoded form, by name."""
+
+    def __init__(self, encoded: bytes) -> None:
+        texts = []
+        position = 0
+        while position < len(encoded):
+            start = position + 4
+            position = start + int.from_bytes(encoded[position:start], "little")
+            if position > len(encoded):
+                raise ValueError(f"encoded form ends at byte {len(encoded)}, within a field")
+            texts.append(encoded[start:position].decode())
+        self._texts = dict(zip(texts[::2], texts[1::2], strict=True))
+
+    def text(self, name: str) -> str:
+        if name not in self._texts:
+            raise ValueError(f"the field {name} is missing")
+        return self._texts[name]
+
+    def number(self, name: str) -> int:
+        text = self.text(name)
+        if not text.isdecimal():
+            raise ValueError(f"{name} is {text!r}, must be a number")
+        return int(text)
+
+    def heads(self, name: str) -> HeadRange | None:
+        text = self.text(name)
+        if text == "none":
+            return None
+        matched = re.fullmatch(r"(\d+)-(\d+) of (\d+)", text)
+        if matched is None:
+            raise ValueError(f"{name} is {text!r}, must be 'none' or 'first-last of total'")
+        first, last, total = (int(each) for each in matched.groups())
+        return HeadRange(first=first, count=last - first + 1, total=total)
+
+    def dims(self, name: str, itemsize: int) -> Iterator[Dim]:
+        """The axes of a plane inside a block; without strides, dense ones."""
+        text = self.text(name)
+        if re.fullmatch(r"([a-z]+:\d+(:\d+)?( |$))*", text) is None:
+            raise ValueError(f"{name} is {text!r}, must be 'axis:size' or 'axis:size:stride' …")
+        axes = [axis.split(":") for axis in text.split()]
+        dense = dense_strides([int(size) for _, size, *_ in axes], itemsize)
+        for (axis, size, *stride), dense_stride in zip(axes, dense, strict=True):
+            yield Dim(
+                axis=Axis(axis),
+                size=int(size),
+                stride=int(stride[0]) if stride else dense_stride,
+            )
+
+
+def _read_form(reader: _FactReader) -> Form:
+    buffers = count()
+    groups = []
+    for position in range(reader.number("groups")):
+        at = f"group.{position}"
+        layers = tuple(
+            _read_layer(reader, f"{at}.layer.{index}", buffers)
+            for index in range(reader.number(f"{at}.layers"))
+        )
+        kind = GroupKind(reader.text(f"{at}.kind"))
+        groups.append(Group(kind=kind, layers=layers, heads=reader.heads(f"{at}.heads")))
+    return Form(
+        layout=Layout(groups=tuple(groups), block_tokens=reader.number("block_tokens")),
+        storage=StorageFormat(reader.text("storage")),
+        checksum=Algorithm(reader.text("checksum")),
+    )
+
+
+def _read_layer(reader: _FactReader, at: str, buffers: Iterator[int]) -> Layer:
+    planes = []
+    for label in reader.text(f"{at}.planes").split():
+        name = f"{at}.{label}"
+        dtype = DType(reader.text(f"{name}.dtype"))
+        planes.append(
+            Plane(
+                role=Role.of(label),
+                dtype=dtype,
+                dims=(_ONE_BLOCK, *reader.dims(f"{name}.axes", dtype.itemsize)),
+                buffer=next(buffers),
+                encoding=reader.text(f"{name}.encoding"),
+            )
+        )
+    draft = reader.text(f"{at}.draft") == "yes"
+    return Layer(number=reader.number(f"{at}.number"), planes=tuple(planes), draft=draft)
+
+
+def _describe_layers(group: Group) -> Iterator[str]:
+    """One line for each row of layers that are alike but for their number."""
+    rows: list[tuple[Layer, Layer]] = []
+    for layer in group.layers:
+        if rows and _follows(rows[-1][1], layer):
+            rows[-1] = (rows[-1][0], layer)
+        else:
+            rows.append((layer, layer))
+    for first, last in rows:
+        kind = "draft layers" if first.draft else "layers"
+        planes = ", ".join(
+            f"{plane.role.label} {plane.dtype.value} {_describe_plane(plane)}"
+            for plane in first.planes
+        )
+        yield f"{kind} {first.number}-{last.number}: {planes}"
+
+
+def _follows(layer: Layer, following: Layer) -> bool:
+    return (
+        layer.number + 1 == following.number
+        and layer.draft == following.draft
+        and [_kind(plane) for plane in layer.planes] == [_kind(plane) for plane in following.planes]
+    )
+
+
+def _kind(plane: Plane) -> tuple[object, ...]:
+    return plane.role, plane.dtype, plane.dims, plane.encoding
+
+
+def _describe_plane(plane: Plane) -> str:
+    if plane.is_opaque:
+        return f"{plane.encoding} of {plane.block_bytes} bytes"
+    return " × ".join(f"{dim.size} {dim.axis}s" for dim in plane.dims[1:])

@@ -1,0 +1,403 @@
+"""Block keys: one running hash over a sequence names the content of each of its blocks.
+
+    namespace → start → tokens, items → key 1 → … → key 64 → restart → tokens, items → key 65 → …
+
+A `KeyChain` absorbs tokens as little-endian uint32 words and takes the digest at each block
+boundary, so a key names *all* tokens and items up to the end of its block. Every
+`ANCHOR_BLOCKS` blocks the hash restarts from the key just taken (an anchor), and another
+process can continue from there without the tokens before it.
+
+The one rule that must not break: what is hashed can be read back in exactly one way. Different
+content is then different input to the hash, and shares a key only if the hash itself fails.
+`docs/keys.md` is the specification; a change to any byte here needs new domain strings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Self, TypeAlias
+
+import numpy as np
+import xxhash
+
+from penstock.vocabulary.namespace import Namespace, frame
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+KEY_BYTES = 16
+ANCHOR_BLOCKS = 64
+RESERVED_TOKEN = 0xFFFF_FFFF
+"""Opens an item in the stream of words, so no token may take this value."""
+
+START_DOMAIN = b"penstock.keys.v1.start"
+RESTART_DOMAIN = b"penstock.keys.v1.restart"
+
+BLOCK_TOKENS_MAX = 65_536
+ITEM_KIND_BYTES_MAX = 64
+ITEM_DIGEST_BYTES_MIN = 16
+ITEM_DIGEST_BYTES_MAX = 64
+
+_TOKEN_BYTES = 4
+_WORD_TYPES = (np.dtype("<u4"), np.dtype("<i4"))
+_ALIGNMENT = 64
+"""SHA-256 compresses 64 bytes at a time. All that is not a token is padded to a multiple of
+that, so that blocks of 16 tokens stay aligned: each costs one compression, its digest one."""
+_ANCHOR_RECORD = struct.Struct("<Q16s40x")
+_BLOCK_COUNT_MAX = 2**40
+"""Beyond any sequence, and its tokens still count in a uint64."""
+_SEEDS_KEPT = 1024
+"""How many namespaces keep their prepared hashes at hand: tenants, adapters and KV groups in
+use at a time. Another one costs some microseconds."""
+
+Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | bytearray | memoryview"
+"""Token ids, in one of three shapes: a sequence of ints; an array, NumPy array or memoryview
+whose elements are integers of 4 or 8 bytes; or plain bytes (`bytes`, `bytearray`, a memoryview
+of bytes) that hold little-endian uint32."""
+
+
+class RunningHash(Protocol):
+    """The part of a hash object that a chain uses; `digest` does not end the hash."""
+
+    def update(self, content: bytes | memoryview, /) -> None:
+        """Absorb more bytes."""
+
+    def digest(self) -> bytes:
+        """The digest of all bytes absorbed so far."""
+
+    def copy(self) -> Self:
+        """An independent hash in the same state."""
+
+
+ALGORITHMS: dict[str, Callable[[], RunningHash]] = {
+    "sha256": hashlib.sha256,
+    # Collisions can be built on purpose: only where all who send requests trust each other.
+    "xxh3_128": xxhash.xxh3_128,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """An image or other medium in a sequence: content that its tokens do not name."""
+
+    position: int
+    """Index, in the whole sequence, of the token that the item comes before."""
+    kind: str
+    """What it is, for example `image`; items of different kinds never share a key."""
+    digest: bytes
+    """A collision-resistant digest of the item's content as the model sees it."""
+    length: int
+    """How many tokens stand for it; 0 for an item that the model takes in by another way."""
+
+    def __post_init__(self) -> None:
+        _require_int("item position", self.position, 0, 2**63 - 1)
+        _require_int("item length", self.length, 0, 2**32 - 1)
+        _require_ascii("item kind", self.kind, ITEM_KIND_BYTES_MAX)
+        _require_bytes("item digest", self.digest, ITEM_DIGEST_BYTES_MIN, ITEM_DIGEST_BYTES_MAX)
+
+    def encode(self) -> bytes:
+        """The record that enters the hash. The position is not in it: it is its place there."""
+        opening = struct.pack("<I", RESERVED_TOKEN)
+        length = struct.pack("<Q", self.length)
+        return _padded(opening + frame(self.kind.encode("ascii")) + frame(self.digest) + length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchor:
+    """A point where the running hash restarts: all that is needed, beside the namespace, to go on.
+
+    Its key is the key of the last block before it.
+    """
+
+    block_count: int
+    key: bytes
+    block_tokens: int
+    algorithm: str = "sha256"
+
+    def __post_init__(self) -> None:
+        _require_int("anchor block_count", self.block_count, ANCHOR_BLOCKS, _BLOCK_COUNT_MAX)
+        if self.block_count % ANCHOR_BLOCKS:
+            raise ValueError(
+                f"anchor block_count is {self.block_count}; "
+                f"it must be a multiple of {ANCHOR_BLOCKS}"
+            )
+        _require_bytes("anchor key", self.key, KEY_BYTES, KEY_BYTES)
+        _require_int("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_algorithm(self.algorithm)
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens lie before it."""
+        return self.block_count * self.block_tokens
+
+
+class KeyChain:
+    """The keys of one sequence, extended as it grows: each token is hashed once."""
+
+    __slots__ = (
+        "_algorithm",
+        "_block_tokens",
+        "_hash",
+        "_keys",
+        "_namespace",
+        "_origin",
+        "_seeds",
+        "_token_count",
+    )
+
+    def __init__(
+        self, namespace: Namespace, *, block_tokens: int, algorithm: str = "sha256"
+    ) -> None:
+        if type(namespace) is not Namespace:
+            raise ValueError(f"namespace is {namespace!r}; it must be a Namespace")
+        _require_int("block_tokens", block_tokens, 1, BLOCK_TOKENS_MAX)
+        _require_algorithm(algorithm)
+        self._namespace = namespace
+        self._block_tokens = block_tokens
+        self._algorithm = algorithm
+        self._origin: Anchor | None = None
+        """Where this chain began; None at the beginning of the sequence."""
+        self._seeds = _prepare_seeds(namespace, algorithm)
+        self._hash = self._seeds.start.copy()
+        self._token_count = 0
+        self._keys: list[bytes] = []
+
+    @classmethod
+    def from_anchor(cls, namespace: Namespace, anchor: Anchor) -> KeyChain:
+        """A chain that goes on after `anchor`; its `keys` are those of the blocks after it.
+
+        The namespace is hashed again, so an anchor brought into another namespace yields keys
+        that no sequence of either namespace has.
+        """
+        chain = cls(namespace, block_tokens=anchor.block_tokens, algorithm=anchor.algorithm)
+        chain._origin = anchor
+        chain._token_count = anchor.token_count
+        chain._restart(anchor.key)
+        return chain
+
+    @property
+    def namespace(self) -> Namespace:
+        """What all keys of this chain depend on besides tokens and items."""
+        return self._namespace
+
+    @property
+    def block_tokens(self) -> int:
+        """How many tokens a block has."""
+        return self._block_tokens
+
+    @property
+    def algorithm(self) -> str:
+        """Which hash makes the keys."""
+        return self._algorithm
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all full blocks since the chain began.
+
+        This is the chain's own list, which grows with it, because a copy for each look would
+        cost a term in its length: read it, do not change it.
+        """
+        return self._keys
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens the sequence has so far, those before an anchor included."""
+        return self._token_count
+
+    @property
+    def block_count(self) -> int:
+        """How many full blocks the sequence has so far, those before an anchor included."""
+        blocks_before = self._origin.block_count if self._origin else 0
+        return blocks_before + len(self._keys)
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The last anchor passed, or None before the first."""
+        since_anchor = self.block_count % ANCHOR_BLOCKS
+        if since_anchor == len(self._keys):
+            return self._origin
+        return Anchor(
+            block_count=self.block_count - since_anchor,
+            key=self._keys[-1 - since_anchor],
+            block_tokens=self._block_tokens,
+            algorithm=self._algorithm,
+        )
+
+    def fork(self) -> KeyChain:
+        """An independent chain with the same past; what extends one does not touch the other."""
+        twin = KeyChain(self._namespace, block_tokens=self._block_tokens, algorithm=self._algorithm)
+        twin._origin = self._origin
+        twin._hash = self._hash.copy()
+        twin._token_count = self._token_count
+        twin._keys = self._keys.copy()
+        return twin
+
+    def extend(self, tokens: Tokens, items: Iterable[Item] = ()) -> list[bytes]:
+        """Absorb more of the sequence; return the keys of the blocks this completed.
+
+        Args:
+            tokens: What follows the tokens absorbed so far.
+            items: Those that start within `tokens`, ordered by position. Positions count from
+                the beginning of the sequence. Items at one position are taken in this order.
+
+        Raises:
+            ValueError: A token or an item is not acceptable; the chain is as it was.
+        """
+        words = _to_words(tokens)
+        items = tuple(items)
+        self._require_items_within(len(words) // _TOKEN_BYTES, items)
+        keys_before = len(self._keys)
+        absorbed = 0
+        for item in items:
+            item_offset = absorbed + (item.position - self._token_count) * _TOKEN_BYTES
+            self._absorb(words[absorbed:item_offset])
+            self._hash.update(item.encode())
+            absorbed = item_offset
+        self._absorb(words[absorbed:])
+        return self._keys[keys_before:]
+
+    def _require_items_within(self, token_count: int, items: tuple[Item, ...]) -> None:
+        earliest = self._token_count
+        end = self._token_count + token_count
+        for item in items:
+            if not earliest <= item.position < end:
+                raise ValueError(
+                    f"item {item.kind!r} is at position {item.position}; items must be ordered by "
+                    f"position and start within the tokens, here from {earliest} to {end - 1}"
+                )
+            earliest = item.position
+
+    def _absorb(self, words: memoryview) -> None:
+        """Absorb words that no item interrupts, and take the key of every block they complete."""
+        block_bytes = self._block_tokens * _TOKEN_BYTES
+        missing_bytes = block_bytes - self._token_count % self._block_tokens * _TOKEN_BYTES
+        whole_blocks, tail_bytes = divmod(len(words) - missing_bytes, block_bytes)
+        self._token_count += len(words) // _TOKEN_BYTES
+        if len(words) < missing_bytes:
+            self._hash.update(words)
+            return
+        pieces: list[bytes | memoryview] = [words[:missing_bytes]]
+        if whole_blocks:
+            # NumPy cuts bytes into one object per block faster than slicing does.
+            block_type = f"V{block_bytes}"
+            pieces += np.frombuffer(words, block_type, whole_blocks, missing_bytes).tolist()
+        self._complete_blocks(pieces)
+        if tail_bytes:
+            self._hash.update(words[-tail_bytes:])
+
+    def _complete_blocks(self, pieces: list[bytes | memoryview]) -> None:
+        """Absorb pieces each of which ends a block; restart wherever an anchor is due."""
+        first = 0
+        while first < len(pieces):
+            blocks_to_anchor = ANCHOR_BLOCKS - self.block_count % ANCHOR_BLOCKS
+            group = pieces[first : first + blocks_to_anchor]
+            # The innermost loop of all: map() feeds the hash, the body only takes the keys.
+            digest = self._hash.digest
+            self._keys += [digest()[:KEY_BYTES] for _ in map(self._hash.update, group)]
+            if len(group) == blocks_to_anchor:
+                self._restart(self._keys[-1])
+            first += len(group)
+
+    def _restart(self, key: bytes) -> None:
+        """Go on from the anchor that `key` makes, at the current end of the last block."""
+        self._hash = self._seeds.restart.copy()
+        self._hash.update(_ANCHOR_RECORD.pack(self.block_count * self._block_tokens, key))
+
+
+class _Seeds(NamedTuple):
+    """Hashes that have absorbed all that comes before the first word; only ever copied."""
+
+    start: RunningHash
+    restart: RunningHash
+
+
+@lru_cache(maxsize=_SEEDS_KEPT)
+def _prepare_seeds(namespace: Namespace, algorithm: str) -> _Seeds:
+    seeds = _Seeds(start=ALGORITHMS[algorithm](), restart=ALGORITHMS[algorithm]())
+    encoded = frame(namespace.encode())
+    seeds.start.update(_padded(frame(START_DOMAIN) + encoded))
+    seeds.restart.update(_padded(frame(RESTART_DOMAIN) + encoded))
+    return seeds
+
+
+def _padded(record: bytes) -> bytes:
+    return record + bytes(-len(record) % _ALIGNMENT)
+
+
+def _to_words(tokens: Tokens) -> memoryview:
+    """The bytes of the tokens as little-endian uint32, each of them checked."""
+    if isinstance(tokens, memoryview) and tokens.format == "B":
+        tokens = tokens.tobytes()
+    if isinstance(tokens, (bytes, bytearray)):
+        if len(tokens) % _TOKEN_BYTES:
+            raise ValueError(f"tokens are {len(tokens)} bytes; a token takes {_TOKEN_BYTES}")
+        return _array_to_words(np.frombuffer(tokens, dtype="<u4"))
+    if isinstance(tokens, (np.ndarray, array, memoryview)):
+        return _array_to_words(np.asarray(tokens))
+    if isinstance(tokens, Sequence):
+        return _sequence_to_words(tokens)
+    raise ValueError(
+        "tokens must be a sequence of ints, an integer array or bytes of little-endian uint32; "
+        f"got {type(tokens).__name__}"
+    )
+
+
+def _sequence_to_words(tokens: Sequence[int]) -> memoryview:
+    try:
+        # Three times as fast as NumPy's conversion, and refuses all that is no uint32.
+        words = array("I", tokens)
+    except (TypeError, OverflowError):
+        _refuse_first_bad(tokens)
+    return _array_to_words(np.asarray(words))
+
+
+def _array_to_words(tokens: npt.NDArray[Any]) -> memoryview:
+    kind = tokens.dtype.kind
+    if kind not in "iu" or tokens.itemsize not in (4, 8) or tokens.ndim != 1:
+        raise ValueError(
+            "an array of tokens must have one dimension and integers of 4 or 8 bytes; "
+            f"got {tokens.ndim} dimensions of {tokens.dtype}"
+        )
+    if tokens.size and (tokens.max() >= RESERVED_TOKEN or (kind == "i" and tokens.min() < 0)):
+        _refuse_first_bad(tokens.tolist())
+    # All are known to fit, so int32 and uint32 hold the same bits and need no copy.
+    words = tokens if tokens.dtype in _WORD_TYPES else tokens.astype("<u4")
+    return np.ascontiguousarray(words).view(np.uint8).data
+
+
+def _refuse_first_bad(tokens: Sequence[int]) -> NoReturn:
+    """Say which token is wrong: the fast checks only find that there is one."""
+    index, token = next(
+        (index, token)
+        for index, token in enumerate(tokens)
+        if not (hasattr(token, "__index__") and 0 <= token < RESERVED_TOKEN)
+    )
+    raise ValueError(
+        f"tokens[{index}] is {token!r}; a token is an int from 0 to {RESERVED_TOKEN - 1}"
+    )
+
+
+def _require_algorithm(algorithm: object) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}; it must be one of {', '.join(ALGORITHMS)}")
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; it must be an int from {low} to {high}")
+
+
+def _require_ascii(name: str, value: object, high: int) -> None:
+    if not isinstance(value, str) or not value.isascii() or not 1 <= len(value) <= high:
+        raise ValueError(f"{name} is {value!r}; it must be 1 to {high} ASCII characters")
+
+
+def _require_bytes(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, bytes) or not low <= len(value) <= high:
+        allowed = f"{low}" if low == high else f"{low} to {high}"
+        raise ValueError(f"{name} is {value!r}; it must be {allowed} bytes")

@@ -1,0 +1,421 @@
+"""Layouts: how the KV of one rank lies in memory.
+
+    Layout ── Group (layers that share block ids) ── Layer ── Plane (K, V, latent, scale …)
+
+A block is cut into *cells*: one block, one layer, one KV head; where there are no heads
+(latent attention, opaque blocks), one block and one layer. Cells are what is checksummed,
+resharded and handed off.
+
+**Canonical order** of a block: group after group; in it layer after layer, by number; in it
+head after head, then what has no heads; in it plane after plane, by role; in it token after
+token, channel after channel. A *packed* block is its bytes in that order without gaps, so a
+cell, a range of heads and a range of layers are each one run of bytes.
+
+The one rule: layers and heads are numbered through the whole model, never through a rank.
+A cell keeps its name, and so its checksum, whichever rank holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from penstock.vocabulary.extents import Extent, coalesce
+from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
+from penstock.vocabulary.planes import (
+    Axis,
+    Dim,
+    Plane,
+    Role,
+    dense_strides,
+    opaque_plane,
+    pair_from_strides,
+    plane_from_strides,
+    planes_overlap,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from penstock.vocabulary.dtypes import DType
+
+BLOCK_TOKEN_HEAD = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
+"""The axes of a KV tensor as most attention kernels write it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The bytes that one plane adds to a cell."""
+
+    plane: Plane
+    local_head: int
+    """Which entry of the plane's head axis; 0 without one."""
+    start: int
+    """Where it starts in the packed block."""
+
+    @property
+    def length(self) -> int:
+        """How many bytes it has."""
+        return self.plane.segment_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One layer and one KV head of a block: the unit that has a checksum."""
+
+    group: int
+    layer: int
+    head: int
+    """The head's number in the model. Without heads, the first head that the group holds, or
+    `ALL_HEADS` where every rank holds the same bytes."""
+    segments: tuple[Segment, ...]
+
+    @property
+    def start(self) -> int:
+        """Where it starts in the packed block."""
+        return self.segments[0].start
+
+    @property
+    def length(self) -> int:
+        """How many bytes it has."""
+        return sum(segment.length for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the KV of one rank lies in memory.
+
+    `split`, `packed_kv`, `mla` and `opaque` describe dense arrays, one or two per layer, that
+    the caller allocates that way. For tensors of an engine, build the planes from their own
+    strides (`plane_from_strides`, `pair_from_strides`) and the layout from its groups.
+    """
+
+    groups: tuple[Group, ...]
+    block_tokens: int
+    cells: tuple[Cell, ...] = field(init=False, repr=False, compare=False)
+    """The cells of a block, in canonical order."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens is {self.block_tokens}, must be at least 1")
+        if not self.groups:
+            raise ValueError("groups is empty, a layout must have at least 1")
+        self._require_distinct_planes()
+        self._require_dividing_tokens()
+        self._require_no_overlap()
+        object.__setattr__(self, "cells", tuple(_cells(self.groups)))
+
+    def _require_distinct_planes(self) -> None:
+        seen = set()
+        for layer in self.layers:
+            for plane in layer.planes:
+                if (layer.number, plane.role) in seen:
+                    raise ValueError(
+                        f"plane {plane.role.label} of layer {layer.number} is in two groups; "
+                        "draft layers are numbered behind the model's own"
+                    )
+                seen.add((layer.number, plane.role))
+
+    def _require_dividing_tokens(self) -> None:
+        for layer in self.layers:
+            for plane in layer.planes:
+                if self.block_tokens % plane.tokens:
+                    raise ValueError(
+                        f"plane {plane.role.label} of layer {layer.number} has {plane.tokens} "
+                        f"token positions, must divide block_tokens, {self.block_tokens}"
+                    )
+
+    def _require_no_overlap(self) -> None:
+        for planes in _planes_by_buffer(self.groups).values():
+            planes.sort(key=lambda plane: plane.offset)
+            nested = _blocks_follow_each_other(planes)
+            for position, plane in enumerate(planes):
+                end = plane.block_end if nested else plane.end
+                for other in planes[position + 1 :]:
+                    if other.offset >= end:
+                        break
+                    if planes_overlap(plane, other):
+                        raise ValueError(
+                            f"plane {plane.role.label} from {plane.offset} on and plane "
+                            f"{other.role.label} from {other.offset} on overlap in buffer "
+                            f"{plane.buffer}"
+                        )
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer, in canonical order."""
+        return tuple(layer for group in self.groups for layer in group.layers)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all groups."""
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks for which every group has room."""
+        return min(group.block_count for group in self.groups)
+
+    @property
+    def buffer_bytes(self) -> dict[int, int]:
+        """How many bytes each buffer must have at least."""
+        by_buffer = sorted(_planes_by_buffer(self.groups).items())
+        return {buffer: max(plane.end for plane in planes) for buffer, planes in by_buffer}
+
+    def cell_extents(self, block: int, cell: Cell) -> list[Extent]:
+        """Where the bytes of a cell of this layout lie, in canonical order."""
+        return coalesce(
+            extent
+            for segment in cell.segments
+            for extent in segment.plane.extents(block, segment.local_head)
+        )
+
+    def block_extents(self, block: int) -> list[Extent]:
+        """Where the bytes of a block lie, in canonical order."""
+        return coalesce(extent for cell in self.cells for extent in self.cell_extents(block, cell))
+
+    def only(self, group: int) -> Layout:
+        """The layout of one group by itself."""
+        if not 0 <= group < len(self.groups):
+            raise ValueError(f"group is {group}, must be from 0 to {len(self.groups) - 1}")
+        return Layout(groups=(self.groups[group],), block_tokens=self.block_tokens)
+
+    def packed(self, *, block_count: int, slot_bytes: int | None = None) -> Layout:
+        """The same blocks in canonical order: one buffer, block after block.
+
+        `slot_bytes` is the distance between two blocks, if it is more than their bytes.
+        """
+        if block_count < 1:
+            raise ValueError(f"block_count is {block_count}, must be at least 1")
+        stride = self.block_bytes if slot_bytes is None else slot_bytes
+        if stride < self.block_bytes:
+            raise ValueError(
+                f"slot_bytes is {slot_bytes}, must be at least a block's {self.block_bytes}"
+            )
+        block = Dim(axis=Axis.BLOCK, size=block_count, stride=stride)
+        planes: dict[tuple[int, int], list[Plane]] = {}
+        for cell in self.cells:
+            for segment in cell.segments:
+                if segment.local_head == 0:
+                    planes.setdefault((cell.group, cell.layer), []).append(
+                        _packed_plane(segment, cell_bytes=cell.length, block=block)
+                    )
+        groups = tuple(
+            replace(
+                group,
+                layers=tuple(
+                    replace(layer, planes=tuple(planes[position, layer.number]))
+                    for layer in group.layers
+                ),
+            )
+            for position, group in enumerate(self.groups)
+        )
+        return Layout(groups=groups, block_tokens=self.block_tokens)
+
+    @classmethod
+    def join(cls, *layouts: Layout) -> Layout:
+        """The groups of several layouts in one; buffers are numbered on from one to the next."""
+        groups: list[Group] = []
+        shift = 0
+        for layout in layouts:
+            if layout.block_tokens != layouts[0].block_tokens:
+                raise ValueError(
+                    f"block_tokens is {layout.block_tokens} in one layout and "
+                    f"{layouts[0].block_tokens} in another, must be the same"
+                )
+            groups += [_with_buffers_shifted(group, shift) for group in layout.groups]
+            shift += max(layout.buffer_bytes) + 1
+        return cls(groups=tuple(groups), block_tokens=layouts[0].block_tokens)
+
+    @classmethod
+    def split(
+        cls,
+        *,
+        layers: Iterable[int],
+        heads: HeadRange,
+        channels: int,
+        dtype: DType,
+        block_tokens: int,
+        block_count: int,
+        order: Sequence[Axis] = BLOCK_TOKEN_HEAD,
+        scale_dtype: DType | None = None,
+    ) -> Layout:
+        """Per layer one dense K and one dense V array; with scales, one more of each.
+
+        Buffers are numbered layer after layer: K, V, scales of K, scales of V. A scale array
+        has the axes of `order` but the channel.
+        """
+        sizes = {
+            Axis.BLOCK: block_count,
+            Axis.TOKEN: block_tokens,
+            Axis.HEAD: heads.count,
+            Axis.CHANNEL: channels,
+        }
+        kinds = [(Role.K, dtype, order), (Role.V, dtype, order)]
+        if scale_dtype is not None:
+            axes = [axis for axis in order if axis is not Axis.CHANNEL]
+            kinds += [(Role.K_SCALE, scale_dtype, axes), (Role.V_SCALE, scale_dtype, axes)]
+        found = tuple(
+            Layer(
+                number=number,
+                planes=tuple(
+                    _dense_plane(role, kind, sizes, axes, position * len(kinds) + index)
+                    for index, (role, kind, axes) in enumerate(kinds)
+                ),
+            )
+            for position, number in enumerate(layers)
+        )
+        group = Group(kind=GroupKind.ATTENTION, layers=found, heads=heads)
+        return cls(groups=(group,), block_tokens=block_tokens)
+
+    @classmethod
+    def packed_kv(
+        cls,
+        *,
+        layers: Iterable[int],
+        heads: HeadRange,
+        channels: int,
+        dtype: DType,
+        block_tokens: int,
+        block_count: int,
+        order: Sequence[Axis] = (Axis.PART, *BLOCK_TOKEN_HEAD),
+    ) -> Layout:
+        """Per layer one dense array that holds K and V, told apart by the axis `part`."""
+        sizes = {
+            Axis.PART: 2,
+            Axis.BLOCK: block_count,
+            Axis.TOKEN: block_tokens,
+            Axis.HEAD: heads.count,
+            Axis.CHANNEL: channels,
+        }
+        shape = [sizes[axis] for axis in order]
+        strides = dense_strides(shape, dtype.itemsize)
+        found = tuple(
+            Layer(
+                number=number,
+                planes=pair_from_strides(
+                    dtype, shape=shape, strides=strides, axes=order, buffer=position
+                ),
+            )
+            for position, number in enumerate(layers)
+        )
+        group = Group(kind=GroupKind.ATTENTION, layers=found, heads=heads)
+        return cls(groups=(group,), block_tokens=block_tokens)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        layers: Iterable[int],
+        channels: int,
+        dtype: DType,
+        block_tokens: int,
+        block_count: int,
+    ) -> Layout:
+        """Per layer one dense array [block, token, channel] of latent KV, without heads."""
+        axes = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
+        sizes = {Axis.BLOCK: block_count, Axis.TOKEN: block_tokens, Axis.CHANNEL: channels}
+        found = tuple(
+            Layer(
+                number=number,
+                planes=(_dense_plane(Role.LATENT, dtype, sizes, axes, position),),
+            )
+            for position, number in enumerate(layers)
+        )
+        group = Group(kind=GroupKind.LATENT, layers=found)
+        return cls(groups=(group,), block_tokens=block_tokens)
+
+    @classmethod
+    def opaque(
+        cls,
+        *,
+        layers: Iterable[int],
+        block_bytes: int,
+        encoding: str,
+        block_tokens: int,
+        block_count: int,
+        block_stride: int | None = None,
+        heads: HeadRange | None = None,
+    ) -> Layout:
+        """Per layer one buffer of blocks of which only their bytes and distance are known."""
+        found = tuple(
+            Layer(
+                number=number,
+                planes=(
+                    opaque_plane(
+                        block_bytes=block_bytes,
+                        block_stride=block_bytes if block_stride is None else block_stride,
+                        block_count=block_count,
+                        encoding=encoding,
+                        buffer=position,
+                    ),
+                ),
+            )
+            for position, number in enumerate(layers)
+        )
+        group = Group(kind=GroupKind.OPAQUE, layers=found, heads=heads)
+        return cls(groups=(group,), block_tokens=block_tokens)
+
+
+def _cells(groups: Sequence[Group]) -> Iterator[Cell]:
+    start = 0
+    for position, group in enumerate(groups):
+        first = ALL_HEADS if group.heads is None else group.heads.first
+        for layer in group.layers:
+            heads = 0 if group.heads is None or not layer.headed else group.heads.count
+            parts = [(first + local, local, layer.headed) for local in range(heads)]
+            parts += [(first, 0, layer.headless)] if layer.headless else []
+            for head, local, planes in parts:
+                segments = []
+                for plane in planes:
+                    segments.append(Segment(plane=plane, local_head=local, start=start))
+                    start += plane.segment_bytes
+                yield Cell(group=position, layer=layer.number, head=head, segments=tuple(segments))
+
+
+def _packed_plane(first: Segment, *, cell_bytes: int, block: Dim) -> Plane:
+    plane = first.plane
+    itemsize = plane.dtype.itemsize
+    dims = [block, Dim(axis=Axis.CHANNEL, size=plane.channels, stride=itemsize)]
+    if plane.tokens > 1:
+        row_bytes = plane.channels * itemsize
+        dims.append(Dim(axis=Axis.TOKEN, size=plane.tokens, stride=row_bytes))
+    if plane.has_heads:
+        dims.append(Dim(axis=Axis.HEAD, size=plane.heads, stride=cell_bytes))
+    return replace(plane, dims=tuple(dims), buffer=0, offset=first.start)
+
+
+def _dense_plane(
+    role: Role, dtype: DType, sizes: dict[Axis, int], axes: Sequence[Axis], buffer: int
+) -> Plane:
+    shape = [sizes[axis] for axis in axes]
+    strides = dense_strides(shape, dtype.itemsize)
+    return plane_from_strides(role, dtype, shape=shape, strides=strides, axes=axes, buffer=buffer)
+
+
+def _with_buffers_shifted(group: Group, shift: int) -> Group:
+    layers = (
+        replace(
+            layer,
+            planes=tuple(replace(plane, buffer=plane.buffer + shift) for plane in layer.planes),
+        )
+        for layer in group.layers
+    )
+    return replace(group, layers=tuple(layers))
+
+
+def _planes_by_buffer(groups: Iterable[Group]) -> dict[int, list[Plane]]:
+    found: dict[int, list[Plane]] = {}
+    for group in groups:
+        for layer in group.layers:
+            for plane in layer.planes:
+                found.setdefault(plane.buffer, []).append(plane)
+    return found
+
+
+def _blocks_follow_each_other(planes: Sequence[Plane]) -> bool:
+    """Whether a block of all these planes ends before the next one starts."""
+    strides = {plane.block_stride for plane in planes}
+    first = min(plane.offset for plane in planes)
+    last = max(plane.block_end for plane in planes)
+    return len(strides) == 1 and last - first <= strides.pop()

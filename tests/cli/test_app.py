@@ -1,0 +1,108 @@
+"""The edge of the command line: errors become one line and a status, defects a traceback."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+from penstock.cli import app as application
+from penstock.cli.app import run
+from penstock.errors import (
+    CapacityError,
+    ConfigError,
+    InvariantViolation,
+    LeaseError,
+    PenstockError,
+    UnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def command_raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Makes `penstock fail` a command that raises the given error."""
+
+    def install(error: Exception) -> None:
+        app = typer.Typer()
+
+        @app.command()
+        def fail() -> None:
+            raise error
+
+        @app.command()
+        def other() -> None: ...
+
+        monkeypatch.setattr(application, "app", app)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("cache.blocks", "is -1, must be at least 0"), 2),
+        (LeaseError("the lease has ended"), 2),
+        (UnavailableError("no CUDA device"), 3),
+        (CapacityError(tier="device", wanted=3, available=2), 3),
+    ],
+)
+def test_what_others_got_wrong_is_one_line_and_a_status(
+    error: PenstockError,
+    status: int,
+    command_raising: Callable[[Exception], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command_raising(error)
+
+    ended = run(["fail"])
+
+    assert ended == status
+    assert capsys.readouterr().err == f"penstock: {error}\n"
+
+
+@pytest.mark.parametrize("defect", [InvariantViolation("a slot was freed twice"), KeyError("x")])
+def test_what_we_got_wrong_is_not_tidied_away(
+    defect: Exception, command_raising: Callable[[Exception], None]
+) -> None:
+    command_raising(defect)
+
+    with pytest.raises(type(defect)):
+        run(["fail"])
+
+
+def test_a_finding_ends_with_status_one(
+    command_raising: Callable[[Exception], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command_raising(typer.Exit(1))
+
+    ended = run(["fail"])
+
+    assert ended == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], ["version", "--no-such-option"], []])
+def test_wrong_usage_ends_with_status_two(arguments: list[str]) -> None:
+    assert run(arguments) == 2
+
+
+def test_help_lists_the_commands_and_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = run(["--help"])
+
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ended == 0
+    assert "config" in printed
+    assert "version" in printed
+    assert "0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here" in printed
+
+
+def test_version_names_penstock_python_and_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = run(["version"])
+
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert ended == 0
+    assert names == ["penstock", "numpy", "msgspec", "xxhash", "pyzmq", "torch", "python", "system"]

@@ -1,0 +1,46 @@
+"""The command begins without its extra, and without anything but the standard library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.cli.entry import main
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_command_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # `None` in `sys.modules` is how Python itself says that a module is not to be had.
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    status = main(["version"])
+
+    assert status == 3
+    assert capsys.readouterr().err == (
+        "penstock: the command line needs the 'cli' extra: pip install \"penstock[cli]\"\n"
+    )
+
+
+def test_the_entry_loads_nothing_that_the_extra_brings() -> None:
+    script = "import sys, penstock.cli.entry; print({'typer', 'rich'} & set(sys.modules))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "set()\n"
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.entry", "version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.startswith("penstock ")

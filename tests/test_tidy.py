@@ -1,0 +1,176 @@
+"""The house style, as far as a test can tell it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+PAGE_LINES_MAX = {"CONTRIBUTING.md": 150}
+DECISION_LINES_MAX = 60
+
+# Each exception: where it is, and why. One that is no longer needed fails the test as well.
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+BROAD_EXCEPTS: dict[str, str] = {}
+
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+# Spelled in pieces, so that this file does not find itself.
+OF_ONE_MACHINE = re.compile(
+    "|".join(
+        (
+            "/" + "work/",
+            "/" + "root/",
+            "/" + "home/",
+            "index" + "-url",
+            "find" + "-links",
+            r"(pypi|pythonhosted)" + r"\.org",
+            r"pytorch" + r"\.org/whl",
+        )
+    )
+)
+
+
+@cache
+def project_files() -> tuple[str, ...]:
+    """What belongs to the project, as paths from its root: what git tracks or would add."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        listed = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if not _is_made(path)]
+    return tuple(sorted(name for name in listed if (ROOT / name).is_file()))
+
+
+def _is_made(path: Path) -> bool:
+    """Without git: environments, caches and build results lie in hidden or known folders."""
+    parents = path.relative_to(ROOT).parts[:-1]
+    return any(
+        part in {"build", "dist", "__pycache__"} or (part.startswith(".") and part != ".ci")
+        for part in parents
+    )
+
+
+def python_files(*folders: str) -> list[str]:
+    return [name for name in project_files() if name.endswith(".py") and name.startswith(folders)]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8", errors="replace")
+
+
+def line_count(name: str) -> int:
+    return len(text_of(name).splitlines())
+
+
+def lines_matching(pattern: re.Pattern[str], name: str) -> list[str]:
+    lines = enumerate(text_of(name).splitlines(), start=1)
+    return [f"{name}:{number}: {line.strip()}" for number, line in lines if pattern.search(line)]
+
+
+def functions_of(name: str) -> Iterator[tuple[str, int]]:
+    """Each function of a file, as `file:name`, with its length, docstring included."""
+    for node in ast.walk(ast.parse(text_of(name))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{name}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def broad_excepts_of(name: str) -> Iterator[int]:
+    for node in ast.walk(ast.parse(text_of(name))):
+        if isinstance(node, ast.ExceptHandler):
+            caught = [node.type] if node.type is None else ast.walk(node.type)
+            if any(
+                kind is None
+                or (isinstance(kind, ast.Name) and kind.id in {"Exception", "BaseException"})
+                for kind in caught
+            ):
+                yield node.lineno
+
+
+def test_the_project_has_files_to_look_at() -> None:
+    found = project_files()
+
+    assert {"pyproject.toml", "tests/test_tidy.py", "src/penstock/errors.py"} <= set(found)
+    assert not [name for name in found if "__pycache__" in name]
+
+
+def test_no_python_file_is_longer_than_one_idea() -> None:
+    counts = {name: line_count(name) for name in python_files("src", "tests", "examples")}
+
+    long = {name: count for name, count in counts.items() if count > FILE_LINES_MAX}
+
+    assert long.keys() == LONG_FILES.keys(), long
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    lengths = dict(
+        function
+        for name in python_files("src", "tests", "examples")
+        for function in functions_of(name)
+    )
+
+    long = {where: length for where, length in lengths.items() if length > FUNCTION_LINES_MAX}
+
+    assert long.keys() == LONG_FUNCTIONS.keys(), long
+
+
+def test_errors_are_caught_by_name_except_at_the_edge() -> None:
+    lines = {name: list(broad_excepts_of(name)) for name in python_files("src")}
+
+    broad = {name: found for name, found in lines.items() if found}
+
+    assert broad.keys() == BROAD_EXCEPTS.keys(), broad
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    modules = {name: ast.parse(text_of(name)) for name in python_files("src")}
+
+    silent = [name for name, module in modules.items() if not ast.get_docstring(module)]
+
+    assert not silent
+
+
+def test_nothing_is_left_to_do() -> None:
+    names = [name for name in project_files() if name != "tests/test_tidy.py"]
+
+    assert not [line for name in names for line in lines_matching(UNFINISHED, name)]
+
+
+def test_nothing_in_the_package_sleeps() -> None:
+    sleep = re.compile(r"\btime\.sleep\(|\bfrom time import .*\bsleep\b")
+
+    assert not [line for name in python_files("src") for line in lines_matching(sleep, name)]
+
+
+def test_no_file_speaks_of_one_machine_or_registry() -> None:
+    found = [line for name in project_files() for line in lines_matching(OF_ONE_MACHINE, name)]
+
+    assert not found
+
+
+def test_pages_that_should_be_short_are_short() -> None:
+    limits = PAGE_LINES_MAX | {
+        name: DECISION_LINES_MAX
+        for name in project_files()
+        if name.startswith("docs/decisions/") and name.endswith(".md")
+    }
+
+    long = {name: line_count(name) for name, limit in limits.items() if line_count(name) > limit}
+
+    assert not long
