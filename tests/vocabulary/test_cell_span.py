@@ -14,19 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import (
-    Algorithm,
-    CellSums,
-    add_sums,
-    cell_seed,
-    cell_sum,
-)
+from penstock.vocabulary.checksums import Algorithm, CellSums, add_sums, cell_seed, cell_sum
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Shard
-from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layers import HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.packing import Blocks, copy_blocks
-from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.planes import Axis, Role, plane_from_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,24 +77,42 @@ def test_sums_of_a_block_are_those_of_the_vectors(algorithm: Algorithm) -> None:
     assert table.to_bytes().hex() == vector[algorithm.value]
 
 
+def with_a_plane_without_heads(layer: Layer) -> Layer:
+    scale = plane_from_strides(
+        Role.K_SCALE,
+        DType.FP32,
+        shape=(1,),
+        strides=(4,),
+        axes=(Axis.BLOCK,),
+        buffer=1000 + layer.number,
+    )
+    return replace(layer, planes=(*layer.planes, scale))
+
+
 @BOTH
-def test_many_blocks_are_summed_like_one_after_the_other(algorithm: Algorithm) -> None:
-    # Enough small segments for several chunks, and one segment per layer that is uneven.
+@pytest.mark.parametrize(("layer_count", "block_count"), [(2, 12), (17, 2)])
+def test_many_blocks_are_summed_like_one_after_the_other(
+    layer_count: int, block_count: int, algorithm: Algorithm
+) -> None:
+    # Several blocks, then several parts of a block, fill a chunk of mix64. The planes without
+    # heads put unequal distances between the others; the opaque ones end within a word.
+    (group,) = Layout.split(
+        layers=range(layer_count),
+        heads=HeadRange.all_of(2),
+        channels=256,
+        dtype=DType.BF16,
+        block_tokens=16,
+        block_count=1,
+    ).groups
+    layers = tuple(with_a_plane_without_heads(layer) for layer in group.layers)
     layout = Layout.join(
-        Layout.split(
-            layers=range(2),
-            heads=HeadRange.all_of(2),
-            channels=256,
-            dtype=DType.BF16,
-            block_tokens=16,
-            block_count=1,
-        ),
+        Layout(groups=(replace(group, layers=layers),), block_tokens=16),
         Layout.opaque(
-            layers=range(2, 4), block_bytes=333, encoding="t", block_tokens=16, block_count=1
+            layers=range(20, 22), block_bytes=333, encoding="t", block_tokens=16, block_count=1
         ),
     )
-    blocks = some_blocks(layout, 12)
-    keys = [bytes([number]) * 16 for number in range(12)]
+    blocks = some_blocks(layout, block_count)
+    keys = [bytes([number]) * 16 for number in range(block_count)]
 
     found = CellSpan.of(layout).sum_blocks(blocks, keys, algorithm)
 

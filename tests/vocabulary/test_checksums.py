@@ -18,13 +18,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.checksums import (
-    Algorithm,
-    CellSums,
-    add_sums,
-    cell_seed,
-    cell_sum,
-)
+from penstock.vocabulary.checksums import Algorithm, CellSums, add_sums, cell_seed, cell_sum
 from penstock.vocabulary.planes import Role
 
 VECTORS: dict[str, Any] = json.loads(
@@ -38,7 +32,8 @@ BOTH = pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.val
 
 def reference_seed(key: bytes, layer: int, plane: int, head: int) -> int:
     place = layer * 2**40 + plane * 2**32 + head
-    key_part = xxhash.xxh3_64(b"penstock cell sum 1\n" + key, seed=0).intdigest()
+    domain = struct.pack("<I", 16) + b"penstock.cell.v1"
+    key_part = xxhash.xxh3_64(domain + struct.pack("<I", len(key)) + key, seed=0).intdigest()
     x = (key_part + place * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x // 2**30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x // 2**27) * 0x94D049BB133111EB % 2**64
@@ -193,13 +188,11 @@ def test_words_and_bytes_that_change_places_are_found(algorithm: Algorithm) -> N
 @BOTH
 @pytest.mark.parametrize("length", [1, 4, 64, 65, 256, 4096])
 def test_a_zero_tail_and_a_missing_tail_are_found(length: int, algorithm: Algorithm) -> None:
-    data = bytes(255 - n % 256 for n in range(length))
+    data = bytes(1 + n % 255 for n in range(length))
     right = cell_sum(data, SEED, algorithm)
 
     for lost in {1, 2, 3, 4, 8, length} & set(range(1, length + 1)):
-        assert cell_sum(data[:-lost] + bytes(lost), SEED, algorithm) != right or not any(
-            data[-lost:]
-        )
+        assert cell_sum(data[:-lost] + bytes(lost), SEED, algorithm) != right
         assert cell_sum(data[:-lost], SEED, algorithm) != right
         assert cell_sum(data + bytes(lost), SEED, algorithm) != right
 

@@ -88,8 +88,10 @@ class Departed:
 
     def add(self, keys: Sequence[Key], departure: Departure) -> None:
         """These blocks have no copy left."""
-        for key in keys:
-            self._by_key.pop(key, None)
+        if not self._by_key.keys().isdisjoint(keys):
+            # Their place is at the end now.
+            for key in keys:
+                self._by_key.pop(key, None)
         self._by_key.update(dict.fromkeys(keys, departure))
         excess = len(self._by_key) - self._limit
         for key in list(islice(self._by_key, max(0, excess))):
@@ -97,7 +99,7 @@ class Departed:
 
     def discard(self, keys: Sequence[Key]) -> None:
         """These blocks are back."""
-        if self._by_key:
+        if self._by_key and not self._by_key.keys().isdisjoint(keys):
             for key in keys:
                 self._by_key.pop(key, None)
 

@@ -31,6 +31,9 @@ class Pool:
         """How many leases and operations rely on the slot."""
         self.node = np.full(slot_count, NOWHERE, dtype=np.int32)
         """The node of the block that lies here, or `NOWHERE` if it has no name yet."""
+        # Reading one number through a memoryview takes a third of the time an array takes.
+        self.state_view = self.state.data
+        self.holders_view = self.holders.data
         self._free = np.arange(slot_count - 1, -1, -1, dtype=np.int32)
         self.free_count = slot_count
 

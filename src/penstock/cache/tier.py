@@ -21,11 +21,12 @@ from penstock.cache.states import LEAVING, READY
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.cache.settings import TierSettings
+    from penstock.vocabulary.ids import Key
 
 ANY_TENANT = "*"
 """The quota of every tenant that has none of its own."""
@@ -57,6 +58,7 @@ class Tier:
         """Node to the slot where its copy lies."""
         self.children = np.zeros(nodes.capacity, dtype=np.int32)
         """How many of the blocks that follow a node lie in this tier and are not leaving."""
+        self._look_at_arrays()
         self.used_by: dict[int, int] = {}
         """Tenant to the number of its blocks here."""
         self.policy = self._make_policy()
@@ -83,7 +85,14 @@ class Tier:
 
     # ---------------------------------------------------------------- coming and going
 
-    def place(self, nodes: NDArray[np.int32], slots: NDArray[np.int32], *, tick: int) -> None:
+    def place(
+        self,
+        nodes: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        *,
+        tick: int,
+        keys: Sequence[Key] | None = None,
+    ) -> None:
         """Records that the blocks of `nodes` lie, or will lie, in `slots`."""
         if self.slot_of[nodes].max(initial=NOWHERE) != NOWHERE:
             raise InvariantViolation(f"tier {self.name!r}: a block was placed twice")
@@ -91,7 +100,8 @@ class Tier:
         self.pool.node[slots] = nodes
         self.nodes.copy_count[nodes] += 1
         self._count_children(nodes, 1)
-        keys = self.nodes.keys_of(nodes.tolist())
+        if keys is None:
+            keys = self.nodes.keys_of(nodes.tolist())
         self.policy.add(nodes, keys, tick=tick, label=0)
         for tenant, count in self._tenants_of(nodes):
             self.used_by[tenant] = self.used_by.get(tenant, 0) + count
@@ -143,16 +153,16 @@ class Tier:
 
     def standing(self, node: int) -> int | None:
         """The priority of a block that may leave now; `None` if it may not."""
-        slot = self.slot_of[node]
+        slot = self._slot_of_view[node]
         if (
             slot == NOWHERE
-            or self.pool.state[slot] != READY
-            or self.pool.holders[slot]
-            or self.children[node]
-            or self.nodes.pins[node]
+            or self._children_view[node]
+            or self.pool.holders_view[slot]
+            or self.pool.state_view[slot] != READY
+            or self.nodes.pins_view[node]
         ):
             return None
-        return int(self.nodes.priority[node])
+        return self.nodes.priority_view[node]
 
     def ready_nodes(self) -> NDArray[np.int32]:
         """The blocks that can be matched here."""
@@ -188,8 +198,10 @@ class Tier:
         victims: list[int] = []
         for node in nodes:
             if self.standing(node) is not None:
-                self._set_aside(node)
                 victims.append(node)
+                parent = self._set_aside(node)
+                if parent != NOWHERE:
+                    self._offer((parent,))
         return victims
 
     def put_back(self, victims: list[int]) -> None:
@@ -219,6 +231,7 @@ class Tier:
         if len(self.slot_of) < capacity:
             self.slot_of = grown(self.slot_of, capacity, fill=NOWHERE)
             self.children = grown(self.children, capacity)
+            self._look_at_arrays()
             for policy in (self.policy, *self._quota_policies.values()):
                 policy.resize(capacity)
 
@@ -227,23 +240,39 @@ class Tier:
         return self._quota_policies.items()
 
     def _set_aside_from(self, policy: EvictionPolicy, count: int, victims: list[int]) -> None:
+        if count <= 0:
+            return
         target = len(victims) + count
-        while len(victims) < target:
-            node = policy.pop()
-            if node is None:
-                return
+        node = policy.pop()
+        while node is not None:
             victims.append(node)
-            self._set_aside(node)
-
-    def _set_aside(self, node: int) -> None:
-        # Held, so that no second entry of it in a queue can bring it up again.
-        self.pool.holders[self.slot_of[node]] += 1
-        parent = int(self.nodes.parent[node])
-        if parent != NOWHERE:
-            left = self.children[parent] - 1
-            self.children[parent] = left
-            if left == 0:
+            parent = self._set_aside(node)
+            if len(victims) == target:
+                if parent != NOWHERE:
+                    self._offer((parent,))
+                return
+            if parent == NOWHERE:
+                node = policy.pop()
+            elif self._quota_policies:
                 self._offer((parent,))
+                node = policy.pop()
+            else:
+                node = policy.offer_and_pop(parent)
+
+    def _set_aside(self, node: int) -> int:
+        """Takes a block out of the reckoning; returns the block before it if it may follow."""
+        # Held, so that no second entry of it in a queue can bring it up again.
+        self.pool.holders_view[self._slot_of_view[node]] += 1
+        parent = self.nodes.parent_view[node]
+        if parent == NOWHERE:
+            return NOWHERE
+        left = self._children_view[parent] - 1
+        self._children_view[parent] = left
+        return NOWHERE if left else parent
+
+    def _look_at_arrays(self) -> None:
+        self._slot_of_view = self.slot_of.data
+        self._children_view = self.children.data
 
     def _count_children(self, nodes: NDArray[np.int32], change: int) -> NDArray[np.int32]:
         parents: NDArray[np.int32] = self.nodes.parent[nodes]

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import LeaseState, OperationState, SlotState
+from penstock.cache.states import (
+    DOOMED,
+    FILLING,
+    FREE,
+    LEAVING,
+    READY,
+    LeaseState,
+    OperationState,
+)
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -20,7 +28,6 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
 
-_FREE, _FILLING, _READY, _LEAVING, _DOOMED = (int(state) for state in SlotState)
 _LOADING, _LEASE_READY = LeaseState.LOADING, LeaseState.READY
 _RUNNING, _ENDING = OperationState.RUNNING, OperationState.ENDING
 
@@ -89,23 +96,23 @@ def _audit_slots(books: Books, tier: Tier) -> None:
     pool = tier.pool
     free = pool.free_slots().tolist()
     states = pool.state.tolist()
-    if len(set(free)) != len(free) or len(free) != states.count(_FREE):
+    if len(set(free)) != len(free) or len(free) != states.count(FREE):
         _fail(books, f"tier {tier.name}: slots that are free and slots said to be differ")
     for slot, (state, holders, node) in enumerate(
         zip(states, pool.holders.tolist(), pool.node.tolist(), strict=True)
     ):
         if holders < 0:
             _fail(books, f"tier {tier.name}: slot {slot} is held less than never", node)
-        if state == _FREE and (holders or node != NOWHERE):
+        if state == FREE and (holders or node != NOWHERE):
             _fail(books, f"tier {tier.name}: slot {slot} is free but in use", node)
-        if state == _DOOMED and (node != NOWHERE or not holders):
+        if state == DOOMED and (node != NOWHERE or not holders):
             _fail(books, f"tier {tier.name}: slot {slot} is doomed but not in use", node)
-        if state == _FILLING and not holders:
+        if state == FILLING and not holders:
             _fail(books, f"tier {tier.name}: slot {slot} leaked while filling", node)
-        if state in (_READY, _LEAVING) and node == NOWHERE:
+        if state in (READY, LEAVING) and node == NOWHERE:
             _fail(books, f"tier {tier.name}: slot {slot} is ready but has no block")
     for slot in free:
-        if states[slot] != _FREE:
+        if states[slot] != FREE:
             _fail(books, f"tier {tier.name}: slot {slot} can be taken but is in use")
 
 
@@ -122,7 +129,7 @@ def _audit_residency(books: Books, tier: Tier, parents: list[int]) -> None:
         used[int(books.nodes.tenant[node])] += 1
         if tier.slot_of[node] != slot:
             _fail(books, f"tier {tier.name}: slot {slot} and its block do not agree", node)
-        if states[slot] != _LEAVING and parents[node] != NOWHERE:
+        if states[slot] != LEAVING and parents[node] != NOWHERE:
             children[parents[node]] += 1
     slot_of = tier.slot_of.tolist()
     if len(slot_of) - slot_of.count(NOWHERE) != placed:
@@ -179,11 +186,11 @@ def _audit_lease(books: Books, lease: Lease, states: list[int]) -> None:
         _fail(books, f"lease {lease.id} is {lease.state.name}, waits for {lease.waiting}")
     if len(set(table)) != len(table):
         _fail(books, f"lease {lease.id} has a slot twice")
-    if any(states[slot] in (_FREE, _LEAVING) for slot in table):
+    if any(states[slot] in (FREE, LEAVING) for slot in table):
         _fail(books, f"lease {lease.id} has slots that are free or leaving")
     if lease.state is _LEASE_READY and lease.epoch == books.ledger.epoch:
         for slot in table[: lease.matched_blocks]:
-            if states[slot] == _DOOMED:
+            if states[slot] == DOOMED:
                 _fail(books, f"lease {lease.id} is ready with a block that is not")
     for operation_id in lease.waiting:
         operation = books.ledger.operations.get(operation_id)
@@ -200,5 +207,5 @@ def _audit_operations(books: Books) -> None:
         target = books.tiers[operation.target]
         if operation.state is _RUNNING and target is not None:
             for slot in operation.target_slots.tolist():
-                if target.pool.state[slot] not in (_FILLING, _DOOMED):
+                if target.pool.state[slot] not in (FILLING, DOOMED):
                     _fail(books, f"operation {operation.id} writes into slot {slot}, in use")

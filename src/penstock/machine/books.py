@@ -18,7 +18,7 @@ from penstock.cache.history import History
 from penstock.cache.ledger import Ledger
 from penstock.cache.nodes import NOWHERE, NodeTable
 from penstock.cache.settings import DEVICE, HUB, CacheSettings
-from penstock.cache.states import SlotState
+from penstock.cache.states import DOOMED, FILLING
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import Drop, Effect
@@ -268,7 +268,7 @@ class Books:
         nodes = tier.pool.node[slots].copy()
         numbers = nodes.tolist()
         keys = self.nodes.keys_of(numbers)
-        readable = tier.pool.state[slots] != SlotState.FILLING
+        readable = tier.pool.state[slots] != FILLING
         tier.displace(nodes, evicted=False)
         tier.pool.condemn(slots)
         self.discard_unheld(tier, slots)
@@ -280,7 +280,7 @@ class Books:
     def discard_unheld(self, tier: Tier, slots: NDArray[np.int32]) -> None:
         """Frees those of the slots that are condemned and that nothing holds."""
         pool = tier.pool
-        quiet = (pool.state[slots] == SlotState.DOOMED) & (pool.holders[slots] == 0)
+        quiet = (pool.state[slots] == DOOMED) & (pool.holders[slots] == 0)
         if quiet.any():
             pool.discard(slots[quiet])
 
@@ -303,13 +303,16 @@ class Books:
             self.effects.append(Drop(tier=tier.index, keys=keys, slots=slots))
 
     def _remove_nodes(self, numbers: list[int], keys: list[Key], departure: Departure) -> None:
-        copies = self.nodes.copy_count
-        self.departed.add(
-            [key for node, key in zip(numbers, keys, strict=True) if not copies[node]], departure
-        )
-        for node, key in zip(numbers, keys, strict=True):
+        nodes = np.array(numbers, dtype=np.int32)
+        lost = self.nodes.copy_count[nodes] == 0
+        if lost.all():
+            self.departed.add(keys, departure)
+        else:
+            gone = [key for key, was_last in zip(keys, lost.tolist(), strict=True) if was_last]
+            self.departed.add(gone, departure)
+        for node in self.nodes.remove_all(nodes[lost]):
             # A node further up may have gone together with the one below it.
-            if self.nodes.keys[node] == key:
+            if self.nodes.keys[node] is not None:
                 self.nodes.remove_if_useless(node)
 
     def _count_unsaved(self, tier: Tier, victims: list[int]) -> None:

@@ -13,6 +13,7 @@ when no rank can touch it any more.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from penstock.cache.departed import MissReason
 from penstock.cache.ledger import BlockFault, Operation, Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import OperationMove, OperationState, SlotState
+from penstock.cache.states import FILLING, LEAVING, READY, OperationMove, OperationState
 from penstock.machine.effects import Abandon, Copy, Ended, Settled
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _fill_targets(
     if tier is None or not len(positions):
         return
     slots = operation.target_slots[positions]
-    slots = slots[tier.pool.state[slots] == SlotState.FILLING]
+    slots = slots[tier.pool.state[slots] == FILLING]
     named = slots[tier.pool.node[slots] != NOWHERE]
     if len(named):
         tier.pool.fill(named)
@@ -235,16 +236,13 @@ def _fill_targets(
 
 def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> None:
     """Tells the readers of KV events about ready blocks, one event a chain."""
-    numbers = nodes.tolist()
-    keys = books.nodes.keys_of(numbers)
-    parents = books.nodes.parent[nodes].tolist()
-    first = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or parents[end] != numbers[end - 1]:
-            parent = parents[first]
-            parent_key = None if parent == NOWHERE else books.nodes.key_of(parent)
-            books.kv_events.stored(tier.name, keys[first:end], parent_key)
-            first = end
+    keys = books.nodes.keys_of(nodes.tolist())
+    parents = books.nodes.parent[nodes]
+    heads = np.flatnonzero(parents[1:] != nodes[:-1]) + 1
+    for first, end in pairwise([0, *heads.tolist(), len(keys)]):
+        parent = int(parents[first])
+        parent_key = None if parent == NOWHERE else books.nodes.key_of(parent)
+        books.kv_events.stored(tier.name, keys[first:end], parent_key)
 
 
 def _give_up_targets(
@@ -259,7 +257,7 @@ def _give_up_targets(
     bad = none
     if tier is not None:
         slots = operation.target_slots[positions]
-        filling = slots[tier.pool.state[slots] == SlotState.FILLING]
+        filling = slots[tier.pool.state[slots] == FILLING]
         books.condemn(tier, filling, reason, now, operation.cause)
         if tier.index == DEVICE:
             bad = filling
@@ -267,7 +265,7 @@ def _give_up_targets(
         slots = operation.onward[positions]
         slots = slots[slots != NOWHERE]
         device = books.device
-        bad = slots[device.pool.state[slots] == SlotState.FILLING]
+        bad = slots[device.pool.state[slots] == FILLING]
         books.condemn(device, bad, reason, now, operation.cause)
     return bad
 
@@ -278,7 +276,7 @@ def _keep_sources(books: Books, operation: Operation) -> None:
         return
     tier = books.tier(operation.source)
     slots = operation.source_slots
-    leaving = slots[tier.pool.state[slots] == SlotState.LEAVING]
+    leaving = slots[tier.pool.state[slots] == LEAVING]
     tier.keep(tier.pool.node[leaving])
 
 
@@ -303,9 +301,9 @@ def _slots_to_load_into(
     onward = operation.onward.copy()
     onward[~good] = NOWHERE
     wanted = onward != NOWHERE
-    wanted[wanted] = device.pool.state[onward[wanted]] == SlotState.FILLING
+    wanted[wanted] = device.pool.state[onward[wanted]] == FILLING
     hub = books.tier(operation.target)
-    wanted &= hub.pool.state[operation.target_slots] == SlotState.READY
+    wanted &= hub.pool.state[operation.target_slots] == READY
     onward[~wanted] = NOWHERE
     return onward
 
@@ -353,7 +351,7 @@ def _let_leave(books: Books, operation: Operation, now: float) -> None:
     """Frees the slots of blocks that were written down, unless somebody came back for them."""
     tier = books.tier(operation.source)
     slots = operation.source_slots
-    leaving = slots[tier.pool.state[slots] == SlotState.LEAVING]
+    leaving = slots[tier.pool.state[slots] == LEAVING]
     if not len(leaving):
         return
     faulty = np.zeros(len(operation.keys), dtype=bool)

@@ -11,9 +11,11 @@ Every `Copy` is answered by exactly one `Report` a rank, whatever happens to it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+
+from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,3 +141,14 @@ class LeaseChanged(Effect, frozen=True, kw_only=True):
     state: LeaseState
     table: NDArray[np.int32]
     cached_tokens: int
+
+
+EffectT = TypeVar("EffectT", bound=Effect)
+
+
+def answer(effects: Sequence[Effect], kind: type[EffectT]) -> EffectT:
+    """The one effect of a kind among the effects of an event."""
+    for effect in effects:
+        if isinstance(effect, kind):
+            return effect
+    raise InvariantViolation(f"no {kind.__name__} among the effects")

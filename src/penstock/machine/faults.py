@@ -14,7 +14,7 @@ import numpy as np
 from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import LeaseState, OperationMove, OperationState, SlotState
+from penstock.cache.states import LEAVING, LeaseState, OperationMove, OperationState
 from penstock.machine import copying, releasing
 from penstock.machine.events import Report
 
@@ -129,7 +129,7 @@ def _empty(books: Books, tier: Tier, reason: MissReason, now: float, cause: str)
     slots = np.flatnonzero(pool.node != NOWHERE).astype(np.int32)
     if not len(slots):
         return
-    leaving = slots[pool.state[slots] == SlotState.LEAVING]
+    leaving = slots[pool.state[slots] == LEAVING]
     if len(leaving):
         tier.keep(pool.node[leaving])
     books.condemn(tier, slots, reason, now, cause)

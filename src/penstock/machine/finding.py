@@ -13,7 +13,7 @@ import numpy as np
 from penstock.cache.departed import Miss, MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, HUB
-from penstock.cache.states import FILLING, LEAVING, READY, SlotState
+from penstock.cache.states import DOOMED, FILLING, LEAVING, READY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,10 +109,9 @@ def coming(books: Books, keys: Sequence[Key]) -> tuple[int, int]:
 def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[np.bool_]:
     slots = tier.slot_of[nodes]
     here = slots != NOWHERE
-    if here.all():
-        state = tier.pool.state[slots]
-    else:
-        state = np.where(here, tier.pool.state[slots], SlotState.DOOMED)
+    state = tier.pool.state[slots]
+    if not here.all():
+        state[~here] = DOOMED
     good: NDArray[np.bool_] = (state == READY) | (state == LEAVING)
     return good | (state == FILLING) if filling else good
 

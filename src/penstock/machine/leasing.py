@@ -15,7 +15,7 @@ from penstock.cache.leases import Lease
 from penstock.cache.ledger import Operation, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, HUB
-from penstock.cache.states import LeaseMove, SlotState
+from penstock.cache.states import FILLING, LEAVING, READY, LeaseMove
 from penstock.errors import CapacityError, UnavailableError
 from penstock.machine import copying, writing
 from penstock.machine.effects import Granted
@@ -153,7 +153,7 @@ def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
 
 def _rejoin(tier: Tier, nodes: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
     """A block on its way out is matched again at once; its copy goes on, it stays."""
-    leaving = tier.pool.state[slots] == SlotState.LEAVING
+    leaving = tier.pool.state[slots] == LEAVING
     if leaving.any():
         tier.keep(nodes[leaving])
 
@@ -201,7 +201,7 @@ def _load_from_hub(
     """Loads what is in the hub; what is still on its way there is passed on when it arrives."""
     slots = hub.slot_of[nodes]
     _rejoin(hub, nodes, slots)
-    ready = hub.pool.state[slots] == SlotState.READY
+    ready = hub.pool.state[slots] == READY
     started = copying.start(
         books,
         Purpose.LOAD,
@@ -258,7 +258,7 @@ def stage(
 def _share_loads(books: Books, lease: Lease, held: NDArray[np.int32]) -> None:
     """Waits for copies that other requests started into slots of this lease."""
     pool = books.device.pool
-    filling = held[pool.state[held] == SlotState.FILLING]
+    filling = held[pool.state[held] == FILLING]
     if not len(filling):
         return
     bringing = [

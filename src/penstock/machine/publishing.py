@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import LeaseState, SlotState
+from penstock.cache.states import LEAVING, LeaseState
 from penstock.errors import LeaseError
 from penstock.machine import copying, writing
 from penstock.machine.growing import shares_tail
@@ -82,6 +82,10 @@ def _publish(
     books: Books, lease: Lease, keys: Sequence[Key], slots: NDArray[np.int32], parent: int
 ) -> NDArray[np.int32]:
     """Gives names to computed blocks; returns those that can be matched now and could not."""
+    if books.nodes.ids.keys().isdisjoint(keys):
+        nodes = books.add_chain(keys, parent=parent, tenant=lease.tenant)
+        _place(books, nodes, slots, keys)
+        return nodes
     known = [books.nodes.get(key) for key in keys]
     published: list[NDArray[np.int32]] = []
     first = 0
@@ -91,7 +95,7 @@ def _publish(
             while end < len(keys) and known[end] == NOWHERE:
                 end += 1
             nodes = books.add_chain(keys[first:end], parent=parent, tenant=lease.tenant)
-            _place(books, nodes, slots[first:end])
+            _place(books, nodes, slots[first:end], keys[first:end])
             published.append(nodes)
             parent = int(nodes[-1])
             first = end
@@ -101,7 +105,7 @@ def _publish(
         if there == NOWHERE:
             # Known from below, or hollow: the computed copy is as good as a loaded one.
             nodes = np.array([node], dtype=np.int32)
-            _place(books, nodes, slots[first : first + 1])
+            _place(books, nodes, slots[first : first + 1], keys[first : first + 1])
             published.append(nodes)
         elif there != slots[first]:
             _keep_twin(books, lease, there)
@@ -112,16 +116,18 @@ def _publish(
     return published[0] if len(published) == 1 else np.concatenate(published)
 
 
-def _place(books: Books, nodes: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+def _place(
+    books: Books, nodes: NDArray[np.int32], slots: NDArray[np.int32], keys: Sequence[Key]
+) -> None:
     device = books.device
-    device.place(nodes, slots, tick=books.tick)
+    device.place(nodes, slots, tick=books.tick, keys=keys)
     device.pool.fill(slots)
     books.counters.blocks_published += len(nodes)
 
 
 def _keep_twin(books: Books, lease: Lease, slot: int) -> None:
     """Somebody published this block first: hold that copy, so that ours stay reachable."""
-    if books.device.pool.state[slot] == SlotState.LEAVING:
+    if books.device.pool.state[slot] == LEAVING:
         node = books.device.pool.node[slot]
         books.device.keep(np.array([node], dtype=np.int32))
     books.device.pool.hold(np.array([slot], dtype=np.int32))

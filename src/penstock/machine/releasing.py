@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import LeaseMove, LeaseState, OperationMove, OperationState, SlotState
+from penstock.cache.states import FILLING, LeaseMove, LeaseState, OperationMove, OperationState
 from penstock.machine import copying, writing
 from penstock.machine.effects import LeaseChanged
 
@@ -63,7 +63,7 @@ def _drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
     nodes = pool.node[slots]
     cached = nodes[nodes != NOWHERE]
     device.touch(cached, tick=books.tick)
-    own = slots[(nodes == NOWHERE) & (pool.state[slots] == SlotState.FILLING)]
+    own = slots[(nodes == NOWHERE) & (pool.state[slots] == FILLING)]
     if len(own):
         free = pool.holders[own] == 0
         pool.discard(own[free])

@@ -19,7 +19,7 @@ from penstock.cache.departed import Departure, MissReason
 from penstock.cache.ledger import Operation, Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, WriteKind
-from penstock.cache.states import SlotState
+from penstock.cache.states import LEAVING, READY, SlotState
 from penstock.machine import copying
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def after_operation(books: Books, operation: Operation, now: float) -> None:
         return
     tier = books.tier(operation.target)
     slots = operation.target_slots
-    nodes = tier.pool.node[slots[tier.pool.state[slots] == SlotState.READY]]
+    nodes = tier.pool.node[slots[tier.pool.state[slots] == READY]]
     after_fill(books, tier.index, nodes[nodes != NOWHERE], now, operation.cause)
 
 
@@ -80,7 +80,7 @@ def save(
     absent = (tier.slot_of[nodes] == NOWHERE) & (source.slot_of[nodes] != NOWHERE)
     nodes = nodes[absent]
     readable = source.pool.state[source.slot_of[nodes]]
-    nodes = nodes[(readable == SlotState.READY) | (readable == SlotState.LEAVING)]
+    nodes = nodes[(readable == READY) | (readable == LEAVING)]
     nodes, slots = take_room(books, tier, nodes, now, cause)
     if len(nodes):
         copying.start(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SUM_BYTES = 8
-SEED_DOMAIN = b"penstock cell sum 1\n"
+SEED_DOMAIN = b"penstock.cell.v1"
 
 # A step of the golden ratio between neighbouring places, then the finaliser of SplitMix64:
 # one-to-one, so that no two places of one key share a seed.
@@ -50,7 +50,7 @@ class Algorithm(Enum):
 
 def key_seed(key: bytes) -> int:
     """What all seeds of a key's cells are made from."""
-    return xxh3_64_intdigest(SEED_DOMAIN + key)
+    return xxh3_64_intdigest(_framed(SEED_DOMAIN) + _framed(key))
 
 
 def place_number(*, layer: int, plane: int, head: int) -> int:
@@ -140,3 +140,7 @@ class CellSums:
         if first < 0 or count < 1 or first + count > len(self):
             raise ValueError(f"cells {first} to {first + count - 1} must be within {len(self)}")
         return CellSums(self.raw[first * SUM_BYTES : (first + count) * SUM_BYTES])
+
+
+def _framed(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "little") + content

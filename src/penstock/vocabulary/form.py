@@ -31,7 +31,7 @@ from penstock.vocabulary.planes import Axis, Dim, Plane, Role, dense_strides
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORM_DOMAIN = b"penstock form 1\n"
+FORM_DOMAIN = "penstock.form.v1"
 FINGERPRINT_BYTES = 16
 
 _ONE_BLOCK = Dim(axis=Axis.BLOCK, size=1, stride=0)
@@ -106,11 +106,11 @@ class Fact(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first fact in which two forms differ; `None` where one of them has no such fact."""
+    """The first fact in which two forms differ."""
 
     field: str
-    ours: str | None
-    theirs: str | None
+    ours: str
+    theirs: str
 
     def __str__(self) -> str:
         return f"{self.field} is {self.ours!r} here and {self.theirs!r} there"
@@ -142,7 +142,7 @@ class Form:
         )
         object.__setattr__(self, "layout", without_addresses)
         object.__setattr__(self, "facts", tuple(_facts(self)))
-        digest = sha256(FORM_DOMAIN + self.to_bytes()).digest()
+        digest = sha256(_framed(FORM_DOMAIN) + self.to_bytes()).digest()
         object.__setattr__(self, "fingerprint", digest[:FINGERPRINT_BYTES])
 
     @property
@@ -175,14 +175,10 @@ class Form:
 
     def difference(self, other: Form) -> Difference | None:
         """The first field in which the two differ, or `None` if they are equal."""
-        theirs = dict(other.facts)
-        for name, value in self.facts:
-            if theirs.get(name) != value:
-                return Difference(name, value, theirs.get(name))
-        ours = dict(self.facts)
-        for name, value in other.facts:
-            if name not in ours:
-                return Difference(name, None, value)
+        # Counts come before what they count, so the first facts that differ have one name.
+        for ours, theirs in zip(self.facts, other.facts, strict=False):
+            if ours != theirs:
+                return Difference(ours.name, ours.value, theirs.value)
         return None
 
     def describe(self) -> str:

@@ -329,6 +329,15 @@ def _padded(record: bytes) -> bytes:
     return record + bytes(-len(record) % _ALIGNMENT)
 
 
+def as_token_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """The tokens as an array of uint32, each of them checked; copied only where it must be.
+
+    Raises:
+        ValueError: something among them is no token.
+    """
+    return np.frombuffer(_to_words(tokens), dtype="<u4")
+
+
 def _to_words(tokens: Tokens) -> memoryview:
     """The bytes of the tokens as little-endian uint32, each of them checked."""
     if isinstance(tokens, memoryview) and tokens.format == "B":

@@ -213,19 +213,19 @@ class Layout:
         return Layout(groups=groups, block_tokens=self.block_tokens)
 
     @classmethod
-    def join(cls, *layouts: Layout) -> Layout:
+    def join(cls, first: Layout, *others: Layout) -> Layout:
         """The groups of several layouts in one; buffers are numbered on from one to the next."""
         groups: list[Group] = []
         shift = 0
-        for layout in layouts:
-            if layout.block_tokens != layouts[0].block_tokens:
+        for layout in (first, *others):
+            if layout.block_tokens != first.block_tokens:
                 raise ValueError(
                     f"block_tokens is {layout.block_tokens} in one layout and "
-                    f"{layouts[0].block_tokens} in another, must be the same"
+                    f"{first.block_tokens} in another, must be the same"
                 )
             groups += [_with_buffers_shifted(group, shift) for group in layout.groups]
             shift += max(layout.buffer_bytes) + 1
-        return cls(groups=tuple(groups), block_tokens=layouts[0].block_tokens)
+        return cls(groups=tuple(groups), block_tokens=first.block_tokens)
 
     @classmethod
     def split(

@@ -4,14 +4,17 @@ The bytes of a segment are read as little-endian 32-bit words `w` at positions `
 the last word padded with zero bytes; one more word at the end says how many bytes there
 were. With the seed's halves `s0` (low) and `s1` (high), all arithmetic modulo 2³²:
 
-    x  = w ^ (p·C0 + s0)                    term0 = scramble(x)
-    y  = (term0 ^ (p·C1 + s1))·M2           term1 = y ^ y>>16
+    x = w ^ (p·C0 + s0)
+    x = (x ^ x>>11)·M0
+    x = (x ^ x>>15)·M1                  term0 = x ^ x>>15
+    y = (term0 ^ (p·C1 + s1))·M2        term1 = y ^ y>>16
 
-    sum = Σ term0  +  2³² · Σ term1         each half modulo 2³²
+    sum = Σ term0  +  2³² · Σ term1     each half modulo 2³²
 
 Both terms are one-to-one in `w`, so a change within one word is always found, and both are
-far from linear in `w` and `p`, so changes in several words do not cancel. Additions commute:
-threads may add what they have in any order, with 32-bit multiplications alone.
+far from linear in `w` and `p`, so changes in several words do not cancel. Additions commute,
+so threads may add what they have in any order; and there are 32-bit multiplications alone,
+of which a GPU does as many as additions.
 
 The one rule: this definition never changes. A better one gets another name.
 """
@@ -25,8 +28,8 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Odd, with well-spread bits; a fraction of the golden ratio, and primes that mixing
-# functions commonly use.
+# Odd, with well-spread bits: multiples of the first never repeat within 2³² positions, and
+# those of the second have no simple relation to them.
 _C0 = np.uint32(0x9E37_79B1)
 _C1 = np.uint32(0x85EB_CA77)
 # The multipliers of Wellons' `lowbias32`. Its first shift of 16 is 11 here: two flipped
@@ -36,6 +39,8 @@ _M1 = np.uint32(0x846C_A68B)
 _M2 = np.uint32(0xC2B2_AE3D)
 
 WORD_BYTES = 4
+LENGTH_MAX = (1 << 32) - 1
+"""The length has to fit into a word."""
 _CHUNK_WORDS = 1 << 16
 """Two arrays of so many words stay in a core's second-level cache. Measured: 1.2 GB/s, and
 half of it with a quarter of the words, where the calls cost as much as their work."""
@@ -49,6 +54,8 @@ def mix64_sums(segments: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArra
         seeds: Of shape [blocks, segments].
     """
     blocks, count, length = segments.shape
+    if length > LENGTH_MAX:
+        raise ValueError(f"length of a segment is {length}, must be at most {LENGTH_MAX}")
     words = -(-length // WORD_BYTES)
     sums = np.zeros((blocks, count, 2), dtype=np.uint32)
     halves = _halves(seeds)

@@ -57,6 +57,10 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def offer_and_pop(self, node: int) -> int | None:
+        """The same as `offer` of one block, then `pop`; evicting a chain does little else."""
+        ...
+
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """These blocks left the tier; `evicted` if they did so to make room."""
         ...

@@ -7,7 +7,7 @@ recognised by their stamp when their turn comes.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heappushpop
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,7 @@ class LruPolicy:
         self._standing = standing
         self._used = np.zeros(0, dtype=np.int64)
         """Node to the tick of its last use."""
+        self._used_view = self._used.data
         self._queue: list[tuple[int, int, int]] = []
         """A heap of (priority, tick, node)."""
         # A node has at most one entry that holds; beyond twice that, most are stale.
@@ -54,7 +55,7 @@ class LruPolicy:
         for node in nodes:
             priority = self._standing(node)
             if priority is not None:
-                heappush(self._queue, (priority, int(self._used[node]), node))
+                heappush(self._queue, (priority, self._used_view[node], node))
         if len(self._queue) > self._queue_limit:
             self._drop_stale()
 
@@ -62,9 +63,21 @@ class LruPolicy:
         """The least recently used block among those of lowest priority."""
         while self._queue:
             priority, used, node = heappop(self._queue)
-            if self._standing(node) == priority and self._used[node] == used:
+            if self._used_view[node] == used and self._standing(node) == priority:
                 return node
         return None
+
+    def offer_and_pop(self, node: int) -> int | None:
+        """The least recently used block, `node` included; often it is `node` itself."""
+        priority = self._standing(node)
+        if priority is None:
+            return self.pop()
+        entry = (priority, self._used_view[node], node)
+        first = heappushpop(self._queue, entry)
+        if first is entry:
+            return node
+        heappush(self._queue, first)
+        return self.pop()
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:  # noqa: ARG002
         """Nothing is kept of a block that left; its entries no longer hold."""
@@ -81,6 +94,7 @@ class LruPolicy:
     def resize(self, node_capacity: int) -> None:
         """Makes room for more node numbers."""
         self._used = grown(self._used, node_capacity)
+        self._used_view = self._used.data
 
     def _drop_stale(self) -> None:
         held = {

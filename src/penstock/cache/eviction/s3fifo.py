@@ -107,6 +107,11 @@ class S3FifoPolicy:
             self._stamp_next += 1
             self._enqueue(node)
 
+    def offer_and_pop(self, node: int) -> int | None:
+        """The next block to leave, `node` included."""
+        self._enqueue(node)
+        return self.pop()
+
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """A block evicted from the small queue leaves a ghost."""
         for node, key in zip(nodes, keys, strict=True):

@@ -1,0 +1,213 @@
+"""Leases as the engine sees them, and the desk where they are handed out.
+
+A lease knows its tokens and their keys; the machine knows its blocks. Every change goes
+through the desk to the machine first, and is taken in here when the machine has agreed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.states import LeaseState
+from penstock.errors import LeaseError
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+from penstock.vocabulary.keys import KeyChain, as_token_array
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.departed import Miss
+    from penstock.runtime.driver import Driver
+    from penstock.vocabulary.ids import LeaseId
+    from penstock.vocabulary.keys import Item, Tokens
+
+
+class Desk:
+    """The open leases of one cache, and the way to its machine."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.leases: dict[LeaseId, Lease] = {}
+
+    def handle(self, event: ev.Event) -> list[ef.Effect]:
+        """Gives the machine an event and tells the leases what it means for them."""
+        told = self.driver.handle(event)
+        self.hear(told)
+        return told
+
+    def hear(self, told: list[ef.Effect]) -> None:
+        """Tells leases what became of the copies they waited for."""
+        for effect in told:
+            if isinstance(effect, ef.LeaseChanged) and effect.lease in self.leases:
+                self.leases[effect.lease].change(effect)
+
+
+class Lease:
+    """What one request holds: made by `Cache.acquire`, ended by `release` or `preempt`."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        granted: ef.Granted,
+        request: str,
+        prompt: NDArray[np.uint32],
+        items: tuple[Item, ...],
+        chain: KeyChain,
+    ) -> None:
+        self.id = granted.lease
+        self.request = request
+        self.state = granted.state
+        """`LOADING`, `READY`, `LOST` or `RELEASED`."""
+        self.block_table = granted.table
+        """Device slots in token order. Not to be written to."""
+        self.cached_tokens = granted.cached_tokens
+        """So many leading tokens need not be computed."""
+        self.cached_by_tier = granted.cached_by_tier
+        """Tokens found in each tier, device first."""
+        self.miss: Miss = granted.miss
+        """Why no more was found."""
+        self.token_count = granted.cached_tokens
+        """So many leading tokens have their KV."""
+        self._desk = desk
+        self._prompt = prompt
+        self._items = items
+        self._chain = chain
+        self._published = granted.cached_tokens // chain.block_tokens
+        desk.leases[self.id] = self
+
+    def grow(self, token_count: int) -> None:
+        """Takes room for `token_count` tokens in all.
+
+        After a fork, call it before computing: it separates the two requests. The lease may
+        then be `LOADING` for a moment.
+
+        Raises:
+            CapacityError: there is no room; nothing was changed.
+            LeaseError: the lease is not ready.
+        """
+        told = self._handle(ev.Grow(lease=self.id, token_count=token_count))
+        grown = ef.answer(told, ef.Grown)
+        self.block_table = grown.table
+        self.state = grown.state
+
+    def commit(self, tokens: Tokens) -> None:
+        """The KV of these tokens, the next ones, is computed: full blocks are published.
+
+        Raises:
+            LeaseError: the lease is not ready, or shares an unfinished block with a fork.
+            ValueError: the tokens are not those of the prompt, or there is no room for them.
+        """
+        added = as_token_array(tokens)
+        start = self.token_count
+        known = self._prompt[start : start + len(added)]
+        if not np.array_equal(known, added[: len(known)]):
+            raise ValueError(f"tokens differ from the prompt after token {start}")
+        self._commit(start + len(added), added[len(known) :])
+
+    def commit_prompt(self, token_count: int) -> None:
+        """The KV of the prompt is computed up to `token_count`: full blocks are published.
+
+        Raises:
+            LeaseError: the lease is not ready, or shares an unfinished block with a fork.
+            ValueError: the prompt is shorter, or was computed further already.
+        """
+        if token_count > len(self._prompt):
+            raise ValueError(
+                f"token_count is {token_count}, the prompt has {len(self._prompt)} tokens"
+            )
+        self._commit(token_count, self._prompt[:0])
+
+    def fork(self, request: str) -> Lease:
+        """A second request that goes on from the same blocks.
+
+        Raises:
+            LeaseError: the lease is not ready.
+        """
+        told = self._handle(ev.Fork(lease=self.id, request=request))
+        granted = ef.answer(told, ef.Granted)
+        computed = self._prompt[: self.token_count]
+        items = tuple(item for item in self._items if item.position < self.token_count)
+        chain = self._forked_chain(computed, items)
+        other = Lease(self._desk, granted, request, computed, items, chain)
+        other._published = self._published
+        return other
+
+    def preempt(self) -> None:
+        """Gives the blocks back for now; they are written down, to be found on return."""
+        self._end(ev.Preempt(lease=self.id))
+
+    def release(self) -> None:
+        """Gives the blocks back; what was published stays cached."""
+        self._end(ev.Release(lease=self.id))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.state is not LeaseState.RELEASED:
+            self.release()
+
+    def _commit(self, token_count: int, output: NDArray[np.uint32]) -> None:
+        chain = self._chain
+        full = token_count // chain.block_tokens
+        ends_block = full > chain.block_count
+        if ends_block:
+            # On a copy, so that a refused commit leaves the lease as it was.
+            chain = chain.fork()
+            chain.extend(output)
+        keys = chain.keys
+        self._handle(
+            ev.Commit(
+                lease=self.id,
+                token_count=token_count,
+                keys=keys[self._published : full],
+                frontier=keys[full] if full < len(keys) else None,
+            )
+        )
+        if not ends_block:
+            chain.extend(output)
+        self._chain = chain
+        self._published = max(self._published, full)
+        self.token_count = token_count
+
+    def _forked_chain(self, computed: NDArray[np.uint32], items: tuple[Item, ...]) -> KeyChain:
+        """The keys of what is computed: a fork may go on otherwise than the prompt does."""
+        if self._chain.token_count == self.token_count:
+            return self._chain.fork()
+        chain = KeyChain(
+            self._chain.namespace,
+            block_tokens=self._chain.block_tokens,
+            algorithm=self._chain.algorithm,
+        )
+        chain.extend(computed, items)
+        return chain
+
+    def _handle(self, event: ev.Event) -> list[ef.Effect]:
+        if self.state is LeaseState.RELEASED:
+            raise LeaseError(f"lease {self.id} of {self.request!r} was released")
+        return self._desk.handle(event)
+
+    def _end(self, event: ev.Event) -> None:
+        self._handle(event)
+        self.state = LeaseState.RELEASED
+        del self._desk.leases[self.id]
+
+    def change(self, change: ef.LeaseChanged) -> None:
+        """Takes in what became of the copies it waited for; called by its desk."""
+        self.state = change.state
+        self.block_table = change.table
+        if change.cached_tokens < self.token_count:
+            # Blocks did not arrive: the request computes from there on.
+            self.cached_tokens = min(self.cached_tokens, change.cached_tokens)
+            self.token_count = change.cached_tokens
+            self._published = change.cached_tokens // self._chain.block_tokens

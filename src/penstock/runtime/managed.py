@@ -1,0 +1,180 @@
+"""The cache of an engine that lets Penstock manage its device blocks.
+
+    cache = penstock.open(config, kv=arrays)
+    lease = cache.acquire(tokens)
+    ... the engine computes from lease.cached_tokens on, into lease.block_table ...
+    lease.commit(tokens)
+    lease.release()
+    cache.step()            # once per engine iteration
+
+No call waits. A lease that is `LOADING` becomes `READY` in some later `step`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xxhash import xxh3_64_intdigest
+
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+from penstock.runtime.leases import Desk, Lease
+from penstock.vocabulary.keys import KeyChain, as_token_array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.config import Config
+    from penstock.machine.kv_events import KvEvent, Snapshot
+    from penstock.machine.statistics import CacheStatistics
+    from penstock.runtime.driver import Driver
+    from penstock.vocabulary.ids import Key, PinId
+    from penstock.vocabulary.keys import Item, Tokens
+    from penstock.vocabulary.namespace import Namespace
+
+
+class Cache:
+    """A prefix cache over the engine's device blocks and the tiers below them."""
+
+    def __init__(self, config: Config, driver: Driver) -> None:
+        self._config = config
+        self._driver = driver
+        self._desk = Desk(driver)
+        self._request_next = 1
+
+    def acquire(
+        self,
+        tokens: Tokens,
+        *,
+        request: str = "",
+        tenant: str = "",
+        adapter: str = "",
+        items: Iterable[Item] = (),
+        reuse: bool = True,
+        load: bool = True,
+        store: bool = True,
+        priority: int = 0,
+        ttl_s: float | None = None,
+    ) -> Lease:
+        """Matches a prompt over all tiers, pins what was found, and takes room for the rest.
+
+        Args:
+            tokens: The prompt: ints, or a buffer of 32-bit integers.
+            request: A name for logs and stories; made up if empty.
+            tenant: Who pays; tenants share nothing.
+            adapter: The adapter (LoRA) the KV depends on, if any.
+            items: Images and other media in the prompt.
+            reuse: Whether cached blocks may be used at all.
+            load: Whether blocks may be brought up from lower tiers.
+            store: Whether what is computed may be cached.
+            priority: Blocks of lower priority leave first.
+            ttl_s: Blocks are the first to leave once so many seconds have passed.
+
+        Raises:
+            CapacityError: there is no room; nothing was changed.
+            ValueError: there are no tokens, or they are not token ids.
+        """
+        namespace = self._config.model.namespace(tenant=tenant, adapter=adapter)
+        prompt = as_token_array(tokens)
+        items = tuple(items)
+        chain = self._chain(namespace, prompt, items)
+        if not request:
+            request = f"request-{self._request_next}"
+            self._request_next += 1
+        block_tokens = self._config.cache.block_tokens
+        told = self._desk.handle(
+            ev.Acquire(
+                request=request,
+                keys=chain.keys,
+                token_count=chain.token_count,
+                tenant=tenant,
+                namespace=namespace.encode(),
+                content=_content_of(prompt, block_tokens),
+                reuse=reuse,
+                load=load,
+                store=store,
+                priority=priority,
+                ttl_s=ttl_s,
+            )
+        )
+        return Lease(self._desk, ef.answer(told, ef.Granted), request, prompt, items, chain)
+
+    def step(self) -> None:
+        """Moves blocks and deals with deadlines; call it once per engine iteration."""
+        self._desk.hear(self._driver.step())
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return self._driver.busy
+
+    def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
+        """Keeps the full blocks of a prefix from leaving, cached already or not.
+
+        Raises:
+            CapacityError: more would be pinned than `pin_share` allows.
+        """
+        namespace = self._config.model.namespace(tenant=tenant, adapter=adapter)
+        chain = self._chain(namespace, as_token_array(tokens), ())
+        told = self._driver.handle(ev.Pin(keys=chain.keys))
+        return Pin(self._driver, ef.answer(told, ef.Pinned), len(chain.keys))
+
+    def reset(self, why: str) -> None:
+        """Voids everything cached, as after a change of weights; running leases go on."""
+        self._desk.handle(ev.Reset(why=why))
+
+    def statistics(self) -> CacheStatistics:
+        """Counts and sizes, as a frozen value."""
+        return self._driver.machine.statistics()
+
+    def story(self, of: Key | str) -> tuple[str, ...]:
+        """What last happened to a block (by key) or a request (by name)."""
+        return self._driver.machine.story(of)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """KV events since the last call, for routers."""
+        return self._driver.machine.take_kv_events()
+
+    def kv_snapshot(self) -> Snapshot:
+        """All that can be matched now, tier by tier."""
+        return self._driver.machine.kv_snapshot()
+
+    def audit(self) -> None:
+        """Checks every invariant of the whole state; raises `InvariantViolation`."""
+        self._driver.audit()
+
+    def _chain(
+        self, namespace: Namespace, prompt: NDArray[np.uint32], items: Iterable[Item]
+    ) -> KeyChain:
+        chain = KeyChain(
+            namespace,
+            block_tokens=self._config.cache.block_tokens,
+            algorithm=self._config.hash,
+        )
+        chain.extend(prompt, items)
+        return chain
+
+
+class Pin:
+    """A pinned prefix: made by `Cache.pin`, ended by `unpin`."""
+
+    def __init__(self, driver: Driver, pinned: ef.Pinned, block_count: int) -> None:
+        self.id: PinId = pinned.pin
+        self.block_count = block_count
+        self.present = pinned.present
+        """How many of its blocks were cached when it was pinned."""
+        self._driver = driver
+
+    def unpin(self) -> None:
+        """Lets the blocks leave again when their turn comes."""
+        self._driver.handle(ev.Unpin(pin=self.id))
+
+
+def _content_of(prompt: NDArray[np.uint32], block_tokens: int) -> int:
+    """A hash of the first block's tokens alone; 0 if there is no full block."""
+    if len(prompt) < block_tokens:
+        return 0
+    return xxh3_64_intdigest(prompt[:block_tokens].tobytes())

@@ -1,0 +1,172 @@
+"""What lies below the device blocks of an engine that manages those itself.
+
+    offload = penstock.open_offload(config, kv=arrays)
+    found = offload.lookup(keys)                  # never blocks, never changes anything
+    started = offload.load(keys[:found.ready], slots, cause="request-7")
+    offload.step()                                # once per engine iteration
+    for ended in offload.poll(): ...
+
+The engine may reuse device slots it named in `load` or `save` when the operation is reported
+`settled`, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from penstock.machine.kv_events import KvEvent, Snapshot
+    from penstock.machine.statistics import CacheStatistics
+    from penstock.runtime.driver import Driver
+    from penstock.vocabulary.ids import Key, OperationId
+
+
+class Offload:
+    """The tiers below an engine's own device blocks."""
+
+    def __init__(self, driver: Driver, group_count: int) -> None:
+        self._driver = driver
+        self._group_count = group_count
+        self._told: list[ef.Ended | ef.Settled] = []
+
+    def lookup(self, keys: Sequence[Key], *, last: ef.Found | None = None) -> ef.Found:
+        """How much of a chain can be loaded now, how much soon, and why no more.
+
+        With `last`, the answer to an earlier call for the same keys, only what has changed
+        since is looked at: blocks that were ready are still so as long as none was lost.
+        """
+        losses = self._driver.machine.books.losses
+        start = last.ready if last is not None and last.losses == losses else 0
+        return self._ask(ev.Lookup(keys=keys, start=start), ef.Found)
+
+    def load(
+        self, keys: Sequence[Key], slots: ArrayLike, *, cause: str, deadline: float | None = None
+    ) -> ef.Started:
+        """Brings the leading blocks that are ready into device slots.
+
+        Args:
+            keys: The blocks, in token order.
+            slots: A device slot each; with several KV groups one row a group, -1 where a
+                group does not need the block.
+            cause: The request, for logs and stories.
+            deadline: On the monotonic clock; after it the load has expired.
+
+        Raises:
+            ValueError: the slots do not fit the keys.
+            UnavailableError: a rank is lost.
+        """
+        placed = self._slots(slots)
+        return self._ask(
+            ev.Load(keys=keys, slots=placed, cause=cause, deadline=deadline), ef.Started
+        )
+
+    def save(
+        self,
+        keys: Sequence[Key],
+        slots: ArrayLike,
+        *,
+        cause: str,
+        parent: Key | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        ttl_s: float | None = None,
+        deadline: float | None = None,
+    ) -> ef.Started:
+        """Writes blocks down that are not there yet, as many as there is room for.
+
+        Args:
+            keys: The blocks, in token order.
+            slots: A device slot each; with several KV groups one row a group.
+            cause: The request, for logs and stories.
+            parent: The key of the block before the first one, if there is one.
+            tenant: Who pays.
+            priority: Blocks of lower priority leave first.
+            ttl_s: Blocks are the first to leave once so many seconds have passed.
+            deadline: On the monotonic clock; after it the save has expired.
+
+        Raises:
+            ValueError: the slots do not fit the keys.
+            UnavailableError: a rank is lost.
+        """
+        event = ev.Save(
+            keys=keys,
+            slots=self._slots(slots),
+            cause=cause,
+            parent=parent,
+            tenant=tenant,
+            priority=priority,
+            ttl_s=ttl_s,
+            deadline=deadline,
+        )
+        return self._ask(event, ef.Started)
+
+    def prefetch(
+        self, keys: Sequence[Key], *, cause: str, deadline: float | None = None
+    ) -> ef.Started:
+        """Brings blocks that lie further down up to where they can be loaded from."""
+        return self._ask(ev.Prefetch(keys=keys, cause=cause, deadline=deadline), ef.Started)
+
+    def cancel(self, operation: OperationId) -> None:
+        """Ends the interest in an operation; it is still reported, and settles."""
+        self._hear(self._driver.handle(ev.Cancel(operation=operation)))
+
+    def step(self) -> None:
+        """Moves blocks and deals with deadlines; call it once per engine iteration."""
+        self._hear(self._driver.step())
+
+    def poll(self) -> list[ef.Ended | ef.Settled]:
+        """What has ended since the last call: each operation once."""
+        told, self._told = self._told, []
+        return told
+
+    def reset(self, why: str) -> None:
+        """Voids everything below the device."""
+        self._hear(self._driver.handle(ev.Reset(why=why)))
+
+    def statistics(self) -> CacheStatistics:
+        """Counts and sizes, as a frozen value."""
+        return self._driver.machine.statistics()
+
+    def story(self, of: Key | str) -> tuple[str, ...]:
+        """What last happened to a block (by key) or a request (by name)."""
+        return self._driver.machine.story(of)
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """KV events since the last call, for routers."""
+        return self._driver.machine.take_kv_events()
+
+    def kv_snapshot(self) -> Snapshot:
+        """All that can be loaded now, tier by tier."""
+        return self._driver.machine.kv_snapshot()
+
+    def audit(self) -> None:
+        """Checks every invariant of the whole state; raises `InvariantViolation`."""
+        self._driver.audit()
+
+    def _slots(self, slots: ArrayLike) -> NDArray[np.int32]:
+        placed = np.asarray(slots, dtype=np.int32)
+        if placed.ndim == 1 and self._group_count == 1:
+            placed = placed[np.newaxis]
+        if placed.ndim != 2:
+            raise ValueError(
+                f"slots has {placed.ndim} dimensions, must have one row for each of "
+                f"{self._group_count} KV groups"
+            )
+        return placed
+
+    def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
+        told = self._driver.handle(event)
+        self._hear(told)
+        return ef.answer(told, kind)
+
+    def _hear(self, told: list[ef.Effect]) -> None:
+        self._told += [effect for effect in told if isinstance(effect, ef.Ended | ef.Settled)]

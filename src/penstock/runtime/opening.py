@@ -1,0 +1,113 @@
+"""From a configuration and the engine's arrays to a running cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.config import Config, load_config
+from penstock.errors import ConfigError
+from penstock.runtime.driver import Driver
+from penstock.runtime.managed import Cache
+from penstock.runtime.offload import Offload
+from penstock.tiers.arrays import ArrayTier, opaque_layout
+from penstock.tiers.memory import MemoryTier
+from penstock.vocabulary.checksums import Algorithm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.vocabulary.layout import Layout
+
+
+def open(  # noqa: A001 - read as penstock.open, which is what it does
+    config: Config | Path | str,
+    *,
+    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
+    layout: Layout | None = None,
+) -> Cache:
+    """Opens a cache that manages the device blocks in `kv`.
+
+    Args:
+        config: A configuration, or the path of a TOML file with one.
+        kv: The engine's KV arrays, one or one a layer, blocks along the first axis.
+        layout: How the blocks lie in `kv`; without it a block is opaque bytes.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the arrays.
+    """
+    config = _read(config)
+    device = _device(config, kv, layout)
+    if config.cache.device is None:
+        raise ConfigError(
+            "cache.blocks", "is 0: the engine manages its own blocks; use penstock.open_offload"
+        )
+    if device.slot_count < config.cache.device.slot_count:
+        raise ConfigError(
+            "cache.blocks",
+            f"is {config.cache.device.slot_count}, kv has {device.slot_count} blocks",
+        )
+    return Cache(config, _drive(config, device))
+
+
+def open_offload(
+    config: Config | Path | str,
+    *,
+    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
+    layout: Layout | None = None,
+) -> Offload:
+    """Opens the tiers below the device blocks in `kv`, which the engine manages itself.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the arrays.
+    """
+    config = _read(config)
+    if config.cache.device is not None:
+        raise ConfigError(
+            "cache.blocks",
+            f"is {config.cache.device.slot_count}: these blocks would be managed; leave it out, "
+            "or use penstock.open",
+        )
+    device = _device(config, kv, layout)
+    return Offload(_drive(config, device), config.cache.group_count)
+
+
+def _read(config: Config | Path | str) -> Config:
+    return config if isinstance(config, Config) else load_config(Path(config))
+
+
+def _device(
+    config: Config,
+    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
+    layout: Layout | None,
+) -> ArrayTier:
+    arrays = [kv] if isinstance(kv, np.ndarray) else list(kv)
+    if not arrays:
+        raise ConfigError("kv", "is empty, must have at least one array")
+    if config.cache.rank_count != 1:
+        raise ConfigError(
+            "cache.ranks",
+            f"is {config.cache.rank_count}: an embedded cache drives one rank, this process",
+        )
+    if layout is None:
+        layout = opaque_layout(arrays, block_tokens=config.cache.block_tokens)
+    if layout.block_tokens != config.cache.block_tokens:
+        raise ConfigError(
+            "cache.block_tokens",
+            f"is {config.cache.block_tokens}, a block of the layout has {layout.block_tokens}",
+        )
+    if len(layout.groups) != config.cache.group_count:
+        raise ConfigError(
+            "cache.groups",
+            f"is {config.cache.group_count}, the layout has {len(layout.groups)} groups",
+        )
+    return ArrayTier(layout, arrays)
+
+
+def _drive(config: Config, device: ArrayTier) -> Driver:
+    lower = [MemoryTier(device.layout, tier.slot_count) for tier in config.cache.tiers]
+    return Driver(config.cache, [device, *lower], Algorithm.XXH3)

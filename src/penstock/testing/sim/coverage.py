@@ -1,0 +1,144 @@
+"""What the worlds have seen: events, faults, and every move of the state tables.
+
+A simulator that never lets a rank die proves nothing about dead ranks, so the campaign
+counts what happened and says what was seen too rarely. Pairs of state and move that are not
+in a table are impossible: the cache raises when one is tried.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.cache.states import TABLES
+from penstock.machine import events as ev
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EVENT_KINDS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in ev.Event.__subclasses__()))
+
+FAULT_KINDS: tuple[str, ...] = (
+    "abort while computing",
+    "abort while loading",
+    "block corrupt",
+    "block unreadable",
+    "bytes rot",
+    "copy cancelled",
+    "deadline passed",
+    "event refused",
+    "foreign blocks found",
+    "gap in KV events",
+    "lease lost",
+    "no room",
+    "rank comes back",
+    "rank dies",
+    "rank fails",
+    "rank hangs",
+    "rank is lost",
+    "rank is slow",
+    "report from a dead rank",
+    "report from an earlier life",
+    "report from before a reset",
+    "report of an unknown operation",
+    "report twice",
+    "reset",
+    "tier back empty",
+    "tier back with its bytes",
+    "tier off, fenced",
+    "tier off, not fenced",
+    "write after the copy was given up",
+)
+
+SHARE_MIN = 0.01
+"""Every kind of event and fault occurs in at least this share of the seeds."""
+EVENTS_MEAN_MIN = 60.0
+"""A seed has at least so many events on average."""
+SEEDS_MIN = 2000
+"""With fewer seeds, a rare kind may be missing by chance, and nothing is held against it."""
+
+Moves = dict[str, list[list[int]]]
+"""Table to counts, by move and state."""
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Counts over any number of worlds; adding two gives what one run over both would."""
+
+    seed_count: int = 0
+    event_count: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    """How often each kind of event occurred."""
+    faults: Counter[str] = field(default_factory=Counter)
+    event_seeds: Counter[str] = field(default_factory=Counter)
+    """In how many seeds each kind of event occurred."""
+    fault_seeds: Counter[str] = field(default_factory=Counter)
+    moves: Moves = field(default_factory=dict)
+
+    def add_world(self, events: Counter[str], faults: Counter[str]) -> None:
+        """One more world has ended."""
+        self.seed_count += 1
+        self.event_count += events.total()
+        self.events.update(events)
+        self.faults.update(faults)
+        self.event_seeds.update(events.keys())
+        self.fault_seeds.update(faults.keys())
+
+    def add(self, other: Coverage) -> None:
+        """Worlds that ran elsewhere."""
+        self.seed_count += other.seed_count
+        self.event_count += other.event_count
+        self.events.update(other.events)
+        self.faults.update(other.faults)
+        self.event_seeds.update(other.event_seeds)
+        self.fault_seeds.update(other.fault_seeds)
+        for name, counts in other.moves.items():
+            mine = self.moves.setdefault(name, [[0] * len(row) for row in counts])
+            for mine_row, row in zip(mine, counts, strict=True):
+                mine_row[:] = [a + b for a, b in zip(mine_row, row, strict=True)]
+
+    @property
+    def events_mean(self) -> float:
+        """Events a seed."""
+        return self.event_count / max(1, self.seed_count)
+
+    def shortfalls(self) -> list[str]:
+        """What was seen too rarely, one sentence each; nothing when there were few seeds."""
+        if self.seed_count < SEEDS_MIN:
+            return []
+        return [*self._too_rare(), *self._never_moved()]
+
+    def _too_rare(self) -> Iterator[str]:
+        if self.events_mean < EVENTS_MEAN_MIN:
+            yield f"{self.events_mean:.1f} events a seed, at least {EVENTS_MEAN_MIN:.0f} are due"
+        wanted = SHARE_MIN * self.seed_count
+        for what, kinds, seeds in (
+            ("event", EVENT_KINDS, self.event_seeds),
+            ("fault", FAULT_KINDS, self.fault_seeds),
+        ):
+            for kind in kinds:
+                if seeds[kind] < wanted:
+                    share = seeds[kind] / self.seed_count
+                    yield f"{what} {kind!r} in {share:.2%} of the seeds, {SHARE_MIN:.0%} are due"
+
+    def _never_moved(self) -> Iterator[str]:
+        for table in TABLES:
+            counts = self.moves[table.name]
+            for state, move in table.legal:
+                if not counts[move][state]:
+                    yield f"{table.name}: {move.name} in state {state.name} never happened"
+
+
+def start_counting_moves() -> None:
+    """Lets the state tables of this process count from nought."""
+    for table in TABLES:
+        table.count_moves()
+
+
+def moves_counted() -> Moves:
+    """What the state tables of this process counted."""
+    return {
+        table.name: table.counts.tolist() if table.counts is not None else []
+        for table in TABLES
+    }

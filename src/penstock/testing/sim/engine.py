@@ -1,0 +1,168 @@
+"""What the two kinds of engine have in common: pins, prefetches, cancels, ticks.
+
+An engine here is a client of the cache and nothing else: it knows what it was told, keeps
+the contract of the events it sends, and takes every liberty that the contract leaves.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.cache.states import LeaseState
+from penstock.errors import CapacityError
+from penstock.machine import events as ev
+from penstock.machine.effects import Pinned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.machine.effects import Ended, LeaseChanged, Settled
+    from penstock.testing.sim.workload import Text
+    from penstock.testing.sim.world import World
+    from penstock.vocabulary.ids import Key, LeaseId, PinId
+
+
+class Request:
+    """A request with a lease."""
+
+    __slots__ = (
+        "bound",
+        "cached",
+        "computed",
+        "epoch",
+        "forked",
+        "lease",
+        "name",
+        "published",
+        "state",
+        "store",
+        "table",
+        "text",
+    )
+
+    def __init__(self, name: str, lease: LeaseId, text: Text) -> None:
+        self.name = name
+        self.lease = lease
+        self.text = text
+        self.table: list[int] = []
+        self.state = LeaseState.READY
+        self.cached = 0
+        """Tokens that need not be computed, as was told first."""
+        self.computed = 0
+        """Tokens whose KV is there, or will be when the loads arrive."""
+        self.published = 0
+        """Blocks that were offered to the index."""
+        self.store = True
+        self.epoch = 0
+        self.forked = False
+        """Whether its unfinished block may be shared."""
+        self.bound = 0.0
+        """Until then it may have to wait."""
+
+
+class Engine:
+    """A client of the cache."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = world.rng
+        self.weather = world.weather
+        self.library = world.library
+        self.block_tokens = world.library.block_tokens
+        self.pins: dict[PinId, list[Key]] = {}
+        self.pinned: set[Key] = set()
+        self.last_request = ""
+        self.last_keys: list[Key] = []
+        self._named = 0
+
+    def next_name(self) -> str:
+        """A name for a request."""
+        self._named += 1
+        self.last_request = f"r{self._named}"
+        return self.last_request
+
+    def step(self) -> None:
+        """One step: mostly requests, now and then something else."""
+        rng, weather = self.rng, self.weather
+        if rng.random() < 0.15:
+            self.world.send(ev.Tick())
+        if rng.random() < weather.pin:
+            self._pin_or_unpin()
+        if rng.random() < weather.prefetch and weather.settings.tiers:
+            self._prefetch()
+        if rng.random() < weather.cancel:
+            self._cancel()
+        self.advance()
+
+    def advance(self) -> None:
+        """Does something about one request."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Some requests end while their copies are under way."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """All requests end, and all pins."""
+        for pin in list(self.pins):
+            self._unpin(pin)
+
+    def recover(self) -> None:
+        """Whatever happened before, a new request must be served, and hit what it computed."""
+        raise NotImplementedError
+
+    def waiting(self) -> Iterable[Request]:
+        """Requests that may be waiting for copies."""
+        return ()
+
+    def lease_changed(self, effect: LeaseChanged) -> None:
+        """A waiting request may run, or has lost its blocks."""
+        raise NotImplementedError
+
+    def operation_ended(self, effect: Ended) -> None:
+        """The outcome of a copy."""
+
+    def operation_settled(self, effect: Settled) -> None:
+        """A copy whose outcome was told is quiet."""
+
+    def rank_died(self) -> None:
+        """The device memory of a rank is gone."""
+
+    def check_no_one_waits(self) -> None:
+        """Every copy has ended, so nobody has anything to wait for."""
+        raise NotImplementedError
+
+    def _pin_or_unpin(self) -> None:
+        if self.pins and self.rng.random() < 0.4:
+            self._unpin(self.rng.choice(list(self.pins)))
+            return
+        keys = self.library.all_keys(self.library.next_text())
+        keys = keys[: self.rng.randint(1, 3)]
+        self.world.watch()
+        try:
+            effects = self.world.send(ev.Pin(keys=keys))
+        except CapacityError:
+            self.world.check_unchanged()
+            self.world.note("no room")
+            return
+        for effect in effects:
+            if isinstance(effect, Pinned):
+                self.pins[effect.pin] = keys
+                self.pinned.update(keys)
+
+    def _unpin(self, pin: PinId) -> None:
+        del self.pins[pin]
+        # Before the event: it may be followed by an eviction in the same breath.
+        self.pinned = {key for keys in self.pins.values() for key in keys}
+        self.world.send(ev.Unpin(pin=pin))
+
+    def _prefetch(self) -> None:
+        keys = self.library.all_keys(self.library.next_text())
+        if keys:
+            self.world.send(ev.Prefetch(keys=keys, cause=self.next_name()))
+
+    def _cancel(self) -> None:
+        running = [job for job in self.world.ranks.open.values() if not job.ended]
+        if running:
+            self.world.note("copy cancelled")
+            self.world.send(ev.Cancel(operation=self.rng.choice(running).id))

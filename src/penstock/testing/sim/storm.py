@@ -1,0 +1,251 @@
+"""What befalls a world: deaths, tiers that go off, resets, rot, reports from nowhere.
+
+Each step of the engine may bring any of it, at the rates of the weather. The end of each
+trouble is put on the agenda when it begins; `mend` brings the rest to an end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.settings import DEVICE
+from penstock.cache.states import SlotState
+from penstock.errors import LeaseError, PenstockError
+from penstock.machine import events as ev
+from penstock.testing.sim.checkers import SimulationError
+from penstock.testing.sim.weather import AMPLE_SLOTS
+from penstock.vocabulary.ids import LeaseId, OperationId, PinId
+
+if TYPE_CHECKING:
+    from penstock.testing.sim.world import World
+
+_NO_LEASE = LeaseId(10_000)
+
+
+class Storm:
+    """Everything that happens to the cache without the engine's doing."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = world.rng
+        weather = world.weather
+        self._tier_count = 1 + len(weather.settings.tiers)
+        self._dangers = [
+            (rate, strike)
+            for rate, strike in (
+                (weather.stray, self._stray_report),
+                (weather.rot, self._rot),
+                (weather.death, self._die),
+                (weather.tier_trouble, self._tier_off),
+                (weather.reset, self._reset),
+                (weather.misuse, self._misuse),
+                (weather.discover, self._discover),
+            )
+            if rate
+        ]
+
+    def strike(self) -> None:
+        """One step of the engine's time passes."""
+        for rate, strike in self._dangers:
+            if self._rng.random() < rate:
+                strike()
+
+    def mend(self) -> None:
+        """The sky clears: all ranks and tiers are there again, and well."""
+        ranks = self._world.ranks
+        for rank in sorted(ranks.dead - ranks.lost):
+            self._notice_death(rank)
+        for rank in sorted(ranks.dead):
+            self._come_back(rank)
+        for tier in sorted(ranks.off):
+            self._tier_on(tier)
+        ranks.recover()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _die(self) -> None:
+        ranks = self._world.ranks
+        alive = [rank for rank in range(ranks.rank_count) if rank not in ranks.dead]
+        if not alive:
+            return
+        rank = self._rng.choice(alive)
+        ranks.dead.add(rank)
+        ranks.wipe(rank, DEVICE)
+        self._world.note("rank dies")
+        self._world.tell("rank %d dies", rank)
+        self._world.after(self._a_while(), self._notice_death, rank)
+
+    def _notice_death(self, rank: int) -> None:
+        world = self._world
+        if rank in world.ranks.lost or rank not in world.ranks.dead:
+            return
+        world.ranks.lost.add(rank)
+        world.ranks.silence(rank)
+        world.engine.rank_died()
+        world.send(ev.RankLost(rank=rank))
+        if self._rng.random() < 0.1:
+            world.send(ev.RankLost(rank=rank))  # Two observers saw the same death.
+        world.after(self._a_while(), self._come_back, rank)
+
+    def _come_back(self, rank: int) -> None:
+        world = self._world
+        if rank not in world.ranks.lost:
+            return
+        world.ranks.lost.discard(rank)
+        world.ranks.dead.discard(rank)
+        world.note("rank comes back")
+        world.send(ev.RankBack(rank=rank))
+
+    # ---------------------------------------------------------------- tiers
+
+    def _tier_off(self) -> None:
+        if self._tier_count > 1:
+            tier = self._rng.randrange(1, self._tier_count)
+            self._switch_off(tier, fenced=self._rng.random() < 0.5)
+
+    def _switch_off(self, tier: int, *, fenced: bool) -> None:
+        world = self._world
+        if fenced:
+            world.ranks.fence(tier)
+        world.ranks.off.add(tier)
+        world.note("tier off, fenced" if fenced else "tier off, not fenced")
+        world.send(ev.TierOff(tier=tier, fenced=fenced, why="weather"))
+        if not fenced and self._rng.random() < 0.3:
+            world.after(self._a_while(), self._fence_later, tier)
+        world.after(self._a_while(), self._tier_on, tier)
+
+    def _fence_later(self, tier: int) -> None:
+        if tier in self._world.ranks.off:
+            self._switch_off(tier, fenced=True)
+
+    def _tier_on(self, tier: int) -> None:
+        world = self._world
+        if tier not in world.ranks.off:
+            return
+        world.ranks.off.discard(tier)
+        kept = self._rng.random() < 0.5
+        if not kept:
+            for rank in range(world.ranks.rank_count):
+                world.ranks.wipe(rank, tier)
+        world.note("tier back with its bytes" if kept else "tier back empty")
+        world.send(ev.TierOn(tier=tier, kept=kept))
+
+    def _rot(self) -> None:
+        world = self._world
+        if self._tier_count == 1:
+            return
+        tier = self._rng.randrange(1, self._tier_count)
+        rank = self._rng.randrange(world.ranks.rank_count)
+        memory = world.ranks.memory[rank][tier]
+        used = [slot for slot, content in enumerate(memory) if content is not None]
+        if used:
+            slot = self._rng.choice(used)
+            world.note("bytes rot")
+            world.tell("slot %d of tier %d rots on rank %d", slot, tier, rank)
+            world.ranks.rot(rank, tier, slot)
+
+    def _discover(self) -> None:
+        """Blocks of some text turn up in free slots of a tier."""
+        world, rng = self._world, self._rng
+        tiers = [
+            tier
+            for tier in world.machine.books.lower_tiers()
+            if tier.index not in world.ranks.off
+            and (not world.weather.healthy or tier.pool.slot_count == AMPLE_SLOTS)
+        ]
+        if not tiers:
+            return
+        tier = rng.choice(tiers)
+        keys = world.library.all_keys(world.library.next_text())
+        free = np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
+        first = rng.randint(0, len(keys))
+        end = min(len(keys), first + len(free), first + 3)
+        if first >= end:
+            return
+        foreign = rng.random() < 0.3
+        slots = rng.sample(free, end - first)
+        parents = [keys[i - 1] if i else None for i in range(first, end)]
+        if foreign:
+            world.note("foreign blocks found")
+        else:
+            world.ranks.discover(tier.index, slots, keys[first:end])
+            world.model.discover(keys[first:end])
+        world.send(
+            ev.Discovered(
+                tier=tier.index,
+                keys=keys[first:end],
+                parents=parents,
+                slots=np.array(slots, dtype=np.int32),
+                foreign=foreign,
+            )
+        )
+
+    # ---------------------------------------------------------------- the whole
+
+    def _reset(self) -> None:
+        world = self._world
+        world.note("reset")
+        world.epoch += 1
+        world.model.known.clear()
+        world.model.arriving.clear()
+        world.send(ev.Reset(why="weather"))
+
+    def _stray_report(self) -> None:
+        """A report that belongs to no operation of this life changes nothing."""
+        world, rng = self._world, self._rng
+        name = rng.choice(list(world.ranks.open) or [OperationId(0, 0, 1)])
+        if rng.random() < 0.5:
+            world.note("report of an unknown operation")
+            name = name._replace(incarnation=world.incarnation, sequence=name.sequence + 10_000)
+        else:
+            world.note("report from an earlier life")
+            name = name._replace(incarnation=world.incarnation ^ 1)
+        world.watch()
+        world.send(ev.Report(operation=name, rank=rng.randrange(world.ranks.rank_count)))
+        world.check_unchanged()
+
+    def _misuse(self) -> None:
+        """An event that makes no sense is refused, and nothing has changed."""
+        world = self._world
+        event = self._rng.choice(self._nonsense())
+        world.note("event refused")
+        world.watch(always=True)
+        try:
+            world.send(event)
+        except (ValueError, LeaseError):
+            world.check_unchanged()
+        except PenstockError as error:
+            raise SimulationError("refusal", f"{event} was refused with {error!r}") from error
+        else:
+            raise SimulationError("refusal", f"{event} was accepted")
+
+    def _nonsense(self) -> list[ev.Event]:
+        world = self._world
+        some = world.library.all_keys(world.library.fresh_text("nonsense", 99))
+        slots = np.zeros((5, 1), dtype=np.int32)
+        events: list[ev.Event] = [
+            ev.Grow(lease=_NO_LEASE, token_count=1),
+            ev.Commit(lease=_NO_LEASE, token_count=1, keys=[]),
+            ev.Fork(lease=_NO_LEASE, request="nobody"),
+            ev.Release(lease=_NO_LEASE),
+            ev.Preempt(lease=_NO_LEASE),
+            ev.Unpin(pin=PinId(10_000)),
+            ev.Pin(keys=[some[0], some[0]]),
+            ev.Acquire(request="nobody", keys=[], token_count=0),
+            ev.Acquire(request="nobody", keys=some, token_count=1_000_000),
+            ev.Load(keys=some[:1], slots=slots, cause="nobody"),
+            ev.Save(keys=some[:1], slots=slots, cause="nobody"),
+            ev.RankLost(rank=world.ranks.rank_count),
+            ev.RankBack(rank=-1),
+            ev.TierOff(tier=DEVICE, fenced=True),
+            ev.TierOn(tier=self._tier_count, kept=True),
+        ]
+        for request in world.engine.waiting():
+            beyond = (len(request.table) + 1) * world.library.block_tokens
+            events.append(ev.Commit(lease=request.lease, token_count=beyond, keys=[]))
+        return events
+
+    def _a_while(self) -> float:
+        return self._rng.uniform(0.0, 1.0) * self._world.weather.settings.operation_timeout_s

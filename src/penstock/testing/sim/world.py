@@ -1,0 +1,215 @@
+"""A world: one cache, its engine, its ranks, its weather and its clock, all from one seed.
+
+    World(seed).run()
+
+Time is a number, and whatever is going to happen lies on an agenda in the order of time.
+After every event the cache is audited and the checkers look at what it said.
+
+The one rule that must not break: nothing here depends on anything but the seed, so that a
+seed that fails once fails for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from heapq import heappop, heappush
+from random import Random
+from typing import TYPE_CHECKING
+
+from penstock.errors import CapacityError, LeaseError, UnavailableError
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+from penstock.machine.audit import audit
+from penstock.machine.machine import CacheMachine
+from penstock.testing.sim.checkers import (
+    KvReader,
+    Model,
+    SimulationError,
+    check_drained,
+    check_waiting,
+)
+from penstock.testing.sim.managed import ManagedEngine
+from penstock.testing.sim.offload import OffloadEngine
+from penstock.testing.sim.ranks import Ranks
+from penstock.testing.sim.storm import Storm
+from penstock.testing.sim.telling import describe, describe_weather
+from penstock.testing.sim.weather import Plenty, draw_weather
+from penstock.testing.sim.workload import Library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.testing.sim.engine import Engine
+
+_LOOP_MAX = 20_000
+"""No world needs so many steps; one that does is stuck."""
+
+_QUIETING = frozenset({ev.Report, ev.RankLost, ev.TierOff})
+"""After these, a copy may have no rank left that could touch its slots."""
+
+
+class World:
+    """One seed's world."""
+
+    def __init__(
+        self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
+    ) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.weather = draw_weather(self.rng)
+        self.now = 0.0
+        self.epoch = 0
+        self.incarnation = self.rng.getrandbits(64)
+        self.machine = CacheMachine(self.weather.settings, incarnation=self.incarnation)
+        self.events: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.library = Library(self.rng, self.weather)
+        self.model = Model()
+        self._audited = audited
+        self._teller = teller
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._entered = 0
+        self._handled = 0
+        self._frozen: tuple[object, ...] | None = None
+        self.ranks = Ranks(self)
+        self.engine: Engine = (
+            ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
+        )
+        self.kv = KvReader(self)
+        self._storm = Storm(self)
+        self._reactions: dict[type[ef.Effect], Callable[..., None]] = {
+            ef.Copy: self.ranks.start,
+            ef.Abandon: self.ranks.abandon,
+            ef.Ended: self._ended,
+            ef.Settled: self._settled,
+            ef.LeaseChanged: self.engine.lease_changed,
+        }
+
+    def run(self) -> None:
+        """Lives the world to its end.
+
+        Raises:
+            SimulationError: a promise was broken.
+            InvariantViolation: the cache's books do not add up.
+        """
+        if self._teller is not None:
+            for line in describe_weather(self.weather):
+                self._teller(line)
+        self.after(0.0, self._step)
+        steps = 0
+        while self._handled < self.weather.event_budget and steps < _LOOP_MAX:
+            self._advance()
+            steps += 1
+        self._agenda = [entry for entry in self._agenda if entry[2] != self._step]
+        self._agenda.sort()
+        self._end()
+
+    # ---------------------------------------------------------------- for everybody in it
+
+    def send(self, event: ev.Event) -> list[ef.Effect]:
+        """Hands an event to the cache, checks everything, and carries out the effects."""
+        self.events[type(event).__name__] += 1
+        self._handled += 1
+        if self._teller is not None:
+            self._teller(f"{self.now:9.3f}  {describe(event)}")
+        try:
+            effects = self.machine.handle(event, self.now)
+        except (CapacityError, LeaseError, UnavailableError, ValueError) as refusal:
+            if self._teller is not None:
+                self._teller(f"{'':9}    refused: {refusal}")
+            if self._audited:
+                audit(self.machine.books)
+            raise
+        if self._teller is not None:
+            for effect in effects:
+                self._teller(f"{'':9}    → {describe(effect)}")
+        if self._audited:
+            audit(self.machine.books)
+        reactions = self._reactions
+        for effect in effects:
+            react = reactions.get(type(effect))
+            if react is not None:
+                react(effect)
+        self.kv.follow(event)
+        if type(event) in _QUIETING:
+            self.ranks.check_quiet_copies_are_closed()
+        elif type(event) is ev.Tick:
+            check_waiting(self)
+        return effects
+
+    def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
+        """Puts something on the agenda."""
+        self._entered += 1
+        heappush(self._agenda, (self.now + delay_s, self._entered, action, arguments))
+
+    def note(self, fault: str) -> None:
+        """Counts a fault."""
+        self.faults[fault] += 1
+
+    def tell(self, line: str, *arguments: object) -> None:
+        """Tells whoever listens about something that the cache does not see."""
+        if self._teller is not None:
+            self._teller(f"{self.now:9.3f}  · {line % arguments}")
+
+    def watch(self, *, always: bool = False) -> None:
+        """Remembers the state of the cache, in case the next event is refused."""
+        self._frozen = self.machine.freeze() if always or self.weather.watchful else None
+
+    def check_unchanged(self) -> None:
+        """What was refused has changed nothing."""
+        if self._frozen is not None and self.machine.freeze() != self._frozen:
+            raise SimulationError("refusal", "an event was refused, but changed something")
+
+    def run_until_quiet(self) -> None:
+        """Lets time pass until nothing is on the agenda."""
+        for _ in range(_LOOP_MAX):
+            if not self._agenda:
+                return
+            self._advance()
+        raise SimulationError("liveness", "the world does not come to rest")
+
+    # ---------------------------------------------------------------- time
+
+    def _advance(self) -> None:
+        """Lets the next thing happen: a timer of the cache, or what is on the agenda."""
+        at = self._agenda[0][0]
+        if self.weather.timers:
+            deadline = self.machine.next_deadline()
+            if deadline is not None and deadline <= at:
+                self.now = max(self.now, deadline)
+                self.send(ev.Tick())
+                return
+        _, _, action, arguments = heappop(self._agenda)
+        self.now = at
+        action(*arguments)
+
+    def _step(self) -> None:
+        """A step of the engine, and what else comes with the time it takes."""
+        self._storm.strike()
+        self.engine.step()
+        if self.weather.plenty is Plenty.BOTTOM:
+            self.run_until_quiet()
+        self.after(self.rng.random() * 2.0 * self.weather.step_s, self._step)
+
+    def _end(self) -> None:
+        """The engine stops, the weather clears, everything comes back."""
+        self.tell("the engine stops")
+        self.engine.stop()
+        self.run_until_quiet()
+        self._storm.mend()
+        self.run_until_quiet()
+        self.engine.check_no_one_waits()
+        self.engine.finish()
+        self.run_until_quiet()
+        if self.weather.recovery:
+            self.engine.recover()
+            self.run_until_quiet()
+        check_drained(self)
+
+    def _ended(self, effect: ef.Ended) -> None:
+        self.ranks.end(effect)
+        self.engine.operation_ended(effect)
+
+    def _settled(self, effect: ef.Settled) -> None:
+        self.ranks.settle(effect)
+        self.engine.operation_settled(effect)
