@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import PenstockError
@@ -72,21 +73,27 @@ class Claims:
             self.check_quiet(job.target, slot, str(job))
             self._writers[job.target, slot] = job
 
-    def check_quiet(self, tier: int, slot: int, by: str) -> None:
-        """Somebody is about to write to a slot: no copy may still touch it."""
+    def check_quiet(self, tier: int, slot: int, by: str, *, computing: bool = False) -> None:
+        """Somebody is about to write to a slot: no copy may still touch it.
+
+        A request may compute more tokens of its unfinished block while a fork copies it: the
+        fork reads those that were there before.
+        """
         place = (tier, slot)
         writer = self._writers.get(place)
         if writer is not None and writer.left:
             raise SimulationError(
                 "reuse", f"slot {slot} of tier {tier} goes to {by}, but {writer} may still write it"
             )
-        readers = self._readers.pop(place, None)
+        readers = self._readers.get(place)
         for reader in readers or ():
-            if reader.left:
+            if reader.left and not (computing and reader.purpose is Purpose.DUPLICATE):
                 raise SimulationError(
                     "reuse",
                     f"slot {slot} of tier {tier} goes to {by}, but {reader} may still read it",
                 )
+        if readers and not computing:
+            del self._readers[place]
 
 
 class KvReader:

@@ -330,7 +330,7 @@ class Ranks:
         for block in range(start // size, -(-end // size)):
             slot = table[block]
             first = block * size
-            self.claims.check_quiet(DEVICE, slot, "a computation")
+            self.claims.check_quiet(DEVICE, slot, "a computation", computing=True)
             done = max(0, start - first)
             marks = tuple(text.marks[first + done : min(end, first + size)])
             for memory in self.memory:
