@@ -21,7 +21,6 @@ from penstock.bench.machine import Machine, describe_machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from penstock.bench.measure import Summary
 
@@ -170,15 +169,13 @@ class Report:
             ratios=[ratio for ratio, _ in self._ratios.values()],
         )
 
-    def write(self, path: Path) -> None:
-        """Writes the JSON, once it has been read back and found equal to what was meant."""
+    def to_builtins(self) -> object:
+        """The document as plain values, once it has been read back and found as it was meant."""
         document = self.document()
-        text = msgspec.json.format(msgspec.json.encode(document), indent=2)
-        # msgspec checks types only when it reads, and others will parse this file.
-        read_back = msgspec.json.decode(text, type=Document)
-        if read_back != document:
+        # msgspec checks types only when it reads, and others will parse what is written.
+        if msgspec.json.decode(msgspec.json.encode(document), type=Document) != document:
             raise ValueError("report: what would be written does not read back as it was meant")
-        path.write_bytes(text + b"\n")
+        return msgspec.to_builtins(document)
 
     def show(self, out: TextIO) -> None:
         """Prints the tables: with rich on a terminal where it is installed, else plain."""

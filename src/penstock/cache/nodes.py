@@ -41,7 +41,7 @@ _ARRAYS = ("parent", "child_count", "copy_count", "tenant", "hits", "pins", "pri
 class NodeTable:
     """Known blocks, numbered."""
 
-    def __init__(self, capacity: int = 1024) -> None:
+    def __init__(self, capacity: int = 64) -> None:
         self.ids: dict[Key, int] = {}
         """Key to node: the index proper."""
         self.keys: list[Key | None] = [None] * capacity
@@ -93,7 +93,18 @@ class NodeTable:
             if node == NOWHERE:
                 break
             found.append(node)
+        if len(set(found)) != len(found):
+            raise ValueError("keys: a key occurs twice")
         return np.array(found, dtype=np.int32)
+
+    def path_to(self, node: int) -> NDArray[np.int32]:
+        """The nodes that lead to a node, as far back as they are known, and the node itself."""
+        runs: list[NDArray[np.int32]] = []
+        while node != NOWHERE:
+            first = node - self.run_view[node]
+            runs.append(np.arange(first, node + 1, dtype=np.int32))
+            node = self.parent_view[first]
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, dtype=np.int32)
 
     def _path_to_last_known(self, keys: Sequence[Key]) -> NDArray[np.int32] | None:
         """Finds a known block whose successor is unknown, and the nodes that lead to it.
@@ -110,16 +121,8 @@ class NodeTable:
                 unknown = middle
             else:
                 known, node = middle, found
-        path = np.empty(known + 1, dtype=np.int32)
-        end = known + 1
-        while node != NOWHERE:
-            count = self.run_view[node] + 1
-            if count > end:
-                return None
-            path[end - count : end] = np.arange(node - count + 1, node + 1, dtype=np.int32)
-            end -= count
-            node = self.parent_view[node - count + 1]
-        return path if end == 0 else None
+        path = self.path_to(node)
+        return path if len(path) == known + 1 else None
 
     def get(self, key: Key) -> int:
         """The node of a key, or `NOWHERE`."""

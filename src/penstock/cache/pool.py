@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.nodes import NOWHERE
-from penstock.cache.states import SLOT_TABLE, SlotMove, SlotState
+from penstock.cache.states import LEAVING, SLOT_TABLE, SlotMove, SlotState
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class Pool:
         self.holders_view = self.holders.data
         self._free = np.arange(slot_count - 1, -1, -1, dtype=np.int32)
         self.free_count = slot_count
+        self.leaving_count = 0
+        """How many slots are `LEAVING`, and so will soon be free."""
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Takes free slots for writing; the caller made sure that there are enough."""
@@ -66,14 +68,18 @@ class Pool:
     def depart(self, slots: NDArray[np.int32]) -> None:
         """Their blocks are being written to a lower tier, then leave."""
         self._move(slots, SlotMove.DEPART)
+        self.leaving_count += len(slots)
 
     def keep(self, slots: NDArray[np.int32]) -> None:
         """Leaving blocks stay after all."""
         self._move(slots, SlotMove.KEEP)
+        self.leaving_count -= len(slots)
 
     def condemn(self, slots: NDArray[np.int32]) -> None:
         """Nobody may read these slots any more; something may still write to them."""
+        leaving = int(np.count_nonzero(self.state[slots] == LEAVING))
         self._move(slots, SlotMove.CONDEMN)
+        self.leaving_count -= leaving
 
     def evict(self, slots: NDArray[np.int32]) -> None:
         """Frees slots of blocks that this tier forgets."""

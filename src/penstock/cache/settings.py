@@ -72,7 +72,8 @@ class TierSettings:
     high_watermark: float = 0.0
     """Share of free slots at which they stop leaving."""
     quotas: Mapping[str, float] = field(default_factory=dict)
-    """Share of the slots that a tenant's blocks may take. Not named: no limit."""
+    """Share of the slots that a tenant's blocks may take; `*` stands for every tenant that is
+    not named. Without either there is no limit."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").replace("-", "").isalnum():
@@ -180,9 +181,12 @@ class CacheSettings:
                         "slot, so writing back never starts and the tier can never fill; "
                         "raise low_watermark",
                     )
-            if all(share == 0.0 for share in tier.quotas.values()) and "*" in tier.quotas:
+            slots = [int(share * tier.slot_count) for share in tier.quotas.values()]
+            if "*" in tier.quotas and not any(slots):
                 raise ConfigError(
-                    f"tier {tier.name!r}: quotas", "give every tenant 0, so it can never fill"
+                    f"tier {tier.name!r}: quotas",
+                    f"are {dict(tier.quotas)}: less than one of {tier.slot_count} slots for "
+                    "every tenant, so it can never fill; raise one of them",
                 )
 
 

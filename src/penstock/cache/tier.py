@@ -39,8 +39,8 @@ class Room(NamedTuple):
     """Nodes that were set aside."""
     own_count: int
     """So many leading victims go because their tenant is over its quota."""
-    available: int
-    """Slots that could be taken once the victims are gone."""
+    count: int
+    """Slots that could be taken once the victims are gone: no more than were wanted."""
 
 
 class Tier:
@@ -173,23 +173,30 @@ class Tier:
 
     # ---------------------------------------------------------------- making room
 
-    def plan_room(self, wanted: int, tenant: int | None) -> Room:
+    def plan_room(self, wanted: int, tenant: int | None, *, strict: bool = False) -> Room:
         """Sets victims aside so that `wanted` slots can be taken for a tenant.
 
-        The caller must `evict` or `put_back` them.
+        A tenant over its quota gives its own blocks first; if these do not suffice, it gets
+        the slots all the same, unless the quota is `strict`. The caller must `evict` or
+        `put_back` the victims.
         """
         victims: list[int] = []
+        if wanted <= 0:
+            return Room(victims, 0, 0)
+        self._mark()
         if tenant is not None and tenant in self._quota_policies:
-            own = self._quota_policies[tenant]
-            self._set_aside_from(own, self.over_quota(tenant, wanted), victims)
+            over = self.over_quota(tenant, wanted)
+            self._set_aside_from(self._quota_policies[tenant], over, victims)
+            if strict:
+                wanted = max(0, wanted - (over - len(victims)))
         own_count = len(victims)
-        short = wanted - self.pool.free_count - len(victims)
-        self._set_aside_from(self.policy, short, victims)
-        return Room(victims, own_count, self.pool.free_count + len(victims))
+        self._set_aside_from(self.policy, wanted - self.pool.free_count - own_count, victims)
+        return Room(victims, own_count, min(wanted, self.pool.free_count + len(victims)))
 
     def pop_victim(self) -> int | None:
         """Sets the next block to leave aside and returns it."""
         victims: list[int] = []
+        self._mark()
         self._set_aside_from(self.policy, 1, victims)
         return victims[0] if victims else None
 
@@ -211,7 +218,13 @@ class Tier:
             parent = self.nodes.parent[node]
             if parent != NOWHERE:
                 self.children[parent] += 1
+        for policy in (self.policy, *self._quota_policies.values()):
+            policy.rollback()
         self._offer(victims)
+
+    def _mark(self) -> None:
+        for policy in (self.policy, *self._quota_policies.values()):
+            policy.mark()
 
     def evict(self, victims: list[int]) -> NDArray[np.int32]:
         """Forgets blocks that were set aside; returns the slots they lay in."""

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import typer
 from typer.main import get_command
 
-from penstock.cli import config
+from penstock.cli import bench, config
 from penstock.cli.conventions import ExitStatus
+from penstock.cli.demo import show_demo
+from penstock.cli.sim import simulate
 from penstock.cli.version import show_version
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SET_UP = "Set up"
+PROVE = "Try, test and measure"
 
 app = typer.Typer(
     name="penstock",
@@ -39,6 +42,14 @@ app.add_typer(
     help="Check a configuration file, or show what it comes to.",
     rich_help_panel=SET_UP,
 )
+app.add_typer(
+    bench.commands,
+    name="bench",
+    help="Measure, beside peers and ceilings in the same run.",
+    rich_help_panel=PROVE,
+)
+app.command("demo", rich_help_panel=PROVE)(show_demo)
+app.command("sim", rich_help_panel=PROVE)(simulate)
 app.command("version", rich_help_panel=SET_UP)(show_version)
 
 

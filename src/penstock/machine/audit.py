@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
+
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import (
@@ -20,6 +22,7 @@ from penstock.cache.states import (
     READY,
     LeaseState,
     OperationState,
+    SlotState,
 )
 from penstock.errors import InvariantViolation
 
@@ -28,6 +31,16 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
 
+_SOUND = {
+    (FREE, False, False),
+    (FILLING, True, False),
+    (FILLING, True, True),
+    (READY, False, True),
+    (READY, True, True),
+    (LEAVING, True, True),
+    (DOOMED, True, False),
+}
+"""What a slot may be: its state, whether something holds it, whether a block lies there."""
 _LOADING, _LEASE_READY = LeaseState.LOADING, LeaseState.READY
 _RUNNING, _ENDING = OperationState.RUNNING, OperationState.ENDING
 
@@ -50,9 +63,9 @@ def audit(books: Books) -> None:
         _audit_eviction(books, tier)
     device = books.tiers[DEVICE]
     if device is not None:
-        states = device.pool.state.tolist()
+        states, nodes = device.pool.state.tolist(), device.pool.node.tolist()
         for lease in books.leases.values():
-            _audit_lease(books, lease, states)
+            _audit_lease(books, lease, states, nodes)
     aims = Counter(lease.frontier for lease in books.leases.values() if lease.frontier)
     if aims != books.frontiers:
         _fail(books, "the blocks being computed are not those the leases aim at")
@@ -98,22 +111,16 @@ def _audit_slots(books: Books, tier: Tier) -> None:
     states = pool.state.tolist()
     if len(set(free)) != len(free) or len(free) != states.count(FREE):
         _fail(books, f"tier {tier.name}: slots that are free and slots said to be differ")
-    for slot, (state, holders, node) in enumerate(
-        zip(states, pool.holders.tolist(), pool.node.tolist(), strict=True)
-    ):
-        if holders < 0:
-            _fail(books, f"tier {tier.name}: slot {slot} is held less than never", node)
-        if state == FREE and (holders or node != NOWHERE):
-            _fail(books, f"tier {tier.name}: slot {slot} is free but in use", node)
-        if state == DOOMED and (node != NOWHERE or not holders):
-            _fail(books, f"tier {tier.name}: slot {slot} is doomed but not in use", node)
-        if state == FILLING and not holders:
-            _fail(books, f"tier {tier.name}: slot {slot} leaked while filling", node)
-        if state in (READY, LEAVING) and node == NOWHERE:
-            _fail(books, f"tier {tier.name}: slot {slot} is ready but has no block")
-    for slot in free:
-        if states[slot] != FREE:
-            _fail(books, f"tier {tier.name}: slot {slot} can be taken but is in use")
+    if states.count(LEAVING) != pool.leaving_count:
+        _fail(books, f"tier {tier.name}: {states.count(LEAVING)} slots are leaving, not as booked")
+    if any(states[slot] != FREE for slot in free):
+        _fail(books, f"tier {tier.name}: a slot can be taken though it is in use")
+    rows = zip(states, pool.holders.tolist(), pool.node.tolist(), strict=True)
+    for slot, (state, holders, node) in enumerate(rows):
+        if (state, holders > 0, node != NOWHERE) not in _SOUND or holders < 0:
+            held = f"held {holders} times, {'with' if node != NOWHERE else 'without'} a block"
+            problem = f"tier {tier.name}: slot {slot} is {SlotState(state).name} but {held}"
+            _fail(books, problem, node)
 
 
 def _audit_residency(books: Books, tier: Tier, parents: list[int]) -> None:
@@ -131,10 +138,9 @@ def _audit_residency(books: Books, tier: Tier, parents: list[int]) -> None:
             _fail(books, f"tier {tier.name}: slot {slot} and its block do not agree", node)
         if states[slot] != LEAVING and parents[node] != NOWHERE:
             children[parents[node]] += 1
-    slot_of = tier.slot_of.tolist()
-    if len(slot_of) - slot_of.count(NOWHERE) != placed:
+    if np.count_nonzero(tier.slot_of != NOWHERE) != placed:
         _fail(books, f"tier {tier.name}: a block is said to lie where it does not")
-    booked = {node: count for node, count in enumerate(tier.children.tolist()) if count}
+    booked = {int(node): int(tier.children[node]) for node in np.flatnonzero(tier.children)}
     if booked != children:
         _fail(books, f"tier {tier.name}: followers are {dict(children)}, booked {booked}")
     if used != tier.used_by:
@@ -180,7 +186,7 @@ def _audit_eviction(books: Books, tier: Tier) -> None:
             _fail(books, problem, min(wrong))
 
 
-def _audit_lease(books: Books, lease: Lease, states: list[int]) -> None:
+def _audit_lease(books: Books, lease: Lease, states: list[int], nodes: list[int]) -> None:
     table = lease.table.tolist()
     if (lease.state is _LOADING) != bool(lease.waiting):
         _fail(books, f"lease {lease.id} is {lease.state.name}, waits for {lease.waiting}")
@@ -190,7 +196,8 @@ def _audit_lease(books: Books, lease: Lease, states: list[int]) -> None:
         _fail(books, f"lease {lease.id} has slots that are free or leaving")
     if lease.state is _LEASE_READY and lease.epoch == books.ledger.epoch:
         for slot in table[: lease.matched_blocks]:
-            if states[slot] == DOOMED:
+            # A block of its own that it shares with a fork has no name and is still filling.
+            if states[slot] == DOOMED or (states[slot] == FILLING and nodes[slot] != NOWHERE):
                 _fail(books, f"lease {lease.id} is ready with a block that is not")
     for operation_id in lease.waiting:
         operation = books.ledger.operations.get(operation_id)

@@ -18,7 +18,7 @@ from penstock.cache.history import History
 from penstock.cache.ledger import Ledger
 from penstock.cache.nodes import NOWHERE, NodeTable
 from penstock.cache.settings import DEVICE, HUB, CacheSettings
-from penstock.cache.states import DOOMED, FILLING
+from penstock.cache.states import DOOMED, FILLING, LEAVING
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import Drop, Effect
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.leases import Lease
     from penstock.cache.ledger import Operation
-    from penstock.vocabulary.ids import Key, LeaseId, PinId
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
 FIRST_TO_LEAVE = np.iinfo(np.int16).min
 """The priority of blocks whose time to live has passed."""
@@ -100,6 +100,8 @@ class Books:
         """Blocks being computed right now, one a lease: the next it will publish."""
         self.contents: dict[int, set[bytes]] = {}
         """First blocks by their tokens alone, and the namespaces they are known in."""
+        self.staging: dict[int, OperationId] = {}
+        """Hub slots that a stage is filling, and which one: their blocks can be passed on."""
         self.sightings: dict[Key, int] = {}
         """How often an engine that offloads showed a block that had not earned its place."""
         self._expiries: list[tuple[float, int, Key]] = []
@@ -171,6 +173,9 @@ class Books:
     def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
         """Makes unknown blocks known; the caller places a copy at once."""
         nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
+        if self._expires_at:
+            for key in keys:
+                self._expires_at.pop(key, None)
         for tier in self.owned_tiers():
             tier.fit()
         self.departed.discard(keys)
@@ -178,6 +183,29 @@ class Books:
             pinned = self.pinned
             self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
         return nodes
+
+    def parent_node(self, key: Key | None, *, tenant: int) -> int:
+        """The node of the block before another one; made, without a copy, if it is unknown.
+
+        The caller adds the block that follows at once.
+        """
+        if key is None:
+            return NOWHERE
+        node = self.nodes.get(key)
+        if node == NOWHERE:
+            node = int(self.add_chain([key], parent=NOWHERE, tenant=tenant)[0])
+        return node
+
+    def link(self, node: int, parent: int) -> None:
+        """A known block turns out to follow another one that was not known to come before it."""
+        if parent == NOWHERE or self.nodes.parent[node] != NOWHERE:
+            return
+        self.nodes.parent[node] = parent
+        self.nodes.child_count[parent] += 1
+        for tier in self.owned_tiers():
+            slot = tier.slot_of[node]
+            if slot != NOWHERE and tier.pool.state[slot] != LEAVING:
+                tier.children[parent] += 1
 
     def hint(
         self, nodes: NDArray[np.int32], keys: Sequence[Key], priority: int, until: float | None
@@ -226,11 +254,11 @@ class Books:
     def make_room(self, tier: Tier, wanted: int, tenant: int | None, now: float, cause: str) -> int:
         """Evicts until `wanted` slots can be taken, or nothing at all; returns what could be."""
         room = tier.plan_room(wanted, tenant)
-        if room.available < wanted:
+        if room.count < wanted:
             tier.put_back(room.victims)
         else:
             self.evict_planned(tier, room, now, cause)
-        return room.available
+        return room.count
 
     def evict_planned(self, tier: Tier, room: Room, now: float, cause: str) -> None:
         """Forgets the victims of a plan, each for its own reason."""
@@ -275,7 +303,7 @@ class Books:
         if readable.any():
             self._gone(tier, numbers, keys, slots, reason, now, cause)
         else:
-            self._remove_nodes(numbers, keys, Departure(reason, tier.name, "", now))
+            self._remove_nodes(numbers, keys, None)
 
     def discard_unheld(self, tier: Tier, slots: NDArray[np.int32]) -> None:
         """Frees those of the slots that are condemned and that nothing holds."""
@@ -302,15 +330,20 @@ class Books:
             self.losses += 1
             self.effects.append(Drop(tier=tier.index, keys=keys, slots=slots))
 
-    def _remove_nodes(self, numbers: list[int], keys: list[Key], departure: Departure) -> None:
+    def _remove_nodes(
+        self, numbers: list[int], keys: list[Key], departure: Departure | None
+    ) -> None:
+        """Removes what is known nowhere any more; blocks that were never ready do not depart."""
         nodes = np.array(numbers, dtype=np.int32)
         lost = self.nodes.copy_count[nodes] == 0
-        if lost.all():
-            self.departed.add(keys, departure)
-        else:
+        if departure is not None:
             gone = [key for key, was_last in zip(keys, lost.tolist(), strict=True) if was_last]
             self.departed.add(gone, departure)
-        for node in self.nodes.remove_all(nodes[lost]):
+        self.forget_if_useless(self.nodes.remove_all(nodes[lost])[::-1])
+
+    def forget_if_useless(self, numbers: list[int]) -> None:
+        """Removes those of a chain's nodes that nothing needs, deepest first."""
+        for node in reversed(numbers):
             # A node further up may have gone together with the one below it.
             if self.nodes.keys[node] is not None:
                 self.nodes.remove_if_useless(node)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Report
-    from penstock.vocabulary.ids import Key, LeaseId
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
 
 def start(
@@ -75,6 +75,8 @@ def start(
         if operation.onward is not None:
             awaited = operation.onward[operation.onward != NOWHERE]
             books.device.pool.hold(awaited)
+        if purpose is Purpose.STAGE:
+            books.staging.update(dict.fromkeys(operation.target_slots.tolist(), operation.id))
         books.ledger.open(operation)
         books.effects.append(
             Copy(
@@ -111,18 +113,16 @@ def pass_on(books: Books, onward: dict[int, int]) -> list[Operation]:
 
     `onward` maps the hub slot a stage fills to the device slot that waits for it.
     """
-    touched: list[Operation] = []
-    for operation in books.ledger.running():
-        if operation.purpose is not Purpose.STAGE:
-            continue
+    touched: dict[OperationId, Operation] = {}
+    for hub_slot, device_slot in onward.items():
+        operation = books.ledger.operations[books.staging[hub_slot]]
+        touched[operation.id] = operation
         if operation.onward is None:
             operation.onward = np.full(len(operation.keys), NOWHERE, dtype=np.int32)
-        for position, slot in enumerate(operation.target_slots.tolist()):
-            if slot in onward:
-                operation.onward[position] = onward[slot]
-                books.device.pool.hold(operation.onward[position : position + 1])
-                touched.append(operation)
-    return touched
+        position = operation.target_slots.tolist().index(hub_slot)
+        operation.onward[position] = device_slot
+        books.device.pool.hold(operation.onward[position : position + 1])
+    return list(touched.values())
 
 
 def report(books: Books, event: Report, now: float) -> None:
@@ -132,6 +132,12 @@ def report(books: Books, event: Report, now: float) -> None:
         # A duplicate, a rank that was given up, or an answer to an earlier life.
         books.counters.reports_late += 1
         return
+    for position, _ in event.faults:
+        if not 0 <= position < len(operation.keys):
+            raise ValueError(
+                f"faults: position {position} is outside of operation {operation.id}, "
+                f"which has {len(operation.keys)} blocks"
+            )
     operation.waiting_ranks.discard(event.rank)
     for position, fault in event.faults:
         if operation.faults.get(position) is not BlockFault.CORRUPT:
@@ -161,6 +167,7 @@ def decide(
     operation.failure = failure
     if move is not OperationMove.FAIL:
         books.effects.append(Abandon(operation=operation.id))
+    _end_staging(books, operation)
     everything = np.arange(len(operation.keys))
     bad_device_slots = _give_up_targets(books, operation, everything, now)
     _keep_sources(books, operation)
@@ -189,9 +196,10 @@ def _complete(books: Books, operation: Operation, now: float) -> None:
     operation.outcome = Outcome.FAILED if operation.faults else Outcome.DONE
     good = np.ones(len(operation.keys), dtype=bool)
     good[list(operation.faults)] = False
-    _drop_corrupt_sources(books, operation, now)
+    _end_staging(books, operation)
     _fill_targets(books, operation, np.flatnonzero(good), now)
     bad_device_slots = _give_up_targets(books, operation, np.flatnonzero(~good), now)
+    _drop_corrupt_sources(books, operation, now)
     onward = _slots_to_load_into(books, operation, good)
     _give_back(books, operation, now)
     _tell(books, operation, settled=True)
@@ -214,6 +222,12 @@ def _settle(books: Books, operation: Operation, now: float) -> None:
     _give_back(books, operation, now)
     if not operation.settled_told:
         books.effects.append(Settled(operation=operation.id))
+
+
+def _end_staging(books: Books, operation: Operation) -> None:
+    if operation.purpose is Purpose.STAGE:
+        for slot in operation.target_slots.tolist():
+            del books.staging[slot]
 
 
 def _fill_targets(
@@ -358,11 +372,12 @@ def _let_leave(books: Books, operation: Operation, now: float) -> None:
     faulty[list(operation.faults)] = True
     written = set(slots[~faulty].tolist())
     nodes = tier.pool.node[leaving]
-    # Back among the ready ones first: eviction then takes those that may still leave.
+    # Back among the ready ones first: eviction then takes those that may still leave, the
+    # last block of a chain first.
     tier.keep(nodes)
     victims = [
         node
-        for node, slot in zip(nodes.tolist(), leaving.tolist(), strict=True)
+        for node, slot in zip(nodes[::-1].tolist(), leaving[::-1].tolist(), strict=True)
         if slot in written and tier.pool.holders[slot] == 0
     ]
     gone = tier.set_aside_leaves(victims)

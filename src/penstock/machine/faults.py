@@ -14,7 +14,7 @@ import numpy as np
 from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import LEAVING, LeaseState, OperationMove, OperationState
+from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
 from penstock.machine import copying, releasing
 from penstock.machine.events import Report
 
@@ -89,6 +89,10 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
     """A tier can be used again; if its bytes are gone, so are its blocks."""
     tier = _lower_tier(books, event.tier)
     if not event.kept:
+        for operation in _operations_of(books, tier):
+            if operation.state is OperationState.RUNNING:
+                failure = f"tier {tier.name} lost its bytes"
+                copying.decide(books, operation, OperationMove.FAIL, now, failure=failure)
         _empty(books, tier, MissReason.LOST, now, tier.name)
     tier.on = True
     books.history.add(now, "tier on", tier.name)
@@ -100,15 +104,18 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
     if event.foreign:
         books.foreign.update(dict.fromkeys(event.keys, tier.index))
         return
+    _check_found(tier, event)
     tenant = books.tenant("")
     nodes: list[int] = []
     slots: list[int] = []
     for key, parent_key, slot in zip(event.keys, event.parents, event.slots.tolist(), strict=True):
+        parent = books.parent_node(parent_key, tenant=tenant)
         node = books.nodes.get(key)
         if node == NOWHERE:
-            parent = NOWHERE if parent_key is None else books.nodes.get(parent_key)
             node = int(books.add_chain([key], parent=parent, tenant=tenant)[0])
-        elif tier.slot_of[node] != NOWHERE:
+        else:
+            books.link(node, parent)
+        if tier.slot_of[node] != NOWHERE:
             continue
         placed = np.array([slot], dtype=np.int32)
         tier.pool.take_exactly(placed)
@@ -121,6 +128,20 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         tier.offer(found)
         copying.announce(books, tier, found)
         books.history.add(now, "discovered", tier.name, event.keys)
+
+
+def _check_found(tier: Tier, event: Discovered) -> None:
+    if not len(event.keys) == len(event.parents) == len(event.slots):
+        raise ValueError(
+            f"{len(event.keys)} keys, {len(event.parents)} parents and {len(event.slots)} slots: "
+            "there must be as many of each"
+        )
+    slots = event.slots.tolist()
+    if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
+        raise ValueError("slots: a slot or a key occurs twice")
+    for slot in slots:
+        if not 0 <= slot < tier.pool.slot_count or tier.pool.state[slot] != FREE:
+            raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
 
 
 def _empty(books: Books, tier: Tier, reason: MissReason, now: float, cause: str) -> None:

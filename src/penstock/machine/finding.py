@@ -49,9 +49,10 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
         if not len(missing):
             break
         if _reachable(books, tier):
-            # What is on its way up to the hub is passed on to the device when it arrives.
-            filling = tier.index == HUB and device is not None
-            source[missing[_usable(tier, nodes[missing], filling=filling)]] = tier.index
+            usable = _usable(tier, nodes[missing], filling=False)
+            if tier.index == HUB and device is not None and books.staging:
+                usable |= _on_its_way(books, tier, nodes[missing])
+            source[missing[usable]] = tier.index
     gap = np.flatnonzero(source == _NOT_FOUND)
     length = int(gap[0]) if len(gap) else len(nodes)
     return Finding(nodes[:length], source[:length])
@@ -92,7 +93,7 @@ def coming(books: Books, keys: Sequence[Key]) -> tuple[int, int]:
     """
     hub = books.hub
     nodes = books.nodes.match(keys)
-    if hub is None or not len(nodes):
+    if hub is None or not len(nodes) or not books.healthy:
         return 0, 0
     slots = hub.slot_of[nodes]
     arriving = (slots != NOWHERE) & hub.on
@@ -114,6 +115,11 @@ def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[n
         state[~here] = DOOMED
     good: NDArray[np.bool_] = (state == READY) | (state == LEAVING)
     return good | (state == FILLING) if filling else good
+
+
+def _on_its_way(books: Books, hub: Tier, nodes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Blocks a stage brings up to the hub: they are passed on when they arrive."""
+    return np.array([slot in books.staging for slot in hub.slot_of[nodes].tolist()], dtype=bool)
 
 
 def _reachable(books: Books, tier: Tier) -> bool:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
 
 
+KEYS_PER_EVENT = 64
+"""Waiting events may hold so many keys each, on average; beyond it the oldest go."""
+
+
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """One change of what is cached where."""
 
@@ -58,7 +62,10 @@ class EventLog:
     """The last events, until somebody takes them."""
 
     def __init__(self, limit: int) -> None:
-        self._events: deque[KvEvent] = deque(maxlen=limit)
+        self._events: deque[KvEvent] = deque()
+        self._limit = limit
+        self._key_limit = limit * KEYS_PER_EVENT
+        self._key_count = 0
         self.sequence = 0
         """The number of the last event."""
         self.epoch = 0
@@ -66,34 +73,37 @@ class EventLog:
     def stored(self, tier: str, keys: Sequence[bytes], parent: bytes | None) -> None:
         """Blocks that follow each other became ready."""
         self.sequence += 1
-        self._events.append(
-            BlocksStored(
-                sequence=self.sequence,
-                epoch=self.epoch,
-                tier=tier,
-                keys=list(keys),
-                parent=parent,
-            )
+        event = BlocksStored(
+            sequence=self.sequence, epoch=self.epoch, tier=tier, keys=list(keys), parent=parent
         )
+        self._add(event, len(keys))
 
     def removed(self, tier: str, keys: Sequence[bytes]) -> None:
         """Blocks left a tier."""
         self.sequence += 1
-        self._events.append(
-            BlocksRemoved(sequence=self.sequence, epoch=self.epoch, tier=tier, keys=list(keys))
-        )
+        event = BlocksRemoved(sequence=self.sequence, epoch=self.epoch, tier=tier, keys=list(keys))
+        self._add(event, len(keys))
 
     def cleared(self, epoch: int) -> None:
         """Everything is void."""
         self.sequence += 1
         self.epoch = epoch
-        self._events.append(AllCleared(sequence=self.sequence, epoch=epoch))
+        self._add(AllCleared(sequence=self.sequence, epoch=epoch), 0)
 
     def take(self) -> list[KvEvent]:
         """Hands out what has happened since the last call, oldest first."""
         events = list(self._events)
         self._events.clear()
+        self._key_count = 0
         return events
+
+    def _add(self, event: KvEvent, key_count: int) -> None:
+        self._events.append(event)
+        self._key_count += key_count
+        while len(self._events) > self._limit or self._key_count > self._key_limit:
+            oldest = self._events.popleft()
+            if isinstance(oldest, BlocksStored | BlocksRemoved):
+                self._key_count -= len(oldest.keys)
 
     def snapshot(self, nodes: NodeTable, tiers: Sequence[Tier]) -> Snapshot:
         """What can be matched now, tier by tier."""

@@ -83,8 +83,7 @@ def save(books: Books, event: Save, now: float) -> None:
     chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
     nodes = _name(books, event, chosen)
     taken, targets = writing.take_room(books, hub, nodes, now, event.cause)
-    for node in nodes[len(taken) :][::-1].tolist():
-        books.nodes.remove_if_useless(node)
+    books.forget_if_useless(nodes[len(taken) :].tolist())
     accepted = chosen[: len(taken)]
     started: list[Operation] = []
     if accepted:
@@ -103,9 +102,21 @@ def save(books: Books, event: Save, now: float) -> None:
             deadline=_deadline(books, event.deadline, now),
             cause=event.cause,
         )
-    refused = Miss(reason=MissReason.NONE if len(accepted) == len(chosen) else MissReason.NO_ROOM)
     books.history.add(now, "saving", event.cause, event.keys)
-    _answer(books, started, accepted, refused)
+    _answer(books, started, accepted, _why_not_saved(books, hub, event, chosen, accepted))
+
+
+def _why_not_saved(
+    books: Books, hub: Tier, event: Save, chosen: list[int], accepted: list[int]
+) -> Miss:
+    if not hub.on:
+        return Miss(reason=MissReason.TIER_OFF)
+    if len(accepted) == len(chosen):
+        return Miss(reason=MissReason.NONE)
+    position = next(position for position in chosen if position not in accepted)
+    departure = books.departed.get(event.keys[position])
+    over_quota = departure is not None and departure.reason is MissReason.OVER_QUOTA
+    return Miss(reason=MissReason.OVER_QUOTA if over_quota else MissReason.NO_ROOM, block=position)
 
 
 def prefetch(books: Books, event: Prefetch, now: float) -> None:
@@ -122,7 +133,7 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
         hub.pool.hold(here)
         plan = hub.plan_room(len(below), None)
         hub.put_back(plan.victims)
-        room = min(len(below), plan.available)
+        room = plan.count
         for index in sorted(set(found.source[below[:room]].tolist())):
             positions = below[:room][found.source[below[:room]] == index]
             deadline = _deadline(books, event.deadline, now)
@@ -182,11 +193,14 @@ def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
     nodes = np.empty(len(positions), dtype=np.int32)
     for place, position in enumerate(positions):
         key = event.keys[position]
+        parent = books.parent_node(
+            event.keys[position - 1] if position else event.parent, tenant=tenant
+        )
         node = books.nodes.get(key)
         if node == NOWHERE:
-            before = event.keys[position - 1] if position else event.parent
-            parent = NOWHERE if before is None else books.nodes.get(before)
             node = int(books.add_chain([key], parent=parent, tenant=tenant)[0])
+        else:
+            books.link(node, parent)
         nodes[place] = node
     return nodes
 

@@ -40,7 +40,7 @@ def commit(books: Books, event: Commit, now: float) -> None:
     count = len(event.keys)
     if count:
         slots = lease.table[first : first + count]
-        parent = NOWHERE if lease.tail_key is None else books.nodes.get(lease.tail_key)
+        parent = books.parent_node(lease.tail_key, tenant=lease.tenant)
         if first == 0:
             books.remember_content(lease.content, lease.namespace)
         published = _publish(books, lease, event.keys, slots, parent)
@@ -73,6 +73,8 @@ def _check(books: Books, lease: Lease, event: Commit) -> None:
         raise LeaseError(
             f"lease {lease.id} shares its unfinished block with a fork: grow it before computing"
         )
+    if len(set(event.keys)) != len(event.keys):
+        raise ValueError("keys: a key occurs twice")
     full = event.token_count // block_tokens - lease.published_blocks
     if lease.store and lease.epoch == books.ledger.epoch and len(event.keys) != full:
         raise ValueError(f"{len(event.keys)} keys for {full} blocks that are full now")
@@ -101,6 +103,7 @@ def _publish(
             first = end
             continue
         node = known[first]
+        books.link(node, parent)
         there = int(books.device.slot_of[node])
         if there == NOWHERE:
             # Known from below, or hollow: the computed copy is as good as a loaded one.

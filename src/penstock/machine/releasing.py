@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.cache.ledger import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.vocabulary.ids import LeaseId
+    from penstock.vocabulary.ids import LeaseId, OperationId
 
 
 def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> None:
@@ -49,8 +49,10 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
 def _save_for_return(books: Books, lease: Lease, now: float) -> None:
     hub = books.hub
     device = books.device
-    nodes = device.pool.node[lease.table[: lease.published_blocks]]
-    nodes = nodes[nodes != NOWHERE]
+    if lease.tail_key is None or lease.epoch != books.ledger.epoch:
+        return
+    nodes = books.nodes.path_to(books.nodes.get(lease.tail_key))
+    nodes = nodes[device.slot_of[nodes] != NOWHERE]
     device.touch(nodes, tick=books.tick)
     if hub is not None:
         writing.save(books, DEVICE, hub, nodes, now, lease.request)
@@ -85,12 +87,17 @@ def _leave_operations(books: Books, lease: Lease, now: float) -> None:
     """Copies that nobody waits for any more are cancelled."""
     waiting, lease.waiting = lease.waiting, set()
     for operation_id in sorted(waiting):
-        operation = books.ledger.operations[operation_id]
-        operation.waiters.discard(lease.id)
-        if not operation.waiters and operation.state is OperationState.RUNNING:
-            copying.decide(
-                books, operation, OperationMove.CANCEL, now, failure="nobody waits for it"
-            )
+        _leave(books, lease, operation_id, now)
+
+
+def _leave(books: Books, lease: Lease, operation_id: OperationId, now: float) -> None:
+    lease.waiting.discard(operation_id)
+    operation = books.ledger.operations.get(operation_id)
+    if operation is None:
+        return  # It ended within this very event and is still on the agenda.
+    operation.waiters.discard(lease.id)
+    if not operation.waiters and operation.state is OperationState.RUNNING:
+        copying.decide(books, operation, OperationMove.CANCEL, now, failure="nobody waits for it")
 
 
 def after_operation(
@@ -101,6 +108,8 @@ def after_operation(
     for lease_id in sorted(waiters):
         lease = books.leases[lease_id]
         lease.waiting.discard(operation.id)
+        if lease.state is LeaseState.LOST:
+            continue
         if len(bad_slots) and np.isin(lease.table, bad_slots).any():
             _recompute(books, lease, bad_slots, now)
         if lease.state is LeaseState.LOADING and not lease.waiting:
@@ -127,15 +136,12 @@ def _recompute(books: Books, lease: Lease, bad_slots: NDArray[np.int32], now: fl
     books.aim(lease, None)
     _drop_slots(books, device, dropped)
     for operation_id in sorted(lease.waiting):
-        operation = books.ledger.operations[operation_id]
+        operation = books.ledger.operations.get(operation_id)
+        if operation is None:
+            continue  # It ended within this very event; its turn on the agenda comes.
         slots = operation.target_slots if operation.onward is None else operation.onward
         if not np.isin(slots, lease.table).any():
-            lease.waiting.discard(operation_id)
-            operation.waiters.discard(lease.id)
-            if not operation.waiters and operation.state is OperationState.RUNNING:
-                copying.decide(
-                    books, operation, OperationMove.CANCEL, now, failure="nobody waits for it"
-                )
+            _leave(books, lease, operation_id, now)
     wanted = len(dropped)
     if books.make_room(device, wanted, lease.tenant, now, lease.request) < wanted:
         lose(books, lease, now)

@@ -19,7 +19,7 @@ from penstock.cache.departed import Departure, MissReason
 from penstock.cache.ledger import Operation, Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, WriteKind
-from penstock.cache.states import LEAVING, READY, SlotState
+from penstock.cache.states import LEAVING, READY
 from penstock.machine import copying
 
 if TYPE_CHECKING:
@@ -100,36 +100,48 @@ def save(
 def take_room(
     books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Takes slots of a lower tier for blocks, for as many leading ones as it can.
+    """Takes slots of a lower tier for blocks, for as many leading ones of a tenant as it can.
 
     A tenant over its quota gets no more room here than its own blocks leave.
     """
-    wanted = len(nodes)
-    nodes = _admitted(books, tier, nodes)
-    if not len(nodes):
-        books.counters.saves_refused += wanted
-        return nodes, nodes
-    tenant = int(books.nodes.tenant[nodes[0]])
+    admitted = _admitted(books, tier, nodes)
+    tenants = books.nodes.tenant[admitted]
+    taken, slots = [], []
+    for tenant in dict.fromkeys(tenants.tolist()):
+        of_tenant = admitted[tenants == tenant]
+        count = _make_room_below(books, tier, of_tenant, tenant, now, cause)
+        placed = tier.pool.take(count)
+        tier.place(of_tenant[:count], placed, tick=books.tick)
+        taken.append(of_tenant[:count])
+        slots.append(placed)
+    if not taken:
+        books.counters.saves_refused += len(nodes)
+        return nodes[:0], nodes[:0]
+    chosen = np.concatenate(taken)
+    books.counters.saves_refused += len(nodes) - len(chosen)
+    return chosen, np.concatenate(slots)
+
+
+def _make_room_below(
+    books: Books, tier: Tier, nodes: NDArray[np.int32], tenant: int, now: float, cause: str
+) -> int:
     # Held while room is made, or a block might evict the one it follows.
     parents = books.nodes.parent[nodes]
     before = np.unique(parents[parents != NOWHERE])
     before = before[tier.slot_of[before] != NOWHERE]
     tier.pool.hold(tier.slot_of[before])
-    over = tier.over_quota(tenant, len(nodes))
-    room = tier.plan_room(len(nodes), tenant)
-    over_quota_still = max(0, over - room.own_count)
-    count = max(0, min(room.available, len(nodes) - over_quota_still))
+    # Counted as if they lay here already, or a block without a copy might be forgotten now.
+    books.nodes.copy_count[nodes] += 1
+    room = tier.plan_room(len(nodes), tenant, strict=True)
+    over_quota = tier.over_quota(tenant, len(nodes)) > room.own_count
     books.evict_planned(tier, room, now, cause)
+    books.nodes.copy_count[nodes] -= 1
     tier.pool.unhold(tier.slot_of[before])
     tier.offer(before)
-    if over_quota_still:
-        refused = books.nodes.keys_of(nodes[count:].tolist())
-        alone = [k for k in refused if books.nodes.copy_count[books.nodes.get(k)] == 0]
-        books.departed.add(alone, Departure(MissReason.OVER_QUOTA, tier.name, "", now))
-    books.counters.saves_refused += wanted - count
-    slots = tier.pool.take(count)
-    tier.place(nodes[:count], slots, tick=books.tick)
-    return nodes[:count], slots
+    if over_quota:
+        departure = Departure(MissReason.OVER_QUOTA, tier.name, "", now)
+        books.departed.add(books.nodes.keys_of(nodes[room.count :].tolist()), departure)
+    return room.count
 
 
 def keep_watermark(books: Books, tier: Tier, now: float) -> None:
@@ -138,13 +150,14 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
     Blocks that a lower tier should get first are written down before they go.
     """
     settings = tier.settings
-    free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING) if settings.low_slots else 0
-    if free >= settings.low_slots:
+    free = tier.pool.free_count + tier.pool.leaving_count
+    if free >= settings.low_slots or not tier.on:
         return
-    below = next(
-        (t for t in books.fed_by(tier.index) if t.settings.write.kind is WriteKind.WRITE_BACK),
-        None,
-    )
+    below = [
+        fed
+        for fed in books.fed_by(tier.index)
+        if fed.settings.write.kind is WriteKind.WRITE_BACK and fed.on and books.healthy
+    ]
     budget = min(settings.high_slots - free, books.settings.operation_blocks_max)
     going: list[int] = []
     leaving: list[int] = []
@@ -152,7 +165,7 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
         node = tier.pop_victim()
         if node is None:
             break
-        if below is not None and below.on and below.slot_of[node] == NOWHERE and books.healthy:
+        if any(fed.slot_of[node] == NOWHERE for fed in below):
             tier.put_back([node])
             tier.depart(np.array([node], dtype=np.int32))
             leaving.append(node)
@@ -161,15 +174,22 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
     if going:
         books.evict(tier, going, MissReason.EVICTED, now, "watermark")
     if leaving:
-        assert below is not None
         _write_back(books, tier, below, leaving, now)
 
 
-def _write_back(books: Books, tier: Tier, below: Tier, leaving: list[int], now: float) -> None:
+def _write_back(
+    books: Books, tier: Tier, below: list[Tier], leaving: list[int], now: float
+) -> None:
+    """Writes leaving blocks into every tier that should have them; the first frees the slot."""
     nodes = np.array(leaving, dtype=np.int32)
-    # Room is given to leading blocks first, and a block is worth most with those before it.
-    taken = save(books, tier.index, below, nodes[::-1], now, "watermark", purpose=Purpose.DEMOTE)
-    staying = nodes[~np.isin(nodes, taken)]
+    demoted = nodes[:0]
+    for fed in below:
+        # Room is given to leading blocks first, and a block is worth most with those before it.
+        rest = nodes[~np.isin(nodes, demoted)][::-1]
+        taken = save(books, tier.index, fed, rest, now, "watermark", purpose=Purpose.DEMOTE)
+        save(books, tier.index, fed, demoted, now, "watermark")
+        demoted = np.concatenate((demoted, taken))
+    staying = nodes[~np.isin(nodes, demoted)]
     if not len(staying):
         return
     # No room below: what cannot be written down is dropped, or the tier would stay full.

@@ -26,22 +26,25 @@ if TYPE_CHECKING:
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.layout import Layout
 
 
 class _Job:
     """A copy and how far it is."""
 
-    __slots__ = ("copy", "faults", "next", "unwanted")
+    __slots__ = ("copy", "faults", "next")
 
     def __init__(self, copy: Copy) -> None:
         self.copy = copy
         self.next = 0
         self.faults: list[tuple[int, BlockFault]] = []
-        self.unwanted = False
 
     @property
     def ended(self) -> bool:
-        return self.unwanted or self.next >= len(self.copy.keys)
+        return self.next >= len(self.copy.keys)
+
+    def report(self) -> Moved:
+        return Moved(self.copy.operation, tuple(self.faults))
 
 
 class MemcpyMover:
@@ -54,26 +57,32 @@ class MemcpyMover:
         self._block_bytes = source.layout.block_bytes
         self._span = CellSpan.of(source.layout)
         self._staging = source.layout.packed(block_count=1)
+        self._source_groups = _groups_of(source.layout)
+        self._staging_groups = _groups_of(self._staging)
+        self._target_groups = _groups_of(target.layout)
         self._jobs: deque[_Job] = deque()
+        self._abandoned: list[Moved] = []
 
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
-        return bool(self._jobs)
+        return bool(self._jobs or self._abandoned)
 
     def submit(self, copy: Copy) -> None:
         """Takes a copy in; its work is done in `poll`."""
         self._jobs.append(_Job(copy))
 
     def abandon(self, operation: OperationId) -> None:
-        """The copy ends at the next `poll`, wherever it is by then."""
+        """The copy ends where it is, and the next `poll` reports it."""
         for job in self._jobs:
             if job.copy.operation == operation:
-                job.unwanted = True
+                self._jobs.remove(job)
+                self._abandoned.append(job.report())
+                return
 
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
         """Copies for at most `budget_bytes`, but at least one block if there is any."""
-        moved: list[Moved] = []
+        moved, self._abandoned = self._abandoned, []
         spent = 0
         while self._jobs:
             job = self._jobs[0]
@@ -83,7 +92,7 @@ class MemcpyMover:
             if not job.ended:
                 break
             self._jobs.popleft()
-            moved.append(Moved(job.copy.operation, tuple(job.faults)))
+            moved.append(job.report())
         return moved, spent
 
     def _copy_block(self, job: _Job) -> None:
@@ -98,14 +107,16 @@ class MemcpyMover:
             return
         staged = np.empty(self._block_bytes, dtype=np.uint8)
         packed = Blocks(layout=self._staging, buffers={0: staged}, numbers=[0])
-        _copy_groups(self._source.blocks(source_slots), packed)
+        read = self._source.blocks(source_slots)
+        _copy_groups(read, packed, self._source_groups, self._staging_groups)
         sums = self._span.sum_blocks(staged.reshape(1, -1), [copy.keys[position]], self._algorithm)
         if isinstance(self._source, KeepsSums):
             kept = self._source.sums(np.array(source_slots, dtype=np.int32))
             if not np.array_equal(sums, kept):
                 job.faults.append((position, BlockFault.CORRUPT))
                 return
-        _copy_groups(packed, self._target.blocks(target_slots))
+        write = self._target.blocks(target_slots)
+        _copy_groups(packed, write, self._staging_groups, self._target_groups)
         if isinstance(self._target, KeepsSums):
             self._target.keep_sums(np.array(target_slots, dtype=np.int32), sums)
 
@@ -116,18 +127,26 @@ def _slots_at(slots: NDArray[np.int32], position: int) -> list[int]:
     return at
 
 
-def _copy_groups(source: Blocks, target: Blocks) -> None:
+def _groups_of(layout: Layout) -> list[Layout]:
+    return [layout.only(group) for group in range(len(layout.groups))]
+
+
+def _copy_groups(
+    source: Blocks, target: Blocks, source_groups: list[Layout], target_groups: list[Layout]
+) -> None:
     """Copies one block, whose KV groups may lie in different slots on either side."""
     count = max(len(source.numbers), len(target.numbers))
     if count == 1:
-        copy_blocks(source, target)
+        if target.numbers[0] != NOWHERE:
+            copy_blocks(source, target)
         return
     for group in range(count):
-        read, write = _of_group(source, group), _of_group(target, group)
+        read = _of_group(source, source_groups, group)
+        write = _of_group(target, target_groups, group)
         if write.numbers[0] != NOWHERE:
             copy_blocks(read, write)
 
 
-def _of_group(blocks: Blocks, group: int) -> Blocks:
+def _of_group(blocks: Blocks, groups: list[Layout], group: int) -> Blocks:
     number = blocks.numbers[group if len(blocks.numbers) > 1 else 0]
-    return Blocks(layout=blocks.layout.only(group), buffers=blocks.buffers, numbers=[number])
+    return Blocks(layout=groups[group], buffers=blocks.buffers, numbers=[number])

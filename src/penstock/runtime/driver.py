@@ -51,12 +51,16 @@ class Driver:
         return self._carry_out(self.machine.handle(event, self._clock()))
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
-        """Moves blocks for at most `budget_bytes`; returns the effects for the engine."""
+        """Moves blocks for at most `budget_bytes`; returns the effects for the engine.
+
+        Every mover gets on by a block at least, whatever the budget: else a steady stream of
+        loads would leave saves, and the slots of abandoned copies, waiting for ever.
+        """
         told = self.handle(Tick())
         for mover in self._movers.values():
-            if not mover.busy or budget_bytes <= 0:
+            if not mover.busy:
                 continue
-            moved, spent = mover.poll(budget_bytes=budget_bytes)
+            moved, spent = mover.poll(budget_bytes=max(0, budget_bytes))
             budget_bytes -= spent
             for ended in moved:
                 del self._mover_of[ended.operation]

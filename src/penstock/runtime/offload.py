@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.nodes import NOWHERE
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 class Offload:
     """The tiers below an engine's own device blocks."""
 
-    def __init__(self, driver: Driver, group_count: int) -> None:
+    def __init__(self, driver: Driver, slot_counts: Sequence[int]) -> None:
         self._driver = driver
-        self._group_count = group_count
+        self._slot_counts = slot_counts
+        """How many device slots each KV group has."""
         self._told: list[ef.Ended | ef.Settled] = []
 
     def lookup(self, keys: Sequence[Key], *, last: ef.Found | None = None) -> ef.Found:
@@ -123,6 +125,11 @@ class Offload:
         """Moves blocks and deals with deadlines; call it once per engine iteration."""
         self._hear(self._driver.step())
 
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return self._driver.busy
+
     def poll(self) -> list[ef.Ended | ef.Settled]:
         """What has ended since the last call: each operation once."""
         told, self._told = self._told, []
@@ -153,15 +160,25 @@ class Offload:
         self._driver.audit()
 
     def _slots(self, slots: ArrayLike) -> NDArray[np.int32]:
-        placed = np.asarray(slots, dtype=np.int32)
-        if placed.ndim == 1 and self._group_count == 1:
-            placed = placed[np.newaxis]
-        if placed.ndim != 2:
+        # A copy: the engine may use its own array for something else at once.
+        given = np.array(slots)
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(f"slots are {given.dtype}, must be integers")
+        if given.ndim == 1 and len(self._slot_counts) == 1:
+            given = given[np.newaxis]
+        if given.ndim != 2:
             raise ValueError(
-                f"slots has {placed.ndim} dimensions, must have one row for each of "
-                f"{self._group_count} KV groups"
+                f"slots has {given.ndim} dimensions, must have one row for each of "
+                f"{len(self._slot_counts)} KV groups"
             )
-        return placed
+        for group, (row, slot_count) in enumerate(zip(given, self._slot_counts, strict=False)):
+            wrong = row[(row < NOWHERE) | (row >= slot_count)]
+            if len(wrong):
+                raise ValueError(
+                    f"slots of KV group {group} name slot {wrong[0]}, must be from 0 to "
+                    f"{slot_count - 1}, or {NOWHERE} where a load is not needed"
+                )
+        return given.astype(np.int32)
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
         told = self._driver.handle(event)

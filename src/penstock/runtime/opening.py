@@ -39,6 +39,7 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the arrays.
+        ValueError: the arrays cannot be used, or do not fit the layout.
     """
     config = _read(config)
     device = _device(config, kv, layout)
@@ -49,7 +50,8 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     if device.slot_count < config.cache.device.slot_count:
         raise ConfigError(
             "cache.blocks",
-            f"is {config.cache.device.slot_count}, kv has {device.slot_count} blocks",
+            f"is {config.cache.device.slot_count}, must be at most {device.slot_count}, "
+            "the blocks that kv has",
         )
     return Cache(config, _drive(config, device))
 
@@ -64,6 +66,7 @@ def open_offload(
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the arrays.
+        ValueError: the arrays cannot be used, or do not fit the layout.
     """
     config = _read(config)
     if config.cache.device is not None:
@@ -73,7 +76,7 @@ def open_offload(
             "or use penstock.open",
         )
     device = _device(config, kv, layout)
-    return Offload(_drive(config, device), config.cache.group_count)
+    return Offload(_drive(config, device), [group.block_count for group in device.layout.groups])
 
 
 def _read(config: Config | Path | str) -> Config:
@@ -85,27 +88,39 @@ def _device(
     kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
     layout: Layout | None,
 ) -> ArrayTier:
-    arrays = [kv] if isinstance(kv, np.ndarray) else list(kv)
-    if not arrays:
-        raise ConfigError("kv", "is empty, must have at least one array")
+    arrays = _arrays(kv)
     if config.cache.rank_count != 1:
         raise ConfigError(
             "cache.ranks",
-            f"is {config.cache.rank_count}: an embedded cache drives one rank, this process",
+            f"is {config.cache.rank_count}, must be 1: an embedded cache drives one rank, "
+            "this process",
         )
     if layout is None:
         layout = opaque_layout(arrays, block_tokens=config.cache.block_tokens)
     if layout.block_tokens != config.cache.block_tokens:
         raise ConfigError(
             "cache.block_tokens",
-            f"is {config.cache.block_tokens}, a block of the layout has {layout.block_tokens}",
+            f"is {config.cache.block_tokens}, must be {layout.block_tokens}, the tokens of a "
+            "block of the layout",
         )
     if len(layout.groups) != config.cache.group_count:
         raise ConfigError(
             "cache.groups",
-            f"is {config.cache.group_count}, the layout has {len(layout.groups)} groups",
+            f"is {config.cache.group_count}, must be {len(layout.groups)}, the groups of the "
+            "layout",
         )
     return ArrayTier(layout, arrays)
+
+
+def _arrays(kv: NDArray[np.generic] | Sequence[NDArray[np.generic]]) -> list[NDArray[np.generic]]:
+    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*kv]
+    if not given:
+        raise ValueError("kv is empty, must have at least one array")
+    arrays = [array for array in given if isinstance(array, np.ndarray)]
+    if len(arrays) < len(given):
+        kinds = sorted({type(array).__name__ for array in given})
+        raise ValueError(f"kv has {', '.join(kinds)} in it, must have NumPy arrays alone")
+    return arrays
 
 
 def _drive(config: Config, device: ArrayTier) -> Driver:

@@ -28,9 +28,12 @@ class ArrayTier:
         self.layout = layout
         self.slot_count = layout.block_count
         self._buffers = {number: _bytes_of(array) for number, array in enumerate(arrays)}
+        if layout.buffer_bytes.keys() != self._buffers.keys():
+            raise ValueError(
+                f"kv has {len(arrays)} arrays, the layout needs one for each of its buffers "
+                f"{', '.join(map(str, layout.buffer_bytes))}"
+            )
         for buffer, needed in layout.buffer_bytes.items():
-            if buffer not in self._buffers:
-                raise ValueError(f"kv has {len(arrays)} arrays, the layout needs buffer {buffer}")
             if self._buffers[buffer].nbytes < needed:
                 raise ValueError(
                     f"kv[{buffer}] has {self._buffers[buffer].nbytes} bytes, "
@@ -44,6 +47,12 @@ class ArrayTier:
 
 def opaque_layout(arrays: Sequence[NDArray[np.generic]], *, block_tokens: int) -> Layout:
     """The layout of arrays, one a layer, of which only the first axis is known: the block."""
+    for array in arrays:
+        if array.size == 0 or array.ndim == 0:
+            raise ValueError(
+                f"kv: an array of shape {array.shape} has no blocks; "
+                "must have at least one along its first axis"
+            )
     shapes = {(array.shape[:1], array[:1].nbytes) for array in arrays}
     if len(shapes) != 1:
         raise ValueError(
@@ -67,5 +76,5 @@ def _bytes_of(array: NDArray[np.generic]) -> NDArray[np.uint8]:
             "is a view of, and layout= to say how the blocks lie in it"
         )
     if not array.flags.writeable:
-        raise ValueError(f"kv: an array of shape {array.shape} is read-only")
+        raise ValueError(f"kv: an array of shape {array.shape} is read-only, must be writable")
     return array.reshape(-1).view(np.uint8)

@@ -57,6 +57,17 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def mark(self) -> None:
+        """Blocks are going to be popped that may not leave after all."""
+        ...
+
+    def rollback(self) -> None:
+        """Nothing popped since `mark` leaves: the order is what it was then.
+
+        The caller offers the popped blocks again.
+        """
+        ...
+
     def offer_and_pop(self, node: int) -> int | None:
         """The same as `offer` of one block, then `pop`; evicting a chain does little else."""
         ...

@@ -67,6 +67,12 @@ class LruPolicy:
                 return node
         return None
 
+    def mark(self) -> None:
+        """Popping changes no order."""
+
+    def rollback(self) -> None:
+        """Popping changed no order."""
+
     def offer_and_pop(self, node: int) -> int | None:
         """The least recently used block, `node` included; often it is `node` itself."""
         priority = self._standing(node)

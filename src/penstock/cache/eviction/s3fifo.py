@@ -47,6 +47,8 @@ class S3FifoPolicy:
         self._queues: tuple[list[_Entry], list[_Entry]] = ([], [])
         """Heaps of (priority, stamp, node): small and main."""
         self._ghosts: dict[Key, None] = {}
+        self._moved: list[tuple[int, int, int, int]] = []
+        """Since the mark: nodes that got another round, with the place they had before."""
         self._stamp_next = 0
         self._small_count = 0
         self._where = np.zeros(0, dtype=np.uint8)
@@ -92,20 +94,34 @@ class S3FifoPolicy:
             where = _MAIN if small is None else _SMALL
             if small is not None and main is not None:
                 where = self._choose(small, main)
-            _, _, node = heappop(self._queues[where])
+            _, stamp, node = heappop(self._queues[where])
+            count = int(self._count[node])
+            if count <= (1 if where == _SMALL else 0):
+                return node
+            self._moved.append((node, where, stamp, count))
             if where == _SMALL:
-                if self._count[node] <= 1:
-                    return node
-                self._where[node] = _MAIN
                 self._small_count -= 1
-                self._count[node] = 0
-            else:
-                if self._count[node] == 0:
-                    return node
-                self._count[node] -= 1
+            self._where[node] = _MAIN
+            self._count[node] = 0 if where == _SMALL else count - 1
             self._stamp[node] = self._stamp_next
             self._stamp_next += 1
             self._enqueue(node)
+
+    def mark(self) -> None:
+        """Remembers from now on who got another round."""
+        self._moved.clear()
+
+    def rollback(self) -> None:
+        """Puts every block that got another round back where it was."""
+        for node, where, stamp, count in reversed(self._moved):
+            if where == _SMALL:
+                self._small_count += 1
+            self._where[node] = where
+            self._stamp[node] = stamp
+            self._count[node] = count
+        for node, *_ in self._moved:
+            self._enqueue(node)
+        self._moved.clear()
 
     def offer_and_pop(self, node: int) -> int | None:
         """The next block to leave, `node` included."""

@@ -8,6 +8,7 @@ in a table are impossible: the cache raises when one is tried.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -130,15 +131,17 @@ class Coverage:
                     yield f"{table.name}: {move.name} in state {state.name} never happened"
 
 
-def start_counting_moves() -> None:
-    """Lets the state tables of this process count from nought."""
+@contextmanager
+def counting_moves() -> Iterator[Moves]:
+    """Has the state tables of this process count; the counts are complete at the end."""
+    moves: Moves = {}
+    earlier = [table.counts for table in TABLES]
     for table in TABLES:
         table.count_moves()
-
-
-def moves_counted() -> Moves:
-    """What the state tables of this process counted."""
-    return {
-        table.name: table.counts.tolist() if table.counts is not None else []
-        for table in TABLES
-    }
+    try:
+        yield moves
+    finally:
+        for table, counts in zip(TABLES, earlier, strict=True):
+            assert table.counts is not None
+            moves[table.name] = table.counts.tolist()
+            table.counts = counts

@@ -46,6 +46,8 @@ class ManagedEngine(Engine):
     def advance(self) -> None:
         """Lets a request arrive, or go a step further."""
         rng = self.rng
+        if self.world.ranks.lost and rng.random() < 0.7:
+            return  # There is little to do without all ranks.
         if not self.requests or (
             len(self.requests) < self.weather.requests_max and rng.random() < 0.35
         ):
@@ -321,3 +323,4 @@ class ManagedEngine(Engine):
             self._open(request, granted)
             self.commit(request, len(text))
             self._leave(request)
+            self.world.run_until_quiet()

@@ -206,7 +206,8 @@ class Ranks:
     def recover(self) -> None:
         """From now on no rank is slow, and nothing goes wrong with copies."""
         self._well = True
-        self._pace_s = [min(self._pace_s)] * self.rank_count
+        quick_s = self._weather.settings.operation_timeout_s / 40
+        self._pace_s = [quick_s] * self.rank_count
 
     # ---------------------------------------------------------------- the stages of a copy
 

@@ -20,6 +20,7 @@ from penstock.vocabulary.ids import LeaseId, OperationId, PinId
 
 if TYPE_CHECKING:
     from penstock.testing.sim.world import World
+    from penstock.vocabulary.ids import Key
 
 _NO_LEASE = LeaseId(10_000)
 
@@ -51,6 +52,15 @@ class Storm:
         for rate, strike in self._dangers:
             if self._rng.random() < rate:
                 strike()
+
+    def begin(self) -> None:
+        """A world may begin with tiers that an earlier life of the engine has filled."""
+        world = self._world
+        if world.weather.warm:
+            for _ in range(self._rng.randint(1, 3)):
+                text = world.library.next_text()
+                world.library.remember(text)
+                self._find(world.library.all_keys(text), foreign=False)
 
     def mend(self) -> None:
         """The sky clears: all ranks and tiers are there again, and well."""
@@ -147,7 +157,14 @@ class Storm:
             world.ranks.rot(rank, tier, slot)
 
     def _discover(self) -> None:
-        """Blocks of some text turn up in free slots of a tier."""
+        """Blocks from the middle of some text turn up."""
+        keys = self._world.library.all_keys(self._world.library.next_text())
+        first = self._rng.randint(0, len(keys))
+        before = keys[first - 1] if first else None
+        self._find(keys[first : first + 3], before, foreign=self._rng.random() < 0.3)
+
+    def _find(self, keys: list[Key], before: Key | None = None, *, foreign: bool) -> None:
+        """Blocks lie in free slots of some tier, though nobody here has written them."""
         world, rng = self._world, self._rng
         tiers = [
             tier
@@ -158,25 +175,21 @@ class Storm:
         if not tiers:
             return
         tier = rng.choice(tiers)
-        keys = world.library.all_keys(world.library.next_text())
         free = np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
-        first = rng.randint(0, len(keys))
-        end = min(len(keys), first + len(free), first + 3)
-        if first >= end:
+        keys = keys[: len(free)]
+        if not keys:
             return
-        foreign = rng.random() < 0.3
-        slots = rng.sample(free, end - first)
-        parents = [keys[i - 1] if i else None for i in range(first, end)]
+        slots = rng.sample(free, len(keys))
         if foreign:
             world.note("foreign blocks found")
         else:
-            world.ranks.discover(tier.index, slots, keys[first:end])
-            world.model.discover(keys[first:end])
+            world.ranks.discover(tier.index, slots, keys)
+            world.model.discover(keys)
         world.send(
             ev.Discovered(
                 tier=tier.index,
-                keys=keys[first:end],
-                parents=parents,
+                keys=keys,
+                parents=[before, *keys[:-1]],
                 slots=np.array(slots, dtype=np.int32),
                 foreign=foreign,
             )

@@ -56,6 +56,8 @@ def describe_weather(weather: Weather) -> Iterator[str]:
 
 
 def _same(content: object, default: object) -> bool:
+    if isinstance(content, list | tuple):
+        return not content and default == ()
     return type(content) is type(default) and content == default
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TENANTS = ("", "a", "b")
 TIER_NAMES = ("host", "disk", "shared")
 
-AMPLE_SLOTS = 400
+AMPLE_SLOTS = 96
 """More than all blocks that one world ever computes."""
 
 
@@ -54,6 +54,8 @@ class Weather:
     """After so many events the engine stops and the world drains."""
     watchful: bool
     """Whether what the cache refuses is checked to have changed nothing; costs time."""
+    warm: bool
+    """Whether the tiers hold blocks of an earlier life when the world begins."""
     recovery: bool
     """Whether the world ends with a request that must hit what it just computed."""
 
@@ -133,12 +135,13 @@ def draw_weather(rng: Random) -> Weather:
     return Weather(
         settings=settings,
         plenty=plenty,
-        event_budget=rng.randint(38, 68),
+        event_budget=rng.randint(40, 68),
         watchful=rng.random() < 0.15,
+        warm=rng.random() < 0.5,
         recovery=rng.random() < 0.4,
         requests_max=rng.randint(1, 5),
         blocks_max=blocks_max,
-        alphabet=rng.choice((1, 2, 3, 50)),
+        alphabet=rng.choice((1, 2, 3, 50, 50)),
         engine_slots=rng.randint(blocks_max, 3 * blocks_max),
         step_s=rng.choice((0.02, 0.1, 0.3)),
         timers=rng.random() < 0.6,
@@ -185,7 +188,7 @@ def _draw_settings(
     device = None
     if managed:
         feeds = bool(tiers) and tiers[0].write.kind is WriteKind.WRITE_BACK
-        slots = AMPLE_SLOTS if plenty is Plenty.DEVICE else rng.randint(blocks_max + 1, 16)
+        slots = AMPLE_SLOTS if plenty is Plenty.DEVICE else rng.randint(blocks_max, blocks_max + 6)
         low, high = _draw_watermarks(rng, slots, needed=feeds)
         device = TierSettings(
             name="device",

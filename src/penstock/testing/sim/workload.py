@@ -79,10 +79,10 @@ class Library:
         """The text of a new request: a new one, an old one, or a new turn of an old one."""
         rng = self._rng
         kind = rng.random()
-        if not self._earlier or kind < 0.35:
+        if not self._earlier or kind < 0.25:
             return self._grown(rng.choice(self._preambles), self._some_tokens())
         text = rng.choice(self._earlier)
-        if kind < 0.55:
+        if kind < 0.5:
             return self._grown(text, 0)
         if kind < 0.8:
             return self._grown(text, self._some_tokens())

@@ -95,6 +95,7 @@ class World:
         if self._teller is not None:
             for line in describe_weather(self.weather):
                 self._teller(line)
+        self._storm.begin()
         self.after(0.0, self._step)
         steps = 0
         while self._handled < self.weather.event_budget and steps < _LOOP_MAX:

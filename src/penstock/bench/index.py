@@ -1,0 +1,208 @@
+"""What the cache costs an engine per request: keys, match, allocate, publish, release, evict.
+
+Each round opens a fresh cache with room for exactly one prompt, computes a prompt that is
+not there, asks for it again, and then computes another one that has to evict the first.
+With a peer, vLLM's cache manager does the same work on the same tokens, round by round in
+turn. Nothing is moved: this is metadata alone, as in the peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+import penstock
+from penstock.bench.measure import interleave, summarize, timed, times_faster
+from penstock.bench.peer_vllm import draw_tokens, other_seed
+from penstock.cache.settings import CacheSettings, TierSettings
+from penstock.machine.effects import Granted, answer
+from penstock.machine.events import Acquire, Commit, Event, Release
+from penstock.machine.machine import CacheMachine
+from penstock.vocabulary.keys import KeyChain
+from penstock.vocabulary.namespace import Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.bench.peer import PeerTimings, VllmPeer
+    from penstock.bench.report import Report
+    from penstock.vocabulary.keys import Tokens
+
+TOKEN_COUNTS = (8_192, 32_768, 131_072)
+BLOCK_SIZES = (16, 64)
+Source = Literal["list", "buffer"]
+SOURCES: tuple[Source, ...] = ("list", "buffer")
+ROUNDS = 15
+
+_NAMESPACE = Namespace(model="bench")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """One round of Penstock, in nanoseconds."""
+
+    keys_ns: int
+    miss_acquire_ns: int
+    miss_commit_ns: int
+    miss_release_ns: int
+    hit_acquire_ns: int
+    hit_release_ns: int
+    hit_whole_ns: int
+    """Through the public interface: keys, acquire and release in one."""
+    evict_acquire_ns: int
+    evict_commit_ns: int
+
+
+def run_index(report: Report, peer: VllmPeer | None, *, rounds: int = ROUNDS) -> None:
+    """Measures all sizes and adds rows and ratios to the report."""
+    for block in BLOCK_SIZES:
+        for tokens in TOKEN_COUNTS:
+            for source in SOURCES:
+                _measure(report, peer, tokens=tokens, block=block, source=source, rounds=rounds)
+
+
+def _measure(
+    report: Report, peer: VllmPeer | None, *, tokens: int, block: int, source: Source, rounds: int
+) -> None:
+    seed = 1
+
+    def ours() -> Timings:
+        return run_round(tokens=tokens, block=block, source=source, seed=seed)
+
+    sides: dict[str, Callable[[], Timings | PeerTimings]] = {"penstock": ours}
+    if peer is not None:
+
+        def theirs() -> PeerTimings:
+            return peer.round(tokens=tokens, block=block, seed=seed, source=source)
+
+        sides["vllm"] = theirs
+    # One round to warm both up, which is not counted.
+    results = interleave(sides, rounds + 1)
+    params: dict[str, str | int | float | bool] = {
+        "tokens": tokens,
+        "block_tokens": block,
+        "source": source,
+        "hash": "sha256",
+    }
+    for side, samples in results.items():
+        for metric in _metrics_of(samples[0]):
+            values = [getattr(sample, metric) / 1e9 for sample in samples[1:]]
+            report.add_row(
+                bench="index",
+                side=side,
+                params=params,
+                metric=metric.removesuffix("_ns"),
+                unit="s",
+                summary=summarize(values),
+            )
+    if peer is not None and tokens == TOKEN_COUNTS[-1] and block == BLOCK_SIZES[0]:
+        _compare(report, source, results["penstock"][1:], results["vllm"][1:])
+
+
+def run_round(*, tokens: int, block: int, source: str, seed: int) -> Timings:
+    """One prompt as a miss, as a hit, and evicted by another one."""
+    prompt = _source(source, seed, tokens)
+    keys_ns, chain = timed(lambda: _chain(prompt, block))
+    machine = CacheMachine(
+        CacheSettings(
+            device=TierSettings(name="device", slot_count=tokens // block), block_tokens=block
+        ),
+        incarnation=seed,
+    )
+    miss = _serve(machine, chain.keys, tokens)
+    # New key objects, as a second request brings them: equal bytes, another identity.
+    again = _chain(prompt, block).keys
+    acquire = Acquire(request="hit", keys=again, token_count=tokens)
+    hit_acquire_ns, granted = timed(lambda: _grant(machine, acquire))
+    _require(granted.cached_tokens == tokens - block, "the second request is a full hit")
+    hit_release_ns, _ = timed(lambda: machine.handle(Release(lease=granted.lease), 0.0))
+    other = _chain(_source(source, other_seed(seed, 0), tokens), block).keys
+    evict = _serve(machine, other, tokens)
+    _require(not machine.statistics().tiers[0].free, "the pool is full")
+    return Timings(
+        keys_ns=keys_ns,
+        miss_acquire_ns=miss[0],
+        miss_commit_ns=miss[1],
+        miss_release_ns=miss[2],
+        hit_acquire_ns=hit_acquire_ns,
+        hit_release_ns=hit_release_ns,
+        hit_whole_ns=_whole(prompt, tokens=tokens, block=block),
+        evict_acquire_ns=evict[0],
+        evict_commit_ns=evict[1],
+    )
+
+
+def _serve(machine: CacheMachine, keys: Sequence[bytes], tokens: int) -> tuple[int, int, int]:
+    acquire = Acquire(request="miss", keys=keys, token_count=tokens)
+    acquire_ns, granted = timed(lambda: _grant(machine, acquire))
+    _require(granted.cached_tokens == 0, "the first request is a miss")
+    commit = Commit(lease=granted.lease, token_count=tokens, keys=keys)
+    commit_ns, _ = timed(lambda: machine.handle(commit, 0.0))
+    release_ns, _ = timed(lambda: machine.handle(Release(lease=granted.lease), 0.0))
+    return acquire_ns, commit_ns, release_ns
+
+
+def _whole(prompt: Tokens, *, tokens: int, block: int) -> int:
+    """A hit through `penstock.open`, as an engine sees it: keys included."""
+    config = penstock.parse_config(
+        f'version = 1\n[model]\nname = "bench"\n[cache]\nblock_tokens = {block}\n'
+        f"blocks = {tokens // block}\n"
+    )
+    cache = penstock.open(config, kv=np.zeros((tokens // block, 1), dtype=np.uint8))
+    with cache.acquire(prompt) as lease:
+        lease.commit_prompt(tokens)
+
+    def serve() -> int:
+        lease = cache.acquire(prompt)
+        lease.release()
+        return lease.cached_tokens
+
+    whole_ns, cached = timed(serve)
+    _require(cached == tokens - block, "the second request is a full hit")
+    return whole_ns
+
+
+def _compare(report: Report, source: str, ours: Sequence[object], theirs: Sequence[object]) -> None:
+    def times(name: str, our: Sequence[str], their: Sequence[str], target: float) -> None:
+        value = times_faster(_sums(ours, our), _sums(theirs, their))
+        report.add_ratio(f"{name}, {source}", value, at_least=target)
+
+    hit = ("hit_match_ns", "hit_allocate_ns", "hit_free_ns")
+    times("hit: acquire + release", ("hit_acquire_ns", "hit_release_ns"), hit, 5.0)
+    with_keys = 4.0 if source == "buffer" else 2.5
+    times("hit with keys: penstock.open", ("hit_whole_ns",), ("keys_ns", *hit), with_keys)
+    cold = ("miss_allocate_ns",)
+    times("miss: acquire + commit", ("miss_acquire_ns", "miss_commit_ns"), cold, 2.0)
+    evict = ("evict_acquire_ns", "evict_commit_ns")
+    times("miss that evicts: acquire + commit", evict, ("evict_allocate_ns",), 1.0)
+
+
+def _sums(samples: Sequence[object], metrics: Sequence[str]) -> list[float]:
+    return [float(sum(getattr(sample, metric) for metric in metrics)) for sample in samples]
+
+
+def _metrics_of(sample: object) -> list[str]:
+    fields = getattr(sample, "__struct_fields__", None) or sample.__slots__  # type: ignore[attr-defined]
+    return [name for name in fields if name.endswith("_ns")]
+
+
+def _source(source: str, seed: int, count: int) -> Tokens:
+    drawn = draw_tokens(seed, count)
+    return drawn.tolist() if source == "list" else drawn
+
+
+def _chain(tokens: Tokens, block: int) -> KeyChain:
+    chain = KeyChain(_NAMESPACE, block_tokens=block)
+    chain.extend(tokens)
+    return chain
+
+
+def _grant(machine: CacheMachine, event: Event) -> Granted:
+    return answer(machine.handle(event, 0.0), Granted)
+
+
+def _require(condition: bool, sentence: str) -> None:  # noqa: FBT001 - reads as a sentence
+    if not condition:
+        raise AssertionError(f"the benchmark measures something else: not true that {sentence}")

@@ -1,0 +1,112 @@
+"""`penstock sim`: simulate the cache from many seeds, or tell the story of one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from enum import Enum
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from penstock.cli.conventions import (
+    ExitStatus,
+    JobsOption,
+    JsonOption,
+    SeedOption,
+    SeedsOption,
+    StartOption,
+    TraceOption,
+    chosen_seeds,
+    write_json,
+)
+from penstock.testing.sim.campaign import DEFECTS, failure_of, run_campaign
+from penstock.testing.sim.report import document_of, failure_lines, lines_of
+from penstock.testing.sim.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SEEDS_DEFAULT = 1000
+
+
+class Scenario(str, Enum):
+    """What is simulated."""
+
+    CACHE = "cache"
+
+
+def simulate(
+    scenario: Annotated[
+        Scenario, typer.Option("--scenario", help="What to simulate.")
+    ] = Scenario.CACHE,
+    seeds: SeedsOption = None,
+    start: StartOption = None,
+    seed: SeedOption = None,
+    jobs: JobsOption = 1,
+    *,
+    trace: TraceOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Simulate the cache from many seeds, or tell the story of one.
+
+    A seed decides everything: settings, requests, delays and faults. After every event the
+    whole state is audited. Seeds that fail end the command with status 1; so do events,
+    faults or moves between states that too few of the seeds have seen.
+    """
+    chosen = chosen_seeds(seed=seed, seeds=seeds, start=start, default_count=SEEDS_DEFAULT)
+    if trace:
+        if seed is None:
+            raise typer.BadParameter(
+                "tells the story of one seed: give --seed", param_hint="--trace"
+            )
+        _tell(seed)
+        return
+    with _progress(len(chosen)) as advance:
+        outcome = run_campaign(chosen, jobs=jobs, progress=advance)
+    problems = list(failure_lines(outcome, scenario.value))
+    if json is not None:
+        head = {"penstock": version("penstock"), "scenario": scenario.value, "start": chosen.start}
+        write_json(json, head | document_of(outcome))
+    if json is None or str(json) != "-":
+        for line in (*lines_of(outcome), "", *(problems or ["nothing was found"])):
+            print(line)
+    if problems:
+        raise typer.Exit(ExitStatus.FINDING)
+
+
+def _tell(seed: int) -> None:
+    """Tells every event of one world, and how it ended."""
+    world = World(seed, teller=print)
+    try:
+        world.run()
+    except DEFECTS as error:
+        failure = failure_of(seed, error)
+        print(f"seed {seed} failed: {failure.checker}: {error} ({failure.where})")
+        raise typer.Exit(ExitStatus.FINDING) from None
+    print(f"seed {seed}: {world.events.total()} events, nothing was found")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many seeds have ended: a bar on a terminal, a few lines elsewhere."""
+    if sys.stderr.isatty():
+        columns = (BarColumn(), MofNCompleteColumn(), "seeds", TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    done, told = 0, 0
+
+    def advance(count: int) -> None:
+        nonlocal done, told
+        done += count
+        tenths = done * 10 // total
+        if tenths > told and done < total:
+            told = tenths
+            print(f"penstock: {done} of {total} seeds", file=sys.stderr, flush=True)
+
+    yield advance
