@@ -244,7 +244,7 @@ def test_free_slots_are_used_before_anything_is_evicted(cache: Cache) -> None:
     room = cache.tier.plan_room(5, None)
 
     assert room.victims == []
-    assert room.available == 5
+    assert room.count == 5
 
 
 def test_as_many_blocks_are_set_aside_as_slots_are_missing(cache: Cache) -> None:
@@ -253,7 +253,7 @@ def test_as_many_blocks_are_set_aside_as_slots_are_missing(cache: Cache) -> None
     room = cache.tier.plan_room(4, None)
 
     assert cache.words(room.victims) == ["abcdef", "abcde"]
-    assert room.available == 4
+    assert room.count == 4
 
 
 def test_evicting_frees_the_slots_of_the_blocks_set_aside(cache: Cache) -> None:
@@ -274,7 +274,7 @@ def test_a_plan_says_how_much_could_be_had_when_it_is_not_enough(cache: Cache) -
 
     room = cache.tier.plan_room(8, None)
 
-    assert room.available == 6
+    assert room.count == 6
 
 
 def test_a_plan_that_is_put_back_changes_nothing(cache: Cache) -> None:
@@ -291,6 +291,14 @@ def test_a_plan_that_is_put_back_changes_nothing(cache: Cache) -> None:
     assert cache.tier.pool.holders.tolist() == other.tier.pool.holders.tolist()
     assert cache.tier.policy.candidates() == other.tier.policy.candidates()
     assert cache.order() == other.order()
+
+
+def test_no_room_is_planned_when_none_is_wanted(shared: Cache) -> None:
+    shared.add("abcd", tenant=1)
+
+    room = shared.tier.plan_room(0, 1)
+
+    assert room.victims == []
 
 
 def test_a_block_set_aside_is_not_set_aside_again(cache: Cache) -> None:
@@ -397,3 +405,49 @@ def test_own_blocks_leave_leaf_first_too(shared: Cache) -> None:
 
     assert shared.tier.used_by == {}
     assert all(not policy.candidates() for _, policy in shared.tier.quota_policies())
+
+
+def test_a_tenant_gets_room_beyond_its_quota_when_its_own_blocks_do_not_suffice(
+    shared: Cache,
+) -> None:
+    shared.add("ab", tenant=1)
+    shared.tier.pool.hold(shared.slots("ab"))
+
+    room = shared.tier.plan_room(3, 1)
+
+    assert room.count == 3
+
+
+def test_a_strict_quota_gives_no_more_than_own_blocks_leave(shared: Cache) -> None:
+    shared.add("uvwxyz", tenant=0)
+    shared.add("ab", tenant=1)
+    shared.tier.pool.hold(shared.slots("a"))
+
+    room = shared.tier.plan_room(3, 1, strict=True)
+
+    assert shared.words(room.victims) == ["ab"]
+    assert room.count == 1
+
+
+def test_a_strict_quota_that_is_used_up_takes_nothing_from_others(shared: Cache) -> None:
+    shared.add("uvwxyz", tenant=0)
+    shared.add("ab", tenant=1)
+    shared.tier.pool.hold(shared.slots("a", "ab"))
+
+    room = shared.tier.plan_room(3, 1, strict=True)
+
+    assert room.victims == []
+    assert room.count == 0
+
+
+def test_own_and_other_victims_are_put_back_alike(shared: Cache) -> None:
+    shared.add("uvwxyz", tenant=0)
+    shared.add("ab", tenant=1)
+    before = {tenant: policy.candidates() for tenant, policy in shared.tier.quota_policies()}
+
+    room = shared.tier.plan_room(5, 1)
+    shared.tier.put_back(room.victims)
+
+    after = {tenant: policy.candidates() for tenant, policy in shared.tier.quota_policies()}
+    assert after == before
+    assert shared.tier.policy.candidates() == {shared.node("uvwxyz"), shared.node("ab")}

@@ -173,9 +173,11 @@ class NodeTable:
         self.child_count[nodes[-1]] = 0
         if parent != NOWHERE:
             self.child_count[parent] += 1
-        self._number_runs(nodes, parent)
-        for number, key in zip(numbers, keys, strict=True):
-            self.keys[number] = key
+        if self._number_runs(nodes, parent):
+            self.keys[numbers[0] : numbers[-1] + 1] = keys
+        else:
+            for number, key in zip(numbers, keys, strict=True):
+                self.keys[number] = key
         self.copy_count[nodes] = 0
         self.tenant[nodes] = tenant
         self.hits[nodes] = 0
@@ -183,7 +185,8 @@ class NodeTable:
         self.priority[nodes] = 0
         return nodes
 
-    def _number_runs(self, nodes: NDArray[np.int32], parent: int) -> None:
+    def _number_runs(self, nodes: NDArray[np.int32], parent: int) -> bool:
+        """Notes which nodes have their parent just below them; returns whether all have."""
         positions = np.arange(len(nodes), dtype=np.int32)
         breaks = np.flatnonzero(np.diff(nodes, prepend=nodes[0]) != 1)
         starts = np.zeros(len(nodes), dtype=np.int32)
@@ -192,6 +195,7 @@ class NodeTable:
         if parent != NOWHERE and nodes[0] == parent + 1:
             first = breaks[1] if len(breaks) > 1 else len(nodes)
             self.run[nodes[:first]] += self.run[parent] + 1
+        return len(breaks) == 1
 
     def remove_all(self, nodes: NDArray[np.int32]) -> list[int]:
         """Removes nodes without copies at once, if nothing but each other follows them.
@@ -202,17 +206,20 @@ class NodeTable:
         parents = self.parent[nodes]
         inner = parents[parents != NOWHERE]
         np.subtract.at(self.child_count, inner, 1)
+        numbers: list[int] = nodes.tolist()
         if self.child_count[nodes].any():
             np.add.at(self.child_count, inner, 1)
-            numbers: list[int] = nodes.tolist()
             return numbers
-        for number in nodes.tolist():
-            del self.ids[cast("Key", self.keys[number])]
+        for key in self.keys_of(numbers):
+            del self.ids[key]
+        for number in numbers:
             self.keys[number] = None
         self.parent[nodes] = NOWHERE
         self._free[self._free_count : self._free_count + len(nodes)] = nodes
         self._free_count += len(nodes)
-        before = np.unique(inner)
+        # Of a chain, deepest first, only the parent of the last node is not removed itself.
+        before = parents[np.append(parents[:-1] != nodes[1:], True)] if len(nodes) else parents
+        before = before[before != NOWHERE]
         hollow = before[(self.copy_count[before] == 0) & (self.child_count[before] == 0)]
         return [number for number in hollow.tolist() if self.keys[number] is not None]
 

@@ -32,6 +32,10 @@ ANY_TENANT = "*"
 """The quota of every tenant that has none of its own."""
 
 
+_LONG_RUN = 8
+"""From so many blocks on, looking at them all at once is cheaper than one after the other."""
+
+
 class Room(NamedTuple):
     """What would have to go so that slots can be taken."""
 
@@ -39,7 +43,7 @@ class Room(NamedTuple):
     """Nodes that were set aside."""
     own_count: int
     """So many leading victims go because their tenant is over its quota."""
-    count: int
+    slot_count: int
     """Slots that could be taken once the victims are gone: no more than were wanted."""
 
 
@@ -116,13 +120,20 @@ class Tier:
         Blocks before them that have no follower here any more may leave from now on.
         """
         self.offer(self._unlink(nodes))
-        self._forget(nodes, evicted=evicted)
+        self._forget(nodes, self.nodes.keys_of(nodes.tolist()), evicted=evicted)
 
     def depart(self, nodes: NDArray[np.int32]) -> None:
         """These blocks are being written down and then leave; those before them may follow."""
         self.pool.depart(self.slot_of[nodes])
         parents = self._count_children(nodes, -1)
         self.offer(parents)
+
+    def depart_victim(self, node: int) -> None:
+        """A block that was set aside is written down before it leaves."""
+        self.pool.holders[self.slot_of[node]] -= 1
+        nodes = np.array([node], dtype=np.int32)
+        self._count_children(nodes, 1)
+        self.depart(nodes)
 
     def keep(self, nodes: NDArray[np.int32]) -> None:
         """Leaving blocks stay after all."""
@@ -226,7 +237,7 @@ class Tier:
         for policy in (self.policy, *self._quota_policies.values()):
             policy.mark()
 
-    def evict(self, victims: list[int]) -> NDArray[np.int32]:
+    def evict(self, victims: list[int], keys: list[Key]) -> NDArray[np.int32]:
         """Forgets blocks that were set aside; returns the slots they lay in."""
         nodes = np.array(victims, dtype=np.int32)
         slots: NDArray[np.int32] = self.slot_of[nodes]
@@ -234,7 +245,7 @@ class Tier:
         # Setting them aside already took them from the counts of the blocks before them.
         self._count_children(nodes, 1)
         self._unlink(nodes)
-        self._forget(nodes, evicted=True)
+        self._forget(nodes, keys, evicted=True)
         self.pool.evict(slots)
         return slots
 
@@ -260,6 +271,8 @@ class Tier:
         while node is not None:
             victims.append(node)
             parent = self._set_aside(node)
+            if parent == node - 1 and target - len(victims) >= _LONG_RUN <= self.nodes.run[node]:
+                parent = self._set_run_aside(policy, node, target - len(victims), victims)
             if len(victims) == target:
                 if parent != NOWHERE:
                     self._offer((parent,))
@@ -271,6 +284,37 @@ class Tier:
                 node = policy.pop()
             else:
                 node = policy.offer_and_pop(parent)
+
+    def _set_run_aside(
+        self, policy: EvictionPolicy, node: int, limit: int, victims: list[int]
+    ) -> int:
+        """Sets blocks before `node` aside that would follow it one by one anyway.
+
+        Returns what `_set_aside` of the last one would.
+        """
+        nodes, pool = self.nodes, self.pool
+        before = np.arange(
+            node - 1, node - 1 - min(limit, nodes.run_view[node]), -1, dtype=np.int32
+        )
+        slots = self.slot_of[before]
+        children = self.children[before]
+        may_leave = (slots != NOWHERE) & (pool.state[slots] == READY) & (pool.holders[slots] == 0)
+        # The first one's only follower here has just been set aside, the others' will be.
+        may_leave &= (children[0] == 0) & np.append(True, children[1:] == 1)
+        may_leave &= (nodes.pins[before] == 0) & (nodes.priority[before] == nodes.priority[node])
+        may_leave &= policy.leave_together(node, before)
+        count = len(before) if may_leave.all() else int(may_leave.argmin())
+        if count == 0:
+            return node - 1
+        run = before[:count]
+        pool.holders[slots[:count]] += 1
+        self.children[run] = 0
+        victims += run.tolist()
+        parent = nodes.parent_view[int(run[-1])]
+        if parent == NOWHERE:
+            return NOWHERE
+        self._children_view[parent] -= 1
+        return NOWHERE if self._children_view[parent] else parent
 
     def _set_aside(self, node: int) -> int:
         """Takes a block out of the reckoning; returns the block before it if it may follow."""
@@ -304,9 +348,8 @@ class Tier:
         self.nodes.copy_count[nodes] -= 1
         return self._count_children(nodes[staying], -1)
 
-    def _forget(self, nodes: NDArray[np.int32], *, evicted: bool) -> None:
+    def _forget(self, nodes: NDArray[np.int32], keys: list[Key], *, evicted: bool) -> None:
         numbers = nodes.tolist()
-        keys = self.nodes.keys_of(numbers)
         self.policy.forget(numbers, keys, evicted=evicted)
         for tenant, count in self._tenants_of(nodes):
             self.used_by[tenant] -= count

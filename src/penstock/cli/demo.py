@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 110
 """Wide enough for every row where there is no terminal that knows better."""
+INDENT = 3
 
 INTRODUCTION = """\
 A toy engine on the CPU: its KV lies in NumPy arrays (the "device"), Penstock manages the blocks \
@@ -51,25 +52,27 @@ def _print(shown: Demonstration, seconds: float) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
     console.print(f"[bold]penstock demo[/bold], seed {shown.seed}\n\n{INTRODUCTION}\n")
     for number, act in enumerate(shown.acts, start=1):
-        console.print(f"[bold]{number}. {act.title}[/bold]")
-        for told in act.told:
-            console.print(Text(f"   {told}"))
-    console.print()
-    for table in (_hits(shown), _misses(shown), _tiers(shown)):
-        console.print(table)
-    console.print("[bold]One miss, explained[/bold]")
-    console.print(Text(f"   {shown.explained}\n"))
-    console.print(f"[bold]The story of {shown.story_of!r}[/bold] (seconds of the engine's clock)")
-    for line in shown.story:
-        console.print(Text(f"   {line}"))
-    console.print()
+        _print_section(console, f"{number}. {act.title}", *act.told)
+    _print_section(console, "Prompt tokens, by where they were found", _hits(shown))
+    _print_section(console, "Why requests found no more", _misses(shown))
+    _print_section(console, "Blocks, tier by tier", _tiers(shown))
+    _print_section(console, "One miss, explained", shown.explained)
+    _print_section(console, f"The story of {shown.story_of!r}, by the engine's clock", *shown.story)
     _print_verdict(console, shown, seconds)
+
+
+def _print_section(console: Console, title: str, *parts: str | Table) -> None:
+    console.print(Text(title, style="bold"))
+    for part in parts:
+        content = Text(part) if isinstance(part, str) else part
+        console.print(Padding(content, (0, 0, 0, INDENT), expand=False))
+    console.print()
 
 
 def _hits(shown: Demonstration) -> Table:
     statistics = shown.statistics
     asked = statistics.tokens_asked
-    table = _table("Prompt tokens, by where they were found", "", ">tokens", ">share")
+    table = _table("", ">tokens", ">share")
     for tier in statistics.tiers:
         table.add_row(tier.name, f"{tier.tokens_cached:,}", f"{tier.tokens_cached / asked:.1%}")
     missing = asked - statistics.tokens_cached
@@ -79,7 +82,7 @@ def _hits(shown: Demonstration) -> Table:
 
 
 def _misses(shown: Demonstration) -> Table:
-    table = _table("Why requests found no more", "reason", ">requests", "in words", "for example")
+    table = _table("reason", ">requests", "in words", "for example")
     for reason in MissReason:
         count = shown.statistics.misses[reason.value]
         if count:
@@ -90,16 +93,16 @@ def _misses(shown: Demonstration) -> Table:
 
 
 def _tiers(shown: Demonstration) -> Table:
-    table = _table("Blocks", "tier", ">slots", ">stored", ">left", ">there now")
+    table = _table("tier", ">slots", ">stored", ">left", ">there now")
     for tier in shown.traffic:
         counts = (tier.slots, tier.stored, tier.removed, tier.present)
         table.add_row(tier.tier, *(f"{count:,}" for count in counts))
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(*columns: str) -> Table:
     """A table; a column whose name begins with `>` holds numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     return table
@@ -112,12 +115,10 @@ def _print_verdict(console: Console, shown: Demonstration, seconds: float) -> No
         f"{statistics.blocks_evicted:,} evictions, {shown.tokens_computed:,} tokens computed.\n"
         f"{shown.bytes_verified:,} bytes of KV compared with a fresh computation. "
         f"{shown.sums_made:,} blocks written with their checksums, {shown.sums_checked:,} checked "
-        f"on the way back, {statistics.blocks_corrupt} found corrupt "
+        f"when they were read, {statistics.blocks_corrupt} found corrupt "
         f"({shown.bytes_damaged} damaged on purpose).\n"
     )
     if not shown.findings:
         console.print(f"[bold green]All bytes were right[/bold green], in {seconds:.1f} s.")
         return
-    console.print(f"[bold red]{len(shown.findings)} findings[/bold red]:")
-    for finding in shown.findings:
-        console.print(Text(f"   {finding}"))
+    _print_section(console, f"{len(shown.findings)} findings", *shown.findings)

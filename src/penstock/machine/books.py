@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -172,16 +173,20 @@ class Books:
 
     def add_chain(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
         """Makes unknown blocks known; the caller places a copy at once."""
-        nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
-        if self._expires_at:
-            for key in keys:
-                self._expires_at.pop(key, None)
-        for tier in self.owned_tiers():
-            tier.fit()
+        nodes = self._add_nodes(keys, parent=parent, tenant=tenant)
         self.departed.discard(keys)
         if self.pinned:
             pinned = self.pinned
             self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
+        return nodes
+
+    def _add_nodes(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
+        nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
+        for tier in self.owned_tiers():
+            tier.fit()
+        if self._expires_at:
+            for key in keys:
+                self._expires_at.pop(key, None)
         return nodes
 
     def parent_node(self, key: Key | None, *, tenant: int) -> int:
@@ -193,7 +198,8 @@ class Books:
             return NOWHERE
         node = self.nodes.get(key)
         if node == NOWHERE:
-            node = int(self.add_chain([key], parent=NOWHERE, tenant=tenant)[0])
+            node = int(self._add_nodes([key], parent=NOWHERE, tenant=tenant)[0])
+            self.nodes.pins[node] = self.pinned.get(key, 0)
         return node
 
     def link(self, node: int, parent: int) -> None:
@@ -254,11 +260,11 @@ class Books:
     def make_room(self, tier: Tier, wanted: int, tenant: int | None, now: float, cause: str) -> int:
         """Evicts until `wanted` slots can be taken, or nothing at all; returns what could be."""
         room = tier.plan_room(wanted, tenant)
-        if room.count < wanted:
+        if room.slot_count < wanted:
             tier.put_back(room.victims)
         else:
             self.evict_planned(tier, room, now, cause)
-        return room.count
+        return room.slot_count
 
     def evict_planned(self, tier: Tier, room: Room, now: float, cause: str) -> None:
         """Forgets the victims of a plan, each for its own reason."""
@@ -279,7 +285,7 @@ class Books:
         """Forgets victims that were set aside in a tier."""
         keys = self.nodes.keys_of(victims)
         self._count_unsaved(tier, victims)
-        slots = tier.evict(victims)
+        slots = tier.evict(victims, keys)
         self.counters.blocks_evicted += len(victims)
         self._gone(tier, victims, keys, slots, reason, now, cause)
 
@@ -337,7 +343,7 @@ class Books:
         nodes = np.array(numbers, dtype=np.int32)
         lost = self.nodes.copy_count[nodes] == 0
         if departure is not None:
-            gone = [key for key, was_last in zip(keys, lost.tolist(), strict=True) if was_last]
+            gone = keys if lost.all() else list(compress(keys, lost.tolist()))
             self.departed.add(gone, departure)
         self.forget_if_useless(self.nodes.remove_all(nodes[lost])[::-1])
 

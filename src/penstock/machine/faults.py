@@ -104,7 +104,7 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
     if event.foreign:
         books.foreign.update(dict.fromkeys(event.keys, tier.index))
         return
-    _check_found(tier, event)
+    _check_found(books, tier, event)
     tenant = books.tenant("")
     nodes: list[int] = []
     slots: list[int] = []
@@ -130,7 +130,7 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         books.history.add(now, "discovered", tier.name, event.keys)
 
 
-def _check_found(tier: Tier, event: Discovered) -> None:
+def _check_found(books: Books, tier: Tier, event: Discovered) -> None:
     if not len(event.keys) == len(event.parents) == len(event.slots):
         raise ValueError(
             f"{len(event.keys)} keys, {len(event.parents)} parents and {len(event.slots)} slots: "
@@ -139,8 +139,15 @@ def _check_found(tier: Tier, event: Discovered) -> None:
     slots = event.slots.tolist()
     if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
         raise ValueError("slots: a slot or a key occurs twice")
-    for slot in slots:
-        if not 0 <= slot < tier.pool.slot_count or tier.pool.state[slot] != FREE:
+    for key, slot in zip(event.keys, slots, strict=True):
+        if not 0 <= slot < tier.pool.slot_count:
+            raise ValueError(
+                f"slots: slot {slot} is outside of tier {tier.name!r}, "
+                f"which has {tier.pool.slot_count}"
+            )
+        node = books.nodes.get(key)
+        known_here = node != NOWHERE and tier.slot_of[node] == slot
+        if tier.pool.state[slot] != FREE and not known_here:
             raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
 
 

@@ -50,6 +50,9 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
             break
         if _reachable(books, tier):
             usable = _usable(tier, nodes[missing], filling=False)
+            if tier.index > HUB:
+                # What is being written into the hub cannot be brought there a second time.
+                usable &= books.tier(HUB).slot_of[nodes[missing]] == NOWHERE
             if tier.index == HUB and device is not None and books.staging:
                 usable |= _on_its_way(books, tier, nodes[missing])
             source[missing[usable]] = tier.index

@@ -129,9 +129,9 @@ def _fit_into_hub(books: Books, found: Finding, miss: Miss) -> tuple[Finding, Mi
     hub.put_back(room.victims)
     hub.pool.unhold(mine)
     hub.offer_slots(mine)
-    if room.count >= len(below):
+    if room.slot_count >= len(below):
         return found, miss
-    length = int(below[room.count])
+    length = int(below[room.slot_count])
     cut = Finding(found.nodes[:length], found.source[:length])
     return cut, Miss(reason=MissReason.NO_ROOM, block=length)
 

@@ -46,6 +46,7 @@ def lookup(books: Books, event: Lookup) -> None:
 def load(books: Books, event: Load, now: float) -> None:
     """Loads the leading blocks that are ready into the engine's slots."""
     _check_offload(books, event.keys, event.slots)
+    _require_ranks(books)
     found = find(books, event.keys, deepest=HUB)
     count = len(found.nodes)
     started: list[Operation] = []
@@ -79,12 +80,15 @@ def save(books: Books, event: Save, now: float) -> None:
     _check_offload(books, event.keys, event.slots)
     if event.slots.min(initial=0) < 0:
         raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
+    _require_ranks(books)
     hub = books.tier(HUB)
     chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
     nodes = _name(books, event, chosen)
     taken, targets = writing.take_room(books, hub, nodes, now, event.cause)
-    books.forget_if_useless(nodes[len(taken) :].tolist())
-    accepted = chosen[: len(taken)]
+    # Room is given tenant by tenant, so what was taken need not be the leading blocks.
+    position_of = dict(zip(nodes.tolist(), chosen, strict=True))
+    accepted = [position_of.pop(node) for node in taken.tolist()]
+    books.forget_if_useless(list(position_of))
     started: list[Operation] = []
     if accepted:
         keys = [event.keys[position] for position in accepted]
@@ -133,7 +137,7 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
         hub.pool.hold(here)
         plan = hub.plan_room(len(below), None)
         hub.put_back(plan.victims)
-        room = plan.count
+        room = plan.slot_count
         for index in sorted(set(found.source[below[:room]].tolist())):
             positions = below[:room][found.source[below[:room]] == index]
             deadline = _deadline(books, event.deadline, now)
@@ -158,6 +162,9 @@ def _check_offload(books: Books, keys: Sequence[Key], slots: NDArray[np.int32]) 
         )
     if len(set(keys)) != len(keys):
         raise ValueError("keys: a key occurs twice")
+
+
+def _require_ranks(books: Books) -> None:
     if not books.healthy:
         lost = ", ".join(map(str, sorted(books.lost_ranks)))
         raise UnavailableError(f"rank {lost} is lost: no block can be copied on every rank")

@@ -140,8 +140,8 @@ def _make_room_below(
     tier.offer(before)
     if over_quota:
         departure = Departure(MissReason.OVER_QUOTA, tier.name, "", now)
-        books.departed.add(books.nodes.keys_of(nodes[room.count :].tolist()), departure)
-    return room.count
+        books.departed.add(books.nodes.keys_of(nodes[room.slot_count :].tolist()), departure)
+    return room.slot_count
 
 
 def keep_watermark(books: Books, tier: Tier, now: float) -> None:
@@ -166,8 +166,7 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
         if node is None:
             break
         if any(fed.slot_of[node] == NOWHERE for fed in below):
-            tier.put_back([node])
-            tier.depart(np.array([node], dtype=np.int32))
+            tier.depart_victim(node)
             leaving.append(node)
         else:
             going.append(node)

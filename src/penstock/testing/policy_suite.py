@@ -76,7 +76,8 @@ class Shelf:
     def remove(self, *nodes: int, evicted: bool) -> None:
         """Blocks are gone."""
         self.hold(*nodes)
-        self.policy.forget(nodes, [self._keys.pop(node) for node in nodes], evicted=evicted)
+        keys = [self._keys.pop(node) for node in nodes]
+        self.policy.forget(list(nodes), keys, evicted=evicted)
 
     def evict(self) -> int | None:
         """The next block leaves for good."""
@@ -88,6 +89,7 @@ class Shelf:
     def set_aside(self, count: int) -> dict[int, int]:
         """Up to so many blocks are popped and held, as when room is planned."""
         aside: dict[int, int] = {}
+        self.policy.mark()
         while len(aside) < count and (node := self.policy.pop()) is not None:
             aside[node] = self._standing.pop(node)
         return aside
@@ -95,6 +97,7 @@ class Shelf:
     def put_back(self, aside: dict[int, int]) -> None:
         """The room was not to be had: blocks that were set aside are as before."""
         self._standing.update(aside)
+        self.policy.rollback()
         self.policy.offer(aside)
 
     def drain(self) -> list[int]:
@@ -319,6 +322,28 @@ class PolicySuite(ABC):
     def test_a_plan_that_is_put_back_is_not_felt_later_either(self) -> None:
         """Counts and positions are as they were, so that later hits weigh the same."""
         self._compare_after_plan(steps_afterwards=15)
+
+    def test_a_plan_that_is_carried_out_is_the_same_as_evicting_one_by_one(self) -> None:
+        """Marking alone changes nothing."""
+        for seed in HISTORIES:
+            planned, other = self.lived_in(seed), self.lived_in(seed)
+
+            victims = list(planned.set_aside(count=4))
+            planned.remove(*victims, evicted=True)
+
+            assert victims == [other.evict() for _ in victims]
+            assert planned.drain() == other.drain()
+
+    def test_an_earlier_plan_is_not_undone_with_a_later_one(self) -> None:
+        """Only what was popped since the last mark is put back."""
+        for seed in HISTORIES:
+            planned, other = self.lived_in(seed), self.lived_in(seed)
+
+            for shelf in (planned, other):
+                shelf.remove(*shelf.set_aside(count=3), evicted=True)
+            planned.put_back(planned.set_aside(count=2))
+
+            assert planned.drain() == other.drain()
 
     def test_offering_and_popping_at_once_is_the_same_as_one_after_the_other(self) -> None:
         """A shortcut for speed, not another rule."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -149,12 +150,17 @@ def read_slots(tier: SlotStore, slots: Sequence[int] = ALL_SLOTS) -> NDArray[np.
 
 
 def _packed(layout: Layout, content: NDArray[np.uint8]) -> Blocks:
-    count = len(content)
     return Blocks(
-        layout=layout.packed(block_count=count),
+        layout=_packed_layout(layout, len(content)),
         buffers={0: content.reshape(-1)},
-        numbers=range(count),
+        numbers=range(len(content)),
     )
+
+
+@lru_cache(maxsize=256)
+def _packed_layout(layout: Layout, count: int) -> Layout:
+    # Remembered, because to work it out takes longer than to copy blocks as small as ours.
+    return layout.packed(block_count=count)
 
 
 class TierSuite(ABC):

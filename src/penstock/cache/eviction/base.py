@@ -72,6 +72,10 @@ class EvictionPolicy(Protocol):
         """The same as `offer` of one block, then `pop`; evicting a chain does little else."""
         ...
 
+    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of `others` would be popped right after `node`, if they may leave by then."""
+        ...
+
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """These blocks left the tier; `evicted` if they did so to make room."""
         ...

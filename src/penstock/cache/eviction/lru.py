@@ -85,6 +85,11 @@ class LruPolicy:
         heappush(self._queue, first)
         return self.pop()
 
+    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Blocks that were last used by the same event."""
+        same: NDArray[np.bool_] = self._used[others] == self._used_view[node]
+        return same
+
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:  # noqa: ARG002
         """Nothing is kept of a block that left; its entries no longer hold."""
         self._used[nodes] = -1

@@ -128,6 +128,10 @@ class S3FifoPolicy:
         self._enqueue(node)
         return self.pop()
 
+    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:  # noqa: ARG002
+        """Each block has a turn of its own."""
+        return np.zeros(len(others), dtype=bool)
+
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """A block evicted from the small queue leaves a ghost."""
         for node, key in zip(nodes, keys, strict=True):

@@ -21,9 +21,9 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LAYER_COUNT = 4
+LAYER_COUNT = 2
 HEAD_COUNT = 2
-CHANNEL_COUNT = 16
+CHANNEL_COUNT = 32
 VOCABULARY = 50_000
 
 KV: TypeAlias = NDArray[np.uint16]

@@ -97,7 +97,7 @@ def run_seeds(seeds: range) -> Outcome:
                 world.run()
             except DEFECTS as error:
                 outcome.failures.append(failure_of(seed, error))
-            outcome.coverage.add_world(world.events, world.faults)
+            outcome.coverage.add_world(world)
     outcome.coverage.moves = moves
     return outcome
 

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.states import TABLES
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from penstock.testing.sim.world import World
 
 EVENT_KINDS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in ev.Event.__subclasses__()))
 
@@ -52,6 +55,10 @@ FAULT_KINDS: tuple[str, ...] = (
     "write after the copy was given up",
 )
 
+COPY_KINDS: tuple[str, ...] = tuple(
+    f"{purpose.value} {outcome.value}" for purpose in Purpose for outcome in Outcome
+)
+
 SHARE_MIN = 0.01
 """Every kind of event and fault occurs in at least this share of the seeds."""
 EVENTS_MEAN_MIN = 60.0
@@ -75,16 +82,21 @@ class Coverage:
     event_seeds: Counter[str] = field(default_factory=Counter)
     """In how many seeds each kind of event occurred."""
     fault_seeds: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    """How often a copy for each purpose ended in each way."""
+    copy_seeds: Counter[str] = field(default_factory=Counter)
     moves: Moves = field(default_factory=dict)
 
-    def add_world(self, events: Counter[str], faults: Counter[str]) -> None:
+    def add_world(self, world: World) -> None:
         """One more world has ended."""
         self.seed_count += 1
-        self.event_count += events.total()
-        self.events.update(events)
-        self.faults.update(faults)
-        self.event_seeds.update(events.keys())
-        self.fault_seeds.update(faults.keys())
+        self.event_count += world.events.total()
+        self.events.update(world.events)
+        self.faults.update(world.faults)
+        self.copies.update(world.copies)
+        self.event_seeds.update(world.events.keys())
+        self.fault_seeds.update(world.faults.keys())
+        self.copy_seeds.update(world.copies.keys())
 
     def add(self, other: Coverage) -> None:
         """Worlds that ran elsewhere."""
@@ -93,7 +105,9 @@ class Coverage:
         self.events.update(other.events)
         self.faults.update(other.faults)
         self.event_seeds.update(other.event_seeds)
+        self.copies.update(other.copies)
         self.fault_seeds.update(other.fault_seeds)
+        self.copy_seeds.update(other.copy_seeds)
         for name, counts in other.moves.items():
             mine = self.moves.setdefault(name, [[0] * len(row) for row in counts])
             for mine_row, row in zip(mine, counts, strict=True):
@@ -134,6 +148,9 @@ class Coverage:
 @contextmanager
 def counting_moves() -> Iterator[Moves]:
     """Has the state tables of this process count; the counts are complete at the end."""
+    copies: Counter[str] = field(default_factory=Counter)
+    """How often a copy for each purpose ended in each way."""
+    copy_seeds: Counter[str] = field(default_factory=Counter)
     moves: Moves = {}
     earlier = [table.counts for table in TABLES]
     for table in TABLES:

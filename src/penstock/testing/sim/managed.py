@@ -38,6 +38,8 @@ class ManagedEngine(Engine):
         self.requests: dict[LeaseId, Request] = {}
         self._returning: list[Text] = []
         """Texts of preempted requests that mean to come back."""
+        self._full = False
+        """Whether the last request was refused, and nothing was given back since."""
 
     def waiting(self) -> Iterable[Request]:
         """All open requests."""
@@ -48,9 +50,8 @@ class ManagedEngine(Engine):
         rng = self.rng
         if self.world.ranks.lost and rng.random() < 0.7:
             return  # There is little to do without all ranks.
-        if not self.requests or (
-            len(self.requests) < self.weather.requests_max and rng.random() < 0.35
-        ):
+        welcome = len(self.requests) < self.weather.requests_max
+        if not self.requests or (welcome and rng.random() < (0.1 if self._full else 0.35)):
             self._arrive()
             return
         request = rng.choice(list(self.requests.values()))
@@ -73,6 +74,7 @@ class ManagedEngine(Engine):
         except CapacityError:
             self.world.check_unchanged()
             self.world.note("no room")
+            self._full = True
             if self.requests and self.rng.random() < 0.5:
                 self._preempt(self.rng.choice(list(self.requests.values())))
         except UnavailableError:
@@ -223,6 +225,7 @@ class ManagedEngine(Engine):
         self.world.send(ev.Release(lease=request.lease))
 
     def _close(self, request: Request) -> None:
+        self._full = False
         del self.requests[request.lease]
         self._check_bytes(request)
 

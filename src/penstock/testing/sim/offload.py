@@ -181,9 +181,14 @@ class OffloadEngine(Engine):
         """Computes some blocks and saves them; saves loaded ones again, now and then."""
         ranks = self.world.ranks
         if ranks.dead:
-            return  # A step needs every rank.
+            # A step needs every rank; an engine may still try to save what it has.
+            if ranks.lost and self.rng.random() < 0.3:
+                self._save(sequence, 0, 1)
+            return
         first = sequence.saved
-        end = self.rng.randint(first + 1, len(sequence.keys)) if first < len(sequence.keys) else first
+        end = (
+            self.rng.randint(first + 1, len(sequence.keys)) if first < len(sequence.keys) else first
+        )
         if first == end:
             self._leave(sequence)
             return
@@ -361,9 +366,7 @@ class OffloadEngine(Engine):
         showings = write.hits if write.kind is WriteKind.SELECTIVE else 1
         slots = np.array(sequence.slots, dtype=np.int32)
         for _ in range(showings):
-            event = ev.Save(
-                keys=sequence.keys, slots=slots, cause=sequence.name, tenant="recovery"
-            )
+            event = ev.Save(keys=sequence.keys, slots=slots, cause=sequence.name, tenant="recovery")
             self._start(event, sequence)
         self.world.run_until_quiet()
         if self._look_fresh(sequence) != 2:

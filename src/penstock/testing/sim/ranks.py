@@ -152,7 +152,9 @@ class Ranks:
         for rank in range(self.rank_count):
             if rank not in self.dead:
                 trouble = self._draw_trouble(job)
-                self._world.after(self._pause(rank) + trouble.hang_s[0], self._read, job, rank, trouble)
+                self._world.after(
+                    self._pause(rank) + trouble.hang_s[0], self._read, job, rank, trouble
+                )
 
     def abandon(self, effect: Abandon) -> None:
         """Nobody wants a copy any more: some ranks stop, others are past stopping."""
@@ -169,6 +171,7 @@ class Ranks:
         if job is None or job.ended:
             raise SimulationError("operations", f"{effect.operation} ended more than once")
         job.ended = True
+        self._world.copies[f"{job.purpose.value} {effect.outcome.value}"] += 1
         if effect.outcome.value == "expired":
             self._world.note("deadline passed")
         if effect.settled:

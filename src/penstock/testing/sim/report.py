@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import TABLES
-from penstock.testing.sim.coverage import EVENT_KINDS, FAULT_KINDS
+from penstock.testing.sim.coverage import COPY_KINDS, EVENT_KINDS, FAULT_KINDS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -28,6 +28,7 @@ def lines_of(outcome: Outcome) -> Iterator[str]:
     for title, kinds, counts, seeds in (
         ("event", EVENT_KINDS, coverage.events, coverage.event_seeds),
         ("fault", FAULT_KINDS, coverage.faults, coverage.fault_seeds),
+        ("copy", COPY_KINDS, coverage.copies, coverage.copy_seeds),
     ):
         yield ""
         yield from _aligned(_kind_rows(title, kinds, counts, seeds, coverage.seed_count))
@@ -63,6 +64,7 @@ def document_of(outcome: Outcome) -> dict[str, object]:
         "seconds": outcome.seconds,
         "event_kinds": _kinds(EVENT_KINDS, coverage.events, coverage.event_seeds),
         "fault_kinds": _kinds(FAULT_KINDS, coverage.faults, coverage.fault_seeds),
+        "copy_kinds": _kinds(COPY_KINDS, coverage.copies, coverage.copy_seeds),
         "moves": {table.name: _moves(outcome, table.name) for table in TABLES},
         "failures": [
             {"seed": f.seed, "checker": f.checker, "problem": f.problem, "where": f.where}

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.ledger import BlockFault
 from penstock.cache.settings import DEVICE
-from penstock.cache.states import SlotState
+from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import LeaseError, PenstockError
 from penstock.machine import events as ev
 from penstock.testing.sim.checkers import SimulationError
@@ -111,8 +112,14 @@ class Storm:
     # ---------------------------------------------------------------- tiers
 
     def _tier_off(self) -> None:
-        if self._tier_count > 1:
-            tier = self._rng.randrange(1, self._tier_count)
+        if self._tier_count == 1:
+            return
+        tier = self._rng.randrange(1, self._tier_count)
+        if self._rng.random() < 0.1 and tier not in self._world.ranks.off:
+            # It came back before anybody noticed that it was gone.
+            self._world.ranks.off.add(tier)
+            self._tier_on(tier)
+        else:
             self._switch_off(tier, fenced=self._rng.random() < 0.5)
 
     def _switch_off(self, tier: int, *, fenced: bool) -> None:
@@ -236,8 +243,9 @@ class Storm:
 
     def _nonsense(self) -> list[ev.Event]:
         world = self._world
-        some = world.library.all_keys(world.library.fresh_text("nonsense", 99))
-        slots = np.zeros((5, 1), dtype=np.int32)
+        keys = world.library.all_keys(world.library.fresh_text("nonsense", 99))[:2]
+        groups = world.weather.settings.group_count
+        slots = np.zeros((groups, 2), dtype=np.int32)
         events: list[ev.Event] = [
             ev.Grow(lease=_NO_LEASE, token_count=1),
             ev.Commit(lease=_NO_LEASE, token_count=1, keys=[]),
@@ -245,19 +253,39 @@ class Storm:
             ev.Release(lease=_NO_LEASE),
             ev.Preempt(lease=_NO_LEASE),
             ev.Unpin(pin=PinId(10_000)),
-            ev.Pin(keys=[some[0], some[0]]),
+            ev.Pin(keys=[keys[0], keys[0]]),
             ev.Acquire(request="nobody", keys=[], token_count=0),
-            ev.Acquire(request="nobody", keys=some, token_count=1_000_000),
-            ev.Load(keys=some[:1], slots=slots, cause="nobody"),
-            ev.Save(keys=some[:1], slots=slots, cause="nobody"),
+            ev.Acquire(request="nobody", keys=keys, token_count=1_000_000),
+            ev.Load(keys=keys, slots=slots[:, :1], cause="nobody"),
+            ev.Load(keys=[keys[0], keys[0]], slots=slots, cause="nobody"),
+            ev.Save(keys=keys, slots=slots - 1, cause="nobody"),
             ev.RankLost(rank=world.ranks.rank_count),
             ev.RankBack(rank=-1),
             ev.TierOff(tier=DEVICE, fenced=True),
             ev.TierOn(tier=self._tier_count, kept=True),
         ]
-        for request in world.engine.waiting():
-            beyond = (len(request.table) + 1) * world.library.block_tokens
-            events.append(ev.Commit(lease=request.lease, token_count=beyond, keys=[]))
+        if self._tier_count > 1:
+            events.append(ev.Discovered(tier=1, keys=keys, parents=[None], slots=slots[0]))
+        for job in world.ranks.open.values():
+            beyond = [(len(job.keys), BlockFault.CORRUPT)]
+            for rank in job.left:
+                events.append(ev.Report(operation=job.id, rank=rank, faults=beyond))
+        return events + self._nonsense_about_leases()
+
+    def _nonsense_about_leases(self) -> list[ev.Event]:
+        events: list[ev.Event] = []
+        size = self._world.library.block_tokens
+        for request in self._world.engine.waiting():
+            lease = request.lease
+            beyond = (len(request.table) + 1) * size
+            events.append(ev.Commit(lease=lease, token_count=beyond, keys=[]))
+            if request.state is not LeaseState.READY:
+                events.append(ev.Grow(lease=lease, token_count=beyond))
+                events.append(ev.Fork(lease=lease, request="nobody"))
+            elif request.store and request.epoch == self._world.epoch:
+                one_too_many = [request.text.namespace.digest]
+                count = request.computed
+                events.append(ev.Commit(lease=lease, token_count=count, keys=one_too_many))
         return events
 
     def _a_while(self) -> float:

@@ -120,7 +120,9 @@ def draw_weather(rng: Random) -> Weather:
     managed = rng.random() < 0.7
     plenty = Plenty.NOWHERE
     if rng.random() < 0.2:
-        plenty = rng.choice((Plenty.DEVICE, Plenty.HUB, Plenty.BOTTOM) if managed else (Plenty.HUB,))
+        plenty = rng.choice(
+            (Plenty.DEVICE, Plenty.HUB, Plenty.BOTTOM) if managed else (Plenty.HUB,)
+        )
     healthy = plenty is not Plenty.NOWHERE
     blocks_max = rng.randint(3, 7)
     settings = _draw_settings(rng, plenty, managed=managed, blocks_max=blocks_max)
@@ -135,7 +137,7 @@ def draw_weather(rng: Random) -> Weather:
     return Weather(
         settings=settings,
         plenty=plenty,
-        event_budget=rng.randint(40, 68),
+        event_budget=rng.randint(46, 72),
         watchful=rng.random() < 0.15,
         warm=rng.random() < 0.5,
         recovery=rng.random() < 0.4,
@@ -147,7 +149,7 @@ def draw_weather(rng: Random) -> Weather:
         timers=rng.random() < 0.6,
         abort=habit(0.6, 0.2),
         preempt=habit(0.5, 0.2),
-        fork=habit(0.4, 0.25),
+        fork=habit(0.5, 0.3),
         opt_out=habit(0.3, 0.4),
         hint=habit(0.4, 0.5),
         haste=fault(0.3, 0.5),
@@ -179,9 +181,7 @@ def _draw_paces(rng: Random, settings: CacheSettings, *, healthy: bool) -> tuple
     return tuple(paces)
 
 
-def _draw_settings(
-    rng: Random, plenty: Plenty, *, managed: bool, blocks_max: int
-) -> CacheSettings:
+def _draw_settings(rng: Random, plenty: Plenty, *, managed: bool, blocks_max: int) -> CacheSettings:
     tiers: list[TierSettings] = []
     for name in TIER_NAMES[: _draw_tier_count(rng, plenty, managed=managed)]:
         tiers.append(_draw_tier(rng, name, plenty, managed=managed, blocks_max=blocks_max))
@@ -250,7 +250,7 @@ def _draw_tier(
 def _draw_watermarks(rng: Random, slots: int, *, needed: bool) -> tuple[float, float]:
     if not needed and rng.random() < 0.5:
         return 0.0, 0.0
-    low = (1 + rng.randint(0, slots // 4)) / slots + 1e-6
+    low = (1 + rng.randint(0, slots // 3)) / slots + 1e-6
     return low, min(low + rng.choice((0.0, 0.1, 0.3)), 0.9)
 
 

@@ -63,6 +63,7 @@ class World:
         self.machine = CacheMachine(self.weather.settings, incarnation=self.incarnation)
         self.events: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self.library = Library(self.rng, self.weather)
         self.model = Model()
         self._audited = audited
@@ -72,9 +73,7 @@ class World:
         self._handled = 0
         self._frozen: tuple[object, ...] | None = None
         self.ranks = Ranks(self)
-        self.engine: Engine = (
-            ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
-        )
+        self.engine: Engine = ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
         self.kv = KvReader(self)
         self._storm = Storm(self)
         self._reactions: dict[type[ef.Effect], Callable[..., None]] = {
