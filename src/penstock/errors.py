@@ -49,10 +49,14 @@ class UnavailableError(PenstockError):
 class InvariantViolation(PenstockError):  # noqa: N818 - a defect of ours, not an error of yours
     """The cache's own books do not add up: a defect of Penstock, never of the caller.
 
-    `story` tells what last happened to the block or request concerned.
+    `story` tells what last happened to the block concerned, or lately if no block is; `node`
+    is that block's number in the index.
     """
 
-    def __init__(self, problem: str, *, story: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, problem: str, *, story: tuple[str, ...] = (), node: int | None = None
+    ) -> None:
         super().__init__("\n  ".join((problem, *story)))
         self.problem = problem
         self.story = story
+        self.node = node

@@ -137,7 +137,7 @@ def test_a_held_slot_is_not_freed(pool: Pool) -> None:
     pool.fill(slots(0))
     pool.hold(slots(0))
 
-    with pytest.raises(InvariantViolation, match="EVICT of a slot that is held"):
+    with pytest.raises(InvariantViolation, match="EVICT of slot 0, which is held"):
         pool.evict(slots(0))
 
     assert pool.free_count == 3

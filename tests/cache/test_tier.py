@@ -59,8 +59,13 @@ class Cache:
         """The order in which everything leaves; nothing is left afterwards."""
         victims = self.tier.plan_room(self.tier.pool.slot_count, None).victims
         words = self.words(victims)
-        self.tier.evict(victims)
+        self.evict(victims)
         return words
+
+    def evict(self, victims: list[int]) -> list[int]:
+        """Blocks that were set aside leave for good; returns the slots they lay in."""
+        slots: list[int] = self.tier.evict(victims, self.nodes.keys_of(victims)).tolist()
+        return slots
 
 
 @pytest.fixture(params=sorted(POLICIES))
@@ -244,7 +249,7 @@ def test_free_slots_are_used_before_anything_is_evicted(cache: Cache) -> None:
     room = cache.tier.plan_room(5, None)
 
     assert room.victims == []
-    assert room.count == 5
+    assert room.slot_count == 5
 
 
 def test_as_many_blocks_are_set_aside_as_slots_are_missing(cache: Cache) -> None:
@@ -253,7 +258,7 @@ def test_as_many_blocks_are_set_aside_as_slots_are_missing(cache: Cache) -> None
     room = cache.tier.plan_room(4, None)
 
     assert cache.words(room.victims) == ["abcdef", "abcde"]
-    assert room.count == 4
+    assert room.slot_count == 4
 
 
 def test_evicting_frees_the_slots_of_the_blocks_set_aside(cache: Cache) -> None:
@@ -261,9 +266,9 @@ def test_evicting_frees_the_slots_of_the_blocks_set_aside(cache: Cache) -> None:
     room = cache.tier.plan_room(2, None)
     expected = cache.tier.slot_of[room.victims].tolist()
 
-    freed = cache.tier.evict(room.victims)
+    freed = cache.evict(room.victims)
 
-    assert freed.tolist() == expected
+    assert freed == expected
     assert cache.tier.pool.free_count == 2
     assert cache.nodes.copy_count[room.victims].tolist() == [0, 0]
 
@@ -274,7 +279,7 @@ def test_a_plan_says_how_much_could_be_had_when_it_is_not_enough(cache: Cache) -
 
     room = cache.tier.plan_room(8, None)
 
-    assert room.count == 6
+    assert room.slot_count == 6
 
 
 def test_a_plan_that_is_put_back_changes_nothing(cache: Cache) -> None:
@@ -291,6 +296,56 @@ def test_a_plan_that_is_put_back_changes_nothing(cache: Cache) -> None:
     assert cache.tier.pool.holders.tolist() == other.tier.pool.holders.tolist()
     assert cache.tier.policy.candidates() == other.tier.policy.candidates()
     assert cache.order() == other.order()
+
+
+def long_chain(eviction: str) -> Cache:
+    """A chain with a branch, a pinned block, one of another priority and one used later."""
+    cache = Cache(slot_count=60, eviction=eviction)
+    chain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
+    cache.add(chain)
+    cache.add(chain[:40] + "-", after=chain[:40])
+    cache.nodes.pins[cache.node(chain[:4])] = 1
+    cache.nodes.priority[cache.node(chain[:20])] = 2
+    cache.tier.touch(cache.array(chain[:30]), tick=99)
+    return cache
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+def test_a_long_chain_leaves_in_the_same_order_at_once_as_one_by_one(eviction: str) -> None:
+    at_once, one_by_one = long_chain(eviction), long_chain(eviction)
+
+    victims = at_once.tier.plan_room(60, None).victims
+    singles = []
+    while (victim := one_by_one.tier.pop_victim()) is not None:
+        singles.append(victim)
+
+    assert at_once.words(victims) == one_by_one.words(singles)
+    assert len(victims) == 47
+    assert_leaf_first(at_once.words(victims))
+
+
+@pytest.mark.parametrize("eviction", sorted(POLICIES))
+@pytest.mark.parametrize("wanted", [10, 20, 25, 40, 60])
+def test_a_plan_for_part_of_a_long_chain_is_put_back_whole(eviction: str, wanted: int) -> None:
+    planned, other = long_chain(eviction), long_chain(eviction)
+
+    planned.tier.put_back(planned.tier.plan_room(wanted, None).victims)
+
+    assert planned.tier.children.tolist() == other.tier.children.tolist()
+    assert planned.tier.pool.holders.tolist() == other.tier.pool.holders.tolist()
+    assert planned.order() == other.order()
+
+
+def test_a_victim_can_be_written_down_before_it_leaves(cache: Cache) -> None:
+    cache.add("ab")
+    victim = cache.tier.pop_victim()
+    assert victim == cache.node("ab")
+
+    cache.tier.depart_victim(victim)
+
+    assert cache.tier.pool.state[cache.slots("ab")].tolist() == [SlotState.LEAVING]
+    assert cache.tier.pool.holders.tolist() == [0] * 8
+    assert cache.tier.policy.candidates() == {cache.node("a")}
 
 
 def test_no_room_is_planned_when_none_is_wanted(shared: Cache) -> None:
@@ -401,7 +456,7 @@ def test_own_blocks_leave_leaf_first_too(shared: Cache) -> None:
     shared.add("ab", tenant=1)
 
     room = shared.tier.plan_room(2, 1)
-    shared.tier.evict(room.victims)
+    shared.evict(room.victims)
 
     assert shared.tier.used_by == {}
     assert all(not policy.candidates() for _, policy in shared.tier.quota_policies())
@@ -415,7 +470,7 @@ def test_a_tenant_gets_room_beyond_its_quota_when_its_own_blocks_do_not_suffice(
 
     room = shared.tier.plan_room(3, 1)
 
-    assert room.count == 3
+    assert room.slot_count == 3
 
 
 def test_a_strict_quota_gives_no_more_than_own_blocks_leave(shared: Cache) -> None:
@@ -426,7 +481,7 @@ def test_a_strict_quota_gives_no_more_than_own_blocks_leave(shared: Cache) -> No
     room = shared.tier.plan_room(3, 1, strict=True)
 
     assert shared.words(room.victims) == ["ab"]
-    assert room.count == 1
+    assert room.slot_count == 1
 
 
 def test_a_strict_quota_that_is_used_up_takes_nothing_from_others(shared: Cache) -> None:
@@ -437,7 +492,7 @@ def test_a_strict_quota_that_is_used_up_takes_nothing_from_others(shared: Cache)
     room = shared.tier.plan_room(3, 1, strict=True)
 
     assert room.victims == []
-    assert room.count == 0
+    assert room.slot_count == 0
 
 
 def test_own_and_other_victims_are_put_back_alike(shared: Cache) -> None:

@@ -235,13 +235,17 @@ def make_driver() -> MakeDriver:
         device: int | TierSettings | None = 8,
         host: int | TierSettings | None = None,
         disk: int | TierSettings | None = None,
+        shared: int | TierSettings | None = None,
         write: str = "write_through",
         eviction: str = "lru",
         ranks: int = 1,
         **settings: Any,
     ) -> Driver:
         policy = WritePolicy(kind=WriteKind(write))
-        lower = (_tier("host", host, policy, eviction), _tier("disk", disk, policy, eviction))
+        lower = (
+            _tier(name, size, policy, eviction)
+            for name, size in (("host", host), ("disk", disk), ("shared", shared))
+        )
         return Driver(
             CacheSettings(
                 device=_tier("device", device, policy, eviction),

@@ -98,9 +98,8 @@ class Pool:
         left = self.holders[slots] - 1
         if left.min(initial=0) < 0:
             worst = int(slots[int(left.argmin())])
-            raise InvariantViolation(
-                f"tier {self.name!r}: slot {worst} was released once too often"
-            )
+            problem = f"tier {self.name!r}: slot {worst} was released once too often"
+            raise InvariantViolation(problem, node=int(self.node[worst]))
         self.holders[slots] = left
         quiet: NDArray[np.int32] = slots[left == 0]
         return quiet
@@ -118,7 +117,9 @@ class Pool:
 
     def _free_after(self, slots: NDArray[np.int32], move: SlotMove) -> None:
         if len(slots) and self.holders[slots].max() > 0:
-            raise InvariantViolation(f"tier {self.name!r}: {move.name} of a slot that is held")
+            worst = int(slots[int(self.holders[slots].argmax())])
+            problem = f"tier {self.name!r}: {move.name} of slot {worst}, which is held"
+            raise InvariantViolation(problem, node=int(self.node[worst]))
         self._move(slots, move)
         self._free[self.free_count : self.free_count + len(slots)] = slots
         self.free_count += len(slots)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from enum import Enum
-from importlib.metadata import version
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from penstock import __version__
 from penstock.cli.conventions import (
     ExitStatus,
     JobsOption,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SEEDS_DEFAULT = 1000
 
 
-class Scenario(str, Enum):
+class Scenario(StrEnum):
     """What is simulated."""
 
     CACHE = "cache"
@@ -69,7 +69,7 @@ def simulate(
         outcome = run_campaign(chosen, jobs=jobs, progress=advance)
     problems = list(failure_lines(outcome, scenario.value))
     if json is not None:
-        head = {"penstock": version("penstock"), "scenario": scenario.value, "start": chosen.start}
+        head = {"penstock": __version__, "scenario": scenario.value, "start": chosen.start}
         write_json(json, head | document_of(outcome))
     if json is None or str(json) != "-":
         for line in (*lines_of(outcome), "", *(problems or ["nothing was found"])):

@@ -73,10 +73,7 @@ def audit(books: Books) -> None:
 
 
 def _fail(books: Books, problem: str, node: int = NOWHERE) -> NoReturn:
-    story: tuple[str, ...] = ()
-    if node != NOWHERE and books.nodes.keys[node] is not None:
-        story = books.history.of_key(books.nodes.key_of(node))
-    raise InvariantViolation(problem, story=story or books.history.lately(20))
+    raise InvariantViolation(problem, story=books.story_of_node(node), node=node)
 
 
 def _audit_nodes(books: Books, tiers: list[Tier]) -> None:

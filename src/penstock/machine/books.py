@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FIRST_TO_LEAVE = np.iinfo(np.int16).min
 """The priority of blocks whose time to live has passed."""
 
+_STORY_LENGTH = 20
+"""So many happenings go with a defect that concerns no block in particular."""
 _CONTENT_LIMIT = 4096
 """Of so many prompts' first blocks, the namespaces are remembered."""
 
@@ -360,6 +362,12 @@ class Books:
             self.counters.blocks_dropped_unsaved += int(np.count_nonzero(alone))
 
     # ---------------------------------------------------------------- explaining
+
+    def story_of_node(self, node: int | None) -> tuple[str, ...]:
+        """What last happened to a block, or lately where that is not known."""
+        key = None if node is None or node == NOWHERE else self.nodes.keys[node]
+        story = () if key is None else self.history.of_key(key)
+        return story or self.history.lately(_STORY_LENGTH)
 
     def remember_content(self, content: int, namespace: bytes) -> None:
         """The first block of a prompt is known in a namespace."""

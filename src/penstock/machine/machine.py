@@ -63,9 +63,8 @@ class CacheMachine:
         except InvariantViolation as violation:
             if violation.story:
                 raise
-            raise InvariantViolation(
-                violation.problem, story=books.history.lately(20)
-            ) from violation
+            story = books.story_of_node(violation.node)
+            raise InvariantViolation(violation.problem, story=story) from violation
         return books.effects
 
     def handle_timer(self, now: float) -> list[Effect]:

@@ -102,6 +102,7 @@ class Lease:
             LeaseError: the lease is not ready, or shares an unfinished block with a fork.
             ValueError: the tokens are not those of the prompt, or there is no room for them.
         """
+        self._require_open()
         added = as_token_array(tokens)
         start = self.token_count
         known = self._prompt[start : start + len(added)]
@@ -116,6 +117,7 @@ class Lease:
             LeaseError: the lease is not ready, or shares an unfinished block with a fork.
             ValueError: the prompt is shorter, or was computed further already.
         """
+        self._require_open()
         if token_count > len(self._prompt):
             raise ValueError(
                 f"token_count is {token_count}, the prompt has {len(self._prompt)} tokens"
@@ -192,9 +194,12 @@ class Lease:
         chain.extend(computed, items)
         return chain
 
-    def _handle(self, event: ev.Event) -> list[ef.Effect]:
+    def _require_open(self) -> None:
         if self.state is LeaseState.RELEASED:
             raise LeaseError(f"lease {self.id} of {self.request!r} was released")
+
+    def _handle(self, event: ev.Event) -> list[ef.Effect]:
+        self._require_open()
         return self._desk.handle(event)
 
     def _end(self, event: ev.Event) -> None:

@@ -78,7 +78,8 @@ class Cache:
             ValueError: there are no tokens, or they are not token ids.
         """
         namespace = self._config.model.namespace(tenant=tenant, adapter=adapter)
-        prompt = as_token_array(tokens)
+        # A copy: the engine may use its own buffer for something else at once.
+        prompt = as_token_array(tokens).copy()
         items = tuple(items)
         chain = self._chain(namespace, prompt, items)
         if not request:

@@ -300,8 +300,9 @@ class CheckingMoverSuite(MoverSuite):
         """The blocks at these positions are faults, and the others arrive."""
         ends = damage.ends
         expected = read_slots(ends.target)
+        content = read_slots(ends.source, SOURCES)
         for position in set(range(3)) - set(positions):
-            expected[TARGETS[position]] = read_slots(ends.source, SOURCES)[position]
+            expected[TARGETS[position]] = content[position]
 
         ends.mover.submit(self.copy(1))
         (moved,) = poll_until_idle(ends.mover)

@@ -11,6 +11,7 @@ blocks that may leave do, others do not, priorities come first, and looking chan
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from itertools import compress
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -111,9 +112,9 @@ class Shelf:
         """The blocks that may leave now."""
         return set(self._standing)
 
-    def spare_number(self) -> int:
-        """A node number that stands for no block now."""
-        return min(set(range(NODE_CAPACITY)) - set(self._keys))
+    def spare_numbers(self, count: int) -> list[int]:
+        """Node numbers that stand for no block now."""
+        return sorted(set(range(NODE_CAPACITY)) - set(self._keys))[:count]
 
     def live(self, random: Random, steps: int) -> None:
         """A stretch of life: blocks come, are used, held, let go, and leave."""
@@ -349,7 +350,7 @@ class PolicySuite(ABC):
         """A shortcut for speed, not another rule."""
         for seed in HISTORIES:
             at_once, in_turn = self.lived_in(seed), self.lived_in(seed)
-            node = at_once.spare_number()
+            (node,) = at_once.spare_numbers(1)
             for shelf in (at_once, in_turn):
                 shelf.enter(node)
                 shelf.allow(node)
@@ -363,6 +364,24 @@ class PolicySuite(ABC):
             for shelf in (at_once, in_turn):
                 shelf.remove(first, evicted=True)
             assert at_once.drain() == in_turn.drain()
+
+    def test_blocks_said_to_leave_together_leave_one_after_the_other(self) -> None:
+        """Whole chains are evicted on its word, without asking for each block."""
+        for seed in HISTORIES:
+            shelf = self.lived_in(seed)
+            *before, last = shelf.spare_numbers(4)
+            shelf.enter(*before, last)
+            shelf.touch(*before, last)
+            shelf.let_leave(last)
+            while shelf.evict() != last:
+                pass
+
+            together = shelf.policy.leave_together(last, np.array(before, dtype=np.int32))
+
+            assert len(together) == len(before)
+            for node in compress(before, np.logical_and.accumulate(together)):
+                shelf.allow(node)
+                assert shelf.policy.offer_and_pop(node) == node
 
     def test_a_long_life_never_lets_a_block_leave_that_may_not(self) -> None:
         """Thousands of steps, and after each the policy knows what may leave."""

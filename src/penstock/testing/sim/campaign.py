@@ -77,12 +77,13 @@ class Outcome:
 def failure_of(seed: int, error: Exception) -> Failure:
     """What to remember of the error that ended a world."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    simulated = isinstance(error, SimulationError)
-    text = error.problem if isinstance(error, SimulationError) else str(error)
+    checker, problem = type(error).__name__, str(error)
+    if isinstance(error, SimulationError):
+        checker, problem = error.checker, error.problem
     return Failure(
         seed=seed,
-        checker=error.checker if simulated else type(error).__name__,
-        problem=text.partition("\n")[0],
+        checker=checker,
+        problem=problem.partition("\n")[0],
         where=f"{Path(last.filename).name}:{last.lineno}",
     )
 

@@ -148,9 +148,6 @@ class Coverage:
 @contextmanager
 def counting_moves() -> Iterator[Moves]:
     """Has the state tables of this process count; the counts are complete at the end."""
-    copies: Counter[str] = field(default_factory=Counter)
-    """How often a copy for each purpose ended in each way."""
-    copy_seeds: Counter[str] = field(default_factory=Counter)
     moves: Moves = {}
     earlier = [table.counts for table in TABLES]
     for table in TABLES:

@@ -265,7 +265,7 @@ class OffloadEngine(Engine):
             return
         if self.sequences.pop(sequence.name, None) is not None:
             for free, row in zip(self._free, sequence.slots, strict=True):
-                free += row
+                free.extend(row)
 
     def _deadline(self) -> float | None:
         if self.rng.random() < self.weather.haste:

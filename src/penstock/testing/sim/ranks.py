@@ -22,6 +22,9 @@ from penstock.testing.sim.checkers import Claims, SimulationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.machine.effects import Abandon, Copy, Ended, Settled
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
@@ -59,8 +62,8 @@ class Job:
         self.source = copy.source
         self.target = copy.target
         self.keys = copy.keys
-        self.sources = _rows(copy.source_slots.tolist())
-        self.targets = _rows(copy.target_slots.tolist())
+        self.sources = _rows(copy.source_slots)
+        self.targets = _rows(copy.target_slots)
         self.deadline = copy.deadline
         self.left = set(range(rank_count))
         """Ranks that may still touch the slots."""
@@ -407,8 +410,7 @@ class Ranks:
         )
 
 
-def _rows(slots: list[int] | list[list[int]]) -> list[list[int]]:
+def _rows(slots: NDArray[np.int32]) -> list[list[int]]:
     """One row a KV group, also where a block has one slot."""
-    if slots and isinstance(slots[0], list):
-        return slots  # type: ignore[return-value]
-    return [slots]  # type: ignore[list-item]
+    rows: list[list[int]] = slots.reshape(-1, slots.shape[-1]).tolist()
+    return rows

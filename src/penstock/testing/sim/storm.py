@@ -13,9 +13,10 @@ import numpy as np
 from penstock.cache.ledger import BlockFault
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
-from penstock.errors import LeaseError, PenstockError
+from penstock.errors import LeaseError, UnavailableError
 from penstock.machine import events as ev
 from penstock.testing.sim.checkers import SimulationError
+from penstock.testing.sim.telling import describe
 from penstock.testing.sim.weather import AMPLE_SLOTS
 from penstock.vocabulary.ids import LeaseId, OperationId, PinId
 
@@ -234,12 +235,10 @@ class Storm:
         world.watch(always=True)
         try:
             world.send(event)
-        except (ValueError, LeaseError):
+        except (LeaseError, UnavailableError, ValueError):
             world.check_unchanged()
-        except PenstockError as error:
-            raise SimulationError("refusal", f"{event} was refused with {error!r}") from error
         else:
-            raise SimulationError("refusal", f"{event} was accepted")
+            raise SimulationError("refusal", f"nonsense was accepted: {describe(event)}")
 
     def _nonsense(self) -> list[ev.Event]:
         world = self._world
@@ -268,8 +267,9 @@ class Storm:
             events.append(ev.Discovered(tier=1, keys=keys, parents=[None], slots=slots[0]))
         for job in world.ranks.open.values():
             beyond = [(len(job.keys), BlockFault.CORRUPT)]
-            for rank in job.left:
-                events.append(ev.Report(operation=job.id, rank=rank, faults=beyond))
+            events += [
+                ev.Report(operation=job.id, rank=rank, faults=beyond) for rank in sorted(job.left)
+            ]
         return events + self._nonsense_about_leases()
 
     def _nonsense_about_leases(self) -> list[ev.Event]:

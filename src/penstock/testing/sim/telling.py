@@ -10,13 +10,14 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import msgspec
 
     from penstock.testing.sim.weather import Weather
 

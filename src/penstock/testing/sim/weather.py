@@ -182,9 +182,11 @@ def _draw_paces(rng: Random, settings: CacheSettings, *, healthy: bool) -> tuple
 
 
 def _draw_settings(rng: Random, plenty: Plenty, *, managed: bool, blocks_max: int) -> CacheSettings:
-    tiers: list[TierSettings] = []
-    for name in TIER_NAMES[: _draw_tier_count(rng, plenty, managed=managed)]:
-        tiers.append(_draw_tier(rng, name, plenty, managed=managed, blocks_max=blocks_max))
+    tier_count = _draw_tier_count(rng, plenty, managed=managed)
+    tiers = tuple(
+        _draw_tier(rng, name, plenty, managed=managed, blocks_max=blocks_max)
+        for name in TIER_NAMES[:tier_count]
+    )
     device = None
     if managed:
         feeds = bool(tiers) and tiers[0].write.kind is WriteKind.WRITE_BACK
@@ -200,7 +202,7 @@ def _draw_settings(rng: Random, plenty: Plenty, *, managed: bool, blocks_max: in
         )
     return CacheSettings(
         device=device,
-        tiers=tuple(tiers),
+        tiers=tiers,
         block_tokens=rng.choice((1, 2, 2, 3, 4)),
         rank_count=rng.choice((1, 1, 2, 2, 3)),
         group_count=rng.choice((1, 1, 2)),

@@ -123,11 +123,15 @@ class World:
         if self._teller is not None:
             for effect in effects:
                 self._teller(f"{'':9}    → {describe(effect)}")
+        self._take_in(event, effects)
+        return effects
+
+    def _take_in(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        """Everybody hears what an event brought, and the checkers look at it."""
         if self._audited:
             audit(self.machine.books)
-        reactions = self._reactions
         for effect in effects:
-            react = reactions.get(type(effect))
+            react = self._reactions.get(type(effect))
             if react is not None:
                 react(effect)
         self.kv.follow(event)
@@ -135,7 +139,6 @@ class World:
             self.ranks.check_quiet_copies_are_closed()
         elif type(event) is ev.Tick:
             check_waiting(self)
-        return effects
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Puts something on the agenda."""

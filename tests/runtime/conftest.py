@@ -1,0 +1,206 @@
+"""An engine without a model, over real memory: every byte it reads can be told right or wrong.
+
+The KV of a token is a number that follows from all tokens up to it and from the *world*:
+whatever else it depends on, such as the tenant or an image. So it can be computed anywhere,
+and a block that holds the KV of other tokens, or of none, cannot pass for the right one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+
+from penstock.cache.states import LeaseState
+from penstock.config import parse_config
+from penstock.runtime.driver import Driver
+from penstock.runtime.managed import Cache
+from penstock.tiers.arrays import ArrayTier, opaque_layout
+from penstock.tiers.memory import MemoryTier
+from penstock.vocabulary.checksums import Algorithm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.departed import Miss
+    from penstock.config import Config
+    from penstock.runtime.leases import Lease
+
+    MakeEngine = Callable[..., "Engine"]
+
+BLOCK_TOKENS = 4
+LAYERS = 2
+CHANNELS = 3
+STEPS_MAX = 1000
+"""More than any copy here can need: an engine that still waits then would wait for ever."""
+
+
+def kv_of(tokens: Sequence[int], world: str = "") -> NDArray[np.uint64]:
+    """The KV of a sequence: [layers, tokens, channels]."""
+    words = np.array([sum(world.encode()), *tokens], dtype=np.uint64) + np.uint64(1)
+    places = np.arange(len(words), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    past = np.cumsum(words * places * np.uint64(0x9E37_79B9_7F4A_7C15))[1:]
+    lanes = np.arange(1, LAYERS * CHANNELS + 1, dtype=np.uint64).reshape(LAYERS, 1, CHANNELS)
+    return past[np.newaxis, :, np.newaxis] * (lanes * np.uint64(2) + np.uint64(1))
+
+
+def configure(
+    *,
+    blocks: int = 8,
+    tiers: Mapping[str, int] | None = None,
+    write: str = "write_through",
+    settings: str = "",
+) -> Config:
+    """A configuration with so many device blocks over memory tiers of so many."""
+    tables = [
+        f'[[tiers]]\nname = "{name}"\nkind = "memory"\nblocks = {count}\nwrite = "{write}"\n'
+        for name, count in ({"host": 64} if tiers is None else tiers).items()
+    ]
+    return parse_config(
+        f'version = 1\n[model]\nname = "none"\n'
+        f"[cache]\nblocks = {blocks}\nblock_tokens = {BLOCK_TOKENS}\n{settings}\n" + "".join(tables)
+    )
+
+
+class Turn(NamedTuple):
+    """What a request found."""
+
+    cached_tokens: int
+    cached_by_tier: tuple[int, ...]
+    miss: Miss
+
+
+@dataclass
+class Engine:
+    """Arrays, a cache over them, and the arithmetic of what must be in them."""
+
+    config: Config
+    now: float = 0.0
+    kv: list[NDArray[np.uint64]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.config.cache.device is not None
+        shape = (self.config.cache.device.slot_count, BLOCK_TOKENS, CHANNELS)
+        self.kv = [np.zeros(shape, dtype=np.uint64) for _ in range(LAYERS)]
+        self.device = ArrayTier(opaque_layout(self.kv, block_tokens=BLOCK_TOKENS), self.kv)
+        self.tiers = [
+            MemoryTier(self.device.layout, tier.slot_count) for tier in self.config.cache.tiers
+        ]
+        self.driver = Driver(
+            self.config.cache,
+            [self.device, *self.tiers],
+            Algorithm.XXH3,
+            clock=lambda: self.now,
+        )
+        self.cache = Cache(self.config, self.driver)
+
+    def turn(
+        self, prompt: Sequence[int], output: Sequence[int] = (), *, world: str = "", **wishes: Any
+    ) -> Turn:
+        """A whole request: what is cached is checked, the rest is computed."""
+        with self.cache.acquire(prompt, **wishes) as lease:
+            self.wait(lease)
+            found = Turn(lease.cached_tokens, lease.cached_by_tier, lease.miss)
+            self.run(lease, prompt, world=world)
+            if output:
+                lease.grow(len(prompt) + len(output))
+                self.run(lease, [*prompt, *output], world=world)
+        self.settle()
+        self.cache.audit()
+        return found
+
+    def run(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+        """Checks the KV of a lease, computes what is missing of `tokens`, and commits it."""
+        self.check(lease, tokens, world=world)
+        self.compute(lease, tokens, world=world)
+        lease.commit(tokens[lease.token_count :])
+
+    def compute(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+        """Writes the KV of the tokens that have none yet; does not commit it."""
+        kv = kv_of(tokens, world)
+        for position in range(lease.token_count, len(tokens)):
+            block, row = divmod(position, BLOCK_TOKENS)
+            for layer in range(LAYERS):
+                self.kv[layer][lease.block_table[block], row] = kv[layer, position]
+
+    def check(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+        """Every token that a lease says has KV has the right one."""
+        count = lease.token_count
+        assert lease.state is LeaseState.READY
+        for layer in range(LAYERS):
+            held = self.kv[layer][lease.block_table].reshape(-1, CHANNELS)[:count]
+            np.testing.assert_array_equal(held, kv_of(tokens[:count], world)[layer])
+
+    def wait(self, lease: Lease) -> None:
+        """Steps until a lease may run, or never will."""
+        for _ in range(STEPS_MAX):
+            if lease.state is not LeaseState.LOADING:
+                return
+            self.cache.step()
+        raise AssertionError(f"lease {lease.id} still waits after {STEPS_MAX} steps")
+
+    def settle(self) -> None:
+        """Steps until nothing is under way."""
+        for _ in range(STEPS_MAX):
+            self.cache.step()
+            if not self.cache.busy:
+                return
+        raise AssertionError(f"copies are still under way after {STEPS_MAX} steps")
+
+    def step_a_block(self) -> None:
+        """A step whose budget is too small for anything: each mover copies one block."""
+        self.cache._desk.hear(self.driver.step(budget_bytes=0))
+
+    def spoil(self, tier: int) -> None:
+        """Flips a bit of every block in a lower tier."""
+        self.slots_of(tier)[:, 0] ^= 0x10
+
+    def spoil_block(self, tier: int, tokens: Sequence[int], block: int) -> None:
+        """Flips a bit of one block of a sequence in a lower tier."""
+        rows = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+        packed = np.frombuffer(kv_of(tokens)[:, rows].tobytes(), dtype=np.uint8)
+        slots = self.slots_of(tier)
+        (slot,) = np.flatnonzero((slots == packed).all(axis=1))
+        slots[slot, -1] ^= 0x01
+
+    def slots_of(self, tier: int) -> NDArray[np.uint8]:
+        """The bytes of a lower tier, as they lie: [slots, bytes]."""
+        store = self.tiers[tier - 1]
+        return store.blocks([0]).buffers[0].reshape(store.slot_count, -1)
+
+    def forget_device(self) -> None:
+        """Fills the device with something else, so that what was there lies below alone."""
+        count = len(self.kv[0]) * BLOCK_TOKENS
+        self.turn([999_999 - self.cache.statistics().requests] * count, store=False)
+
+    def expect_at_rest(self) -> None:
+        """Nothing is held or under way, and every slot is free or holds a block."""
+        self.settle()
+        self.cache.audit()
+        statistics = self.cache.statistics()
+        assert statistics.leases == 0
+        assert statistics.operations_running == statistics.operations_ending == 0
+        for tier in statistics.tiers:
+            assert tier.free + tier.ready == tier.slots
+            assert tier.held == 0
+
+
+@pytest.fixture
+def make_engine() -> MakeEngine:
+    """Makes an engine from what `configure` takes."""
+
+    def make(**settings: Any) -> Engine:
+        return Engine(configure(**settings))
+
+    return make
+
+
+@pytest.fixture
+def engine() -> Engine:
+    """An engine with 8 device blocks over a host tier of 64."""
+    return Engine(configure())

@@ -1,0 +1,161 @@
+"""Where the machine meets the world: steps, budgets, deadlines, late results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cache.states import LeaseState
+from penstock.machine import effects as ef
+from penstock.machine.events import Acquire, Report, Tick
+from penstock.vocabulary.ids import OperationId
+
+if TYPE_CHECKING:
+    from tests.runtime.conftest import Engine, MakeEngine
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def test_a_step_spends_its_budget_on_loads_before_saves(make_engine: MakeEngine) -> None:
+    engine = make_engine(blocks=16)
+    prompt = tokens(14)
+    engine.turn(prompt)
+    engine.forget_device()
+    block_bytes = engine.device.layout.block_bytes
+    with engine.cache.acquire(tokens(16, 500)) as saving:
+        engine.run(saving, tokens(16, 500))
+        waiting = engine.cache.acquire(prompt)
+
+        engine.cache._desk.hear(engine.driver.step(budget_bytes=3 * block_bytes))
+
+        # The save was there first, but nobody waits for it.
+        assert waiting.state is LeaseState.READY
+        assert engine.cache.busy
+        engine.check(waiting, prompt)
+        waiting.release()
+    engine.expect_at_rest()
+
+
+def test_loads_do_not_hold_up_saves_for_ever(make_engine: MakeEngine) -> None:
+    engine = make_engine(blocks=24, tiers={"host": 64})
+    engine.turn(tokens(41))
+    engine.forget_device()
+    with (
+        engine.cache.acquire(tokens(8, 500)) as saving,
+        engine.cache.acquire(tokens(41)) as loading,
+    ):
+        engine.run(saving, tokens(8, 500))
+
+        for _ in range(2):
+            engine.step_a_block()
+
+        assert loading.state is LeaseState.LOADING
+        saved = {key for key, _ in engine.cache.kv_snapshot().blocks["host"]}
+        assert len(saved) == 10 + 2
+        engine.wait(loading)
+
+
+@pytest.mark.parametrize("budget_blocks", [0, 1, 2, 5])
+def test_a_load_takes_as_many_steps_as_its_budget_says(engine: Engine, budget_blocks: int) -> None:
+    prompt = tokens(22)
+    engine.turn(prompt)
+    engine.forget_device()
+    lease = engine.cache.acquire(prompt)
+    budget_bytes = budget_blocks * engine.device.layout.block_bytes
+
+    steps = 0
+    while lease.state is LeaseState.LOADING:
+        engine.cache._desk.hear(engine.driver.step(budget_bytes=budget_bytes))
+        steps += 1
+
+    assert steps == -(-5 // max(1, budget_blocks))
+    engine.check(lease, prompt)
+    lease.release()
+
+
+def test_a_driver_is_busy_until_the_last_copy_has_ended(engine: Engine) -> None:
+    idle = engine.driver.busy
+    with engine.cache.acquire(tokens(8)) as lease:
+        engine.run(lease, tokens(8))
+    saving = engine.driver.busy
+
+    engine.settle()
+
+    assert (idle, saving, engine.driver.busy) == (False, True, False)
+    assert engine.cache.statistics().operations_running == 0
+
+
+def test_the_engine_hears_only_what_is_meant_for_it(engine: Engine) -> None:
+    told: list[ef.Effect] = []
+    engine.turn(tokens(32))
+    told += engine.driver.handle(
+        Acquire(request="raw", keys=[bytes(16)] * 8, token_count=32, reuse=False)
+    )
+    told += engine.driver.step()
+
+    assert told
+    assert not [each for each in told if isinstance(each, ef.Copy | ef.Abandon | ef.Drop)]
+
+
+def test_a_load_that_takes_too_long_is_computed_instead(make_engine: MakeEngine) -> None:
+    engine = make_engine(settings="operation_timeout_s = 2.0")
+    prompt = tokens(14)
+    engine.turn(prompt)
+    engine.forget_device()
+    lease = engine.cache.acquire(prompt)
+    engine.step_a_block()
+
+    engine.now = 3.0
+    engine.cache.step()
+
+    assert lease.state is LeaseState.READY
+    assert lease.cached_tokens == 0
+    engine.run(lease, prompt)
+    lease.release()
+    assert engine.cache.statistics().operations_ended["expired"] == 1
+    engine.expect_at_rest()
+    assert engine.turn(prompt).cached_tokens == 12
+
+
+def test_results_from_before_a_reset_change_nothing_and_give_their_slots_back(
+    engine: Engine,
+) -> None:
+    with engine.cache.acquire(tokens(16)) as lease:
+        engine.run(lease, tokens(16))
+    engine.step_a_block()
+
+    engine.cache.reset("new weights")
+    ending = engine.cache.statistics().operations_ending
+    engine.settle()
+
+    assert ending == 1
+    assert engine.cache.statistics().blocks_known == 0
+    engine.expect_at_rest()
+    assert [tier.free for tier in engine.cache.statistics().tiers] == [8, 64]
+
+
+def test_reports_of_an_earlier_life_are_counted_and_dropped(engine: Engine) -> None:
+    engine.turn(tokens(8))
+    stranger = OperationId(engine.driver.machine.books.ledger.incarnation ^ 1, 0, 1)
+
+    told = engine.driver.handle(Report(operation=stranger, rank=0))
+
+    assert told == []
+    assert engine.cache.statistics().reports_late == 1
+    engine.expect_at_rest()
+
+
+def test_every_start_is_another_incarnation(make_engine: MakeEngine) -> None:
+    engines = [make_engine() for _ in range(3)]
+
+    incarnations = {engine.driver.machine.books.ledger.incarnation for engine in engines}
+
+    assert len(incarnations) == 3
+
+
+def test_a_tick_without_work_asks_for_nothing(engine: Engine) -> None:
+    assert engine.driver.handle(Tick()) == []
+    assert engine.driver.step() == []
