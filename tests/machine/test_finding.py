@@ -142,6 +142,22 @@ def no_room_in_the_hub(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab")
 
 
+def not_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
+    driver = make_driver(host=8)
+    driver.discover(1, "abc")
+    driver.acquire("abc")
+    driver.report(driver.copy(Purpose.LOAD), faults=[(1, BlockFault.UNREADABLE)])
+    return ef.answer(driver.effects, ef.LeaseChanged)
+
+
+def corrupt_when_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
+    driver = make_driver(host=8)
+    driver.discover(1, "abc")
+    driver.acquire("abc")
+    driver.report(driver.copy(Purpose.LOAD), faults=[(1, BlockFault.CORRUPT)])
+    return ef.answer(driver.effects, ef.LeaseChanged)
+
+
 def opted_out_of_reuse(make_driver: MakeDriver) -> ef.Granted:
     return make_driver().acquire("ab", reuse=False)
 
@@ -152,7 +168,7 @@ def opted_out_of_loading(make_driver: MakeDriver) -> ef.Granted:
     return driver.acquire("ab", load=False)
 
 
-CASES: list[tuple[Callable[[MakeDriver], ef.Granted], MissReason, int]] = [
+CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReason, int]] = [
     (nothing_missing, MissReason.NONE, 2),
     (never_seen, MissReason.NEVER_SEEN, 0),
     (evicted, MissReason.EVICTED, 0),
@@ -166,6 +182,8 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted], MissReason, int]] = [
     (evicted_over_quota, MissReason.OVER_QUOTA, 0),
     (corrupt, MissReason.CORRUPT, 0),
     (corrupt_below_the_hub, MissReason.CORRUPT, 0),
+    (corrupt_when_loaded, MissReason.CORRUPT, 1),
+    (not_loaded, MissReason.FAILED, 1),
     (reset, MissReason.RESET, 0),
     (lost_with_a_rank, MissReason.LOST, 0),
     (lost_with_a_tier, MissReason.LOST, 0),
@@ -180,15 +198,15 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted], MissReason, int]] = [
 )
 def test_a_request_is_told_why_it_found_no_more(
     make_driver: MakeDriver,
-    request_that_misses: Callable[[MakeDriver], ef.Granted],
+    request_that_misses: Callable[[MakeDriver], ef.Granted | ef.LeaseChanged],
     reason: MissReason,
     block: int,
 ) -> None:
-    granted = request_that_misses(make_driver)
+    told = request_that_misses(make_driver)
 
-    assert granted.miss.reason is reason
-    assert granted.miss.block == block
-    assert granted.cached_tokens == 2 * block
+    assert told.miss.reason is reason
+    assert told.miss.block == block
+    assert told.cached_tokens == 2 * block
 
 
 def test_every_reason_has_a_case() -> None:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.cache.departed import MissReason
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
-from penstock.machine.events import Acquire, Report, Tick
+from penstock.machine.events import Acquire, Release, Report, Tick
 from penstock.vocabulary.ids import OperationId
+from penstock.vocabulary.keys import KeyChain
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine, MakeEngine
@@ -88,16 +90,28 @@ def test_a_driver_is_busy_until_the_last_copy_has_ended(engine: Engine) -> None:
     assert engine.cache.statistics().operations_running == 0
 
 
-def test_the_engine_hears_only_what_is_meant_for_it(engine: Engine) -> None:
-    told: list[ef.Effect] = []
-    engine.turn(tokens(32))
-    told += engine.driver.handle(
-        Acquire(request="raw", keys=[bytes(16)] * 8, token_count=32, reuse=False)
-    )
+def test_the_engine_hears_only_what_is_meant_for_it(make_engine: MakeEngine) -> None:
+    engine = make_engine(blocks=8, tiers={"host": 8})
+    engine.turn(tokens(12))
+    engine.forget_device()
+    chain = KeyChain(engine.config.model.namespace(), block_tokens=4)
+    chain.extend(tokens(29))
+
+    # A load begins and is abandoned; then the host tier drops blocks to make room for others.
+    told = engine.driver.handle(Acquire(request="raw", keys=chain.keys, token_count=29))
+    (granted,) = told
+    assert isinstance(granted, ef.Granted)
+    told += engine.driver.handle(Release(lease=granted.lease))
+    told += engine.driver.step()
+    with engine.cache.acquire(tokens(32, 500)) as lease:
+        engine.compute(lease, tokens(32, 500))
+        lease.commit(tokens(32, 500))
     told += engine.driver.step()
 
-    assert told
-    assert not [each for each in told if isinstance(each, ef.Copy | ef.Abandon | ef.Drop)]
+    assert granted.state is LeaseState.LOADING
+    assert {type(each) for each in told} <= {ef.Granted, ef.Ended, ef.Settled, ef.LeaseChanged}
+    assert engine.cache.statistics().operations_ended["cancelled"] == 1
+    engine.expect_at_rest()
 
 
 def test_a_load_that_takes_too_long_is_computed_instead(make_engine: MakeEngine) -> None:
@@ -113,6 +127,7 @@ def test_a_load_that_takes_too_long_is_computed_instead(make_engine: MakeEngine)
 
     assert lease.state is LeaseState.READY
     assert lease.cached_tokens == 0
+    assert lease.miss.reason is MissReason.FAILED
     engine.run(lease, prompt)
     lease.release()
     assert engine.cache.statistics().operations_ended["expired"] == 1

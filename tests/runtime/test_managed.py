@@ -180,10 +180,12 @@ def test_damaged_bytes_are_computed_again_and_not_believed(engine: Engine) -> No
 
     assert promised == 12
     assert (lease.cached_tokens, lease.token_count) == (0, 0)
+    assert lease.miss.reason is MissReason.CORRUPT
     engine.run(lease, prompt)
     lease.release()
     statistics = engine.cache.statistics()
     assert statistics.blocks_corrupt == 3
+    assert statistics.tokens_not_delivered == 12
     assert statistics.operations_ended["failed"] == 1
     assert any("recomputes" in line for line in engine.cache.story("spoiled"))
     assert engine.turn(prompt).cached_tokens == 12
@@ -218,6 +220,20 @@ def test_a_later_request_is_told_that_its_blocks_were_damaged(engine: Engine) ->
     assert found.miss.departure is not None
     assert found.miss.departure.tier == "host"
     assert engine.cache.statistics().misses["corrupt"] == 1
+
+
+def test_the_request_that_met_the_damage_is_told_so(engine: Engine) -> None:
+    prompt = tokens(14)
+    engine.turn(prompt)
+    engine.forget_device()
+    engine.spoil(tier=1)
+
+    lease = engine.cache.acquire(prompt)
+    engine.wait(lease)
+
+    assert lease.miss.reason is MissReason.CORRUPT
+    assert lease.miss.block == 0
+    assert engine.cache.statistics().tokens_not_delivered == 12
 
 
 def test_damage_in_the_second_tier_is_found_on_the_way_up(make_engine: MakeEngine) -> None:
@@ -308,6 +324,26 @@ def test_a_request_may_keep_what_it_computes_to_itself(engine: Engine) -> None:
     assert found.miss.reason is MissReason.NEVER_SEEN
 
 
+def test_a_request_may_say_how_long_it_waits_for_its_blocks(engine: Engine) -> None:
+    engine.turn(tokens(14))
+    engine.forget_device()
+    lease = engine.cache.acquire(tokens(14), load_timeout_s=0.5)
+
+    engine.now += 0.5
+    engine.cache.step()
+
+    assert lease.state is LeaseState.READY
+    assert (lease.cached_tokens, lease.miss.reason) == (0, MissReason.FAILED)
+    engine.run(lease, tokens(14))
+    lease.release()
+    engine.expect_at_rest()
+
+
+def test_a_request_that_would_not_wait_at_all_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="timeout is 0 seconds, must be more than 0"):
+        engine.cache.acquire(tokens(14), load_timeout_s=0)
+
+
 def test_blocks_of_lower_priority_leave_first(make_engine: MakeEngine) -> None:
     engine = make_engine(tiers={})
     engine.turn(tokens(16), priority=3)
@@ -348,6 +384,14 @@ def test_a_pinned_prefix_stays(make_engine: MakeEngine) -> None:
     assert engine.turn(tokens(13)).cached_tokens == 0
     with pytest.raises(ValueError, match=f"pin is {pin.id}: it was unpinned"):
         pin.unpin()
+
+
+def test_a_pin_ends_with_its_block_of_code(engine: Engine) -> None:
+    with engine.cache.pin(tokens(12)):
+        pinned = engine.cache.statistics().pins
+
+    assert pinned == 1
+    assert engine.cache.statistics().pins == 0
 
 
 def test_a_prefix_can_be_pinned_before_it_is_computed(make_engine: MakeEngine) -> None:

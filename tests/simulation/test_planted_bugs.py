@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
 
 SEEDS_MAX = 300
+"""`test_worlds` shows that none of these seeds finds anything without a planted bug."""
 
 Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
@@ -52,20 +53,19 @@ def plant_leak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_early_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a copy holds is given back when it is given up, not when its ranks have reported."""
+    """A copy that is given up lets go of its target slots, though ranks may still write there."""
     decide = copying.decide
 
-    def decide_and_give_back(
+    def decide_and_let_go(
         books: Books, operation: Operation, move: OperationMove, now: float, *, failure: str
     ) -> None:
-        if move is OperationMove.FAIL:
-            decide(books, operation, move, now, failure=failure)
-            return
-        operation.waiting_ranks.clear()
         decide(books, operation, move, now, failure=failure)
-        copying._give_back(books, operation, now)
+        tier = books.tiers[operation.target]
+        if tier is not None:
+            copying._let_go(books, tier, operation.target_slots)
+            operation.target_slots = operation.target_slots[:0]
 
-    monkeypatch.setattr(copying, "decide", decide_and_give_back)
+    monkeypatch.setattr(copying, "decide", decide_and_let_go)
 
 
 def plant_head_first_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,6 @@ PLANTED = [
     pytest.param(plant_lost_result_on_reset, "operations", id="lost result on reset"),
     pytest.param(plant_matchable_before_filled, "bytes", id="matchable before filled"),
 ]
-
-
-def test_without_a_planted_bug_nothing_is_found() -> None:
-    assert first_failure(audited=True) is None
 
 
 @pytest.mark.parametrize(("plant", "checker"), PLANTED)

@@ -44,6 +44,8 @@ class MissReason(Enum):
     """The memory that held it went with its rank or tier."""
     NO_ROOM = "no room"
     """A copy exists below, but there was no slot in the hub to bring it up through."""
+    FAILED = "load failed"
+    """It was found, but could not be brought up: a copy failed, or took too long."""
     OPTED_OUT = "opted out"
     """The request asked not to reuse anything."""
 

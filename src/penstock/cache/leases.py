@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.departed import Miss, MissReason
 from penstock.cache.states import LEASE_TABLE, LeaseMove, LeaseState
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Lease:
     ttl_s: float | None = None
     namespace: bytes = b""
     content: int = 0
+    miss: Miss = field(default_factory=lambda: Miss(reason=MissReason.NONE))
+    """Why no more was found."""
     state: LeaseState = LeaseState.READY
     waiting: set[OperationId] = field(default_factory=set)
     """The copies it waits for."""

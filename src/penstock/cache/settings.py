@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from penstock.cache.eviction import POLICIES
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ DEVICE = 0
 HUB = 1
 """Index of the first tier below the device."""
 
-EVICTION_POLICIES = ("lru", "s3fifo")
+EVICTION_POLICIES = tuple(POLICIES)
 
 
 class WriteKind(Enum):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.config.printing import print_toml
 from penstock.config.schema import TIER_KINDS
 from penstock.errors import ConfigError
-from penstock.vocabulary.keys import ALGORITHMS
+from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
 
 if TYPE_CHECKING:
@@ -111,6 +111,14 @@ class Config:
             raise ConfigError(
                 "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
             )
+
+    def key_chain(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> KeyChain:
+        """An empty chain that gives a request's blocks their keys."""
+        return KeyChain(
+            self.model.namespace(tenant=tenant, adapter=adapter, kv_group=kv_group),
+            block_tokens=self.cache.block_tokens,
+            algorithm=self.hash,
+        )
 
     def to_toml(self) -> str:
         """Every setting with the value in effect, as a file that reads back equal."""

@@ -51,11 +51,13 @@ class Counters:
     requests_refused: int = 0
     tokens_asked: int = 0
     tokens_cached_by_tier: list[int] = field(default_factory=list)
+    tokens_not_delivered: int = 0
+    """Of those, tokens whose blocks could not be brought to the device."""
     misses: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     blocks_published: int = 0
     blocks_twinned: int = 0
     """Blocks computed twice at the same time; the second copy lives as long as its request."""
-    blocks_evicted: int = 0
+    blocks_evicted_by_tier: list[int] = field(default_factory=list)
     blocks_dropped_unsaved: int = 0
     """Evicted in a hurry, before they could be written back."""
     blocks_corrupt: int = 0
@@ -87,7 +89,10 @@ class Books:
         self.departed = Departed(settings.departed_count)
         self.history = History(settings.story_count)
         self.kv_events = EventLog(settings.event_count)
-        self.counters = Counters(tokens_cached_by_tier=[0] * len(self.tiers))
+        nothing = [0] * len(self.tiers)
+        self.counters = Counters(
+            tokens_cached_by_tier=nothing[:], blocks_evicted_by_tier=nothing[:]
+        )
         self.effects: list[Effect] = []
         self.agenda: list[tuple[Operation, NDArray[np.int32]]] = []
         """Operations that ended within this event, and the device slots they did not fill."""
@@ -288,7 +293,7 @@ class Books:
         keys = self.nodes.keys_of(victims)
         self._count_unsaved(tier, victims)
         slots = tier.evict(victims, keys)
-        self.counters.blocks_evicted += len(victims)
+        self.counters.blocks_evicted_by_tier[tier.index] += len(victims)
         self._gone(tier, victims, keys, slots, reason, now, cause)
 
     def condemn(

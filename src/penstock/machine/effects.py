@@ -141,6 +141,8 @@ class LeaseChanged(Effect, frozen=True, kw_only=True):
     state: LeaseState
     table: NDArray[np.int32]
     cached_tokens: int
+    miss: Miss
+    """Why no more was found; another one than at first if blocks did not arrive."""
 
 
 EffectT = TypeVar("EffectT", bound=Effect)

@@ -127,7 +127,7 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         tier.pool.fill(np.array(slots, dtype=np.int32))
         tier.offer(found)
         copying.announce(books, tier, found)
-        books.history.add(now, "discovered", tier.name, event.keys)
+        books.history.add(now, "discovered", tier.name, list(event.keys))
 
 
 def _check_found(books: Books, tier: Tier, event: Discovered) -> None:

@@ -80,6 +80,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         ttl_s=event.ttl_s,
         namespace=event.namespace,
         content=event.content,
+        miss=miss,
     )
     books.lease_next += 1
     books.leases[lease.id] = lease

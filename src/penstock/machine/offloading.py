@@ -106,7 +106,7 @@ def save(books: Books, event: Save, now: float) -> None:
             deadline=_deadline(books, event.deadline, now),
             cause=event.cause,
         )
-    books.history.add(now, "saving", event.cause, event.keys)
+    books.history.add(now, "saving", event.cause, list(event.keys))
     _answer(books, started, accepted, _why_not_saved(books, hub, event, chosen, accepted))
 
 

@@ -40,7 +40,7 @@ def pin(books: Books, event: Pin, now: float) -> None:
     pin_id = PinId(books.pin_next)
     books.pin_next += 1
     books.pins[pin_id] = tuple(event.keys)
-    books.history.add(now, "pinned", f"pin {pin_id}", event.keys)
+    books.history.add(now, "pinned", f"pin {pin_id}", books.pins[pin_id])
     books.effects.append(Pinned(pin=pin_id, present=present))
 
 

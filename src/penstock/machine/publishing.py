@@ -46,7 +46,7 @@ def commit(books: Books, event: Commit, now: float) -> None:
         published = _publish(books, lease, event.keys, slots, parent)
         lease.published_blocks = first + count
         lease.tail_key = event.keys[-1]
-        books.history.add(now, "published", lease.request, event.keys, f"lease={lease.id}")
+        books.history.add(now, "published", lease.request, list(event.keys), f"lease={lease.id}")
         if len(published):
             copying.announce(books, books.device, published)
             if lease.priority or lease.ttl_s is not None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.departed import Miss, MissReason
+from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import FILLING, LeaseMove, LeaseState, OperationMove, OperationState
@@ -110,19 +112,24 @@ def after_operation(
         lease.waiting.discard(operation.id)
         if lease.state is LeaseState.LOST:
             continue
-        if len(bad_slots) and np.isin(lease.table, bad_slots).any():
-            _recompute(books, lease, bad_slots, now)
+        if operation.purpose is Purpose.DUPLICATE and len(bad_slots):
+            lose(books, lease, now)  # It cannot go on without the block that it shares.
+        elif np.isin(lease.table[: lease.matched_blocks], bad_slots).any():
+            _recompute(books, lease, operation, bad_slots, now)
         if lease.state is LeaseState.LOADING and not lease.waiting:
             lease.move(LeaseMove.ARRIVE)
             _tell(books, lease)
 
 
-def _recompute(books: Books, lease: Lease, bad_slots: NDArray[np.int32], now: float) -> None:
+def _recompute(
+    books: Books, lease: Lease, operation: Operation, bad_slots: NDArray[np.int32], now: float
+) -> None:
     """Blocks did not arrive: from there on the request computes, in slots of its own."""
-    first = int(np.flatnonzero(np.isin(lease.table, bad_slots))[0])
-    if first >= lease.matched_blocks:
-        lose(books, lease, now)  # Its unfinished block was to be duplicated and was not.
-        return
+    first = int(np.flatnonzero(np.isin(lease.table[: lease.matched_blocks], bad_slots))[0])
+    lease.miss = _why_not_arrived(operation, int(lease.table[first]), first)
+    books.counters.tokens_not_delivered += (
+        lease.matched_blocks - first
+    ) * books.settings.block_tokens
     device = books.device
     dropped = lease.table[first : lease.matched_blocks]
     kept = lease.table[:first]
@@ -136,10 +143,10 @@ def _recompute(books: Books, lease: Lease, bad_slots: NDArray[np.int32], now: fl
     books.aim(lease, None)
     _drop_slots(books, device, dropped)
     for operation_id in sorted(lease.waiting):
-        operation = books.ledger.operations.get(operation_id)
-        if operation is None:
+        other = books.ledger.operations.get(operation_id)
+        if other is None:
             continue  # It ended within this very event; its turn on the agenda comes.
-        slots = operation.target_slots if operation.onward is None else operation.onward
+        slots = other.target_slots if other.onward is None else other.onward
         if not np.isin(slots, lease.table).any():
             _leave(books, lease, operation_id, now)
     wanted = len(dropped)
@@ -150,6 +157,13 @@ def _recompute(books: Books, lease: Lease, bad_slots: NDArray[np.int32], now: fl
     device.pool.hold(slots)
     lease.append(slots)
     books.history.add(now, "recomputes", lease.request, (), f"from block {first}")
+
+
+def _why_not_arrived(operation: Operation, slot: int, block: int) -> Miss:
+    slots = operation.target_slots if operation.onward is None else operation.onward
+    fault = operation.faults.get(slots.tolist().index(slot))
+    corrupt = fault is BlockFault.CORRUPT
+    return Miss(reason=MissReason.CORRUPT if corrupt else MissReason.FAILED, block=block)
 
 
 def lose(books: Books, lease: Lease, now: float) -> None:
@@ -172,5 +186,6 @@ def _tell(books: Books, lease: Lease) -> None:
             state=lease.state,
             table=lease.table,
             cached_tokens=lease.token_count,
+            miss=lease.miss,
         )
     )

@@ -29,6 +29,7 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Slots that a lease or an operation relies on."""
     tokens_cached: int
     """Tokens that requests found here."""
+    blocks_evicted: int
 
 
 class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,11 +51,12 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     requests_refused: int
     tokens_asked: int
+    tokens_not_delivered: int
+    """Tokens that were found, but whose blocks could not be brought to the device."""
     misses: dict[str, int]
-    """Requests by the reason why they found no more."""
+    """Requests by the reason why they found no more when they asked."""
     blocks_published: int
     blocks_twinned: int
-    blocks_evicted: int
     blocks_dropped_unsaved: int
     blocks_corrupt: int
     saves_refused: int
@@ -66,6 +68,11 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_cached(self) -> int:
         """Tokens that requests found, in whatever tier."""
         return sum(tier.tokens_cached for tier in self.tiers)
+
+    @property
+    def blocks_evicted(self) -> int:
+        """Copies that made room for others, in whatever tier."""
+        return sum(tier.blocks_evicted for tier in self.tiers)
 
 
 def gather(books: Books) -> CacheStatistics:
@@ -87,10 +94,10 @@ def gather(books: Books) -> CacheStatistics:
         requests=counters.requests,
         requests_refused=counters.requests_refused,
         tokens_asked=counters.tokens_asked,
+        tokens_not_delivered=counters.tokens_not_delivered,
         misses={reason.value: count for reason, count in counters.misses.items()},
         blocks_published=counters.blocks_published,
         blocks_twinned=counters.blocks_twinned,
-        blocks_evicted=counters.blocks_evicted,
         blocks_dropped_unsaved=counters.blocks_dropped_unsaved,
         blocks_corrupt=counters.blocks_corrupt,
         saves_refused=counters.saves_refused,
@@ -113,4 +120,5 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         doomed=pool.count(SlotState.DOOMED),
         held=int((pool.holders > 0).sum()),
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
+        blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],
     )

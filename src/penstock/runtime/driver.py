@@ -46,6 +46,14 @@ class Driver:
         self._movers = _connect(stores, algorithm)
         self._mover_of: dict[OperationId, Mover] = {}
 
+    def deadline(self, timeout_s: float | None) -> float | None:
+        """The time so many seconds from now, on the machine's clock."""
+        if timeout_s is None:
+            return None
+        if not timeout_s > 0:
+            raise ValueError(f"timeout is {timeout_s} seconds, must be more than 0")
+        return self._clock() + timeout_s
+
     def handle(self, event: Event) -> list[ef.Effect]:
         """Gives the machine an event; returns the effects that are for the engine."""
         return self._carry_out(self.machine.handle(event, self._clock()))

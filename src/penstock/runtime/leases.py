@@ -211,6 +211,7 @@ class Lease:
         """Takes in what became of the copies it waited for; called by its desk."""
         self.state = change.state
         self.block_table = change.table
+        self.miss = change.miss
         if change.cached_tokens < self.token_count:
             # Blocks did not arrive: the request computes from there on.
             self.cached_tokens = min(self.cached_tokens, change.cached_tokens)

@@ -19,10 +19,11 @@ from xxhash import xxh3_64_intdigest
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.runtime.leases import Desk, Lease
-from penstock.vocabulary.keys import KeyChain, as_token_array
+from penstock.vocabulary.keys import as_token_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.vocabulary.ids import Key, PinId
     from penstock.vocabulary.keys import Item, Tokens
-    from penstock.vocabulary.namespace import Namespace
 
 
 class Cache:
@@ -45,7 +45,7 @@ class Cache:
         self._desk = Desk(driver)
         self._request_next = 1
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 - a request may have that many wishes
         self,
         tokens: Tokens,
         *,
@@ -58,6 +58,7 @@ class Cache:
         store: bool = True,
         priority: int = 0,
         ttl_s: float | None = None,
+        load_timeout_s: float | None = None,
     ) -> Lease:
         """Matches a prompt over all tiers, pins what was found, and takes room for the rest.
 
@@ -72,16 +73,17 @@ class Cache:
             store: Whether what is computed may be cached.
             priority: Blocks of lower priority leave first.
             ttl_s: Blocks are the first to leave once so many seconds have passed.
+            load_timeout_s: Blocks that have not arrived by then are computed instead.
 
         Raises:
             CapacityError: there is no room; nothing was changed.
             ValueError: there are no tokens, or they are not token ids.
         """
-        namespace = self._config.model.namespace(tenant=tenant, adapter=adapter)
         # A copy: the engine may use its own buffer for something else at once.
         prompt = as_token_array(tokens).copy()
         items = tuple(items)
-        chain = self._chain(namespace, prompt, items)
+        chain = self._config.key_chain(tenant=tenant, adapter=adapter)
+        chain.extend(prompt, items)
         if not request:
             request = f"request-{self._request_next}"
             self._request_next += 1
@@ -92,13 +94,14 @@ class Cache:
                 keys=chain.keys,
                 token_count=chain.token_count,
                 tenant=tenant,
-                namespace=namespace.encode(),
+                namespace=chain.namespace.encode(),
                 content=_content_of(prompt, block_tokens),
                 reuse=reuse,
                 load=load,
                 store=store,
                 priority=priority,
                 ttl_s=ttl_s,
+                deadline=self._driver.deadline(load_timeout_s),
             )
         )
         return Lease(self._desk, ef.answer(told, ef.Granted), request, prompt, items, chain)
@@ -118,8 +121,8 @@ class Cache:
         Raises:
             CapacityError: more would be pinned than `pin_share` allows.
         """
-        namespace = self._config.model.namespace(tenant=tenant, adapter=adapter)
-        chain = self._chain(namespace, as_token_array(tokens), ())
+        chain = self._config.key_chain(tenant=tenant, adapter=adapter)
+        chain.extend(tokens)
         told = self._driver.handle(ev.Pin(keys=chain.keys))
         return Pin(self._driver, ef.answer(told, ef.Pinned), len(chain.keys))
 
@@ -147,17 +150,6 @@ class Cache:
         """Checks every invariant of the whole state; raises `InvariantViolation`."""
         self._driver.audit()
 
-    def _chain(
-        self, namespace: Namespace, prompt: NDArray[np.uint32], items: Iterable[Item]
-    ) -> KeyChain:
-        chain = KeyChain(
-            namespace,
-            block_tokens=self._config.cache.block_tokens,
-            algorithm=self._config.hash,
-        )
-        chain.extend(prompt, items)
-        return chain
-
 
 class Pin:
     """A pinned prefix: made by `Cache.pin`, ended by `unpin`."""
@@ -172,6 +164,17 @@ class Pin:
     def unpin(self) -> None:
         """Lets the blocks leave again when their turn comes."""
         self._driver.handle(ev.Unpin(pin=self.id))
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.unpin()
 
 
 def _content_of(prompt: NDArray[np.uint32], block_tokens: int) -> int:

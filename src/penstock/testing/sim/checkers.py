@@ -73,6 +73,15 @@ class Claims:
             self.check_quiet(job.target, slot, str(job))
             self._writers[job.target, slot] = job
 
+    def check_drop(self, tier: int, slots: Sequence[int], keys: Sequence[Key]) -> None:
+        """A tier forgets blocks: whoever writes tombstones must not hit what came after them."""
+        for slot, key in zip(slots, keys, strict=True):
+            writer = self._writers.get((tier, slot))
+            if writer is not None and writer.left and key not in writer.keys:
+                raise SimulationError(
+                    "reuse", f"slot {slot} of tier {tier} is dropped, but {writer} writes it"
+                )
+
     def check_quiet(self, tier: int, slot: int, by: str, *, computing: bool = False) -> None:
         """Somebody is about to write to a slot: no copy may still touch it.
 

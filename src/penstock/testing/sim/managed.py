@@ -268,9 +268,11 @@ class ManagedEngine(Engine):
     def _check_usefulness(self, event: ev.Acquire, granted: Granted) -> None:
         useful = (event.token_count - 1) // self.block_tokens if event.reuse else 0
         most = useful * self.block_tokens
-        if granted.cached_tokens > most:
+        if granted.cached_tokens > most or sum(granted.cached_by_tier) != granted.cached_tokens:
             raise SimulationError(
-                "bytes", f"{event.request}: {granted.cached_tokens} tokens of {most} are cached"
+                "bytes",
+                f"{event.request}: {granted.cached_tokens} tokens of {most} are cached, "
+                f"by tier {granted.cached_by_tier}",
             )
         plenty = self.weather.plenty
         if plenty is Plenty.NOWHERE or (plenty is not Plenty.DEVICE and not event.load):

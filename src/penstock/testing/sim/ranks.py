@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.machine.effects import Abandon, Copy, Ended, Settled
+    from penstock.machine.effects import Abandon, Copy, Drop, Ended, Settled
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
     from penstock.vocabulary.ids import Key, OperationId
@@ -167,6 +167,10 @@ class Ranks:
         for rank in sorted(job.left):
             if self._rng.random() < 0.5:
                 job.skip.add(rank)
+
+    def drop(self, effect: Drop) -> None:
+        """A tier forgot blocks."""
+        self.claims.check_drop(effect.tier, effect.slots.tolist(), effect.keys)
 
     def end(self, effect: Ended) -> None:
         """The outcome of a copy: told once, and quiet only when it is."""

@@ -79,6 +79,7 @@ class World:
         self._reactions: dict[type[ef.Effect], Callable[..., None]] = {
             ef.Copy: self.ranks.start,
             ef.Abandon: self.ranks.abandon,
+            ef.Drop: self.ranks.drop,
             ef.Ended: self._ended,
             ef.Settled: self._settled,
             ef.LeaseChanged: self.engine.lease_changed,

@@ -1,0 +1,335 @@
+"""Which blocks leave first, and what keeps them: policies, hints, tenants, followers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.cache.departed import MissReason
+from penstock.cache.eviction import POLICIES
+from penstock.cache.ledger import Purpose
+from penstock.cache.settings import TierSettings
+from penstock.errors import CapacityError, InvariantViolation
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+
+if TYPE_CHECKING:
+    from tests.machine.conftest import MakeDriver
+
+each_policy = pytest.mark.parametrize("eviction", sorted(POLICIES))
+
+
+# -------------------------------------------------------------------- leaf-first
+
+
+@each_policy
+def test_a_chain_is_evicted_from_its_end(make_driver: MakeDriver, eviction: str) -> None:
+    driver = make_driver(device=8, eviction=eviction)
+    driver.store("abcde")
+
+    driver.acquire("vwx")
+
+    assert driver.cached_in("device") == {"a", "ab", "abc", "abcd"}
+
+
+@each_policy
+def test_no_block_leaves_before_those_that_follow_it(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    driver = make_driver(device=16, eviction=eviction)
+    driver.store("abc", "abx", "ay", "q", "abc", "ay", "qr")
+
+    order = driver.leaving_order()
+
+    assert sorted(order) == sorted(driver.cached_in("device"))
+    for position, word in enumerate(order):
+        assert not [later for later in order[position + 1 :] if later.startswith(word)]
+
+
+@each_policy
+def test_leaf_first_holds_in_lower_tiers_too(make_driver: MakeDriver, eviction: str) -> None:
+    driver = make_driver(device=12, host=4, eviction=eviction)
+
+    for word in ("abc", "abx", "pqr", "abcd"):
+        driver.store(word)
+        cached = driver.cached_in("host")
+        assert all(word[:-1] in cached for word in cached if len(word) > 1)
+
+
+# -------------------------------------------------------------------- order
+
+
+def test_the_least_recently_used_prompt_leaves_first(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=8, eviction="lru")
+    driver.store("a", "b", "c")
+
+    driver.store("a")
+
+    assert driver.leaving_order() == ["b", "c", "a"]
+
+
+def test_prompts_seen_once_do_not_wash_out_what_is_reused(make_driver: MakeDriver) -> None:
+    lasted = {}
+    for eviction in POLICIES:
+        driver = make_driver(device=10, eviction=eviction)
+        driver.store("a", "a", "a", "b", "b", "b")
+        for letter in "cdefghijklmnop":
+            driver.store(letter)
+        lasted[eviction] = driver.cached_in("device") & {"a", "b"}
+
+    assert lasted == {"lru": set(), "s3fifo": {"a", "b"}}
+
+
+def test_a_prompt_that_returns_soon_after_it_left_is_kept_by_s3fifo(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=10, eviction="s3fifo")
+    driver.store(*"abcdefghijkl")
+    assert "a" not in driver.cached_in("device")
+
+    driver.store("a", *"mnopqrstuv")
+
+    assert "a" in driver.cached_in("device")
+
+
+# -------------------------------------------------------------------- who never leaves
+
+
+@each_policy
+def test_leased_filling_and_pinned_blocks_never_leave(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    driver = make_driver(device=8, host=8, eviction=eviction)
+    driver.store("a", "b", "c", "q")
+    driver.pin("a")
+    driver.commit(driver.acquire("b", more_tokens=1).lease, "b", more_tokens=1)
+    driver.handle(ev.Prefetch(keys=driver.keys("z"), cause="nothing"))
+
+    assert sorted(driver.leaving_order()) == ["c", "q"]
+
+
+def test_a_leaving_block_is_not_evicted_in_a_hurry(make_driver: MakeDriver) -> None:
+    device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
+    driver = make_driver(device=device, host=8, write="write_back")
+    driver.store("abc")
+    driver.tick()
+    assert driver.words(driver.copy(Purpose.DEMOTE).keys) == ["ab", "abc"]
+
+    with pytest.raises(CapacityError) as refused:
+        driver.acquire("xy")
+
+    assert refused.value.available == 2
+    assert driver.cached_in("device") == {"a", "ab", "abc"}
+
+
+# -------------------------------------------------------------------- hints
+
+
+@each_policy
+def test_low_priority_leaves_first(make_driver: MakeDriver, eviction: str) -> None:
+    driver = make_driver(device=12, eviction=eviction)
+    driver.store("a", priority=1)
+    driver.store("b", priority=-1)
+    driver.store("c", "d")
+
+    assert driver.leaving_order() == ["b", "c", "d", "a"]
+
+
+def test_a_hit_can_raise_the_priority_of_a_block(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", "b")
+
+    driver.store("a", priority=3)
+    driver.store("b")
+
+    assert driver.leaving_order() == ["b", "a"]
+
+
+def test_the_highest_priority_wins(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", priority=3)
+    driver.store("b", priority=2)
+
+    driver.store("a", priority=1)
+    driver.store("b", priority=2)
+
+    assert driver.leaving_order() == ["b", "a"]
+
+
+def test_a_priority_does_not_outlive_its_block(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", priority=3)
+    driver.reset()
+
+    driver.store("a", "b")
+
+    assert driver.leaving_order() == ["a", "b"]
+
+
+@each_policy
+def test_a_block_leaves_first_when_its_time_to_live_has_passed(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    driver = make_driver(device=12, eviction=eviction)
+    driver.store("a", "b")
+    driver.store("c", ttl_s=5.0, priority=9)
+
+    driver.tick(after_s=4.9)
+    alive = driver.leaving_order()
+    driver.tick(after_s=0.2)
+
+    assert alive == ["a", "b", "c"]
+    assert driver.leaving_order() == ["c", "a", "b"]
+
+
+def test_an_expired_block_can_still_be_matched(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", ttl_s=5.0)
+
+    driver.tick(after_s=6.0)
+
+    assert driver.acquire("a").cached_tokens == 2
+
+
+def test_the_latest_end_of_life_wins(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", ttl_s=10.0)
+    driver.store("a", ttl_s=5.0)
+    driver.store("b")
+
+    driver.tick(after_s=7.0)
+
+    assert driver.leaving_order() == ["a", "b"]
+    assert driver.machine.next_deadline() == 10.0
+
+
+def test_a_new_time_to_live_brings_an_expired_block_back(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a", ttl_s=5.0)
+    driver.tick(after_s=6.0)
+    driver.store("b")
+
+    driver.store("a", ttl_s=5.0)
+
+    assert driver.leaving_order() == ["b", "a"]
+
+
+def test_a_time_to_live_does_not_outlive_its_block(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=3)
+    driver.store("a", ttl_s=5.0)
+    driver.store("xy")
+    driver.store("a", "b")
+
+    driver.tick(after_s=6.0)
+
+    assert driver.leaving_order() == ["a", "b"]
+    assert driver.machine.next_deadline() is None
+
+
+# -------------------------------------------------------------------- tenants
+
+
+@each_policy
+def test_a_tenant_over_its_quota_evicts_its_own_blocks_first(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    device = TierSettings(name="device", slot_count=12, eviction=eviction, quotas={"ann": 0.25})
+    driver = make_driver(device=device)
+    driver.store("x", tenant="bob")
+    driver.store("a", "b", tenant="ann")
+
+    driver.store("c", tenant="ann", more_tokens=0)
+    driver.store("d", tenant="ann", more_tokens=0)
+
+    assert driver.cached_in("device") == {"x", "b", "c", "d"}
+
+
+def test_a_tenant_without_a_quota_takes_what_there_is(make_driver: MakeDriver) -> None:
+    device = TierSettings(name="device", slot_count=6, quotas={"ann": 0.5})
+    driver = make_driver(device=device)
+    driver.store("a", "b", tenant="ann")
+
+    driver.store("vwxyz", tenant="bob")
+
+    assert driver.cached_in("device") == {"v", "vw", "vwx", "vwxy", "vwxyz"}
+
+
+def test_a_request_is_served_beyond_its_quota_when_its_own_blocks_are_in_use(
+    make_driver: MakeDriver,
+) -> None:
+    device = TierSettings(name="device", slot_count=8, quotas={"ann": 0.25})
+    driver = make_driver(device=device)
+    driver.commit(driver.acquire("ab", tenant="ann").lease, "ab")
+
+    granted = driver.acquire("cd", tenant="ann")
+
+    assert len(granted.table) == 3
+
+
+def test_each_victim_leaves_for_its_own_reason(make_driver: MakeDriver) -> None:
+    device = TierSettings(name="device", slot_count=4, quotas={"ann": 0.5})
+    driver = make_driver(device=device)
+    driver.store("x", "y", tenant="bob")
+    driver.store("a", "b", tenant="ann")
+
+    driver.acquire("cde", tenant="ann", more_tokens=0)
+
+    assert driver.acquire("a", tenant="ann", more_tokens=0).miss.reason is MissReason.OVER_QUOTA
+
+
+# -------------------------------------------------------------------- tiers forget aloud
+
+
+def test_a_lower_tier_that_forgets_says_where_the_block_lay(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=8, host=1)
+    driver.store("a")
+    (slot,) = driver.books.tier(1).slot_of[[driver.books.nodes.get(driver.key("a"))]]
+
+    driver.commit(driver.acquire("b").lease, "b")
+
+    (drop,) = driver.told(ef.Drop)
+    assert (drop.tier, driver.words(drop.keys), drop.slots.tolist()) == (1, ["a"], [slot])
+
+
+def test_the_device_forgets_in_silence(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=2)
+    driver.store("a")
+
+    driver.acquire("xy", more_tokens=0)
+
+    assert not driver.told(ef.Drop)
+
+
+def test_asking_for_a_tier_without_slots_of_ours_is_our_defect(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=None, host=4)
+
+    with pytest.raises(InvariantViolation, match="tier 0 has no slots of ours"):
+        driver.books.tier(0)
+
+
+def test_the_namespaces_of_first_blocks_are_remembered_up_to_a_bound(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver()
+
+    for content in range(1, 5000):
+        driver.books.remember_content(content, b"n")
+    driver.books.remember_content(0, b"none given")
+
+    assert len(driver.books.contents) == 4096
+    assert 0 not in driver.books.contents
+    assert 4999 in driver.books.contents
+
+
+def test_a_link_to_the_block_before_is_made_once(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=4)
+    first, second = driver.keys("ab")
+    driver.handle(ev.Discovered(tier=1, keys=[second], parents=[None], slots=np.zeros(1, np.int32)))
+
+    for _ in range(2):
+        driver.store("ab")
+
+    assert driver.leaving_order(1) == ["ab", "a"]
+    assert driver.books.nodes.child_count[driver.books.nodes.get(first)] == 1
