@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 each_policy = pytest.mark.parametrize("eviction", sorted(POLICIES))
 
 
+def assert_leaf_first(order: list[str]) -> None:
+    for position, word in enumerate(order):
+        assert not [later for later in order[position + 1 :] if later.startswith(word)], order
+
+
 # -------------------------------------------------------------------- leaf-first
 
 
@@ -44,18 +49,18 @@ def test_no_block_leaves_before_those_that_follow_it(
     order = driver.leaving_order()
 
     assert sorted(order) == sorted(driver.cached_in("device"))
-    for position, word in enumerate(order):
-        assert not [later for later in order[position + 1 :] if later.startswith(word)]
+    assert_leaf_first(order)
 
 
 @each_policy
 def test_leaf_first_holds_in_lower_tiers_too(make_driver: MakeDriver, eviction: str) -> None:
     driver = make_driver(device=12, host=4, eviction=eviction)
 
-    for word in ("abc", "abx", "pqr", "abcd"):
+    for word in ("abc", "abx", "pqr", "pqs", "x"):
         driver.store(word)
-        cached = driver.cached_in("host")
-        assert all(word[:-1] in cached for word in cached if len(word) > 1)
+        order = driver.leaving_order(1)
+        assert set(order) == driver.cached_in("host")
+        assert_leaf_first(order)
 
 
 # -------------------------------------------------------------------- order
@@ -269,14 +274,15 @@ def test_a_request_is_served_beyond_its_quota_when_its_own_blocks_are_in_use(
 
 
 def test_each_victim_leaves_for_its_own_reason(make_driver: MakeDriver) -> None:
-    device = TierSettings(name="device", slot_count=4, quotas={"ann": 0.5})
+    device = TierSettings(name="device", slot_count=5, quotas={"ann": 0.4})
     driver = make_driver(device=device)
     driver.store("x", "y", tenant="bob")
     driver.store("a", "b", tenant="ann")
 
-    driver.acquire("cde", tenant="ann", more_tokens=0)
+    driver.release(driver.acquire("cdef", tenant="ann", more_tokens=0).lease)
 
-    assert driver.acquire("a", tenant="ann", more_tokens=0).miss.reason is MissReason.OVER_QUOTA
+    reasons = {word: driver.acquire(word, store=False).miss.reason for word in ("a", "x")}
+    assert reasons == {"a": MissReason.OVER_QUOTA, "x": MissReason.EVICTED}
 
 
 # -------------------------------------------------------------------- tiers forget aloud

@@ -12,7 +12,7 @@ from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-from penstock.machine.finding import coming, explain, find
+from penstock.machine.finding import explain, fetchable, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,7 +357,7 @@ def test_looking_changes_nothing(make_driver: MakeDriver) -> None:
 
     find(driver.books, driver.keys("abc"), deepest=3)
     explain(driver.books, driver.keys("abcd"), 3)
-    coming(driver.books, driver.keys("abc"))
+    fetchable(driver.books, driver.keys("abc"))
 
     assert driver.machine.freeze() == before
 

@@ -73,9 +73,7 @@ def test_tokens_that_were_found_but_did_not_arrive_are_counted(make_driver: Make
 
     driver.report(driver.copy(Purpose.LOAD), faults=[(1, BlockFault.UNREADABLE)])
 
-    statistics = driver.machine.statistics()
-    assert statistics.tokens_not_delivered == 4
-    assert statistics.misses[MissReason.FAILED.value] == 1
+    assert driver.machine.statistics().tokens_not_delivered == 4
 
 
 def test_slots_are_counted_by_state(make_driver: MakeDriver) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -459,6 +460,7 @@ def test_a_block_is_saved_in_every_group_or_not_at_all() -> None:
         ("latent", [0, 1, 2], r"slots has shape \(1, 3\), must be \(1, 2\)"),
         ("latent", [0, 6], "slots of KV group 0 name slot 6, must be from 0 to 5"),
         ("latent", [-2, 1], "slots of KV group 0 name slot -2, must be from 0 to 5, or -1"),
+        ("latent", [3, 3], "slots of KV group 0 name slot 3 twice, must name each once"),
         ("latent", [0.0, 1.0], "slots are float64, must be integers"),
         ("latent", 3, "slots has 0 dimensions, must have one row for each of 1 KV groups"),
         ("two groups", [0, 1], "slots has 1 dimensions, must have one row for each of 2 KV groups"),
@@ -480,8 +482,19 @@ def test_slots_that_do_not_fit_are_refused(layout: str, slots: ArrayLike, proble
 def test_a_key_that_occurs_twice_is_refused() -> None:
     world = World()
 
-    with pytest.raises(ValueError, match="keys: a key occurs twice"):
-        world.offload.save([*keys(1), *keys(1)], [0, 1], cause="twice")
+    for refused in (world.offload.save, world.offload.load):
+        with pytest.raises(ValueError, match="keys: a key occurs twice"):
+            refused([*keys(1), *keys(1)], [0, 1], cause="twice")
+
+
+@pytest.mark.parametrize("wrong", ["k0..............", b"too short", 7])
+def test_what_is_no_key_is_not_saved(wrong: object) -> None:
+    world = World()
+
+    with pytest.raises(ValueError, match=re.escape(f"keys[1] is {wrong!r}, must be 16 bytes")):
+        world.offload.save([keys(1)[0], wrong], [0, 1], cause="wrong")  # type: ignore[list-item]
+
+    assert world.offload.statistics().blocks_known == 0
 
 
 # ---------------------------------------------------------------- telling

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import (
@@ -69,6 +70,8 @@ def audit(books: Books) -> None:
     aims = Counter(lease.frontier for lease in books.leases.values() if lease.frontier)
     if aims != books.frontiers:
         _fail(books, "the blocks being computed are not those the leases aim at")
+    if Counter(key for keys in books.pins.values() for key in keys) != books.pinned:
+        _fail(books, "the pinned keys are not those that somebody pinned")
     _audit_operations(books)
 
 
@@ -203,6 +206,14 @@ def _audit_lease(books: Books, lease: Lease, states: list[int], nodes: list[int]
 
 
 def _audit_operations(books: Books) -> None:
+    staging = {
+        slot: operation.id
+        for operation in books.ledger.running()
+        if operation.purpose is Purpose.STAGE
+        for slot in operation.target_slots.tolist()
+    }
+    if staging != books.staging:
+        _fail(books, "the hub slots being staged are not those of the stages under way")
     for operation in books.ledger.operations.values():
         if operation.state not in (_RUNNING, _ENDING) or not operation.waiting_ranks:
             _fail(books, f"operation {operation.id} has ended but is still in the ledger")

@@ -56,9 +56,7 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
             if tier.index == HUB and device is not None and books.staging:
                 usable |= _on_its_way(books, tier, nodes[missing])
             source[missing[usable]] = tier.index
-    gap = np.flatnonzero(source == _NOT_FOUND)
-    length = int(gap[0]) if len(gap) else len(nodes)
-    return Finding(nodes[:length], source[:length])
+    return _without_gaps(nodes, source)
 
 
 def explain(books: Books, keys: Sequence[Key], found: int) -> Miss:
@@ -88,26 +86,27 @@ def explain_first(books: Books, miss: Miss, content: int, namespace: bytes) -> M
     return miss
 
 
-def coming(books: Books, keys: Sequence[Key]) -> tuple[int, int]:
-    """How many leading blocks of `keys` are on their way to the hub, or could be fetched.
+def fetchable(books: Books, keys: Sequence[Key]) -> Finding:
+    """The longest prefix that lies in the hub, is on its way there, or could be fetched there.
 
-    Returns the number of both kinds together, and how many of them lie below the hub and
-    wait for somebody to ask for them.
+    The source of a block is the hub, or the tier below it that it could be fetched from.
     """
     hub = books.hub
     nodes = books.nodes.match(keys)
-    if hub is None or not len(nodes) or not books.healthy:
-        return 0, 0
-    slots = hub.slot_of[nodes]
-    arriving = (slots != NOWHERE) & hub.on
-    below = np.zeros(len(nodes), dtype=bool)
-    for tier in books.lower_tiers()[HUB:]:
-        if _reachable(books, tier):
-            below |= _usable(tier, nodes, filling=False)
-    below &= ~arriving
-    gap = np.flatnonzero(~(arriving | below))
+    source = np.full(len(nodes), _NOT_FOUND, dtype=np.int8)
+    if hub is not None and hub.on and books.healthy:
+        source[hub.slot_of[nodes] != NOWHERE] = HUB
+        for tier in books.lower_tiers()[HUB:]:
+            missing = np.flatnonzero(source == _NOT_FOUND)
+            if _reachable(books, tier):
+                source[missing[_usable(tier, nodes[missing], filling=False)]] = tier.index
+    return _without_gaps(nodes, source)
+
+
+def _without_gaps(nodes: NDArray[np.int32], source: NDArray[np.int8]) -> Finding:
+    gap = np.flatnonzero(source == _NOT_FOUND)
     length = int(gap[0]) if len(gap) else len(nodes)
-    return length, int(np.count_nonzero(below[:length]))
+    return Finding(nodes[:length], source[:length])
 
 
 def _usable(tier: Tier, nodes: NDArray[np.int32], *, filling: bool) -> NDArray[np.bool_]:

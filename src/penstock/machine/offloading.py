@@ -18,7 +18,7 @@ from penstock.cache.settings import DEVICE, HUB, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import copying, writing
 from penstock.machine.effects import Found, Started
-from penstock.machine.finding import coming, explain, find
+from penstock.machine.finding import explain, fetchable, find
 from penstock.machine.leasing import stage
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 def lookup(books: Books, event: Lookup) -> None:
     """How much of a chain can be loaded now, and how much soon."""
     ready = event.start + len(find(books, event.keys[event.start :], deepest=HUB).nodes)
-    pending, below = coming(books, event.keys[ready:])
+    soon = fetchable(books, event.keys[ready:]).source
+    pending, below = len(soon), int(np.count_nonzero(soon > HUB))
     miss = explain(books, event.keys, ready + pending)
     books.effects.append(
         Found(ready=ready, pending=pending, below=below, miss=miss, losses=books.losses)
@@ -84,7 +85,9 @@ def save(books: Books, event: Save, now: float) -> None:
     hub = books.tier(HUB)
     chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
     nodes = _name(books, event, chosen)
-    taken, targets = writing.take_room(books, hub, nodes, now, event.cause)
+    beside = [books.nodes.get(key) for key in (*event.keys, *filter(None, [event.parent]))]
+    beside_known = np.array([node for node in beside if node != NOWHERE], dtype=np.int32)
+    taken, targets = writing.take_room(books, hub, nodes, now, event.cause, beside=beside_known)
     # Room is given tenant by tenant, so what was taken need not be the leading blocks.
     position_of = dict(zip(nodes.tolist(), chosen, strict=True))
     accepted = [position_of.pop(node) for node in taken.tolist()]
@@ -125,13 +128,12 @@ def _why_not_saved(
 
 def prefetch(books: Books, event: Prefetch, now: float) -> None:
     """Brings blocks that lie below the hub up into it."""
-    found = find(books, event.keys, deepest=len(books.tiers))
-    below = np.flatnonzero(found.source > HUB)
     hub = books.hub
     started: list[Operation] = []
+    found = fetchable(books, event.keys)
+    below = np.flatnonzero(found.source > HUB)
     room = 0
     if hub is not None and len(below):
-        below = below[hub.slot_of[found.nodes[below]] == NOWHERE]
         here = hub.slot_of[found.nodes]
         here = here[here != NOWHERE]
         hub.pool.hold(here)

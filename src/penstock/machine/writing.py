@@ -34,9 +34,20 @@ def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, 
     for tier in books.fed_by(feeder):
         write = tier.settings.write
         if write.kind is WriteKind.WRITE_THROUGH:
-            save(books, feeder, tier, nodes, now, cause)
+            save(books, feeder, tier, _with_those_before(books, nodes), now, cause)
         elif write.kind is WriteKind.SELECTIVE:
             save(books, feeder, tier, nodes[books.nodes.hits[nodes] >= write.hits], now, cause)
+
+
+def _with_those_before(books: Books, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The blocks and all before the first: what the tier lost of them is written once more.
+
+    A block in a lower tier is of no use there without the blocks before it.
+    """
+    if not len(nodes):
+        return nodes
+    before = books.nodes.path_to(int(books.nodes.parent[nodes[0]]))
+    return np.concatenate((before[~np.isin(before, nodes)], nodes))
 
 
 def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) -> None:
@@ -98,47 +109,62 @@ def save(
 
 
 def take_room(
-    books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
+    books: Books,
+    tier: Tier,
+    nodes: NDArray[np.int32],
+    now: float,
+    cause: str,
+    *,
+    beside: NDArray[np.int32] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Takes slots of a lower tier for blocks, for as many leading ones of a tenant as it can.
+    """Takes slots of a lower tier for blocks: of every chain as many leading ones as it can.
 
-    A tenant over its quota gets no more room here than its own blocks leave.
+    A tenant over its quota gets no more room here than its own blocks leave. Blocks before
+    the given ones, and those `beside` them, are not evicted for it.
     """
     admitted = _admitted(books, tier, nodes)
-    tenants = books.nodes.tenant[admitted]
-    taken, slots = [], []
-    for tenant in dict.fromkeys(tenants.tolist()):
-        of_tenant = admitted[tenants == tenant]
-        count = _make_room_below(books, tier, of_tenant, tenant, now, cause)
-        placed = tier.pool.take(count)
-        tier.place(of_tenant[:count], placed, tick=books.tick)
-        taken.append(of_tenant[:count])
-        slots.append(placed)
-    if not taken:
-        books.counters.saves_refused += len(nodes)
-        return nodes[:0], nodes[:0]
+    # Held while room is made, or a block might evict the one it follows.
+    before = books.nodes.parent[admitted]
+    before = before[before != NOWHERE]
+    near = np.unique(before if beside is None else np.concatenate((before, beside)))
+    near = near[tier.slot_of[near] != NOWHERE]
+    tier.pool.hold(tier.slot_of[near])
+    # Counted as if they lay here already, or a block without a copy might be forgotten now.
+    books.nodes.copy_count[admitted] += 1
+    taken = [nodes[:0]]
+    slots = [nodes[:0]]
+    for chain in _chains(books, admitted):
+        for run in np.split(chain, np.flatnonzero(np.diff(books.nodes.tenant[chain])) + 1):
+            count = _make_room_below(books, tier, run, now, cause)
+            taken.append(run[:count])
+            slots.append(tier.pool.take(count))
+            tier.place(taken[-1], slots[-1], tick=books.tick)
+            if count < len(run):
+                break  # What follows in this chain could not be reached.
+    books.nodes.copy_count[admitted] -= 1
+    tier.pool.unhold(tier.slot_of[near])
+    tier.offer(near)
     chosen = np.concatenate(taken)
     books.counters.saves_refused += len(nodes) - len(chosen)
     return chosen, np.concatenate(slots)
 
 
+def _chains(books: Books, nodes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """The blocks in groups that follow each other one by one."""
+    if not len(nodes):
+        return []
+    return np.split(nodes, np.flatnonzero(books.nodes.parent[nodes[1:]] != nodes[:-1]) + 1)
+
+
 def _make_room_below(
-    books: Books, tier: Tier, nodes: NDArray[np.int32], tenant: int, now: float, cause: str
+    books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
 ) -> int:
-    # Held while room is made, or a block might evict the one it follows.
-    parents = books.nodes.parent[nodes]
-    before = np.unique(parents[parents != NOWHERE])
-    before = before[tier.slot_of[before] != NOWHERE]
-    tier.pool.hold(tier.slot_of[before])
-    # Counted as if they lay here already, or a block without a copy might be forgotten now.
-    books.nodes.copy_count[nodes] += 1
+    """Makes room for blocks of one tenant; returns for how many."""
+    tenant = int(books.nodes.tenant[nodes[0]])
+    over = tier.over_quota(tenant, len(nodes))
     room = tier.plan_room(len(nodes), tenant, strict=True)
-    over_quota = tier.over_quota(tenant, len(nodes)) > room.own_count
     books.evict_planned(tier, room, now, cause)
-    books.nodes.copy_count[nodes] -= 1
-    tier.pool.unhold(tier.slot_of[before])
-    tier.offer(before)
-    if over_quota:
+    if over > room.own_count:
         departure = Departure(MissReason.OVER_QUOTA, tier.name, "", now)
         books.departed.add(books.nodes.keys_of(nodes[room.slot_count :].tolist()), departure)
     return room.slot_count

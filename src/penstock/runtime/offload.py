@@ -19,6 +19,7 @@ import numpy as np
 from penstock.cache.nodes import NOWHERE
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,9 +97,10 @@ class Offload:
             deadline: On the monotonic clock; after it the save has expired.
 
         Raises:
-            ValueError: the slots do not fit the keys.
+            ValueError: the slots do not fit the keys, or something is no key.
             UnavailableError: a rank is lost.
         """
+        _require_keys(keys)
         event = ev.Save(
             keys=keys,
             slots=self._slots(slots),
@@ -178,6 +180,12 @@ class Offload:
                     f"slots of KV group {group} name slot {wrong[0]}, must be from 0 to "
                     f"{slot_count - 1}, or {NOWHERE} where a load is not needed"
                 )
+            named, counts = np.unique(row[row != NOWHERE], return_counts=True)
+            if len(named) and counts.max() > 1:
+                raise ValueError(
+                    f"slots of KV group {group} name slot {named[counts.argmax()]} twice, must "
+                    "name each once"
+                )
         return given.astype(np.int32)
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
@@ -187,3 +195,10 @@ class Offload:
 
     def _hear(self, told: list[ef.Effect]) -> None:
         self._told += [effect for effect in told if isinstance(effect, ef.Ended | ef.Settled)]
+
+
+def _require_keys(keys: Sequence[Key]) -> None:
+    """Only `save` makes keys known: what is no key is never found by the others."""
+    for position, key in enumerate(keys):
+        if type(key) is not bytes or len(key) != KEY_BYTES:
+            raise ValueError(f"keys[{position}] is {key!r}, must be {KEY_BYTES} bytes")

@@ -8,7 +8,7 @@
 | suite               | for movers                                                  |
 |---------------------|-------------------------------------------------------------|
 | `MoverSuite`        | of any kind                                                 |
-| `SavingMoverSuite`  | out of the engine's memory, where bytes get their sums       |
+| `SavingMoverSuite`  | out of the engine's memory, where groups lie apart           |
 | `CheckingMoverSuite`| out of a tier that keeps sums, where bytes are checked       |
 | `LoadingMoverSuite` | out of such a tier into the engine's memory                  |
 
@@ -140,6 +140,19 @@ class MoverSuite(ABC):
         np.testing.assert_array_equal(read_slots(ends.target), expected)
         np.testing.assert_array_equal(read_slots(ends.source, SOURCES), content)
 
+    @pytest.mark.parametrize("kind", LAYOUTS)
+    def test_bytes_below_the_device_get_the_sums_of_their_key(self, kind: str) -> None:
+        """Or nobody could check them on their way back."""
+        ends = self.make_ends(LAYOUTS[kind])
+        content = self.fill(ends.source, SOURCES, seed=1)
+
+        ends.mover.submit(self.copy(1))
+        poll_until_idle(ends.mover)
+
+        if isinstance(ends.target, KeepsSums):
+            kept = ends.target.sums(np.array(TARGETS, dtype=np.int32))
+            np.testing.assert_array_equal(kept, self.sums_of(ends.source, content, keys_of(3)))
+
     def test_every_copy_is_reported_once_in_the_order_they_came(self) -> None:
         """The machine gives slots back at each report: one too many would give them twice."""
         ends = self.make_ends(LAYOUTS["K and V apart"])
@@ -252,19 +265,6 @@ class MoverSuite(ABC):
 
 class SavingMoverSuite(MoverSuite):
     """Movers out of the engine's memory into a tier that keeps sums."""
-
-    @pytest.mark.parametrize("kind", LAYOUTS)
-    def test_every_block_gets_the_sums_of_its_key(self, kind: str) -> None:
-        """They are made here, or nobody could check the bytes on their way back."""
-        ends = self.make_ends(LAYOUTS[kind])
-        content = self.fill(ends.source, SOURCES, seed=1)
-
-        ends.mover.submit(self.copy(1))
-        poll_until_idle(ends.mover)
-
-        assert isinstance(ends.target, KeepsSums)
-        kept = ends.target.sums(np.array(TARGETS, dtype=np.int32))
-        np.testing.assert_array_equal(kept, self.sums_of(ends.source, content, keys_of(3)))
 
     @pytest.mark.parametrize("kind", GROUPED)
     def test_groups_of_one_block_are_gathered_from_their_slots(self, kind: str) -> None:

@@ -255,6 +255,11 @@ def _check_accounts(world: World) -> None:
         raise SimulationError("drain", f"operations do not add up: {statistics.operations_ended}")
     if statistics.operations_started != world.ranks.started:
         raise SimulationError("drain", "more operations were counted than copies asked for")
+    if world.weather.managed and sum(statistics.misses.values()) != statistics.requests:
+        raise SimulationError("drain", f"misses do not add up: {statistics.misses}")
+    for tier in statistics.tiers:
+        if tier.free + tier.filling + tier.ready + tier.leaving + tier.doomed != tier.slots:
+            raise SimulationError("drain", f"slots of tier {tier.name} do not add up")
     world.machine.story(world.engine.last_request)
     for key in world.engine.last_keys[:1]:
         world.machine.story(key)

@@ -94,7 +94,7 @@ class ManagedEngine(Engine):
             token_count=len(text),
             tenant=text.namespace.tenant,
             namespace=text.namespace.digest,
-            content=hash(tuple(text.tokens[: self.block_tokens])),
+            content=text.beginning(self.block_tokens),
             reuse=rng.random() >= weather.opt_out / 2,
             load=rng.random() >= weather.opt_out,
             store=rng.random() >= weather.opt_out,
@@ -274,6 +274,8 @@ class ManagedEngine(Engine):
                 f"{event.request}: {granted.cached_tokens} tokens of {most} are cached, "
                 f"by tier {granted.cached_by_tier}",
             )
+        if not event.load and any(granted.cached_by_tier[1:]):
+            raise SimulationError("refusal", f"{event.request} opted out of loads and got some")
         plenty = self.weather.plenty
         if plenty is Plenty.NOWHERE or (plenty is not Plenty.DEVICE and not event.load):
             return

@@ -1,7 +1,7 @@
 """Events, effects and weather in words short enough for one line each.
 
 Keys are shown by their first four hexadecimal digits, operations by epoch and sequence, and
-fields with their default value not at all.
+fields that are empty or have their default value not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def describe(value: msgspec.Struct) -> str:
     parts = []
     for name in names:
         content = getattr(value, name)
-        if name not in defaults or not _same(content, defaults[name]):
+        if not _empty(content) and not (name in defaults and _same(content, defaults[name])):
             parts.append(f"{name}={_short(content)}")
     return f"{type(value).__name__} {' '.join(parts)}".rstrip()
 
@@ -56,9 +56,11 @@ def describe_weather(weather: Weather) -> Iterator[str]:
     yield "rates: " + " ".join(f"{name}={value:.3f}" for name, value in rates.items())
 
 
+def _empty(content: object) -> bool:
+    return isinstance(content, str | list | tuple) and not content
+
+
 def _same(content: object, default: object) -> bool:
-    if isinstance(content, list | tuple):
-        return not content and default == ()
     return type(content) is type(default) and content == default
 
 

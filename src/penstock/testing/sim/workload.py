@@ -49,6 +49,11 @@ class Text:
     def __len__(self) -> int:
         return len(self.marks)
 
+    def beginning(self, count: int) -> int:
+        """A number for the first tokens, whatever the namespace; never nought."""
+        digest = blake2b(bytes(self.tokens[:count]), digest_size=2).digest()
+        return 1 + int.from_bytes(digest, "little")
+
     def cut(self, count: int) -> Text:
         """A text that is the same up to `count` tokens."""
         return Text(self.namespace, self.tokens[:count], self.marks[:count])

@@ -1,0 +1,74 @@
+"""What `penstock` exports: each name is meant to be used, documented, and says what it is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import penstock
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+NAMES = sorted(
+    name
+    for name, value in vars(penstock).items()
+    if not name.startswith("_") and not isinstance(value, ModuleType)
+)
+
+
+def test_the_two_ways_in_are_exported() -> None:
+    assert {"open", "open_offload", "Cache", "Offload", "Lease", "Config"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exported_name_is_in_the_api_page(name: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+
+    # In code, that is: `open` and `Layout` are also words.
+    spans = re.findall(r"`([^`\n]+)`", page)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+    assert any(re.search(rf"\b{name}\b", code) for code in (*spans, *blocks))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exported_name_says_what_it_is(name: str) -> None:
+    exported = getattr(penstock, name)
+
+    described = vars(exported).get("__doc__") if inspect.isclass(exported) else exported.__doc__
+
+    # A dataclass without one gets its signature for a docstring.
+    assert described
+    assert not described.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if inspect.isclass(getattr(penstock, name))]
+)
+def test_every_public_method_says_what_it_does(name: str) -> None:
+    members = vars(getattr(penstock, name)).items()
+
+    silent = [
+        member
+        for member, value in members
+        if not member.startswith("_")
+        and (inspect.isroutine(value) or isinstance(value, property))
+        and not inspect.getdoc(value)
+    ]
+
+    assert not silent
+
+
+def test_everything_exported_says_where_it_comes_from() -> None:
+    modules = {name: inspect.getmodule(getattr(penstock, name)) for name in NAMES}
+
+    foreign = [
+        name
+        for name, module in modules.items()
+        if module is None or not module.__name__.startswith("penstock.")
+    ]
+
+    assert not foreign
