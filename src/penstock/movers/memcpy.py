@@ -17,7 +17,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.movers.base import Moved
 from penstock.tiers.base import KeepsSums
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.packing import Blocks, copy_blocks
+from penstock.vocabulary.packing import BlockCopier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import OperationId
-    from penstock.vocabulary.layout import Layout
+
+
+_STAGING_BYTES = 4 << 20
+"""Blocks pass through a staging area of about this size: it should stay in the caches."""
+_BATCH_BLOCKS = 64
 
 
 class _Job:
@@ -51,15 +55,14 @@ class MemcpyMover:
     """Copies between two tiers in memory, first come, first served."""
 
     def __init__(self, source: SlotStore, target: SlotStore, algorithm: Algorithm) -> None:
-        self._source = source
-        self._target = target
+        self._source_sums = source if isinstance(source, KeepsSums) else None
+        self._target_sums = target if isinstance(target, KeepsSums) else None
         self._algorithm = algorithm
         self._block_bytes = source.layout.block_bytes
         self._span = CellSpan.of(source.layout)
-        self._staging = source.layout.packed(block_count=1)
-        self._source_groups = _groups_of(source.layout)
-        self._staging_groups = _groups_of(self._staging)
-        self._target_groups = _groups_of(target.layout)
+        self._batch = max(1, min(_BATCH_BLOCKS, _STAGING_BYTES // self._block_bytes))
+        self._staging = np.empty((self._batch, self._block_bytes), dtype=np.uint8)
+        self._pack, self._unpack = self._prepare(source, target)
         self._jobs: deque[_Job] = deque()
         self._abandoned: list[Moved] = []
 
@@ -86,67 +89,66 @@ class MemcpyMover:
         spent = 0
         while self._jobs:
             job = self._jobs[0]
-            while not job.ended and (spent == 0 or spent + self._block_bytes <= budget_bytes):
-                self._copy_block(job)
-                spent += self._block_bytes
+            while not job.ended:
+                room = (budget_bytes - spent) // self._block_bytes
+                if room < 1 and spent:
+                    break
+                count = min(max(room, 1), self._batch, len(job.copy.keys) - job.next)
+                self._copy_blocks(job, count)
+                spent += count * self._block_bytes
             if not job.ended:
                 break
             self._jobs.popleft()
             moved.append(job.report())
         return moved, spent
 
-    def _copy_block(self, job: _Job) -> None:
-        position = job.next
-        job.next += 1
+    def _copy_blocks(self, job: _Job, count: int) -> None:
+        """Copies the next few blocks: all into the staging area, the good ones on."""
+        part = slice(job.next, job.next + count)
+        first, job.next = job.next, job.next + count
         copy = job.copy
-        source_slots = _slots_at(copy.source_slots, position)
-        target_slots = _slots_at(copy.target_slots, position)
+        sources, targets = copy.source_slots[..., part], copy.target_slots[..., part]
+        rows = np.arange(count)
+        _pass(self._pack, sources, rows)
         if copy.purpose is Purpose.DUPLICATE:
             # Never leaves the device, and is unfinished: it has neither key nor sums.
-            copy_blocks(self._source.blocks(source_slots), self._target.blocks(target_slots))
+            _pass(self._unpack, rows, targets)
             return
-        staged = np.empty(self._block_bytes, dtype=np.uint8)
-        packed = Blocks(layout=self._staging, buffers={0: staged}, numbers=[0])
-        read = self._source.blocks(source_slots)
-        _copy_groups(read, packed, self._source_groups, self._staging_groups)
-        sums = self._span.sum_blocks(staged.reshape(1, -1), [copy.keys[position]], self._algorithm)
-        if isinstance(self._source, KeepsSums):
-            kept = self._source.sums(np.array(source_slots, dtype=np.int32))
-            if not np.array_equal(sums, kept):
-                job.faults.append((position, BlockFault.CORRUPT))
-                return
-        write = self._target.blocks(target_slots)
-        _copy_groups(packed, write, self._staging_groups, self._target_groups)
-        if isinstance(self._target, KeepsSums):
-            self._target.keep_sums(np.array(target_slots, dtype=np.int32), sums)
+        sums = self._span.sum_blocks(self._staging[:count], copy.keys[part], self._algorithm)
+        good = np.ones(count, dtype=bool)
+        if self._source_sums is not None:
+            good = (sums == self._source_sums.sums(sources)).all(axis=1)
+            bad = np.flatnonzero(~good) + first
+            job.faults += [(position, BlockFault.CORRUPT) for position in bad.tolist()]
+        _pass(self._unpack, rows[good], targets[..., good])
+        if self._target_sums is not None:
+            self._target_sums.keep_sums(targets[good], sums[good])
+
+    def _prepare(
+        self, source: SlotStore, target: SlotStore
+    ) -> tuple[list[BlockCopier], list[BlockCopier]]:
+        """Copiers into the staging area and out of it, one for each KV group."""
+        packed = source.layout.packed(block_count=self._batch)
+        staged = {0: self._staging.reshape(-1)}
+        read, write = source.blocks(()), target.blocks(())
+        groups = range(len(source.layout.groups))
+        pack = [
+            BlockCopier(read.layout, read.buffers, packed, staged, group=group) for group in groups
+        ]
+        unpack = [
+            BlockCopier(packed, staged, write.layout, write.buffers, group=group)
+            for group in groups
+        ]
+        return pack, unpack
 
 
-def _slots_at(slots: NDArray[np.int32], position: int) -> list[int]:
-    """Where a block lies: one slot for all KV groups, or one for each."""
-    at: list[int] = np.atleast_1d(slots[..., position]).tolist()
-    return at
-
-
-def _groups_of(layout: Layout) -> list[Layout]:
-    return [layout.only(group) for group in range(len(layout.groups))]
-
-
-def _copy_groups(
-    source: Blocks, target: Blocks, source_groups: list[Layout], target_groups: list[Layout]
+def _pass(
+    copiers: list[BlockCopier], sources: NDArray[np.integer], targets: NDArray[np.integer]
 ) -> None:
-    """Copies one block, whose KV groups may lie in different slots on either side."""
-    count = max(len(source.numbers), len(target.numbers))
-    if count == 1:
-        if target.numbers[0] != NOWHERE:
-            copy_blocks(source, target)
-        return
-    for group in range(count):
-        read = _of_group(source, source_groups, group)
-        write = _of_group(target, target_groups, group)
-        if write.numbers[0] != NOWHERE:
-            copy_blocks(read, write)
-
-
-def _of_group(blocks: Blocks, groups: list[Layout], group: int) -> Blocks:
-    number = blocks.numbers[group if len(blocks.numbers) > 1 else 0]
-    return Blocks(layout=groups[group], buffers=blocks.buffers, numbers=[number])
+    """Copies blocks whose KV groups lie in one slot each, or in a row of slots a group."""
+    for group, copier in enumerate(copiers):
+        read = (sources[group] if sources.ndim > 1 else sources).tolist()
+        write = (targets[group] if targets.ndim > 1 else targets).tolist()
+        wanted = [(r, w) for r, w in zip(read, write, strict=True) if w != NOWHERE]
+        if wanted:
+            copier.copy([r for r, _ in wanted], [w for _, w in wanted])
