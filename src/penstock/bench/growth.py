@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
-from itertools import cycle, islice
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.bench.measure import collector_paused, summarize, timed
+from penstock.bench.measure import collector_paused, summarize, timed, times_faster
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
 from penstock.machine.events import Acquire, Commit, Release
 from penstock.machine.machine import CacheMachine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import FrameType
 
+    from penstock.bench.measure import Summary
     from penstock.bench.report import Report
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -32,56 +32,56 @@ BLOCK_TOKENS = 16
 SAMPLES = 15
 _UNTIL_HISTORIES_ARE_FULL = 600
 
+Server = Callable[[], Callable[[], None]]
+"""Prepares a piece of work, which is then measured."""
+
 
 def run_growth(report: Report) -> None:
     """Measures cost and calls per block at every size, and memory per cached block."""
-    costs: dict[str, dict[int, float]] = {"hit": {}, "evict": {}}
-    calls: dict[str, dict[int, int]] = {"hit": {}, "evict": {}}
-    for size in SIZES:
-        world = _World(size)
-        for kind, serve in (("hit", world.serve_hit), ("evict", world.serve_miss)):
-            samples = []
-            for _ in range(SAMPLES):
-                work = serve()
-                with collector_paused():
-                    spent_ns, _ = timed(work)
-                samples.append(spent_ns / 1e9 / PROMPT_BLOCKS)
-            summary = summarize(samples)
-            costs[kind][size] = summary.median
-            calls[kind][size] = _count_calls(serve())
-            params = {"cached_blocks": size, "block_tokens": BLOCK_TOKENS}
-            report.add_row(
-                bench="growth",
-                side="penstock",
-                params=params,
-                metric=f"{kind} per block",
-                unit="s",
-                summary=summary,
-            )
-            report.add_row(
-                bench="growth",
-                side="penstock",
-                params=params,
-                metric=f"{kind} calls",
-                unit="calls",
-                summary=summarize([calls[kind][size]]),
-            )
-    small, large = SIZES[0], SIZES[-1]
-    for kind in costs:
-        growth = costs[kind][large] / costs[kind][small]
-        report.add_ratio(f"{kind}: time per block, 1M against 10k", growth, at_most=4.0)
-        more = calls[kind][large] / calls[kind][small]
-        report.add_ratio(f"{kind}: calls, 1M against 10k", more, at_most=1.0)
+    worlds = {size: _World(size) for size in SIZES}
+    for kind in ("hit", "evict"):
+        _grow(report, kind, {size: world.server(kind) for size, world in worlds.items()})
     memory = _bytes_per_block(SIZES[-1])
+    _add_row(report, SIZES[-1], "memory per cached block", "B", summarize([memory]))
+    report.add_ratio("memory per cached block, bytes", memory, at_most=400.0)
+
+
+def _grow(report: Report, kind: str, servers: dict[int, Server]) -> None:
+    """Measures one kind of work at all sizes in turn, so that a busy machine slows all."""
+    # Histories are bounded: until they are full of the same, forgetting costs less.
+    for serve in servers.values():
+        for _ in range(_UNTIL_HISTORIES_ARE_FULL):
+            serve()()
+    costs: dict[int, list[float]] = {size: [] for size in servers}
+    for _ in range(SAMPLES):
+        for size, serve in servers.items():
+            work = serve()
+            with collector_paused():
+                spent_ns, _ = timed(work)
+            costs[size].append(spent_ns / 1e9 / PROMPT_BLOCKS)
+    calls = {
+        size: summarize([_count_calls(serve()) for _ in range(3)])
+        for size, serve in servers.items()
+    }
+    for size in servers:
+        _add_row(report, size, f"{kind} per block", "s", summarize(costs[size]))
+        _add_row(report, size, f"{kind} calls", "calls", calls[size])
+    small, large = SIZES[0], SIZES[-1]
+    growth = times_faster(costs[small], costs[large])
+    report.add_ratio(f"{kind}: time per block, 1M against 10k", growth, at_most=4.0)
+    more = calls[large].median / calls[small].median
+    report.add_ratio(f"{kind}: calls, 1M against 10k", more, at_most=1.0)
+
+
+def _add_row(report: Report, size: int, metric: str, unit: str, summary: Summary) -> None:
     report.add_row(
         bench="growth",
         side="penstock",
-        params={"cached_blocks": SIZES[-1], "block_tokens": BLOCK_TOKENS},
-        metric="memory per cached block",
-        unit="B",
-        summary=summarize([memory]),
+        params={"cached_blocks": size, "block_tokens": BLOCK_TOKENS},
+        metric=metric,
+        unit=unit,
+        summary=summary,
     )
-    report.add_ratio("memory per cached block, bytes", memory, at_most=400.0)
 
 
 class _World:
@@ -96,14 +96,15 @@ class _World:
         self._prompts = [self._new_prompt() for _ in range(size // PROMPT_BLOCKS)]
         for prompt in self._prompts:
             self._serve(prompt)
-        # Histories are bounded: until they are full, forgetting costs nothing.
-        for prompt in islice(cycle(self._prompts), _UNTIL_HISTORIES_ARE_FULL):
-            self._serve(list(map(bytes, prompt)))
         self._next = 0
 
     def forget_prompts(self) -> None:
         """Leaves the keys to the cache alone."""
         self._prompts.clear()
+
+    def server(self, kind: str) -> Server:
+        """What makes work of a kind."""
+        return self.serve_hit if kind == "hit" else self.serve_miss
 
     def serve_hit(self) -> Callable[[], None]:
         """The work of finding a prompt that was not used for long, and giving it back."""
