@@ -255,7 +255,10 @@ def test_hits_without_selective_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("memory", "memroy"), "kind: is 'memroy', must be one of memory; did you mean memory?"),
+        (
+            ("memory", "memroy"),
+            "kind: is 'memroy', must be one of memory, host; did you mean memory?",
+        ),
         (('kind = "memory"', ""), "kind: is missing; must be one of memory"),
         (('name = "host"', ""), "name: is missing; must be a string"),
         (('"host"', '"a b"'), "name: is 'a b', must be letters, digits, '-' and '_'"),

@@ -42,6 +42,21 @@ def test_check_tells_when_the_engine_keeps_its_device_blocks(
     assert "the engine's own device blocks → host (memory, 4 blocks)" in capsys.readouterr().out
 
 
+def test_check_tells_the_size_of_a_tier_that_has_no_number_of_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text(
+        'version = 1\nmodel.name = "m"\ntiers = [{ name = "ram", kind = "host", gib = 1.5 }]',
+        encoding="utf-8",
+    )
+
+    status = run(["config", "check", str(path)])
+
+    assert status == 0
+    assert "→ ram (host, 1.5 GiB)" in capsys.readouterr().out
+
+
 def test_check_refuses_a_file_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -14,9 +12,7 @@ from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
-
-if TYPE_CHECKING:
-    from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.layout import Layout
 
 LAYOUT = LAYOUTS["K and V apart"]
 
@@ -48,6 +44,34 @@ def test_blocks_come_back_as_they_were_saved_through_two_tiers(
         assert not moved.faults
         slots = targets
 
+    np.testing.assert_array_equal(read_slots(device, slots), content)
+
+
+@pytest.mark.parametrize(("block_bytes", "count"), [(24, 200), (20_000, 7), (3_000_000, 3)])
+def test_a_copy_of_any_size_arrives_whole_but_for_its_faults(block_bytes: int, count: int) -> None:
+    layout = Layout.opaque(
+        layers=range(2),
+        block_bytes=block_bytes,
+        encoding="bytes",
+        block_tokens=4,
+        block_count=count,
+    )
+    device, host = device_of(layout), MemoryTier(layout, count)
+    content = draw_blocks(layout, count, seed=1)
+    write_slots(device, range(count), content)
+    slots = list(range(count))
+    save, load = (MemcpyMover(*ends, Algorithm.XXH3) for ends in ((device, host), (host, device)))
+    save.submit(make_copy(1, slots, slots[::-1], purpose=Purpose.SAVE, keys=keys_of(count)))
+    poll_until_idle(save)
+    host.blocks([0]).buffers[0][layout.block_bytes + 5] ^= 1
+    write_slots(device, range(count), np.zeros_like(content))
+
+    load.submit(make_copy(2, slots[::-1], slots, purpose=Purpose.LOAD, keys=keys_of(count)))
+    (moved,) = poll_until_idle(load)
+
+    # The second slot of the host holds the last block but one.
+    content[count - 2] = 0
+    assert moved.faults == ((count - 2, BlockFault.CORRUPT),)
     np.testing.assert_array_equal(read_slots(device, slots), content)
 
 

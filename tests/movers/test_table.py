@@ -12,6 +12,7 @@ from penstock.movers.memcpy import MemcpyMover
 from penstock.movers.table import MOVERS, mover_between
 from penstock.testing.tier_suite import LAYOUTS
 from penstock.tiers.arrays import ArrayTier
+from penstock.tiers.host import HostTier
 from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
@@ -20,7 +21,7 @@ LAYOUT = LAYOUTS["opaque"]
 
 def test_all_media_of_this_process_are_connected() -> None:
     arrays = [np.zeros(size, dtype=np.uint8) for size in LAYOUT.buffer_bytes.values()]
-    stores = [ArrayTier(LAYOUT, arrays), MemoryTier(LAYOUT, 3)]
+    stores = [ArrayTier(LAYOUT, arrays), MemoryTier(LAYOUT, 3), HostTier.create(LAYOUT, 3)]
 
     for source, target in product(stores, repeat=2):
         mover = mover_between(source, target, Algorithm.XXH3)

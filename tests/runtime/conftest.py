@@ -1,8 +1,9 @@
-"""An engine without a model, over real memory: every byte it reads can be told right or wrong.
+"""Engines without a model, over real memory: every byte they read can be told right or wrong.
 
-The KV of a token is a number that follows from all tokens up to it and from the *world*:
-whatever else it depends on, such as the tenant or an image. So it can be computed anywhere,
-and a block that holds the KV of other tokens, or of none, cannot pass for the right one.
+`Engine` has its blocks managed, `World` is one that offloads. In an engine, the KV of a token is
+a number that follows from all tokens up to it and from the *salt*: whatever else it depends on,
+such as the tenant. So it can be computed anywhere, and a block that holds the KV of other tokens,
+or of none, cannot pass for the right one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import pytest
 
 from penstock.cache.states import LeaseState
 from penstock.config import parse_config
+from penstock.machine import effects as ef
 from penstock.runtime.driver import Driver
 from penstock.runtime.managed import Cache
+from penstock.runtime.offload import Offload
+from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
@@ -25,13 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from penstock.cache.departed import Miss
     from penstock.config import Config
     from penstock.runtime.leases import Lease
 
     MakeEngine = Callable[..., "Engine"]
+    MakeWorld = Callable[..., "World"]
 
 BLOCK_TOKENS = 4
 LAYERS = 2
@@ -40,11 +45,14 @@ STEPS_MAX = 1000
 """More than any copy here can need: an engine that still waits then would wait for ever."""
 
 
-def kv_of(tokens: Sequence[int], world: str = "") -> NDArray[np.uint64]:
+def kv_of(tokens: Sequence[int], salt: str = "") -> NDArray[np.uint64]:
     """The KV of a sequence: [layers, tokens, channels]."""
-    words = np.array([sum(world.encode()), *tokens], dtype=np.uint64) + np.uint64(1)
-    places = np.arange(len(words), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    past = np.cumsum(words * places * np.uint64(0x9E37_79B9_7F4A_7C15))[1:]
+    words = np.array([sum(salt.encode()), *tokens], dtype=np.uint64)
+    places = np.arange(len(words), dtype=np.uint64)
+    # Every token at every place adds a number of its own, so no two pasts have the same sum.
+    mixed = (words << np.uint64(32) | places) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    past = np.cumsum(mixed ^ (mixed >> np.uint64(32)))[1:]
     lanes = np.arange(1, LAYERS * CHANNELS + 1, dtype=np.uint64).reshape(LAYERS, 1, CHANNELS)
     return past[np.newaxis, :, np.newaxis] * (lanes * np.uint64(2) + np.uint64(1))
 
@@ -100,41 +108,41 @@ class Engine:
         self.cache = Cache(self.config, self.driver)
 
     def turn(
-        self, prompt: Sequence[int], output: Sequence[int] = (), *, world: str = "", **wishes: Any
+        self, prompt: Sequence[int], output: Sequence[int] = (), *, salt: str = "", **wishes: Any
     ) -> Turn:
         """A whole request: what is cached is checked, the rest is computed."""
         with self.cache.acquire(prompt, **wishes) as lease:
             self.wait(lease)
             found = Turn(lease.cached_tokens, lease.cached_by_tier, lease.miss)
-            self.run(lease, prompt, world=world)
+            self.run(lease, prompt, salt=salt)
             if output:
                 lease.grow(len(prompt) + len(output))
-                self.run(lease, [*prompt, *output], world=world)
+                self.run(lease, [*prompt, *output], salt=salt)
         self.settle()
         self.cache.audit()
         return found
 
-    def run(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+    def run(self, lease: Lease, tokens: Sequence[int], *, salt: str = "") -> None:
         """Checks the KV of a lease, computes what is missing of `tokens`, and commits it."""
-        self.check(lease, tokens, world=world)
-        self.compute(lease, tokens, world=world)
+        self.check(lease, tokens, salt=salt)
+        self.compute(lease, tokens, salt=salt)
         lease.commit(tokens[lease.token_count :])
 
-    def compute(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+    def compute(self, lease: Lease, tokens: Sequence[int], *, salt: str = "") -> None:
         """Writes the KV of the tokens that have none yet; does not commit it."""
-        kv = kv_of(tokens, world)
+        kv = kv_of(tokens, salt)
         for position in range(lease.token_count, len(tokens)):
             block, row = divmod(position, BLOCK_TOKENS)
             for layer in range(LAYERS):
                 self.kv[layer][lease.block_table[block], row] = kv[layer, position]
 
-    def check(self, lease: Lease, tokens: Sequence[int], *, world: str = "") -> None:
+    def check(self, lease: Lease, tokens: Sequence[int], *, salt: str = "") -> None:
         """Every token that a lease says has KV has the right one."""
         count = lease.token_count
         assert lease.state is LeaseState.READY
         for layer in range(LAYERS):
             held = self.kv[layer][lease.block_table].reshape(-1, CHANNELS)[:count]
-            assert np.array_equal(held, kv_of(tokens[:count], world)[layer])
+            assert np.array_equal(held, kv_of(tokens[:count], salt)[layer])
 
     def wait(self, lease: Lease) -> None:
         """Steps until a lease may run, or never will."""
@@ -183,11 +191,67 @@ class Engine:
         self.settle()
         self.cache.audit()
         statistics = self.cache.statistics()
-        assert statistics.leases == 0
+        assert statistics.leases == len(self.cache._desk.leases) == 0
         assert statistics.operations_running == statistics.operations_ending == 0
         for tier in statistics.tiers:
             assert tier.free + tier.ready == tier.slots
             assert tier.held == 0
+
+
+@dataclass
+class World:
+    """An engine's memory of six slots, and tiers below it."""
+
+    tiers: Mapping[str, int] = field(default_factory=lambda: {"host": 32})
+    layout: str = "K and V apart"
+    settings: str = ""
+    tier_settings: str = ""
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        layout = LAYOUTS[self.layout]
+        text = f'version = 1\n[model]\nname = "none"\n[cache]\nblock_tokens = 4\n{self.settings}\n'
+        text += f"groups = {len(layout.groups)}\n"
+        for name, blocks in self.tiers.items():
+            text += f'[[tiers]]\nname = "{name}"\nkind = "memory"\nblocks = {blocks}\n'
+            text += f"{self.tier_settings}\n"
+        config = parse_config(text)
+        sizes = layout.buffer_bytes.values()
+        self.device = ArrayTier(layout, [np.zeros(size, dtype=np.uint8) for size in sizes])
+        self.lower = [MemoryTier(layout, tier.slot_count) for tier in config.cache.tiers]
+        driver = Driver(
+            config.cache, [self.device, *self.lower], Algorithm.XXH3, clock=lambda: self.now
+        )
+        self.offload = Offload(driver, [group.block_count for group in layout.groups])
+        self.content = draw_blocks(layout, 6, seed=1)
+        write_slots(self.device, range(6), self.content)
+
+    def settle(self) -> list[ef.Ended | ef.Settled]:
+        """Steps until nothing is under way; returns what ended."""
+        for _ in range(STEPS_MAX):
+            self.offload.step()
+            if not self.offload.busy:
+                self.offload.audit()
+                return self.offload.poll()
+        raise AssertionError(f"copies are still under way after {STEPS_MAX} steps")
+
+    def saved(self, keys: Sequence[bytes], slots: ArrayLike, **wishes: object) -> ef.Started:
+        """Saves blocks, and waits until they are."""
+        started = self.offload.save(keys, slots, cause="save", **wishes)  # type: ignore[arg-type]
+        self.settle()
+        return started
+
+    def loaded(self, keys: Sequence[bytes], slots: ArrayLike) -> ef.Ended:
+        """Loads blocks, and waits until they are there."""
+        self.offload.load(keys, slots, cause="load")
+        (ended,) = (each for each in self.settle() if isinstance(each, ef.Ended))
+        return ended
+
+    def device_bytes(self, slots: Sequence[int]) -> NDArray[np.uint8]:
+        return read_slots(self.device, slots)
+
+    def wipe_device(self) -> None:
+        write_slots(self.device, range(6), np.zeros_like(self.content))
 
 
 @pytest.fixture
@@ -204,3 +268,9 @@ def make_engine() -> MakeEngine:
 def engine() -> Engine:
     """An engine with 8 device blocks over a host tier of 64."""
     return Engine(configure())
+
+
+@pytest.fixture
+def make_world() -> MakeWorld:
+    """Makes a world of an engine that offloads."""
+    return World

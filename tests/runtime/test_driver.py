@@ -27,15 +27,19 @@ def test_a_step_spends_its_budget_on_loads_before_saves(make_engine: MakeEngine)
     engine.turn(prompt)
     engine.forget_device()
     block_bytes = engine.device.layout.block_bytes
-    with engine.cache.acquire(tokens(16, 500)) as saving:
-        engine.run(saving, tokens(16, 500))
+    with engine.cache.acquire(tokens(12, 500)) as saving:
+        engine.run(saving, tokens(12, 500))
         waiting = engine.cache.acquire(prompt)
 
         engine.cache._desk.hear(engine.driver.step(budget_bytes=3 * block_bytes))
 
-        # The save was there first, but nobody waits for it.
+        # The save was there first, but nobody waits for it; it gets on by a block at least.
         assert waiting.state is LeaseState.READY
         assert engine.cache.busy
+        engine.step_a_block()
+        assert engine.cache.busy
+        engine.step_a_block()
+        assert not engine.cache.busy
         engine.check(waiting, prompt)
         waiting.release()
     engine.expect_at_rest()

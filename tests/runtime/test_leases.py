@@ -118,18 +118,19 @@ def test_what_is_no_token_is_refused_and_changes_nothing(engine: Engine) -> None
 
 
 def test_more_tokens_than_there_is_room_for_are_refused_and_change_nothing(engine: Engine) -> None:
-    sequence = [*tokens(7), *tokens(5, 100)]
+    refused, sequence = [*tokens(7), *tokens(5, 100)], [*tokens(7), *tokens(5, 200)]
     lease = engine.cache.acquire(tokens(7))
 
     with pytest.raises(ValueError, match=r"token_count is 12: .* room for 8"):
-        lease.commit(sequence)
+        lease.commit(refused)
 
     assert lease.token_count == 0
     lease.grow(12)
     engine.run(lease, sequence)
     lease.release()
-    # The refused tokens were not hashed twice: the keys are those of the sequence.
+    # The keys are those of the tokens that were computed, not of those that were refused.
     assert engine.turn([*sequence, 1]).cached_tokens == 12
+    assert engine.turn([*refused, 1]).cached_tokens == 4
 
 
 def test_two_requests_that_compute_the_same_block_end_with_one_copy(engine: Engine) -> None:

@@ -255,10 +255,10 @@ def test_damage_in_the_second_tier_is_found_on_the_way_up(make_engine: MakeEngin
 
 
 def test_tenants_share_nothing(engine: Engine) -> None:
-    engine.turn(tokens(14), tenant="red", world="red")
+    engine.turn(tokens(14), tenant="red", salt="red")
 
-    other = engine.turn(tokens(14), tenant="blue", world="blue")
-    same = engine.turn(tokens(14), tenant="red", world="red")
+    other = engine.turn(tokens(14), tenant="blue", salt="blue")
+    same = engine.turn(tokens(14), tenant="red", salt="red")
 
     assert other.cached_tokens == 0
     assert other.miss.reason is MissReason.NAMESPACE
@@ -266,10 +266,10 @@ def test_tenants_share_nothing(engine: Engine) -> None:
 
 
 def test_adapters_share_nothing(engine: Engine) -> None:
-    engine.turn(tokens(14), adapter="lora", world="lora")
+    engine.turn(tokens(14), adapter="lora", salt="lora")
 
     other = engine.turn(tokens(14))
-    same = engine.turn(tokens(14), adapter="lora", world="lora")
+    same = engine.turn(tokens(14), adapter="lora", salt="lora")
 
     assert other.cached_tokens == 0
     assert other.miss.reason is MissReason.NAMESPACE

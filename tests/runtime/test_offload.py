@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,77 +10,12 @@ import pytest
 
 from penstock.cache.departed import MissReason
 from penstock.cache.ledger import BlockFault, Outcome, Purpose
-from penstock.config import parse_config
 from penstock.machine import effects as ef
-from penstock.runtime.driver import Driver
-from penstock.runtime.offload import Offload
-from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
-from penstock.tiers.arrays import ArrayTier
-from penstock.tiers.memory import MemoryTier
-from penstock.vocabulary.checksums import Algorithm
+from penstock.testing.tier_suite import LAYOUTS, read_slots, write_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-STEPS_MAX = 1000
-
-
-@dataclass
-class World:
-    """An engine's memory of six slots, and tiers below it."""
-
-    tiers: Mapping[str, int] = field(default_factory=lambda: {"host": 32})
-    layout: str = "K and V apart"
-    settings: str = ""
-    tier_settings: str = ""
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        layout = LAYOUTS[self.layout]
-        text = f'version = 1\n[model]\nname = "none"\n[cache]\nblock_tokens = 4\n{self.settings}\n'
-        text += f"groups = {len(layout.groups)}\n"
-        for name, blocks in self.tiers.items():
-            text += f'[[tiers]]\nname = "{name}"\nkind = "memory"\nblocks = {blocks}\n'
-            text += f"{self.tier_settings}\n"
-        config = parse_config(text)
-        sizes = layout.buffer_bytes.values()
-        self.device = ArrayTier(layout, [np.zeros(size, dtype=np.uint8) for size in sizes])
-        self.lower = [MemoryTier(layout, tier.slot_count) for tier in config.cache.tiers]
-        driver = Driver(
-            config.cache, [self.device, *self.lower], Algorithm.XXH3, clock=lambda: self.now
-        )
-        self.offload = Offload(driver, [group.block_count for group in layout.groups])
-        self.content = draw_blocks(layout, 6, seed=1)
-        write_slots(self.device, range(6), self.content)
-
-    def settle(self) -> list[ef.Ended | ef.Settled]:
-        """Steps until nothing is under way; returns what ended."""
-        for _ in range(STEPS_MAX):
-            self.offload.step()
-            if not self.offload.busy:
-                self.offload.audit()
-                return self.offload.poll()
-        raise AssertionError(f"copies are still under way after {STEPS_MAX} steps")
-
-    def saved(self, keys: Sequence[bytes], slots: ArrayLike, **wishes: object) -> ef.Started:
-        """Saves blocks, and waits until they are."""
-        started = self.offload.save(keys, slots, cause="save", **wishes)  # type: ignore[arg-type]
-        self.settle()
-        return started
-
-    def loaded(self, keys: Sequence[bytes], slots: ArrayLike) -> ef.Ended:
-        """Loads blocks, and waits until they are there."""
-        self.offload.load(keys, slots, cause="load")
-        (ended,) = (each for each in self.settle() if isinstance(each, ef.Ended))
-        return ended
-
-    def device_bytes(self, slots: Sequence[int]) -> NDArray[np.uint8]:
-        return read_slots(self.device, slots)
-
-    def wipe_device(self) -> None:
-        write_slots(self.device, range(6), np.zeros_like(self.content))
+    from numpy.typing import ArrayLike
+    from tests.runtime.conftest import MakeWorld, World
 
 
 def keys(count: int, name: str = "k") -> list[bytes]:
@@ -92,8 +26,8 @@ def keys(count: int, name: str = "k") -> list[bytes]:
 
 
 @pytest.mark.parametrize("layout", [kind for kind in LAYOUTS if "groups" not in kind])
-def test_saved_blocks_come_back_into_any_slots(layout: str) -> None:
-    world = World(layout=layout)
+def test_saved_blocks_come_back_into_any_slots(make_world: MakeWorld, layout: str) -> None:
+    world = make_world(layout=layout)
     world.saved(keys(4), [0, 1, 2, 3])
     world.wipe_device()
 
@@ -104,8 +38,8 @@ def test_saved_blocks_come_back_into_any_slots(layout: str) -> None:
     assert not world.device_bytes([2, 4]).any()
 
 
-def test_a_save_reads_the_slots_and_leaves_them_as_they_are() -> None:
-    world = World()
+def test_a_save_reads_the_slots_and_leaves_them_as_they_are(make_world: MakeWorld) -> None:
+    world = make_world()
 
     started = world.saved(keys(3), [4, 2, 0])
 
@@ -114,8 +48,8 @@ def test_a_save_reads_the_slots_and_leaves_them_as_they_are() -> None:
     np.testing.assert_array_equal(world.device_bytes(range(6)), world.content)
 
 
-def test_every_operation_is_reported_once() -> None:
-    world = World()
+def test_every_operation_is_reported_once(make_world: MakeWorld) -> None:
+    world = make_world()
 
     saved = world.offload.save(keys(3), [0, 1, 2], cause="a request")
     told = world.settle()
@@ -127,8 +61,8 @@ def test_every_operation_is_reported_once() -> None:
     assert world.offload.poll() == []
 
 
-def test_work_is_cut_into_operations_of_bounded_size() -> None:
-    world = World(settings="operation_blocks_max = 2")
+def test_work_is_cut_into_operations_of_bounded_size(make_world: MakeWorld) -> None:
+    world = make_world(settings="operation_blocks_max = 2")
 
     started = world.offload.save(keys(5), [0, 1, 2, 3, 4], cause="save")
     told = world.settle()
@@ -137,8 +71,8 @@ def test_work_is_cut_into_operations_of_bounded_size() -> None:
     assert [each.operation for each in told] == list(started.operations)
 
 
-def test_nothing_to_save_is_nothing_to_do() -> None:
-    world = World()
+def test_nothing_to_save_is_nothing_to_do(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(3), [0, 1, 2])
 
     again = world.offload.save(keys(4), [0, 1, 2, 3], cause="again")
@@ -148,8 +82,8 @@ def test_nothing_to_save_is_nothing_to_do() -> None:
     assert (empty.operations, empty.accepted) == ((), ())
 
 
-def test_the_engine_may_reuse_its_array_of_slots_at_once() -> None:
-    world = World()
+def test_the_engine_may_reuse_its_array_of_slots_at_once(make_world: MakeWorld) -> None:
+    world = make_world()
     slots = np.array([0, 1, 2], dtype=np.int32)
 
     world.offload.save(keys(3), slots, cause="save")
@@ -163,8 +97,8 @@ def test_the_engine_may_reuse_its_array_of_slots_at_once() -> None:
 # ---------------------------------------------------------------- looking
 
 
-def test_a_lookup_tells_ready_from_coming_from_missing() -> None:
-    world = World()
+def test_a_lookup_tells_ready_from_coming_from_missing(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(2), [0, 1])
     world.offload.save(keys(4), [0, 1, 2, 3], cause="save")
 
@@ -178,8 +112,8 @@ def test_a_lookup_tells_ready_from_coming_from_missing() -> None:
     assert after.miss.block == 4
 
 
-def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
-    world = World()
+def test_a_lookup_goes_on_where_the_last_one_ended(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(2), [0, 1])
     last = world.offload.lookup(keys(4))
     world.saved(keys(4), [0, 1, 2, 3])
@@ -191,8 +125,8 @@ def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
     assert found.ready == 4
 
 
-def test_a_lookup_starts_anew_when_blocks_were_lost() -> None:
-    world = World(tiers={"host": 4})
+def test_a_lookup_starts_anew_when_blocks_were_lost(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4})
     world.saved(keys(4), [0, 1, 2, 3])
     last = world.offload.lookup(keys(4))
     world.saved(keys(3, "other"), [0, 1, 2])
@@ -205,8 +139,8 @@ def test_a_lookup_starts_anew_when_blocks_were_lost() -> None:
     assert found.miss.reason is MissReason.EVICTED
 
 
-def test_only_leading_blocks_that_are_ready_are_loaded() -> None:
-    world = World()
+def test_only_leading_blocks_that_are_ready_are_loaded(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved([keys(4)[0], *keys(4)[2:]], [0, 2, 3])
     world.wipe_device()
 
@@ -222,8 +156,8 @@ def test_only_leading_blocks_that_are_ready_are_loaded() -> None:
 # ---------------------------------------------------------------- no room
 
 
-def test_as_many_leading_blocks_are_saved_as_there_is_room_for() -> None:
-    world = World(tiers={"host": 4})
+def test_as_many_leading_blocks_are_saved_as_there_is_room_for(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4})
 
     started = world.saved(keys(6), range(6))
 
@@ -233,8 +167,8 @@ def test_as_many_leading_blocks_are_saved_as_there_is_room_for() -> None:
     assert world.offload.lookup(keys(6)).ready == 4
 
 
-def test_blocks_of_lower_priority_make_room_first() -> None:
-    world = World(tiers={"host": 4})
+def test_blocks_of_lower_priority_make_room_first(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4})
     world.saved(keys(2, "dear"), [0, 1], priority=5)
     world.saved(keys(2, "cheap"), [2, 3])
 
@@ -244,8 +178,8 @@ def test_blocks_of_lower_priority_make_room_first() -> None:
     assert world.offload.lookup(keys(2, "cheap")).ready == 0
 
 
-def test_blocks_whose_time_has_passed_make_room_first() -> None:
-    world = World(tiers={"host": 4})
+def test_blocks_whose_time_has_passed_make_room_first(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4})
     world.saved(keys(2, "lasting"), [0, 1])
     world.saved(keys(2, "passing"), [2, 3], ttl_s=10.0)
     world.now = 11.0
@@ -257,8 +191,8 @@ def test_blocks_whose_time_has_passed_make_room_first() -> None:
     assert world.offload.lookup(keys(2, "passing")).ready == 0
 
 
-def test_a_chain_saved_in_parts_still_leaves_from_its_end() -> None:
-    world = World(tiers={"host": 4})
+def test_a_chain_saved_in_parts_still_leaves_from_its_end(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4})
     world.saved(keys(4)[:2], [0, 1])
     world.saved(keys(4)[2:], [2, 3], parent=keys(4)[1])
 
@@ -267,8 +201,8 @@ def test_a_chain_saved_in_parts_still_leaves_from_its_end() -> None:
     assert world.offload.lookup(keys(4)).ready == 3
 
 
-def test_a_tenant_over_its_quota_gets_no_more_room() -> None:
-    world = World(tiers={"host": 32}, tier_settings="quotas = { red = 0.125 }")
+def test_a_tenant_over_its_quota_gets_no_more_room(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 32}, tier_settings="quotas = { red = 0.125 }")
 
     started = world.saved(keys(6), range(6), tenant="red")
     found = world.offload.lookup(keys(6))
@@ -279,8 +213,8 @@ def test_a_tenant_over_its_quota_gets_no_more_room() -> None:
     assert world.saved(keys(6, "blue"), range(6), tenant="blue").accepted == tuple(range(6))
 
 
-def test_a_selective_tier_takes_what_was_shown_often_enough() -> None:
-    world = World(tier_settings='write = "selective"\nhits = 2')
+def test_a_selective_tier_takes_what_was_shown_often_enough(make_world: MakeWorld) -> None:
+    world = make_world(tier_settings='write = "selective"\nhits = 2')
 
     first = world.saved(keys(2), [0, 1])
     second = world.saved(keys(2), [0, 1])
@@ -292,8 +226,8 @@ def test_a_selective_tier_takes_what_was_shown_often_enough() -> None:
 # ---------------------------------------------------------------- further tiers
 
 
-def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded() -> None:
-    world = World(tiers={"host": 4, "far": 32})
+def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 4, "far": 32})
     world.saved(keys(3), [0, 1, 2])
     world.saved(keys(4, "other"), [3, 4, 5, 0])
     world.wipe_device()
@@ -309,8 +243,8 @@ def test_blocks_below_the_first_tier_are_prefetched_and_then_loaded() -> None:
     np.testing.assert_array_equal(world.device_bytes([3, 4, 5]), world.content[:3])
 
 
-def test_a_prefetch_of_what_is_up_already_does_nothing() -> None:
-    world = World(tiers={"host": 8, "far": 32})
+def test_a_prefetch_of_what_is_up_already_does_nothing(make_world: MakeWorld) -> None:
+    world = make_world(tiers={"host": 8, "far": 32})
     world.saved(keys(3), [0, 1, 2])
 
     started = world.offload.prefetch(keys(4), cause="ahead")
@@ -322,8 +256,10 @@ def test_a_prefetch_of_what_is_up_already_does_nothing() -> None:
 # ---------------------------------------------------------------- ends of all kinds
 
 
-def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet() -> None:
-    world = World()
+def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
     world.saved(keys(3), [0, 1, 2])
     (operation,) = world.offload.load(keys(3), [3, 4, 5], cause="load").operations
 
@@ -338,8 +274,8 @@ def test_a_cancelled_load_is_reported_and_settles_when_its_slots_are_quiet() -> 
     np.testing.assert_array_equal(world.device_bytes([3, 4, 5]), world.content[3:])
 
 
-def test_a_cancelled_save_leaves_nothing_to_be_found() -> None:
-    world = World()
+def test_a_cancelled_save_leaves_nothing_to_be_found(make_world: MakeWorld) -> None:
+    world = make_world()
     (operation,) = world.offload.save(keys(3), [0, 1, 2], cause="save").operations
 
     world.offload.cancel(operation)
@@ -349,8 +285,8 @@ def test_a_cancelled_save_leaves_nothing_to_be_found() -> None:
     assert world.offload.statistics().tiers[0].free == 32
 
 
-def test_to_cancel_what_has_ended_changes_nothing() -> None:
-    world = World()
+def test_to_cancel_what_has_ended_changes_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
     (operation,) = world.saved(keys(3), [0, 1, 2]).operations
 
     world.offload.cancel(operation)
@@ -359,8 +295,8 @@ def test_to_cancel_what_has_ended_changes_nothing() -> None:
     assert world.offload.lookup(keys(3)).ready == 3
 
 
-def test_an_operation_expires_at_its_deadline() -> None:
-    world = World()
+def test_an_operation_expires_at_its_deadline(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(3), [0, 1, 2])
     world.offload.load(keys(3), [3, 4, 5], cause="load", deadline=5.0)
 
@@ -373,8 +309,8 @@ def test_an_operation_expires_at_its_deadline() -> None:
     assert settled == ef.Settled(operation=ended.operation)
 
 
-def test_a_reset_cancels_and_voids_everything() -> None:
-    world = World()
+def test_a_reset_cancels_and_voids_everything(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(3), [0, 1, 2])
     world.offload.load(keys(3), [3, 4, 5], cause="load")
 
@@ -387,8 +323,8 @@ def test_a_reset_cancels_and_voids_everything() -> None:
     assert world.offload.statistics().tiers[0].free == 32
 
 
-def test_damaged_blocks_are_faults_and_the_others_arrive() -> None:
-    world = World()
+def test_damaged_blocks_are_faults_and_the_others_arrive(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(3), [0, 1, 2])
     host = read_slots(world.lower[0], range(32))
     (slot,) = np.flatnonzero((host == world.content[1]).all(axis=1)).tolist()
@@ -415,8 +351,8 @@ def halves(world: World) -> tuple[slice, slice]:
     return slice(0, first), slice(first, None)
 
 
-def test_groups_are_saved_from_and_loaded_into_slots_of_their_own() -> None:
-    world = World(layout="groups of different kinds")
+def test_groups_are_saved_from_and_loaded_into_slots_of_their_own(make_world: MakeWorld) -> None:
+    world = make_world(layout="groups of different kinds")
     first, second = halves(world)
     world.saved(keys(2), [[0, 1], [5, 3]])
     world.wipe_device()
@@ -430,8 +366,8 @@ def test_groups_are_saved_from_and_loaded_into_slots_of_their_own() -> None:
     assert not held[[2, 3, 4, 5]][:, second].any()
 
 
-def test_a_group_that_does_not_need_a_block_is_left_alone() -> None:
-    world = World(layout="two groups")
+def test_a_group_that_does_not_need_a_block_is_left_alone(make_world: MakeWorld) -> None:
+    world = make_world(layout="two groups")
     first, second = halves(world)
     world.saved(keys(2), [[0, 1], [0, 1]])
     world.wipe_device()
@@ -445,8 +381,8 @@ def test_a_group_that_does_not_need_a_block_is_left_alone() -> None:
     assert not held[:4].any()
 
 
-def test_a_block_is_saved_in_every_group_or_not_at_all() -> None:
-    world = World(layout="two groups")
+def test_a_block_is_saved_in_every_group_or_not_at_all(make_world: MakeWorld) -> None:
+    world = make_world(layout="two groups")
 
     with pytest.raises(ValueError, match="a block is saved in every KV group, -1 is not a slot"):
         world.offload.save(keys(2), [[0, 1], [-1, 1]], cause="save")
@@ -468,8 +404,10 @@ def test_a_block_is_saved_in_every_group_or_not_at_all() -> None:
         ("two groups", [[0, 1], [0, 9]], "slots of KV group 1 name slot 9, must be from 0 to 5"),
     ],
 )
-def test_slots_that_do_not_fit_are_refused(layout: str, slots: ArrayLike, problem: str) -> None:
-    world = World(layout=layout)
+def test_slots_that_do_not_fit_are_refused(
+    make_world: MakeWorld, layout: str, slots: ArrayLike, problem: str
+) -> None:
+    world = make_world(layout=layout)
 
     for refused in (world.offload.save, world.offload.load):
         with pytest.raises(ValueError, match=problem):
@@ -479,17 +417,24 @@ def test_slots_that_do_not_fit_are_refused(layout: str, slots: ArrayLike, proble
     world.offload.audit()
 
 
-def test_a_key_that_occurs_twice_is_refused() -> None:
-    world = World()
+def test_a_key_that_occurs_twice_is_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.saved(keys(2), [0, 1])
+    twice = [*keys(2), *keys(1)]
 
-    for refused in (world.offload.save, world.offload.load):
+    for refused in (
+        lambda: world.offload.save(twice, [0, 1, 2], cause="twice"),
+        lambda: world.offload.load(twice, [0, 1, 2], cause="twice"),
+        lambda: world.offload.prefetch(twice, cause="twice"),
+        lambda: world.offload.lookup(twice),
+    ):
         with pytest.raises(ValueError, match="keys: a key occurs twice"):
-            refused([*keys(1), *keys(1)], [0, 1], cause="twice")
+            refused()
 
 
 @pytest.mark.parametrize("wrong", ["k0..............", b"too short", 7])
-def test_what_is_no_key_is_not_saved(wrong: object) -> None:
-    world = World()
+def test_what_is_no_key_is_not_saved(make_world: MakeWorld, wrong: object) -> None:
+    world = make_world()
 
     with pytest.raises(ValueError, match=re.escape(f"keys[1] is {wrong!r}, must be 16 bytes")):
         world.offload.save([keys(1)[0], wrong], [0, 1], cause="wrong")  # type: ignore[list-item]
@@ -500,8 +445,8 @@ def test_what_is_no_key_is_not_saved(wrong: object) -> None:
 # ---------------------------------------------------------------- telling
 
 
-def test_events_stories_and_snapshot_tell_what_is_there() -> None:
-    world = World()
+def test_events_stories_and_snapshot_tell_what_is_there(make_world: MakeWorld) -> None:
+    world = make_world()
     world.saved(keys(2), [0, 1])
 
     (event,) = world.offload.take_kv_events()

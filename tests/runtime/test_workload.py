@@ -99,7 +99,7 @@ class Workload:
         if request.lease.state is LeaseState.LOST or self.random.random() < 0.03:
             self.end(request)
         elif request.lease.state is LeaseState.READY:
-            self.engine.check(request.lease, request.tokens, world=request.tenant)
+            self.engine.check(request.lease, request.tokens, salt=request.tenant)
             if request.lease.token_count < len(request.tokens):
                 self.compute(request)
             else:
@@ -111,7 +111,7 @@ class Workload:
         if not self.grow(request, end) or lease.state is not LeaseState.READY:
             return
         chunk = request.tokens[:end]
-        self.engine.compute(lease, chunk, world=request.tenant)
+        self.engine.compute(lease, chunk, salt=request.tenant)
         lease.commit(chunk[lease.token_count :])
         if request.store and request.epoch == self.epoch:
             self.stored[request.tenant] |= {

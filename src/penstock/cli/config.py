@@ -42,5 +42,6 @@ def _described(config: Config) -> str:
     device = config.cache.device
     parts = [f"{device.slot_count} device blocks" if device else "the engine's own device blocks"]
     for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
-        parts.append(f"{tier.name} ({kind.name}, {tier.slot_count} blocks)")
+        size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
+        parts.append(f"{tier.name} ({kind.name}, {size})")
     return f"{config.cache.block_tokens} tokens a block; {' → '.join(parts)}"

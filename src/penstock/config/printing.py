@@ -4,7 +4,7 @@ A printer for our own schema, not for TOML at large: tables of strings and numbe
 
 The one rule that must not break: what is printed reads back as an equal `Config`. So a
 setting that would be refused for having no effect (room on a device that the engine owns,
-`hits` without `selective`) is left out.
+`hits` without `selective`, `blocks` beside `gib`) is left out.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def _tier(tier: TierSettings, kind: TierKind) -> dict[str, Value]:
         "blocks": tier.slot_count,
         "write": tier.write.kind.value,
     }
+    if kind.gib:
+        del values["blocks"]
     if tier.write.kind is WriteKind.SELECTIVE:
         values["hits"] = tier.write.hits
     return {**values, **_room(tier), **kind.options}

@@ -24,6 +24,7 @@ from penstock.config.schema import (
     TABLES,
     TIER_KEYS,
     TIER_KINDS,
+    UNSIZED_BLOCKS,
     VERSION,
     Number,
     Shares,
@@ -185,11 +186,23 @@ def _read_tier(table: _Table) -> TierSettings:
     write = WriteKind(table.word("write"))
     if write is not WriteKind.SELECTIVE:
         table.refuse(["hits"], f"has no effect while write is {write.value!r}")
-    name, blocks = table.word("name"), table.whole("blocks")
+    name, blocks = table.word("name"), _read_blocks(table)
     policy = WritePolicy(kind=write, hits=table.whole("hits"))
     room = _read_room(table)
     with _spelled_as_in_the_file({name: table.place, "": table.place}):
         return TierSettings(name=name, slot_count=blocks, write=policy, **room)
+
+
+def _read_blocks(table: _Table) -> int:
+    if not table.knows("gib"):
+        return table.whole("blocks")
+    size_gib = table.number("gib")
+    if size_gib == 0 and not table.gives("blocks"):
+        raise ConfigError(f"{table.place}.blocks", "is missing; give blocks, or gib more than 0")
+    if size_gib == 0:
+        return table.whole("blocks")
+    table.refuse(["blocks"], f"has no effect while gib is {size_gib}; give one of the two")
+    return UNSIZED_BLOCKS
 
 
 class _Room(TypedDict):
@@ -232,6 +245,14 @@ class _Table:
         for name in self._given:
             if name not in keys:
                 raise ConfigError(f"{place}.{name}", unknown(name, keys))
+
+    def knows(self, name: str) -> bool:
+        """Whether it may have this key."""
+        return name in self._keys
+
+    def gives(self, name: str) -> bool:
+        """Whether it has this key."""
+        return name in self._given
 
     def whole(self, name: str) -> int:
         key = self._keys[name]

@@ -33,6 +33,8 @@ RESERVED_TABLES = ("handoff", "serve")
 
 BLOCKS_MAX = 2**31 - 1
 """Slot numbers are kept in 32-bit integers."""
+UNSIZED_BLOCKS = BLOCKS_MAX
+"""The slots of a tier that is given a size in GiB, until it is known how large a block is."""
 COUNT_MAX = 2**24
 """Departures, happenings and events are remembered in memory: more than this is a slip."""
 
@@ -161,6 +163,11 @@ TIER_KEYS: Mapping[str, Key] = {
 
 TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
     "memory": {},
+    "host": {
+        "gib": Number(minimum=0, maximum=65_536, default=0.0),
+        "huge_pages": Word(default="auto", choices=("auto", "never")),
+        "numa_node": Whole(minimum=-1, maximum=1_023, default=-1),
+    },
 }
 """What `kind` can be, with the keys that a tier of this kind has besides `TIER_KEYS`."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.config.printing import print_toml
-from penstock.config.schema import TIER_KINDS
+from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
 from penstock.errors import ConfigError
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
@@ -86,6 +86,11 @@ class TierKind:
                 f"for kind {self.name!r}",
             )
 
+    @property
+    def gib(self) -> float:
+        """The size of the tier; 0 if it is given in blocks."""
+        return float(self.options.get("gib", 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -107,6 +112,13 @@ class Config:
                 f"has {len(self.tier_kinds)} entries for {len(self.cache.tiers)} tiers, "
                 "must have one for each",
             )
+        for tier, kind in zip(self.cache.tiers, self.tier_kinds, strict=True):
+            if kind.gib and tier.slot_count != UNSIZED_BLOCKS:
+                raise ConfigError(
+                    f"tier {tier.name!r}: slot_count",
+                    f"is {tier.slot_count}, must be {UNSIZED_BLOCKS} (not known yet) while gib "
+                    f"is {kind.gib}",
+                )
         if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
             raise ConfigError(
                 "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"

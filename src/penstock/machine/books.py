@@ -7,6 +7,7 @@ parts of that owner's mind; they share these books and nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import compress
@@ -34,13 +35,24 @@ if TYPE_CHECKING:
     from penstock.cache.ledger import Operation
     from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
-FIRST_TO_LEAVE = np.iinfo(np.int16).min
-"""The priority of blocks whose time to live has passed."""
+PRIORITY_MAX = int(np.iinfo(np.int16).max)
+FIRST_TO_LEAVE = -PRIORITY_MAX - 1
+"""The priority of blocks whose time to live has passed: below any that can be asked for."""
 
 _STORY_LENGTH = 20
 """So many happenings go with a defect that concerns no block in particular."""
 _CONTENT_LIMIT = 4096
 """Of so many prompts' first blocks, the namespaces are remembered."""
+
+
+def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float | None) -> None:
+    """Refuses wishes that no block could be given."""
+    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+        raise ValueError(f"priority is {priority}, must be from {-PRIORITY_MAX} to {PRIORITY_MAX}")
+    if ttl_s is not None and not 0 < ttl_s < math.inf:
+        raise ValueError(f"ttl_s is {ttl_s}, must be a number of seconds above 0")
+    if deadline is not None and math.isnan(deadline):
+        raise ValueError("deadline is nan, must be a time")
 
 
 @dataclass(slots=True)

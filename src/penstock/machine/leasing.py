@@ -18,6 +18,7 @@ from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FILLING, LEAVING, READY, LeaseMove
 from penstock.errors import CapacityError, UnavailableError
 from penstock.machine import copying, writing
+from penstock.machine.books import require_sound_wishes
 from penstock.machine.effects import Granted
 from penstock.machine.finding import Finding, explain, explain_first, find
 from penstock.vocabulary.ids import LeaseId
@@ -104,6 +105,7 @@ def _check_acquire(books: Books, event: Acquire) -> None:
             f"{len(event.keys)} keys for {event.token_count} tokens: "
             f"one for each full block of {block_tokens} tokens is needed"
         )
+    require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     if not books.healthy:
         lost = ", ".join(map(str, sorted(books.lost_ranks)))
         raise UnavailableError(f"rank {lost} is lost: no block can be filled on every rank")

@@ -17,6 +17,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, HUB, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import copying, writing
+from penstock.machine.books import require_sound_wishes
 from penstock.machine.effects import Found, Started
 from penstock.machine.finding import explain, fetchable, find
 from penstock.machine.leasing import stage
@@ -47,6 +48,7 @@ def lookup(books: Books, event: Lookup) -> None:
 def load(books: Books, event: Load, now: float) -> None:
     """Loads the leading blocks that are ready into the engine's slots."""
     _check_offload(books, event.keys, event.slots)
+    require_sound_wishes(priority=0, ttl_s=None, deadline=event.deadline)
     _require_ranks(books)
     found = find(books, event.keys, deepest=HUB)
     count = len(found.nodes)
@@ -81,6 +83,7 @@ def save(books: Books, event: Save, now: float) -> None:
     _check_offload(books, event.keys, event.slots)
     if event.slots.min(initial=0) < 0:
         raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
+    require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     _require_ranks(books)
     hub = books.tier(HUB)
     chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
@@ -128,6 +131,7 @@ def _why_not_saved(
 
 def prefetch(books: Books, event: Prefetch, now: float) -> None:
     """Brings blocks that lie below the hub up into it."""
+    require_sound_wishes(priority=0, ttl_s=None, deadline=event.deadline)
     hub = books.hub
     started: list[Operation] = []
     found = fetchable(books, event.keys)

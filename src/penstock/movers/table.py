@@ -19,6 +19,11 @@ MOVERS: dict[tuple[str, str], Callable[[SlotStore, SlotStore, Algorithm], Mover]
     ("arrays", "memory"): MemcpyMover,
     ("memory", "arrays"): MemcpyMover,
     ("memory", "memory"): MemcpyMover,
+    ("arrays", "host"): MemcpyMover,
+    ("host", "arrays"): MemcpyMover,
+    ("memory", "host"): MemcpyMover,
+    ("host", "memory"): MemcpyMover,
+    ("host", "host"): MemcpyMover,
 }
 
 

@@ -135,9 +135,7 @@ class Lease:
         computed = self._prompt[: self.token_count]
         items = tuple(item for item in self._items if item.position < self.token_count)
         chain = self._forked_chain(computed, items)
-        other = Lease(self._desk, granted, request, computed, items, chain)
-        other._published = self._published
-        return other
+        return Lease(self._desk, granted, request, computed, items, chain)
 
     def preempt(self) -> None:
         """Gives the blocks back for now; they are written down, to be found on return."""

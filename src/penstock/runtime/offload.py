@@ -162,8 +162,7 @@ class Offload:
         self._driver.audit()
 
     def _slots(self, slots: ArrayLike) -> NDArray[np.int32]:
-        # A copy: the engine may use its own array for something else at once.
-        given = np.array(slots)
+        given = np.asarray(slots)
         if given.size and given.dtype.kind not in "iu":
             raise ValueError(f"slots are {given.dtype}, must be integers")
         if given.ndim == 1 and len(self._slot_counts) == 1:
@@ -186,7 +185,8 @@ class Offload:
                     f"slots of KV group {group} name slot {named[counts.argmax()]} twice, must "
                     "name each once"
                 )
-        return given.astype(np.int32)
+        # Always a copy: the engine may use its own array for something else at once.
+        return given.astype(np.int32, copy=True)
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
         told = self._driver.handle(event)

@@ -10,10 +10,10 @@ import numpy as np
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError
 from penstock.runtime.driver import Driver
+from penstock.runtime.lower_tiers import build_lower_tiers
 from penstock.runtime.managed import Cache
 from penstock.runtime.offload import Offload
 from penstock.tiers.arrays import ArrayTier, opaque_layout
-from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
         layout: How the blocks lie in `kv`; without it a block is opaque bytes.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit the arrays.
+        ConfigError: the configuration is wrong, or does not fit the arrays or the machine.
+        UnavailableError: the machine does not give a tier the memory it needs.
         ValueError: the arrays cannot be used, or do not fit the layout.
     """
     config = _read(config)
@@ -65,7 +66,8 @@ def open_offload(
     """Opens the tiers below the device blocks in `kv`, which the engine manages itself.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit the arrays.
+        ConfigError: the configuration is wrong, or does not fit the arrays or the machine.
+        UnavailableError: the machine does not give a tier the memory it needs.
         ValueError: the arrays cannot be used, or do not fit the layout.
     """
     config = _read(config)
@@ -124,5 +126,5 @@ def _arrays(kv: NDArray[np.generic] | Sequence[NDArray[np.generic]]) -> list[NDA
 
 
 def _drive(config: Config, device: ArrayTier) -> Driver:
-    lower = [MemoryTier(device.layout, tier.slot_count) for tier in config.cache.tiers]
-    return Driver(config.cache, [device, *lower], Algorithm.XXH3)
+    settings, lower = build_lower_tiers(config, device.layout)
+    return Driver(settings, [device, *lower], Algorithm.XXH3)

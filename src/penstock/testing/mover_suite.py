@@ -304,8 +304,10 @@ class CheckingMoverSuite(MoverSuite):
         for position in set(range(3)) - set(positions):
             expected[TARGETS[position]] = content[position]
 
+        # Block by block or all at once: a fault is told by its position in the copy.
+        budget_bytes = (0, UNLIMITED)[damage.random.integers(2)]
         ends.mover.submit(self.copy(1))
-        (moved,) = poll_until_idle(ends.mover)
+        (moved,) = poll_until_idle(ends.mover, budget_bytes=budget_bytes)
 
         assert moved.faults == tuple((at, BlockFault.CORRUPT) for at in sorted(positions))
         assert moved.failure == ""

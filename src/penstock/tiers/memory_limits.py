@@ -1,0 +1,173 @@
+"""How much memory this process can still take, and which limit says so.
+
+| limit                     | what is available under it                                    |
+|---------------------------|---------------------------------------------------------------|
+| the machine               | `MemAvailable` of /proc/meminfo                               |
+| a NUMA node               | its free memory, and its file cache                           |
+| a control group, version 2| `memory.max` and `memory.high`, less `memory.current`         |
+| a control group, version 1| `memory.limit_in_bytes`, less `memory.usage_in_bytes`         |
+
+A container is a control group. Every group on the way from the process up to the root counts,
+and the tightest limit wins. What a group uses for the file cache is available all the same: the
+kernel takes it back before it refuses anything, and a group that has read the weights of a model
+would otherwise look full.
+
+The one rule: memory that is not there is refused before it is touched. After that, the kernel
+would not refuse it either, but kill the process.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.errors import ConfigError
+from penstock.tiers.kernel_files import MEMINFO, meminfo_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.tiers.kernel_files import ReadText
+
+UNLIMITED_BYTES = 1 << 62
+"""Version 1 spells "no limit" as the largest number of whole pages, near 2**63."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """So many bytes are available, and who says so."""
+
+    available_bytes: int
+    source: str
+
+
+def require_room(size_bytes: int, read: ReadText, *, setting: str, node: int | None = None) -> None:
+    """Refuses an area of memory that does not fit.
+
+    Raises:
+        ConfigError: `size_bytes` are more than the tightest limit leaves; names `setting`.
+    """
+    limits = [*memory_limits(read), *([] if node is None else node_limits(node, read))]
+    if not limits:
+        return
+    tightest = min(limits, key=lambda limit: limit.available_bytes)
+    if size_bytes > tightest.available_bytes:
+        raise ConfigError(
+            setting,
+            f"needs {gib(size_bytes)}, must be at most the {gib(tightest.available_bytes)} "
+            f"that are available: {tightest.source}",
+        )
+
+
+def gib(size_bytes: int) -> str:
+    """A number of bytes for people to read."""
+    if size_bytes < 1 << 20:
+        return f"{size_bytes} bytes"
+    if size_bytes < 1 << 30:
+        return f"{size_bytes / (1 << 20):.1f} MiB"
+    return f"{size_bytes / (1 << 30):.2f} GiB"
+
+
+def memory_limits(read: ReadText) -> list[Limit]:
+    """Every limit on the memory of this process."""
+    return [*_machine_limits(read(MEMINFO)), *_group_limits(read)]
+
+
+def node_limits(node: int, read: ReadText) -> list[Limit]:
+    """The limit of one NUMA node; none where the machine does not tell."""
+    path = f"/sys/devices/system/node/node{node}/meminfo"
+    text = read(path)
+    free = meminfo_bytes(text, "MemFree")
+    if free is None:
+        return []
+    cached = sum(meminfo_bytes(text, name) or 0 for name in ("Active(file)", "Inactive(file)"))
+    return [Limit(available_bytes=free + cached, source=f"MemFree and file cache in {path}")]
+
+
+def _machine_limits(meminfo: str) -> list[Limit]:
+    available = meminfo_bytes(meminfo, "MemAvailable")
+    if available is None:
+        return []
+    return [Limit(available_bytes=available, source=f"MemAvailable in {MEMINFO}")]
+
+
+class _Version(NamedTuple):
+    """Under which names one version of control groups keeps what we ask for."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, str]
+
+
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+_V1 = _Version(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+
+
+def _group_limits(read: ReadText) -> Iterator[Limit]:
+    mounts = read("/proc/self/mountinfo")
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            version, mount = _V2, _mount_of(mounts, kind="cgroup2", option="")
+        elif "memory" in controllers.split(","):
+            version, mount = _V1, _mount_of(mounts, kind="cgroup", option="memory")
+        else:
+            continue
+        if mount is not None:
+            for folder in _folders(mount, path):
+                yield from _limits_in(folder, version, read)
+
+
+class _Mount(NamedTuple):
+    root: str
+    """Which group the mount shows as its top: a container may see a part of the tree alone."""
+    point: str
+
+
+def _mount_of(mounts: str, *, kind: str, option: str) -> _Mount | None:
+    # 41 31 0:38 /root /point rw,relatime shared:1 - cgroup2 cgroup2 rw,memory
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, filesystem = before.split(), after.split()
+        if len(fields) < 5 or len(filesystem) < 3 or filesystem[0] != kind:
+            continue
+        if not option or option in filesystem[2].split(","):
+            return _Mount(root=fields[3], point=fields[4])
+    return None
+
+
+def _folders(mount: _Mount, path: str) -> Iterator[str]:
+    """The folders of a group and of all groups around it, as far as the mount shows them."""
+    top, group = PurePosixPath(mount.root), PurePosixPath(path)
+    below = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
+    folder = PurePosixPath(mount.point) / below
+    yield str(folder)
+    for _ in below.parts:
+        folder = folder.parent
+        yield str(folder)
+
+
+def _limits_in(folder: str, version: _Version, read: ReadText) -> Iterator[Limit]:
+    used = read(f"{folder}/{version.usage}").strip()
+    if not used.isdigit():
+        return
+    cached = _cached_bytes(read(f"{folder}/memory.stat"), version)
+    for name in version.limits:
+        text = read(f"{folder}/{name}").strip()
+        if text.isdigit() and int(text) < UNLIMITED_BYTES:
+            in_use = max(0, int(used) - cached)
+            yield Limit(
+                available_bytes=max(0, int(text) - in_use),
+                source=f"{name} in {folder} is {gib(int(text))}, {gib(in_use)} are in use",
+            )
+
+
+def _cached_bytes(stat: str, version: _Version) -> int:
+    rows = dict(re.findall(r"^(\w+) (\d+)$", stat, re.MULTILINE))
+    return sum(int(rows.get(name, 0)) for name in version.cached)
