@@ -23,7 +23,7 @@ def tier(name: str, write: WriteKind = WriteKind.WRITE_THROUGH, **settings: Any)
 
 
 DEVICE = tier("device")
-LOW = {"low_watermark": 0.25, "high_watermark": 0.5}
+LOW: dict[str, Any] = {"low_watermark": 0.25, "high_watermark": 0.5}
 
 
 def test_a_device_alone_is_a_cache() -> None:
@@ -73,7 +73,7 @@ def test_every_named_eviction_policy_exists() -> None:
 )
 def test_a_tier_that_makes_no_sense_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        TierSettings(**({"name": "host", "slot_count": 8} | settings))
+        TierSettings(**{"name": "host", "slot_count": 8, **settings})
 
 
 @pytest.mark.parametrize("hits", [0, -1, 65_536])

@@ -164,9 +164,8 @@ def test_an_outcome_is_decided_once() -> None:
     assert from_states == {OperationState.RUNNING}
 
 
-@pytest.mark.parametrize("final", [OperationState.ENDED])
-def test_nothing_happens_to_an_operation_after_its_end(final: OperationState) -> None:
-    assert not [move for state, move in OPERATION_TABLE.legal if state is final]
+def test_nothing_happens_to_an_operation_after_its_end() -> None:
+    assert not [move for state, move in OPERATION_TABLE.legal if state is OperationState.ENDED]
 
 
 def test_a_lease_can_be_released_in_every_state_but_only_once() -> None:

@@ -63,6 +63,17 @@ def test_leaf_first_holds_in_lower_tiers_too(make_driver: MakeDriver, eviction: 
         assert_leaf_first(order)
 
 
+@each_policy
+def test_a_long_prompt_can_make_room_for_another(make_driver: MakeDriver, eviction: str) -> None:
+    driver = make_driver(device=20, eviction=eviction)
+    driver.store("abcdefghijklmno")
+
+    driver.store("ABCDEFGHIJKLMNOPQRS")
+
+    assert not [word for word in driver.cached_in("device") if word.startswith("a")]
+    assert driver.machine.statistics().blocks_evicted == 15
+
+
 # -------------------------------------------------------------------- order
 
 
@@ -219,6 +230,19 @@ def test_a_new_time_to_live_brings_an_expired_block_back(make_driver: MakeDriver
     driver.store("a", ttl_s=5.0)
 
     assert driver.leaving_order() == ["b", "a"]
+
+
+def test_nothing_happens_when_the_time_of_a_block_that_left_has_passed(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=3)
+    driver.store("a", ttl_s=5.0)
+    driver.store("xy")
+
+    driver.tick(after_s=6.0)
+
+    assert driver.cached_in("device") == {"x", "xy"}
+    assert driver.machine.next_deadline() is None
 
 
 def test_a_time_to_live_does_not_outlive_its_block(make_driver: MakeDriver) -> None:

@@ -475,3 +475,26 @@ def test_a_discovery_that_makes_no_sense_changes_nothing(
         driver.handle(ev.Discovered(**(event | change)))
 
     assert driver.machine.freeze() == before
+
+
+def test_a_block_that_follows_itself_is_refused(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=8)
+    keys = driver.keys("a")
+    before = driver.machine.freeze()
+
+    with pytest.raises(ValueError, match="parents"):
+        driver.handle(ev.Discovered(tier=1, keys=keys, parents=keys, slots=np.zeros(1, np.int32)))
+
+    assert driver.machine.freeze() == before
+
+
+def test_blocks_that_follow_each_other_in_a_circle_are_refused(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=8)
+    keys = driver.keys("ab")
+    slots = np.arange(2, dtype=np.int32)
+    before = driver.machine.freeze()
+
+    with pytest.raises(ValueError, match="parents"):
+        driver.handle(ev.Discovered(tier=1, keys=keys, parents=keys[::-1], slots=slots))
+
+    assert driver.machine.freeze() == before

@@ -198,3 +198,31 @@ def test_a_corrupt_block_below_the_hub_is_computed_by_everybody_who_waits(
 
     assert [driver.books.leases[lease].token_count for lease in leases] == [2, 2]
     assert driver.cached_in("disk") == {"a", "abc"}
+
+
+def test_blocks_on_their_way_out_are_void_after_a_reset(make_driver: MakeDriver) -> None:
+    driver = demoting(make_driver)
+
+    driver.reset()
+    driver.finish()
+
+    assert driver.cached_in("device") == driver.cached_in("host") == set()
+    assert (driver.free_in("device"), driver.free_in("host")) == (4, 8)
+
+
+def test_blocks_on_their_way_out_arrive_though_a_rank_that_reported_dies(
+    make_driver: MakeDriver,
+) -> None:
+    device = TierSettings(name="device", slot_count=4, low_watermark=0.5, high_watermark=0.75)
+    driver = make_driver(device=device, host=8, write="write_back", ranks=2)
+    for word in ("x", "a", "z"):
+        driver.compute(word)
+    driver.tick()
+    demotion = driver.copy(Purpose.DEMOTE)
+
+    driver.report(demotion, rank=0)
+    driver.handle(ev.RankLost(rank=0))
+    driver.report(demotion, rank=1)
+
+    assert driver.cached_in("host") == {"a", "x"}
+    assert driver.free_in("device") == 4

@@ -47,14 +47,6 @@ def driver(make_driver: MakeDriver) -> Driver:
     return make_driver(device=None, host=8)
 
 
-@pytest.fixture
-def deep(make_driver: MakeDriver) -> Driver:
-    """`abc` lies on disk, below the hub."""
-    driver = make_driver(device=None, host=8, disk=8)
-    driver.discover(2, "abc")
-    return driver
-
-
 # -------------------------------------------------------------------- save and lookup
 
 
@@ -133,7 +125,8 @@ def test_what_is_there_or_on_its_way_is_not_saved_again(driver: Driver) -> None:
 
     started = save(driver, "ab")
 
-    assert started.operations == started.accepted == ()
+    assert not started.operations
+    assert not started.accepted
     assert started.miss.reason is MissReason.NONE
 
 
@@ -293,7 +286,8 @@ def test_nothing_is_loaded_that_is_not_ready(driver: Driver) -> None:
 
     started = load(driver, "ab")
 
-    assert started.operations == started.accepted == ()
+    assert not started.operations
+    assert not started.accepted
     assert started.miss.reason is MissReason.FILLING
 
 

@@ -135,6 +135,36 @@ def test_the_other_copy_of_a_block_is_freed_with_its_request(make_driver: MakeDr
     assert driver.free_in("device") == 6
 
 
+def test_a_request_publishes_what_is_new_behind_what_another_published(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver()
+    lease = driver.acquire("abcd").lease
+    driver.compute("a")
+
+    driver.commit(lease, "abcd")
+    driver.release(lease)
+
+    assert driver.cached_in("device") == {"a", "ab", "abc", "abcd"}
+    assert driver.free_in("device") == 4
+
+
+def test_a_block_on_its_way_out_stays_for_a_request_that_computed_it_too(
+    make_driver: MakeDriver,
+) -> None:
+    device = TierSettings(name="device", slot_count=8, low_watermark=0.75, high_watermark=0.9)
+    driver = make_driver(device=device, host=8, write="write_back")
+    lease = driver.acquire("ab").lease
+    driver.compute("a")
+    driver.tick()
+    assert driver.words(driver.copy(Purpose.DEMOTE).keys) == ["a"]
+
+    driver.commit(lease, "ab")
+    driver.finish()
+
+    assert driver.tiers_with("a") == {"device", "host"}
+
+
 def test_a_block_known_from_below_is_published_by_who_computes_it(
     make_driver: MakeDriver,
 ) -> None:

@@ -339,3 +339,30 @@ def test_two_copies_that_fail_at_once_leave_one_request_that_computes(
 
     assert driver.books.leases[lease].state is LeaseState.READY
     assert driver.books.leases[lease].token_count == 0
+
+
+def test_of_two_requests_that_lose_their_blocks_at_once_one_finds_room_to_compute(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=5, host=8, operation_blocks_max=1)
+    driver.discover(1, "abc")
+    first, second = driver.acquire("abc").lease, driver.acquire("abc").lease
+
+    driver.handle(ev.TierOff(tier=1, fenced=True))
+
+    states = {lease: driver.books.leases[lease].state for lease in (first, second)}
+    assert states == {first: LeaseState.LOST, second: LeaseState.READY}
+    driver.release(first)
+    driver.release(second)
+    assert driver.free_in("device") == 5
+
+
+def test_a_lease_is_lost_once(make_driver: MakeDriver) -> None:
+    driver = make_driver(ranks=2)
+    driver.acquire("a")
+
+    driver.handle(ev.RankLost(rank=0))
+    driver.handle(ev.RankLost(rank=1))
+
+    assert not driver.told(ef.LeaseChanged)
+    assert driver.machine.statistics().leases_lost == 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.cache.eviction import POLICIES
+from penstock.cache.eviction import POLICIES, LruPolicy
 from penstock.cache.ledger import Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
@@ -15,7 +15,9 @@ from penstock.machine import events as ev
 if TYPE_CHECKING:
     from tests.machine.conftest import Driver, MakeDriver
 
-LOW = {"low_watermark": 0.5, "high_watermark": 0.75}
+    from penstock.vocabulary.ids import Key
+
+LOW: dict[str, Any] = {"low_watermark": 0.5, "high_watermark": 0.75}
 
 
 def tier(name: str, slot_count: int, write: str = "write_through", **settings: Any) -> TierSettings:
@@ -174,6 +176,25 @@ def test_a_save_never_evicts_the_block_it_follows(make_driver: MakeDriver) -> No
 
 def test_leading_blocks_are_saved_first_when_room_is_short(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8, host=2)
+
+    driver.store("abcd")
+
+    assert driver.cached_in("host") == {"a", "ab"}
+    assert driver.machine.statistics().saves_refused == 2
+
+
+class PickyPolicy(LruPolicy):
+    """Admits no block whose word has more than two letters."""
+
+    def admit(self, key: Key, *, label: int) -> bool:
+        return super().admit(key, label=label) and len(key.lstrip(b".")) <= 2
+
+
+def test_a_policy_may_refuse_blocks_and_those_that_follow_them(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=8, host=8)
+    host = driver.books.tier(1)
+    host.policy = PickyPolicy(8, host.standing)
+    host.policy.resize(driver.books.nodes.capacity)
 
     driver.store("abcd")
 

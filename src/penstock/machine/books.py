@@ -221,6 +221,14 @@ class Books:
             self.nodes.pins[node] = self.pinned.get(key, 0)
         return node
 
+    def require_no_circle(self, keys: Sequence[Key], before: Key | None) -> None:
+        """Refuses blocks that would follow themselves: no walk along them would ever end."""
+        if before is None:
+            return
+        path = self.nodes.path_to(self.nodes.get(before)).tolist()
+        if before in keys or not {self.nodes.get(key) for key in keys}.isdisjoint(path):
+            raise ValueError("parent: a block would come before itself")
+
     def link(self, node: int, parent: int) -> None:
         """A known block turns out to follow another one that was not known to come before it."""
         if parent == NOWHERE or self.nodes.parent[node] != NOWHERE:

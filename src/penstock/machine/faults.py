@@ -7,6 +7,7 @@ slots back, and changes nothing else.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Discovered, RankBack, RankLost, Reset, TierOff, TierOn
+    from penstock.vocabulary.ids import Key
 
 
 def reset(books: Books, event: Reset, now: float) -> None:
@@ -103,6 +105,9 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
     tier = _lower_tier(books, event.tier)
     if event.foreign:
         books.foreign.update(dict.fromkeys(event.keys, tier.index))
+        excess = len(books.foreign) - books.settings.departed_count
+        for key in list(islice(books.foreign, max(0, excess))):
+            del books.foreign[key]
         return
     _check_found(books, tier, event)
     tenant = books.tenant("")
@@ -139,6 +144,7 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> None:
     slots = event.slots.tolist()
     if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
         raise ValueError("slots: a slot or a key occurs twice")
+    _require_ends(books, event)
     for key, slot in zip(event.keys, slots, strict=True):
         if not 0 <= slot < tier.pool.slot_count:
             raise ValueError(
@@ -149,6 +155,27 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> None:
         known_here = node != NOWHERE and tier.slot_of[node] == slot
         if tier.pool.state[slot] != FREE and not known_here:
             raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
+
+
+def _require_ends(books: Books, event: Discovered) -> None:
+    """Refuses parents that lead in a circle, as damaged headers may say."""
+    before = dict(zip(event.keys, event.parents, strict=True))
+    sound: set[Key] = set()
+    for key in event.keys:
+        walked: set[Key] = set()
+        at: Key | None = key
+        while at is not None and at not in sound:
+            if at in walked:
+                raise ValueError("parents: blocks would come before themselves")
+            walked.add(at)
+            at = before[at] if at in before else _key_before(books, at)
+        sound |= walked
+
+
+def _key_before(books: Books, key: Key) -> Key | None:
+    node = books.nodes.get(key)
+    parent = NOWHERE if node == NOWHERE else int(books.nodes.parent[node])
+    return None if parent == NOWHERE else books.nodes.key_of(parent)
 
 
 def _empty(books: Books, tier: Tier, reason: MissReason, now: float, cause: str) -> None:

@@ -42,8 +42,9 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
     source = np.full(len(nodes), _NOT_FOUND, dtype=np.int8)
     device = books.tiers[DEVICE]
     if device is not None:
-        # A block that a copy is bringing to the device counts: requests share that copy.
-        source[_usable(device, nodes, filling=True)] = DEVICE
+        # A block that a copy is bringing to the device counts: requests share that copy, but
+        # for one that would rather compute than wait.
+        source[_usable(device, nodes, filling=deepest > DEVICE)] = DEVICE
     for tier in books.lower_tiers()[:deepest]:
         missing = np.flatnonzero(source == _NOT_FOUND)
         if not len(missing):

@@ -16,7 +16,7 @@ from penstock.cache.ledger import Purpose
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseMove, LeaseState
 from penstock.errors import CapacityError, LeaseError
-from penstock.machine import copying
+from penstock.machine import copying, releasing
 from penstock.machine.effects import Granted, Grown
 from penstock.vocabulary.ids import LeaseId
 
@@ -50,12 +50,20 @@ def grow(books: Books, event: Grow, now: float) -> None:
 
 
 def shares_tail(books: Books, lease: Lease) -> bool:
-    """Whether another lease has the same unfinished block, so that neither may write to it."""
+    """Whether another lease has the same unfinished block, or a copy of it is being made.
+
+    Neither may write to it then: a copy made meanwhile might be torn.
+    """
     tail, rest = divmod(lease.token_count, books.settings.block_tokens)
     if not rest or books.device.pool.holders[lease.table[tail]] < 2:
         return False
     slot = lease.table[tail]
-    return any(other is not lease and slot in other.table for other in books.leases.values())
+    if any(other is not lease and slot in other.table for other in books.leases.values()):
+        return True
+    return any(
+        operation.purpose is Purpose.DUPLICATE and operation.source_slots[0] == slot
+        for operation in books.ledger.operations.values()
+    )
 
 
 def _duplicate(
@@ -76,7 +84,7 @@ def _duplicate(
         deadline=now + books.settings.operation_timeout_s,
         cause=lease.request,
     )
-    books.device.pool.unhold(source)
+    releasing.drop_slots(books, books.device, source)
     copying.wait_for(books, started, {lease.id})
     lease.move(LeaseMove.LOAD)
 

@@ -83,6 +83,7 @@ def save(books: Books, event: Save, now: float) -> None:
     _check_offload(books, event.keys, event.slots)
     if event.slots.min(initial=0) < 0:
         raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
+    books.require_no_circle(event.keys, event.parent)
     require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     _require_ranks(books)
     hub = books.tier(HUB)

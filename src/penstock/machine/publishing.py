@@ -75,6 +75,8 @@ def _check(books: Books, lease: Lease, event: Commit) -> None:
         )
     if len(set(event.keys)) != len(event.keys):
         raise ValueError("keys: a key occurs twice")
+    if not books.nodes.ids.keys().isdisjoint(event.keys):
+        books.require_no_circle(event.keys, lease.tail_key)
     full = event.token_count // block_tokens - lease.published_blocks
     if lease.store and lease.epoch == books.ledger.epoch and len(event.keys) != full:
         raise ValueError(f"{len(event.keys)} keys for {full} blocks that are full now")

@@ -44,7 +44,7 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
     slots = lease.table
     if lease.twins:
         slots = np.concatenate((slots, np.array(lease.twins, dtype=np.int32)))
-    _drop_slots(books, device, slots)
+    drop_slots(books, device, slots)
     _leave_operations(books, lease, now)
 
 
@@ -60,7 +60,7 @@ def _save_for_return(books: Books, lease: Lease, now: float) -> None:
         writing.save(books, DEVICE, hub, nodes, now, lease.request)
 
 
-def _drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
+def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
     """Lets go of device slots: published blocks stay cached, the rest is freed."""
     pool = device.pool
     quiet = pool.unhold(slots)
@@ -141,7 +141,7 @@ def _recompute(
     node = device.pool.node[kept[-1]] if first else NOWHERE
     lease.tail_key = None if node == NOWHERE else books.nodes.key_of(int(node))
     books.aim(lease, None)
-    _drop_slots(books, device, dropped)
+    drop_slots(books, device, dropped)
     for operation_id in sorted(lease.waiting):
         other = books.ledger.operations.get(operation_id)
         if other is None:

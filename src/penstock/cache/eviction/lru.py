@@ -92,7 +92,7 @@ class LruPolicy:
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:  # noqa: ARG002
         """Nothing is kept of a block that left; its entries no longer hold."""
-        self._used[nodes] = -1
+        self._used[list(nodes)] = -1
 
     def candidates(self) -> set[int]:
         """The nodes of all entries that hold."""
