@@ -15,8 +15,11 @@ from penstock.bench.index import ROUNDS, run_index
 from penstock.bench.peer import VllmPeer
 from penstock.bench.report import Report
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
+from penstock.errors import UnavailableError
 
 commands = typer.Typer(no_args_is_help=True)
+
+TRANSFER_ROUNDS = 7
 
 PeerOption = Annotated[
     Path | None,
@@ -46,6 +49,29 @@ def bench_index(
         with VllmPeer.start(peer_python) as peer:
             run_index(report, peer, rounds=rounds)
     run_growth(report)
+    if json is None or str(json) != "-":
+        report.show(sys.stdout)
+    if json is not None:
+        write_json(json, report.to_builtins())
+    raise typer.Exit(report.exit_code(check=check))
+
+
+@commands.command("transfer")
+def bench_transfer(
+    *,
+    json: JsonOption = None,
+    rounds: RoundsOption = TRANSFER_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure copies between a GPU and host memory, beside other ways (needs CUDA)."""
+    try:
+        from penstock.bench.transfer import run_transfer  # noqa: PLC0415 - needs an extra
+    except ImportError as error:
+        raise UnavailableError(
+            f"bench transfer needs CUDA and the 'torch' extra: there is no module {error.name}"
+        ) from error
+    report = Report(version=penstock.__version__, command=_command())
+    run_transfer(report, rounds=rounds)
     if json is None or str(json) != "-":
         report.show(sys.stdout)
     if json is not None:

@@ -1,0 +1,1 @@
+"""Blocks between the memory of a GPU and pinned host memory, driven by the engine's own thread."""

@@ -1,0 +1,171 @@
+"""Host memory that a GPU can reach by DMA, and what a mover needs to know of it.
+
+`PinnedArea` is what a mover asks of the host tier: packed blocks in slots at equal distances
+from one address, and a place for their sums. Memory of any origin becomes fit for it through
+`register`: `RegisteredHost` does it to a host arena, and `PinnedTier` is a tier of this process
+alone.
+
+The one rule: memory stays registered as long as a copy could touch it, so it is given back
+only by `close`, after the movers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from cuda.bindings import runtime
+
+from penstock.errors import UnavailableError
+from penstock.movers.cuda.streams import checked
+from penstock.vocabulary.packing import Blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.tiers.host import HostTier
+    from penstock.vocabulary.layout import Layout
+
+EXTENT_BYTES_MAX = 1 << 30
+"""Registered in one call; a failure then costs no more than this."""
+
+
+@runtime_checkable
+class PinnedArea(Protocol):
+    """Packed blocks in registered host memory, slot after slot."""
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 starts."""
+        ...
+
+    @property
+    def slot_stride(self) -> int:
+        """Bytes from one slot to the next."""
+        ...
+
+    @property
+    def run_slots(self) -> int:
+        """No DMA may cross a multiple of so many slots: another registered extent starts there."""
+        ...
+
+    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """The tables of cell sums that were written with the blocks, one row a slot."""
+        ...
+
+    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
+        """Writes the tables of cell sums, one row a slot."""
+        ...
+
+
+def register(extents: Iterable[tuple[int, int]]) -> list[int]:
+    """Registers host memory, given as (address, length), for DMA; returns the addresses.
+
+    Raises:
+        UnavailableError: the memory cannot be pinned; what was registered is undone.
+    """
+    done: list[int] = []
+    try:
+        for address, length in extents:
+            checked(runtime.cudaHostRegister(address, length, runtime.cudaHostRegisterPortable))
+            done.append(address)
+    except UnavailableError:
+        unregister(done)
+        raise
+    return done
+
+
+def unregister(addresses: Iterable[int]) -> None:
+    """Undoes `register`."""
+    for address in addresses:
+        checked(runtime.cudaHostUnregister(address))
+
+
+class RegisteredHost:
+    """The slots of a host arena, registered in extents of whole slots.
+
+    Raises:
+        UnavailableError: the memory cannot be pinned.
+    """
+
+    def __init__(self, tier: HostTier, *, extent_bytes: int = EXTENT_BYTES_MAX) -> None:
+        extents = tier.extents(extent_bytes)
+        self._tier = tier
+        self.layout = tier.layout
+        self.address = extents[0][0]
+        self.slot_stride = tier.slot_bytes
+        self.slot_count = tier.slot_count
+        self.run_slots = max(1, extents[0][1] // tier.slot_bytes)
+        self._registered = register(extents)
+
+    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """The tables of cell sums that were written with the blocks, one row a slot."""
+        return self._tier.sums(slots)
+
+    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
+        """Writes the tables of cell sums, one row a slot."""
+        self._tier.keep_sums(slots, sums)
+
+    def close(self) -> None:
+        """Ends the registration; the tier stays."""
+        unregister(self._registered)
+        self._registered = []
+
+
+class PinnedMemory:
+    """Anonymous memory of this process, registered."""
+
+    def __init__(self, length: int) -> None:
+        self._map = mmap.mmap(-1, max(length, mmap.PAGESIZE))
+        holder = (ctypes.c_uint8 * len(self._map)).from_buffer(self._map)
+        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(holder)[:length]
+        self.address = ctypes.addressof(holder)
+        # Touched first: registering untouched pages takes them one by one.
+        self.bytes[:: mmap.PAGESIZE] = 0
+        self._registered = register([(self.address, len(self._map))])
+
+    def close(self) -> None:
+        """Ends the registration; the memory goes with the last array that shows it."""
+        unregister(self._registered)
+        self._registered = []
+
+
+class PinnedTier:
+    """A fixed number of packed blocks in pinned memory, with their sums beside them."""
+
+    medium = "pinned"
+
+    def __init__(self, layout: Layout, slot_count: int) -> None:
+        self.layout = layout.packed(block_count=slot_count)
+        self.slot_count = slot_count
+        self.slot_stride = layout.block_bytes
+        self.run_slots = slot_count
+        self._memory = PinnedMemory(slot_count * layout.block_bytes)
+        self.address = self._memory.address
+        self._sums = np.zeros((slot_count, len(layout.cells)), dtype=np.uint64)
+
+    def blocks(self, slots: Sequence[int]) -> Blocks:
+        """The bytes of some slots, for reading or writing."""
+        return Blocks(layout=self.layout, buffers={0: self._memory.bytes}, numbers=slots)
+
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        """All slots, of shape [slots, bytes]."""
+        return self._memory.bytes.reshape(self.slot_count, self.slot_stride)
+
+    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """The tables of cell sums that were written with the blocks, one row a slot."""
+        rows: NDArray[np.uint64] = self._sums[slots]
+        return rows
+
+    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
+        """Writes the tables of cell sums, one row a slot."""
+        self._sums[slots] = sums
+
+    def close(self) -> None:
+        """Ends the registration."""
+        self._memory.close()

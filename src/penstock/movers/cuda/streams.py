@@ -1,0 +1,196 @@
+"""Streams, events and steps: who waits for whom, on the device or on the CPU.
+
+Raw calls of the CUDA runtime, since a copy through torch costs several times as much of the
+engine's time. The one rule: nothing here waits on the CPU but what has `wait` in its name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from cuda.bindings import runtime
+
+from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+STEPS_KEPT = 16
+"""Steps whose events are remembered; engines have two in flight."""
+_NOT_READY = runtime.cudaError_t.cudaErrorNotReady
+_SUCCESS = runtime.cudaError_t.cudaSuccess
+
+
+class Piece(NamedTuple):
+    """One DMA."""
+
+    source: int
+    target: int
+    length: int
+
+
+def _in_stream_order() -> tuple[list[Any], list[int], int]:
+    """The attributes of a batch of copies whose sources are written earlier in its stream."""
+    attributes = runtime.cudaMemcpyAttributes()
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    return [attributes], [0], 1
+
+
+_IN_STREAM_ORDER = _in_stream_order()
+
+
+def checked(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what the call returns
+    """The result of a call of the CUDA runtime.
+
+    Raises:
+        UnavailableError: the call failed; the device may be lost.
+    """
+    status = answer[0]
+    if status != _SUCCESS:
+        _, text = runtime.cudaGetErrorString(status)
+        words = text.decode() if isinstance(text, bytes) else str(text)
+        raise UnavailableError(f"CUDA: {words} ({status.name})")
+    return answer[1] if len(answer) > 1 else None
+
+
+class Event:
+    """A point in a stream's work."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self) -> None:
+        flags = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
+        self.handle = checked(runtime.cudaEventCreateWithFlags(flags))
+
+    def record(self, stream: object) -> None:
+        """Marks what was submitted to the stream so far."""
+        checked(runtime.cudaEventRecord(self.handle, stream))
+
+    @property
+    def reached(self) -> bool:
+        """Whether the CPU can see that the device has got there."""
+        (status,) = runtime.cudaEventQuery(self.handle)
+        if status == _NOT_READY:
+            return False
+        checked((status,))
+        return True
+
+    def wait(self) -> None:
+        """Blocks this thread until the device has got there; costs no CPU meanwhile."""
+        checked(runtime.cudaEventSynchronize(self.handle))
+
+    def close(self) -> None:
+        """Gives the event back."""
+        checked(runtime.cudaEventDestroy(self.handle))
+
+
+class Stream:
+    """Work of the device in order, behind the engine's where both compete."""
+
+    __slots__ = ("handle", "number")
+
+    def __init__(self) -> None:
+        least, _ = _priorities()
+        created = runtime.cudaStreamCreateWithPriority(runtime.cudaStreamNonBlocking, least)
+        self.handle = checked(created)
+        self.number = int(self.handle)
+
+    def wait_for(self, event: Event) -> None:
+        """Has the stream wait on the device for an event; the CPU does not."""
+        stream_waits(self.handle, event)
+
+    def clear(self, address: int, length: int) -> None:
+        """Writes zeros."""
+        checked(runtime.cudaMemsetAsync(address, 0, length, self.handle))
+
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        """Copies between the memories of host and device, in one call."""
+        sources, targets, lengths = zip(*pieces, strict=True)
+        checked(
+            runtime.cudaMemcpyBatchAsync(
+                *(targets, sources, lengths, len(pieces)), *_IN_STREAM_ORDER, self.handle
+            )
+        )
+
+    def wait(self) -> None:
+        """Blocks this thread until the stream has done all its work."""
+        checked(runtime.cudaStreamSynchronize(self.handle))
+
+    def close(self) -> None:
+        """Gives the stream back."""
+        checked(runtime.cudaStreamDestroy(self.handle))
+
+
+def stream_waits(stream: object, event: Event) -> None:
+    """Has any stream wait on the device for an event."""
+    checked(runtime.cudaStreamWaitEvent(stream, event.handle, 0))
+
+
+def _priorities() -> tuple[int, int]:
+    status, least, greatest = runtime.cudaDeviceGetStreamPriorityRange()
+    checked((status,))
+    return least, greatest
+
+
+class _Step(NamedTuple):
+    number: int
+    event: Event
+
+
+class Steps:
+    """The engine's steps, and which of them last touched each device slot.
+
+    Call `submitted` after each step, with the slots it reads or writes if they are known: a
+    slot that no step touched lately need not be waited for. Without them, a step may have
+    touched any slot. Steps end in the order in which they were submitted, as the work of one
+    stream does.
+    """
+
+    def __init__(self, slot_count: int) -> None:
+        self._last = np.zeros(slot_count, dtype=np.int64)
+        self._floor = 0
+        self._number = 0
+        self._in_flight: deque[_Step] = deque()
+        self._spare: list[Event] = []
+
+    def submitted(self, stream: int, slots: ArrayLike | None = None) -> int:
+        """A step was submitted to the stream; returns its number, from 1 on."""
+        self._number += 1
+        while self._in_flight and self._in_flight[0].event.reached:
+            self._spare.append(self._in_flight.popleft().event)
+        if len(self._in_flight) >= STEPS_KEPT:
+            # Whoever wants this step waits for the next one, which ends after it.
+            self._spare.append(self._in_flight.popleft().event)
+        event = self._spare.pop() if self._spare else Event()
+        event.record(stream)
+        self._in_flight.append(_Step(self._number, event))
+        if slots is None:
+            self._floor = self._number
+        else:
+            self._last[np.asarray(slots, dtype=np.int64)] = self._number
+        return self._number
+
+    def last_of(self, slots: NDArray[np.int32]) -> int:
+        """The last step that could have touched any of the slots; 0 if none could."""
+        wanted = slots[slots >= 0]
+        return max(self._floor, int(self._last[wanted].max())) if wanted.size else 0
+
+    def event_of(self, step: int) -> Event | None:
+        """What to wait for to be behind a step; `None` once it has ended."""
+        if step == 0:
+            return None
+        for kept in self._in_flight:
+            if kept.number >= step:
+                return kept.event
+        return None
+
+    def close(self) -> None:
+        """Gives the events back."""
+        for event in (*(step.event for step in self._in_flight), *self._spare):
+            event.close()
+        self._in_flight.clear()
+        self._spare.clear()
