@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
-
 from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
@@ -28,6 +26,8 @@ from penstock.cache.states import (
 from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from penstock.cache.leases import Lease
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
@@ -55,11 +55,11 @@ def audit(books: Books) -> None:
     if books.agenda:
         _fail(books, "the agenda is not empty between events")
     tiers = books.owned_tiers()
-    _audit_nodes(books, tiers)
-    parents = books.nodes.parent.tolist()
+    parents, tenants = books.nodes.parent.tolist(), books.nodes.tenant.tolist()
+    _audit_nodes(books, tiers, parents)
     for tier in tiers:
         _audit_slots(books, tier)
-        _audit_residency(books, tier, parents)
+        _audit_residency(books, tier, parents, tenants)
         _audit_holders(books, tier)
         _audit_eviction(books, tier)
     device = books.tiers[DEVICE]
@@ -79,29 +79,38 @@ def _fail(books: Books, problem: str, node: int = NOWHERE) -> NoReturn:
     raise InvariantViolation(problem, story=books.story_of_node(node), node=node)
 
 
-def _audit_nodes(books: Books, tiers: list[Tier]) -> None:
+def _audit_nodes(books: Books, tiers: list[Tier], parents: list[int]) -> None:
     """Keys and nodes map one to one, and every node is there for a reason."""
     nodes = books.nodes
-    copies: Counter[int] = Counter()
-    for tier in tiers:
-        copies.update(node for node in tier.pool.node.tolist() if node != NOWHERE)
-    followers = Counter(int(nodes.parent[number]) for number in nodes.ids.values())
-    followers.pop(NOWHERE, None)
+    copies = _count((tier.pool.node.tolist() for tier in tiers), nodes.capacity)
+    followers = _count([[parents[number] for number in nodes.ids.values()]], nodes.capacity)
+    copy_count, child_count = nodes.copy_count.tolist(), nodes.child_count.tolist()
+    pins = nodes.pins.tolist()
     for key, number in nodes.ids.items():
         if nodes.keys[number] != key:
             _fail(books, f"node {number} has another key than the index says")
-        if copies[number] != nodes.copy_count[number]:
+        if copies[number] != copy_count[number]:
             _fail(books, f"node {number} has {copies[number]} copies, not as booked", number)
-        if followers[number] != nodes.child_count[number]:
+        if followers[number] != child_count[number]:
             _fail(books, f"node {number} has {followers[number]} followers", number)
         if not copies[number] and not followers[number]:
             _fail(books, f"node {number} has neither copies nor followers", number)
-        if nodes.pins[number] != books.pinned.get(key, 0):
+        if pins[number] != books.pinned.get(key, 0):
             _fail(books, f"node {number} has a wrong number of pins", number)
     known = set(nodes.ids.values())
-    for number in (*copies, *followers):
-        if number not in known and (copies[number] or followers[number]):
+    for number, (copied, followed) in enumerate(zip(copies, followers, strict=True)):
+        if (copied or followed) and number not in known:
             _fail(books, f"node {number} is used but not known")
+
+
+def _count(lists: Iterable[list[int]], capacity: int) -> list[int]:
+    """How often each node occurs."""
+    counts = [0] * capacity
+    for numbers in lists:
+        for number in numbers:
+            if number != NOWHERE:
+                counts[number] += 1
+    return counts
 
 
 def _audit_slots(books: Books, tier: Tier) -> None:
@@ -123,48 +132,53 @@ def _audit_slots(books: Books, tier: Tier) -> None:
             _fail(books, problem, node)
 
 
-def _audit_residency(books: Books, tier: Tier, parents: list[int]) -> None:
+def _audit_residency(books: Books, tier: Tier, parents: list[int], tenants: list[int]) -> None:
     """Slots and nodes map one to one; counts of followers and of tenants are right."""
-    states = tier.pool.state.tolist()
-    children: Counter[int] = Counter()
-    used: Counter[int] = Counter()
+    states, slot_of = tier.pool.state.tolist(), tier.slot_of.tolist()
+    children = [0] * len(slot_of)
+    used: dict[int, int] = {}
     placed = 0
     for slot, node in enumerate(tier.pool.node.tolist()):
         if node == NOWHERE:
             continue
         placed += 1
-        used[int(books.nodes.tenant[node])] += 1
-        if tier.slot_of[node] != slot:
+        used[tenants[node]] = used.get(tenants[node], 0) + 1
+        if slot_of[node] != slot:
             _fail(books, f"tier {tier.name}: slot {slot} and its block do not agree", node)
         if states[slot] != LEAVING and parents[node] != NOWHERE:
             children[parents[node]] += 1
-    if np.count_nonzero(tier.slot_of != NOWHERE) != placed:
+    if len(slot_of) - slot_of.count(NOWHERE) != placed:
         _fail(books, f"tier {tier.name}: a block is said to lie where it does not")
-    booked = {int(node): int(tier.children[node]) for node in np.flatnonzero(tier.children)}
-    if booked != children:
-        _fail(books, f"tier {tier.name}: followers are {dict(children)}, booked {booked}")
+    if children != tier.children.tolist():
+        _fail(books, f"tier {tier.name}: followers are {children}, booked {tier.children.tolist()}")
     if used != tier.used_by:
-        _fail(books, f"tier {tier.name}: tenants use {dict(used)}, booked {tier.used_by}")
+        _fail(books, f"tier {tier.name}: tenants use {used}, booked {tier.used_by}")
 
 
 def _audit_holders(books: Books, tier: Tier) -> None:
     """A slot is held as often as leases and operations say."""
-    held: Counter[int] = Counter()
+    held = [0] * tier.pool.slot_count
+    for slot in _holds(books, tier):
+        held[slot] += 1
+    booked = tier.pool.holders.tolist()
+    if held != booked:
+        slot = next(slot for slot, count in enumerate(held) if count != booked[slot])
+        problem = f"tier {tier.name}: slot {slot} is held {held[slot]} times, booked {booked[slot]}"
+        _fail(books, problem, int(tier.pool.node[slot]))
+
+
+def _holds(books: Books, tier: Tier) -> Iterator[int]:
     if tier.index == DEVICE:
         for lease in books.leases.values():
-            held.update(lease.table.tolist())
-            held.update(lease.twins)
+            yield from lease.table.tolist()
+            yield from lease.twins
     for operation in books.ledger.operations.values():
         if operation.source == tier.index:
-            held.update(operation.source_slots.tolist())
+            yield from operation.source_slots.tolist()
         if operation.target == tier.index:
-            held.update(operation.target_slots.tolist())
+            yield from operation.target_slots.tolist()
         if operation.onward is not None and tier.index == DEVICE:
-            held.update(slot for slot in operation.onward.tolist() if slot != NOWHERE)
-    for slot, booked in enumerate(tier.pool.holders.tolist()):
-        if held[slot] != booked:
-            problem = f"tier {tier.name}: slot {slot} is held {held[slot]} times, booked {booked}"
-            _fail(books, problem, int(tier.pool.node[slot]))
+            yield from (slot for slot in operation.onward.tolist() if slot != NOWHERE)
 
 
 def _audit_eviction(books: Books, tier: Tier) -> None:
