@@ -14,18 +14,20 @@ import pytest
 
 from penstock.cache.states import OperationMove, OperationState
 from penstock.cache.tier import Tier
-from penstock.machine import copying, machine, releasing
+from penstock.machine import copying, leasing, machine, offloading, releasing
 from penstock.machine.events import Report
+from penstock.machine.finding import Finding, find
 from penstock.testing.sim.campaign import DEFECTS, Failure, failure_of
 from penstock.testing.sim.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.cache.ledger import Operation
     from penstock.machine.books import Books
+    from penstock.vocabulary.ids import Key
 
 SEEDS_MAX = 300
 """`test_worlds` shows that none of these seeds finds anything without a planted bug."""
@@ -44,12 +46,12 @@ def first_failure(*, audited: bool) -> Failure | None:
 
 def plant_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that ends forgets to let go of its last slot."""
-    drop_slots = releasing._drop_slots
+    drop_slots = releasing.drop_slots
 
     def drop_all_but_one(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
         drop_slots(books, device, slots[:-1])
 
-    monkeypatch.setattr(releasing, "_drop_slots", drop_all_but_one)
+    monkeypatch.setattr(releasing, "drop_slots", drop_all_but_one)
 
 
 def plant_early_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,12 @@ def plant_lost_result_on_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report from before a reset is dropped, and what its copy holds with it."""
 
     def report_of_this_epoch(books: Books, event: Report, now: float) -> None:
-        if event.operation.epoch == books.ledger.epoch:
+        if (
+            event.operation.epoch != books.ledger.epoch
+            and event.operation in books.ledger.operations
+        ):
+            books.counters.reports_late += 1
+        else:
             copying.report(books, event, now)
 
     monkeypatch.setitem(machine._HANDLERS, Report, report_of_this_epoch)
@@ -106,12 +113,29 @@ def plant_matchable_before_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine._HANDLERS, Report, report_and_fill)
 
 
+def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests find nothing: safe, live and worthless."""
+
+    def find_nothing(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
+        return find(books, keys[:0], deepest=deepest)
+
+    monkeypatch.setattr(leasing, "find", find_nothing)
+    monkeypatch.setattr(offloading, "find", find_nothing)
+
+
+def plant_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines pass, and nobody is told."""
+    monkeypatch.setattr(copying, "expire", lambda _books, _now: None)
+
+
 PLANTED = [
     pytest.param(plant_leak, "drain", id="leak"),
     pytest.param(plant_early_reuse, "reuse", id="early reuse"),
     pytest.param(plant_head_first_eviction, "leaf first", id="head-first eviction"),
     pytest.param(plant_lost_result_on_reset, "operations", id="lost result on reset"),
     pytest.param(plant_matchable_before_filled, "bytes", id="matchable before filled"),
+    pytest.param(plant_blindness, "usefulness", id="finds nothing"),
+    pytest.param(plant_patience, "liveness", id="keeps no deadline"),
 ]
 
 

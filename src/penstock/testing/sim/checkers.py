@@ -114,6 +114,8 @@ class KvReader:
         self._blocks: dict[str, dict[Key, Key | None]] = {name: {} for name in self._tiers}
         self._sequence = 0
         self._handled = 0
+        self.stored_count = 0
+        """Blocks that became matchable, in whatever tier."""
 
     def follow(self, event: ev.Event) -> None:
         """Reads what one event of the cache brought."""
@@ -154,6 +156,7 @@ class KvReader:
         blocks = self._blocks[change.tier]
         tier = self._tiers[change.tier]
         parent = change.parent
+        self.stored_count += len(change.keys)
         for key in change.keys:
             if key in blocks:
                 raise SimulationError("kv events", f"a block was stored in {change.tier} twice")
@@ -176,6 +179,10 @@ class KvReader:
         for key in change.keys:
             if key in world.ranks.corrupt_now:
                 continue
+            if key in world.ranks.undemoted_now:
+                raise SimulationError(
+                    "usefulness", f"a block left tier {change.tier} that was not written down"
+                )
             if key in world.engine.pinned:
                 raise SimulationError("pins", f"a pinned block left tier {change.tier}")
             self._check_leaf(self._tiers[change.tier], key)
@@ -255,6 +262,8 @@ def _check_accounts(world: World) -> None:
         raise SimulationError("drain", f"operations do not add up: {statistics.operations_ended}")
     if statistics.operations_started != world.ranks.started:
         raise SimulationError("drain", "more operations were counted than copies asked for")
+    if statistics.reports_late != world.ranks.late_reports:
+        raise SimulationError("drain", f"{statistics.reports_late} late reports were counted")
     if world.weather.managed and sum(statistics.misses.values()) != statistics.requests:
         raise SimulationError("drain", f"misses do not add up: {statistics.misses}")
     for tier in statistics.tiers:

@@ -6,61 +6,23 @@ the contract of the events it sends, and takes every liberty that the contract l
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 from penstock.machine import events as ev
 from penstock.machine.effects import Pinned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from penstock.machine.effects import Ended, LeaseChanged, Settled
-    from penstock.testing.sim.workload import Text
+    from penstock.machine.effects import Effect
+    from penstock.testing.sim.managed import Request
     from penstock.testing.sim.world import World
-    from penstock.vocabulary.ids import Key, LeaseId, PinId
+    from penstock.vocabulary.ids import Key, PinId
 
 
-class Request:
-    """A request with a lease."""
-
-    __slots__ = (
-        "bound",
-        "cached",
-        "computed",
-        "epoch",
-        "forked",
-        "lease",
-        "name",
-        "published",
-        "state",
-        "store",
-        "table",
-        "text",
-    )
-
-    def __init__(self, name: str, lease: LeaseId, text: Text) -> None:
-        self.name = name
-        self.lease = lease
-        self.text = text
-        self.table: list[int] = []
-        self.state = LeaseState.READY
-        self.cached = 0
-        """Tokens that need not be computed, as was told first."""
-        self.computed = 0
-        """Tokens whose KV is there, or will be when the loads arrive."""
-        self.published = 0
-        """Blocks that were offered to the index."""
-        self.store = True
-        self.epoch = 0
-        self.forked = False
-        """Whether its unfinished block may be shared."""
-        self.bound = 0.0
-        """Until then it may have to wait."""
-
-
-class Engine:
+class Engine(ABC):
     """A client of the cache."""
 
     def __init__(self, world: World) -> None:
@@ -73,6 +35,8 @@ class Engine:
         self.pinned: set[Key] = set()
         self.last_request = ""
         self.last_keys: list[Key] = []
+        self.reactions: dict[type[Effect], Callable[..., None]] = {}
+        """What it does when it is told something that is no answer."""
         self._named = 0
 
     def next_name(self) -> str:
@@ -88,49 +52,40 @@ class Engine:
             self.world.send(ev.Tick())
         if rng.random() < weather.pin:
             self._pin_or_unpin()
-        if rng.random() < weather.prefetch and weather.settings.tiers:
+        if rng.random() < weather.prefetch / 4 and weather.settings.tiers:
             self._prefetch()
         if rng.random() < weather.cancel:
             self._cancel()
         self.advance()
 
+    @abstractmethod
     def advance(self) -> None:
         """Does something about one request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
         """Some requests end while their copies are under way."""
-        raise NotImplementedError
 
     def finish(self) -> None:
         """All requests end, and all pins."""
         for pin in list(self.pins):
             self._unpin(pin)
 
+    @abstractmethod
     def recover(self) -> None:
         """Whatever happened before, a new request must be served, and hit what it computed."""
-        raise NotImplementedError
 
     def waiting(self) -> Iterable[Request]:
         """Requests that may be waiting for copies."""
         return ()
 
-    def lease_changed(self, effect: LeaseChanged) -> None:
-        """A waiting request may run, or has lost its blocks."""
-        raise NotImplementedError
-
-    def operation_ended(self, effect: Ended) -> None:
-        """The outcome of a copy."""
-
-    def operation_settled(self, effect: Settled) -> None:
-        """A copy whose outcome was told is quiet."""
-
+    @abstractmethod
     def rank_died(self) -> None:
         """The device memory of a rank is gone."""
 
+    @abstractmethod
     def check_no_one_waits(self) -> None:
         """Every copy has ended, so nobody has anything to wait for."""
-        raise NotImplementedError
 
     def _pin_or_unpin(self) -> None:
         if self.pins and self.rng.random() < 0.4:

@@ -12,22 +12,64 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, UnavailableError
 from penstock.machine import events as ev
-from penstock.machine.effects import Granted, Grown
+from penstock.machine.effects import Granted, Grown, LeaseChanged
 from penstock.testing.sim.checkers import SimulationError
-from penstock.testing.sim.engine import Engine, Request
+from penstock.testing.sim.engine import Engine
 from penstock.testing.sim.weather import Plenty
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.machine.effects import Effect, LeaseChanged
+    from penstock.machine.effects import Effect
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
     from penstock.vocabulary.ids import LeaseId
+
+
+class Request:
+    """A request with a lease."""
+
+    __slots__ = (
+        "bound",
+        "cached",
+        "computed",
+        "epoch",
+        "forked",
+        "lease",
+        "name",
+        "published",
+        "separating",
+        "state",
+        "store",
+        "table",
+        "text",
+    )
+
+    def __init__(self, name: str, lease: LeaseId, text: Text) -> None:
+        self.name = name
+        self.lease = lease
+        self.text = text
+        self.table: list[int] = []
+        self.state = LeaseState.READY
+        self.cached = 0
+        """Tokens that need not be computed, as was told first."""
+        self.computed = 0
+        """Tokens whose KV is there, or will be when the loads arrive."""
+        self.published = 0
+        """Blocks that were offered to the index."""
+        self.store = True
+        self.epoch = 0
+        self.forked = False
+        """Whether its unfinished block may be shared."""
+        self.separating = False
+        """Whether it waits for a copy of its unfinished block."""
+        self.bound = 0.0
+        """Until then it may have to wait."""
 
 
 class ManagedEngine(Engine):
@@ -40,6 +82,7 @@ class ManagedEngine(Engine):
         """Texts of preempted requests that mean to come back."""
         self._full = False
         """Whether the last request was refused, and nothing was given back since."""
+        self.reactions[LeaseChanged] = self._lease_changed
 
     def waiting(self) -> Iterable[Request]:
         """All open requests."""
@@ -58,6 +101,7 @@ class ManagedEngine(Engine):
         if request.state is LeaseState.READY:
             self._go_on(request)
         elif request.state is LeaseState.LOST:
+            self._comes_back(request.text)
             self._leave(request)
         elif rng.random() < self.weather.abort:
             self.world.note("abort while loading")
@@ -68,6 +112,13 @@ class ManagedEngine(Engine):
     def _arrive(self) -> None:
         returning = bool(self._returning) and self.rng.random() < 0.5
         text = self._returning.pop() if returning else self.library.next_text()
+        if self.weather.settings.tiers and self.rng.random() < self.weather.prefetch:
+            # It waits in a queue first, and its blocks come nearer in the meantime.
+            keys = self.library.all_keys(text)
+            self.world.send(ev.Prefetch(keys=keys, cause=self.next_name()))
+            if self.rng.random() < 0.3:
+                self._comes_back(text)
+                return
         self.world.watch()
         try:
             self.acquire(text)
@@ -105,6 +156,8 @@ class ManagedEngine(Engine):
         latest = [job.deadline for job in world.ranks.open.values()]
         effects = world.send(event)
         granted = self._only_grant(effects)
+        if world.ranks.lost:
+            raise SimulationError("refusal", f"{name} got a lease though a rank is lost")
         request = Request(name, granted.lease, text)
         request.store = event.store
         request.epoch = world.epoch
@@ -170,9 +223,12 @@ class ManagedEngine(Engine):
         )
         request.computed = end
         request.published = full
+        stored = self.world.kv.stored_count
         self.world.send(event)
         if request.store and request.epoch == self.world.epoch:
             self.world.model.known.update(keys)
+        elif self.world.kv.stored_count != stored:
+            raise SimulationError("refusal", f"{request.name} published what it must not")
 
     def _generate(self, request: Request) -> None:
         count = self.rng.randint(1, min(self.library.room_in(request.text), self.block_tokens + 1))
@@ -199,6 +255,7 @@ class ManagedEngine(Engine):
                     world.ranks.claims.check_quiet(DEVICE, slot, request.name)
                 request.table = table
                 request.state = effect.state
+                request.separating = effect.state is LeaseState.LOADING
                 request.bound = world.now + self.weather.settings.operation_timeout_s
         return True
 
@@ -215,14 +272,21 @@ class ManagedEngine(Engine):
 
     def _preempt(self, request: Request) -> None:
         self._close(request)
-        if len(request.text):
-            self._returning.append(request.text)
+        self._comes_back(request.text)
         self.world.send(ev.Preempt(lease=request.lease))
+        self._check_written_down(request)
+        self._check_no_load_is_for_nobody()
+
+    def _comes_back(self, text: Text) -> None:
+        # A request that was forked before its first token has nothing to come back for.
+        if len(text):
+            self._returning.append(text)
 
     def _leave(self, request: Request) -> None:
         self._close(request)
         self.library.remember(request.text)
         self.world.send(ev.Release(lease=request.lease))
+        self._check_no_load_is_for_nobody()
 
     def _close(self, request: Request) -> None:
         self._full = False
@@ -231,7 +295,11 @@ class ManagedEngine(Engine):
 
     # ---------------------------------------------------------------- what it is told
 
-    def lease_changed(self, effect: LeaseChanged) -> None:
+    def rank_died(self) -> None:
+        """What filled the device is gone with it."""
+        self._full = False
+
+    def _lease_changed(self, effect: LeaseChanged) -> None:
         """A waiting request may run, or has lost its blocks."""
         request = self.requests.get(effect.lease)
         if request is None or effect.request != request.name:
@@ -240,9 +308,9 @@ class ManagedEngine(Engine):
         request.state = effect.state
         if effect.state is LeaseState.LOST:
             self.world.note("lease lost")
-            if healthy:
-                raise SimulationError("usefulness", f"{request.name} lost its blocks")
+            self._check_loss(request)
             return
+        request.separating = False
         if healthy and effect.cached_tokens != request.computed:
             raise SimulationError("usefulness", f"{request.name} has to compute more than told")
         request.table = effect.table.tolist()
@@ -264,6 +332,40 @@ class ManagedEngine(Engine):
             self.world.ranks.check_table(
                 request.name, request.table, request.text, request.computed
             )
+
+    def _check_loss(self, request: Request) -> None:
+        """Blocks that do not arrive are computed instead, where there is room for them."""
+        excused = request.separating or type(self.world.event) in (ev.RankLost, ev.Reset)
+        free = self.world.machine.books.device.pool.free_count
+        if self.weather.healthy or (not excused and free >= len(request.table)):
+            raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
+
+    def _check_written_down(self, request: Request) -> None:
+        """A preempted request's blocks are in the hub, or on their way, as far as they fit."""
+        world, books = self.world, self.world.machine.books
+        hub = books.hub
+        if hub is None or hub.settings.quotas or hub.index in world.ranks.off or world.ranks.lost:
+            return
+        current = request.store and request.epoch == world.epoch
+        if not current or request.state is not LeaseState.READY or not hub.pool.free_count:
+            return
+        for key in self.library.keys(request.text, 0, request.published):
+            node = books.nodes.get(key)
+            if node == NOWHERE or books.device.slot_of[node] == NOWHERE:
+                # It computed what was being loaded for another, and that load failed since.
+                return
+            if hub.slot_of[node] == NOWHERE:
+                raise SimulationError(
+                    "usefulness", f"{request.name} was preempted, but not written down"
+                )
+
+    def _check_no_load_is_for_nobody(self) -> None:
+        """A load that nobody waits for any more was given up."""
+        waiting = [r.table for r in self.requests.values() if r.state is LeaseState.LOADING]
+        awaited = {slot for table in waiting for slot in table}
+        for job in self.world.ranks.open.values():
+            if job.target == DEVICE and not job.ended and awaited.isdisjoint(job.targets[0]):
+                raise SimulationError("operations", f"{job} goes on, but nobody waits for it")
 
     def _check_usefulness(self, event: ev.Acquire, granted: Granted) -> None:
         useful = (event.token_count - 1) // self.block_tokens if event.reuse else 0

@@ -20,14 +20,14 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import events as ev
-from penstock.machine.effects import Found, Started
+from penstock.machine.effects import Ended, Found, Settled, Started
 from penstock.testing.sim.checkers import SimulationError
 from penstock.testing.sim.engine import Engine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.machine.effects import Effect, Ended, LeaseChanged, Settled
+    from penstock.machine.effects import Effect
     from penstock.testing.sim.ranks import Job
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
@@ -90,6 +90,7 @@ class OffloadEngine(Engine):
         self._free = [list(range(world.weather.engine_slots)) for _ in range(self.group_count)]
         self.sequences: dict[str, Sequence] = {}
         self._owner: dict[OperationId, Sequence] = {}
+        self.reactions = {Ended: self._operation_ended, Settled: self._operation_settled}
 
     def advance(self) -> None:
         """Lets a request arrive, or go a step further."""
@@ -236,6 +237,8 @@ class OffloadEngine(Engine):
             world.note("rank is lost")
             self._give_up(sequence)
             return None
+        if world.ranks.lost:
+            raise SimulationError("refusal", f"{sequence.name} may copy though a rank is lost")
         started = _only_start(effects)
         moved: list[Key] = []
         for operation in started.operations:
@@ -274,11 +277,7 @@ class OffloadEngine(Engine):
 
     # ---------------------------------------------------------------- what it is told
 
-    def lease_changed(self, effect: LeaseChanged) -> None:
-        """Nobody here has a lease."""
-        raise SimulationError("operations", f"a lease changed that nobody has: {effect}")
-
-    def operation_ended(self, effect: Ended) -> None:
+    def _operation_ended(self, effect: Ended) -> None:
         """The outcome of a copy: what arrived is right, and what is quiet may be reused."""
         sequence = self._owner.get(effect.operation)
         if sequence is None:
@@ -297,7 +296,7 @@ class OffloadEngine(Engine):
             self._forget_copy(sequence, effect.operation)
         self._go_on_when_loaded(sequence)
 
-    def operation_settled(self, effect: Settled) -> None:
+    def _operation_settled(self, effect: Settled) -> None:
         """A copy whose outcome was told is quiet."""
         sequence = self._owner.get(effect.operation)
         if sequence is not None:

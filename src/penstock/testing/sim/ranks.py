@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.ledger import BlockFault, Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import SlotState
@@ -42,9 +42,11 @@ class Job:
     """A copy that the ranks carry out."""
 
     __slots__ = (
+        "abandoned",
         "corrupt",
         "deadline",
         "ended",
+        "faulty",
         "id",
         "keys",
         "left",
@@ -69,8 +71,11 @@ class Job:
         """Ranks that may still touch the slots."""
         self.skip: set[int] = set()
         """Ranks that stop early because the copy was abandoned."""
+        self.faulty: set[int] = set()
+        """Positions at which a rank reported a fault."""
         self.corrupt: set[int] = set()
-        """Positions that a rank reported corrupt."""
+        """Those that were corrupt at the source."""
+        self.abandoned = False
         self.ended = False
         """Whether the outcome was told."""
 
@@ -127,8 +132,12 @@ class Ranks:
         """Dead ranks that the cache knows of."""
         self.off: set[int] = set()
         """Tiers that are off."""
+        self.late_reports = 0
+        """Reports that the cache can do nothing with."""
         self.corrupt_now: set[Key] = set()
         """Blocks that the report being handled says, or earlier ones said, are corrupt."""
+        self.undemoted_now: set[Key] = set()
+        """Blocks that were to leave after a copy that the report being handled ends in vain."""
         self.claims = Claims()
         self._well = world.weather.healthy
         """Whether nothing goes wrong with copies, because it never does or not any more."""
@@ -164,6 +173,7 @@ class Ranks:
         job = self.open.get(effect.operation)
         if job is None:
             raise SimulationError("operations", f"{effect.operation} was abandoned after its end")
+        job.abandoned = True
         for rank in sorted(job.left):
             if self._rng.random() < 0.5:
                 job.skip.add(rank)
@@ -177,9 +187,11 @@ class Ranks:
         job = self.open.get(effect.operation)
         if job is None or job.ended:
             raise SimulationError("operations", f"{effect.operation} ended more than once")
+        if effect.outcome in (Outcome.CANCELLED, Outcome.EXPIRED) and not job.abandoned:
+            raise SimulationError("operations", f"{job} is {effect.outcome}, but no rank may stop")
         job.ended = True
         self._world.copies[f"{job.purpose.value} {effect.outcome.value}"] += 1
-        if effect.outcome.value == "expired":
+        if effect.outcome is Outcome.EXPIRED:
             self._world.note("deadline passed")
         if effect.settled:
             self._close(job)
@@ -195,6 +207,8 @@ class Ranks:
         if job.left:
             raise SimulationError("reuse", f"{job} is called quiet, but {job.left} may touch it")
         del self.open[job.id]
+        for position in job.corrupt:
+            self._check_dropped(job.source, job.sources[0][position], job.keys[position])
 
     def silence(self, rank: int) -> None:
         """A rank is certain to touch nothing that it was asked to before."""
@@ -265,28 +279,41 @@ class Ranks:
         self._world.after(pause, self._report, job, event)
 
     def _report(self, job: Job, event: Report) -> None:
+        note = self._world.note
         if event.rank in self.dead or event.rank not in job.left:
             # It is silent now, but what it said before may still be on its way.
             if self._rng.random() < 0.5:
                 return
-            self._world.note("report from a dead rank")
-        job.left.discard(event.rank)
+            note("report from a dead rank")
+        if event.rank in job.left:
+            self._count_faults(job, event)
+            job.left.discard(event.rank)
+        else:
+            self.late_reports += 1
         if job.id.epoch < self._world.epoch:
-            self._world.note("report from before a reset")
+            note("report from before a reset")
+        self.corrupt_now = {job.keys[position] for position in job.corrupt}
+        if job.purpose is Purpose.DEMOTE:
+            everything = job.ended or event.failure
+            positions = range(len(job.keys)) if everything else job.faulty
+            self.undemoted_now = {job.keys[position] for position in positions} - self.corrupt_now
+        self._world.send(event)
+        self.corrupt_now, self.undemoted_now = set(), set()
+        if not self._well and self._rng.random() < self._weather.duplicate:
+            self._world.after(self._pause(event.rank), self._repeat, event)
+
+    def _count_faults(self, job: Job, event: Report) -> None:
         for position, fault in event.faults:
             self._world.note(f"block {fault.value}")
+            job.faulty.add(position)
             if fault is BlockFault.CORRUPT:
                 job.corrupt.add(position)
         if event.failure:
             self._world.note("rank fails")
-        self.corrupt_now = {job.keys[position] for position in job.corrupt}
-        self._world.send(event)
-        self.corrupt_now = set()
-        if not self._well and self._rng.random() < self._weather.duplicate:
-            self._world.after(self._pause(event.rank), self._repeat, event)
 
     def _repeat(self, event: Report) -> None:
         self._world.note("report twice")
+        self.late_reports += 1
         self._world.send(event)
 
     def _draw_trouble(self, job: Job) -> Trouble:
@@ -394,6 +421,13 @@ class Ranks:
             raise SimulationError(
                 "bytes", f"slot {slot} of tier {tier} can be matched, but is wrong on rank {rank}"
             )
+
+    def _check_dropped(self, index: int, slot: int, key: Key) -> None:
+        """A copy that a rank found corrupt can no longer be matched."""
+        node = self._world.machine.books.nodes.ids.get(key)
+        tier = self._tiers[index]
+        if node is not None and tier is not None and tier.slot_of[node] == slot:
+            raise SimulationError("bytes", f"{tier.name}[{slot}] is corrupt, but stays")
 
     def _check_not_free(self, job: Job, index: int, slots: Sequence[int], what: str) -> None:
         tier = self._tiers[index]

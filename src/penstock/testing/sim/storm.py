@@ -99,7 +99,9 @@ class Storm:
         world.send(ev.RankLost(rank=rank))
         if self._rng.random() < 0.1:
             world.send(ev.RankLost(rank=rank))  # Two observers saw the same death.
-        world.after(self._a_while(), self._come_back, rank)
+        # Some are restarted at once, while copies from before the death are still under way.
+        pause = self._a_while() * self._rng.choice((0.02, 1.0))
+        world.after(pause, self._come_back, rank)
 
     def _come_back(self, rank: int) -> None:
         world = self._world
@@ -182,7 +184,8 @@ class Storm:
         ]
         if not tiers:
             return
-        tier = rng.choice(tiers)
+        # Mostly in the last one, so that blocks have a long way to go.
+        tier = tiers[-1] if rng.random() < 0.6 else rng.choice(tiers)
         free = np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
         keys = keys[: len(free)]
         if not keys:
@@ -224,21 +227,22 @@ class Storm:
             world.note("report from an earlier life")
             name = name._replace(incarnation=world.incarnation ^ 1)
         world.watch()
+        world.ranks.late_reports += 1
         world.send(ev.Report(operation=name, rank=rng.randrange(world.ranks.rank_count)))
         world.check_unchanged()
 
     def _misuse(self) -> None:
-        """An event that makes no sense is refused, and nothing has changed."""
+        """Events that make no sense are refused, and nothing has changed."""
         world = self._world
-        event = self._rng.choice(self._nonsense())
-        world.note("event refused")
         world.watch(always=True)
-        try:
-            world.send(event)
-        except (LeaseError, UnavailableError, ValueError):
-            world.check_unchanged()
-        else:
-            raise SimulationError("refusal", f"nonsense was accepted: {describe(event)}")
+        for event in self._rng.sample(self._nonsense(), 3):
+            world.note("event refused")
+            try:
+                world.send(event)
+            except (LeaseError, UnavailableError, ValueError):
+                world.check_unchanged()
+            else:
+                raise SimulationError("refusal", f"nonsense was accepted: {describe(event)}")
 
     def _nonsense(self) -> list[ev.Event]:
         world = self._world
@@ -275,17 +279,23 @@ class Storm:
     def _nonsense_about_leases(self) -> list[ev.Event]:
         events: list[ev.Event] = []
         size = self._world.library.block_tokens
-        for request in self._world.engine.waiting():
-            lease = request.lease
+        requests = list(self._world.engine.waiting())
+        for request in requests:
+            lease, count = request.lease, request.computed
             beyond = (len(request.table) + 1) * size
             events.append(ev.Commit(lease=lease, token_count=beyond, keys=[]))
             if request.state is not LeaseState.READY:
+                events.append(ev.Commit(lease=lease, token_count=count, keys=[]))
                 events.append(ev.Grow(lease=lease, token_count=beyond))
                 events.append(ev.Fork(lease=lease, request="nobody"))
-            elif request.store and request.epoch == self._world.epoch:
+                continue
+            if request.store and request.epoch == self._world.epoch:
                 one_too_many = [request.text.namespace.digest]
-                count = request.computed
                 events.append(ev.Commit(lease=lease, token_count=count, keys=one_too_many))
+            tail = request.table[count // size] if count % size else None
+            if any(other is not request and tail in other.table for other in requests):
+                # Neither may write to a block that both have.
+                events.append(ev.Commit(lease=lease, token_count=count + 1, keys=[]))
         return events
 
     def _a_while(self) -> float:

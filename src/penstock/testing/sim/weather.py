@@ -139,7 +139,7 @@ def draw_weather(rng: Random) -> Weather:
         plenty=plenty,
         event_budget=rng.randint(46, 72),
         watchful=rng.random() < 0.15,
-        warm=rng.random() < 0.5,
+        warm=rng.random() < 0.65,
         recovery=rng.random() < 0.4,
         requests_max=rng.randint(1, 5),
         blocks_max=blocks_max,
@@ -154,7 +154,7 @@ def draw_weather(rng: Random) -> Weather:
         hint=habit(0.4, 0.5),
         haste=fault(0.3, 0.5),
         pin=habit(0.3, 0.15),
-        prefetch=habit(0.4, 0.15),
+        prefetch=habit(0.5, 0.7),
         cancel=fault(0.4, 0.15),
         discover=habit(0.3, 0.08),
         pace_s=_draw_paces(rng, settings, healthy=healthy),
@@ -167,7 +167,7 @@ def draw_weather(rng: Random) -> Weather:
         death=fault(0.3, 0.04),
         tier_trouble=fault(0.35, 0.06),
         reset=fault(0.3, 0.05),
-        misuse=fault(0.25, 0.06),
+        misuse=fault(0.25, 0.05),
     )
 
 
@@ -219,7 +219,7 @@ def _draw_tier_count(rng: Random, plenty: Plenty, *, managed: bool) -> int:
         return 2
     if plenty is Plenty.HUB or not managed:
         return rng.choice((1, 2, 3))
-    return rng.choice((0, 1, 1, 2, 2, 2, 3))
+    return rng.choice((0, 1, 1, 2, 2, 2, 2, 3, 3))
 
 
 def _draw_tier(

@@ -61,6 +61,8 @@ class World:
         self.epoch = 0
         self.incarnation = self.rng.getrandbits(64)
         self.machine = CacheMachine(self.weather.settings, incarnation=self.incarnation)
+        self.event: ev.Event = ev.Tick()
+        """The last event, which may still be being handled."""
         self.events: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
@@ -76,14 +78,15 @@ class World:
         self.engine: Engine = ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
         self.kv = KvReader(self)
         self._storm = Storm(self)
-        self._reactions: dict[type[ef.Effect], Callable[..., None]] = {
-            ef.Copy: self.ranks.start,
-            ef.Abandon: self.ranks.abandon,
-            ef.Drop: self.ranks.drop,
-            ef.Ended: self._ended,
-            ef.Settled: self._settled,
-            ef.LeaseChanged: self.engine.lease_changed,
+        self._reactions: dict[type[ef.Effect], list[Callable[..., None]]] = {
+            ef.Copy: [self.ranks.start],
+            ef.Abandon: [self.ranks.abandon],
+            ef.Drop: [self.ranks.drop],
+            ef.Ended: [self.ranks.end],
+            ef.Settled: [self.ranks.settle],
         }
+        for kind, reaction in self.engine.reactions.items():
+            self._reactions.setdefault(kind, []).append(reaction)
 
     def run(self) -> None:
         """Lives the world to its end.
@@ -109,6 +112,7 @@ class World:
 
     def send(self, event: ev.Event) -> list[ef.Effect]:
         """Hands an event to the cache, checks everything, and carries out the effects."""
+        self.event = event
         self.events[type(event).__name__] += 1
         self._handled += 1
         if self._teller is not None:
@@ -132,8 +136,7 @@ class World:
         if self._audited:
             audit(self.machine.books)
         for effect in effects:
-            react = self._reactions.get(type(effect))
-            if react is not None:
+            for react in self._reactions.get(type(effect), ()):
                 react(effect)
         self.kv.follow(event)
         if type(event) in _QUIETING:
@@ -209,11 +212,3 @@ class World:
             self.engine.recover()
             self.run_until_quiet()
         check_drained(self)
-
-    def _ended(self, effect: ef.Ended) -> None:
-        self.ranks.end(effect)
-        self.engine.operation_ended(effect)
-
-    def _settled(self, effect: ef.Settled) -> None:
-        self.ranks.settle(effect)
-        self.engine.operation_settled(effect)
