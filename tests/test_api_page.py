@@ -66,10 +66,13 @@ def true_signatures() -> dict[str, str]:
 
 
 def public_functions(owner: type) -> Iterator[tuple[str, object]]:
-    for name, member in vars(owner).items():
-        function = member.fget if isinstance(member, property) else member
-        if not name.startswith("_") and inspect.isfunction(function):
-            yield name, function
+    for each in owner.__mro__:
+        if each.__module__.split(".")[0] != "penstock":
+            continue
+        for name, member in vars(each).items():
+            function = member.fget if isinstance(member, property) else member
+            if not name.startswith("_") and inspect.isfunction(function):
+                yield name, function
 
 
 def true_signature(function: object) -> str:

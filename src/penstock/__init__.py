@@ -18,6 +18,12 @@ from penstock.errors import InvariantViolation as InvariantViolation
 from penstock.errors import LeaseError as LeaseError
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import UnavailableError as UnavailableError
+from penstock.machine.effects import Ended as Ended
+from penstock.machine.effects import Found as Found
+from penstock.machine.effects import Settled as Settled
+from penstock.machine.effects import Started as Started
+from penstock.machine.kv_events import Snapshot as Snapshot
+from penstock.machine.statistics import CacheStatistics as CacheStatistics
 from penstock.runtime.leases import Lease as Lease
 from penstock.runtime.managed import Cache as Cache
 from penstock.runtime.managed import Pin as Pin

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.runtime.leases import Desk, Lease
+from penstock.runtime.watched import Watched
 from penstock.vocabulary.keys import as_token_array
 
 if TYPE_CHECKING:
@@ -29,19 +30,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.config import Config
-    from penstock.machine.kv_events import KvEvent, Snapshot
-    from penstock.machine.statistics import CacheStatistics
     from penstock.runtime.driver import Driver
-    from penstock.vocabulary.ids import Key, PinId
+    from penstock.vocabulary.ids import PinId
     from penstock.vocabulary.keys import Item, Tokens
 
 
-class Cache:
+class Cache(Watched):
     """A prefix cache over the engine's device blocks and the tiers below them."""
 
     def __init__(self, config: Config, driver: Driver) -> None:
+        super().__init__(driver)
         self._config = config
-        self._driver = driver
         self._desk = Desk(driver)
         self._request_next = 1
 
@@ -110,11 +109,6 @@ class Cache:
         """Moves blocks and deals with deadlines; call it once per engine iteration."""
         self._desk.hear(self._driver.step())
 
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return self._driver.busy
-
     def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
         """Keeps the full blocks of a prefix from leaving, cached already or not.
 
@@ -129,26 +123,6 @@ class Cache:
     def reset(self, why: str) -> None:
         """Voids everything cached, as after a change of weights; running leases go on."""
         self._desk.handle(ev.Reset(why=why))
-
-    def statistics(self) -> CacheStatistics:
-        """Counts and sizes, as a frozen value."""
-        return self._driver.machine.statistics()
-
-    def story(self, of: Key | str) -> tuple[str, ...]:
-        """What last happened to a block (by key) or a request (by name)."""
-        return self._driver.machine.story(of)
-
-    def take_kv_events(self) -> list[KvEvent]:
-        """KV events since the last call, for routers."""
-        return self._driver.machine.take_kv_events()
-
-    def kv_snapshot(self) -> Snapshot:
-        """All that can be matched now, tier by tier."""
-        return self._driver.machine.kv_snapshot()
-
-    def audit(self) -> None:
-        """Checks every invariant of the whole state; raises `InvariantViolation`."""
-        self._driver.audit()
 
 
 class Pin:

@@ -19,6 +19,7 @@ import numpy as np
 from penstock.cache.nodes import NOWHERE
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.runtime.watched import Watched
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -26,17 +27,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from penstock.machine.kv_events import KvEvent, Snapshot
-    from penstock.machine.statistics import CacheStatistics
     from penstock.runtime.driver import Driver
     from penstock.vocabulary.ids import Key, OperationId
 
 
-class Offload:
+class Offload(Watched):
     """The tiers below an engine's own device blocks."""
 
     def __init__(self, driver: Driver, slot_counts: Sequence[int]) -> None:
-        self._driver = driver
+        super().__init__(driver)
         self._slot_counts = slot_counts
         """How many device slots each KV group has."""
         self._told: list[ef.Ended | ef.Settled] = []
@@ -127,11 +126,6 @@ class Offload:
         """Moves blocks and deals with deadlines; call it once per engine iteration."""
         self._hear(self._driver.step())
 
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return self._driver.busy
-
     def poll(self) -> list[ef.Ended | ef.Settled]:
         """What has ended since the last call: each operation once."""
         told, self._told = self._told, []
@@ -140,26 +134,6 @@ class Offload:
     def reset(self, why: str) -> None:
         """Voids everything below the device."""
         self._hear(self._driver.handle(ev.Reset(why=why)))
-
-    def statistics(self) -> CacheStatistics:
-        """Counts and sizes, as a frozen value."""
-        return self._driver.machine.statistics()
-
-    def story(self, of: Key | str) -> tuple[str, ...]:
-        """What last happened to a block (by key) or a request (by name)."""
-        return self._driver.machine.story(of)
-
-    def take_kv_events(self) -> list[KvEvent]:
-        """KV events since the last call, for routers."""
-        return self._driver.machine.take_kv_events()
-
-    def kv_snapshot(self) -> Snapshot:
-        """All that can be loaded now, tier by tier."""
-        return self._driver.machine.kv_snapshot()
-
-    def audit(self) -> None:
-        """Checks every invariant of the whole state; raises `InvariantViolation`."""
-        self._driver.audit()
 
     def _slots(self, slots: ArrayLike) -> NDArray[np.int32]:
         given = np.asarray(slots)
