@@ -28,12 +28,14 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import PenstockError
 from penstock.machine import events as ev
+from penstock.machine.effects import Copy, Ended
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.cache.tier import Tier
+    from penstock.machine.effects import Effect
     from penstock.machine.kv_events import Snapshot
     from penstock.testing.sim.ranks import Job
     from penstock.testing.sim.world import World
@@ -113,18 +115,24 @@ class KvReader:
         self._tiers: dict[str, Tier] = {t.name: t for t in world.machine.books.owned_tiers()}
         self._blocks: dict[str, dict[Key, Key | None]] = {name: {} for name in self._tiers}
         self._sequence = 0
+        self._epoch = 0
         self._handled = 0
-        self.stored_count = 0
-        """Blocks that became matchable, in whatever tier."""
+        self.stored_now: set[tuple[str, Key]] = set()
+        """Tiers and blocks that the last event made matchable there."""
+        self.removed_now: set[str] = set()
+        """Tiers that blocks left with the last event."""
 
     def follow(self, event: ev.Event) -> None:
         """Reads what one event of the cache brought."""
         self._handled += 1
+        self.stored_now.clear()
+        self.removed_now.clear()
         events = self._world.machine.take_kv_events()
         if events:
             if events[0].sequence != self._sequence + 1:
                 self._world.note("gap in KV events")
                 self._start_over(self._world.machine.kv_snapshot())
+                self.removed_now.update(self._tiers)  # Any of them may have lost some.
                 return
             self._sequence = events[-1].sequence
             for change in events:
@@ -132,8 +140,10 @@ class KvReader:
                     self._stored(change)
                 elif isinstance(change, BlocksRemoved):
                     self._removed(change, event)
-                elif isinstance(change, AllCleared) and any(self._blocks.values()):
-                    raise SimulationError("kv events", "blocks outlived a reset")
+                elif isinstance(change, AllCleared):
+                    self._cleared(change)
+        if self._epoch != self._world.epoch:
+            raise SimulationError("kv events", f"a reset to epoch {self._world.epoch} was not told")
         if self._handled % _SNAPSHOT_EVERY == 0:
             self.compare()
 
@@ -150,13 +160,19 @@ class KvReader:
 
     def _start_over(self, snapshot: Snapshot) -> None:
         self._sequence = snapshot.sequence
+        self._epoch = snapshot.epoch
         self._blocks = {name: dict(rows) for name, rows in snapshot.blocks.items()}
+
+    def _cleared(self, change: AllCleared) -> None:
+        self._epoch = change.epoch
+        if any(self._blocks.values()):
+            raise SimulationError("kv events", "blocks outlived a reset")
 
     def _stored(self, change: BlocksStored) -> None:
         blocks = self._blocks[change.tier]
         tier = self._tiers[change.tier]
         parent = change.parent
-        self.stored_count += len(change.keys)
+        self.stored_now.update((change.tier, key) for key in change.keys)
         for key in change.keys:
             if key in blocks:
                 raise SimulationError("kv events", f"a block was stored in {change.tier} twice")
@@ -168,11 +184,14 @@ class KvReader:
                 self._world.ranks.check_block(tier.index, slot, key)
 
     def _removed(self, change: BlocksRemoved, event: ev.Event) -> None:
+        self.removed_now.add(change.tier)
         blocks = self._blocks[change.tier]
         for key in change.keys:
             if key not in blocks:
                 raise SimulationError("kv events", f"{change.tier} lost a block it did not have")
             del blocks[key]
+        if isinstance(event, ev.TierOn) and event.kept:
+            raise SimulationError("usefulness", f"{change.tier} came back whole, but lost blocks")
         if type(event) in _LOSING_EVENTS:
             return
         world = self._world
@@ -273,6 +292,19 @@ def _check_accounts(world: World) -> None:
     for key in world.engine.last_keys[:1]:
         world.machine.story(key)
     world.kv.compare()
+
+
+def check_watermarks(world: World, effects: Sequence[Effect]) -> None:
+    """After a tick, blocks have left every tier that runs low, as far as they may."""
+    if any(isinstance(effect, Ended) for effect in effects):
+        return  # Requests may have taken slots since, for what did not arrive.
+    demoted = {effect.source for effect in effects if isinstance(effect, Copy)}
+    for tier in world.machine.books.owned_tiers():
+        soon_free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING)
+        if not tier.on or soon_free >= tier.settings.low_slots or tier.index in demoted:
+            continue
+        if tier.name not in world.kv.removed_now and tier.policy.candidates():
+            raise SimulationError("usefulness", f"tier {tier.name} is full, and nothing leaves it")
 
 
 def check_waiting(world: World) -> None:

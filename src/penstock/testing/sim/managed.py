@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.cache.nodes import NOWHERE
-from penstock.cache.settings import DEVICE
+from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, UnavailableError
 from penstock.machine import events as ev
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Effect
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
-    from penstock.vocabulary.ids import LeaseId
+    from penstock.vocabulary.ids import Key, LeaseId
 
 
 class Request:
@@ -82,6 +82,8 @@ class ManagedEngine(Engine):
         """Texts of preempted requests that mean to come back."""
         self._full = False
         """Whether the last request was refused, and nothing was given back since."""
+        tiers = self.weather.settings.tiers
+        self._writes_through = bool(tiers) and tiers[0].write.kind is WriteKind.WRITE_THROUGH
         self.reactions[LeaseChanged] = self._lease_changed
 
     def waiting(self) -> Iterable[Request]:
@@ -223,11 +225,13 @@ class ManagedEngine(Engine):
         )
         request.computed = end
         request.published = full
-        stored = self.world.kv.stored_count
         self.world.send(event)
         if request.store and request.epoch == self.world.epoch:
             self.world.model.known.update(keys)
-        elif self.world.kv.stored_count != stored:
+            if self._writes_through:
+                published = [key for key in keys if ("device", key) in self.world.kv.stored_now]
+                self._check_written_down(request, published)
+        elif self.world.kv.stored_now:
             raise SimulationError("refusal", f"{request.name} published what it must not")
 
     def _generate(self, request: Request) -> None:
@@ -274,7 +278,7 @@ class ManagedEngine(Engine):
         self._close(request)
         self._comes_back(request.text)
         self.world.send(ev.Preempt(lease=request.lease))
-        self._check_written_down(request)
+        self._check_written_down(request, self.library.keys(request.text, 0, request.published))
         self._check_no_load_is_for_nobody()
 
     def _comes_back(self, text: Text) -> None:
@@ -304,14 +308,14 @@ class ManagedEngine(Engine):
         request = self.requests.get(effect.lease)
         if request is None or effect.request != request.name:
             raise SimulationError("operations", f"lease {effect.lease} changed after its end")
-        healthy = self.weather.healthy
-        request.state = effect.state
         if effect.state is LeaseState.LOST:
             self.world.note("lease lost")
             self._check_loss(request)
+            request.state = effect.state
             return
+        request.state = effect.state
         request.separating = False
-        if healthy and effect.cached_tokens != request.computed:
+        if self.weather.healthy and effect.cached_tokens != request.computed:
             raise SimulationError("usefulness", f"{request.name} has to compute more than told")
         request.table = effect.table.tolist()
         request.computed = effect.cached_tokens
@@ -335,13 +339,16 @@ class ManagedEngine(Engine):
 
     def _check_loss(self, request: Request) -> None:
         """Blocks that do not arrive are computed instead, where there is room for them."""
-        excused = request.separating or type(self.world.event) in (ev.RankLost, ev.Reset)
+        event = self.world.event
+        if isinstance(event, ev.Reset) and request.state is LeaseState.READY:
+            raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
+        excused = request.separating or isinstance(event, ev.RankLost | ev.Reset)
         free = self.world.machine.books.device.pool.free_count
         if self.weather.healthy or (not excused and free >= len(request.table)):
             raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
 
-    def _check_written_down(self, request: Request) -> None:
-        """A preempted request's blocks are in the hub, or on their way, as far as they fit."""
+    def _check_written_down(self, request: Request, keys: Iterable[Key]) -> None:
+        """Blocks of a request are in the hub, or on their way, as far as they fit."""
         world, books = self.world, self.world.machine.books
         hub = books.hub
         if hub is None or hub.settings.quotas or hub.index in world.ranks.off or world.ranks.lost:
@@ -349,14 +356,14 @@ class ManagedEngine(Engine):
         current = request.store and request.epoch == world.epoch
         if not current or request.state is not LeaseState.READY or not hub.pool.free_count:
             return
-        for key in self.library.keys(request.text, 0, request.published):
+        for key in keys:
             node = books.nodes.get(key)
             if node == NOWHERE or books.device.slot_of[node] == NOWHERE:
                 # It computed what was being loaded for another, and that load failed since.
                 return
             if hub.slot_of[node] == NOWHERE:
                 raise SimulationError(
-                    "usefulness", f"{request.name} was preempted, but not written down"
+                    "usefulness", f"the hub has room, but not the blocks of {request.name}"
                 )
 
     def _check_no_load_is_for_nobody(self) -> None:

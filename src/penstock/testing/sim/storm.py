@@ -215,6 +215,9 @@ class Storm:
         world.model.known.clear()
         world.model.arriving.clear()
         world.send(ev.Reset(why="weather"))
+        for request in world.engine.waiting():
+            if request.state is LeaseState.LOADING:
+                raise SimulationError("liveness", f"{request.name} still waits after a reset")
 
     def _stray_report(self) -> None:
         """A report that belongs to no operation of this life changes nothing."""

@@ -27,6 +27,7 @@ from penstock.testing.sim.checkers import (
     SimulationError,
     check_drained,
     check_waiting,
+    check_watermarks,
 )
 from penstock.testing.sim.managed import ManagedEngine
 from penstock.testing.sim.offload import OffloadEngine
@@ -143,6 +144,7 @@ class World:
             self.ranks.check_quiet_copies_are_closed()
         elif type(event) is ev.Tick:
             check_waiting(self)
+            check_watermarks(self, effects)
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Puts something on the agenda."""
