@@ -137,6 +137,7 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
     started: list[Operation] = []
     found = fetchable(books, event.keys)
     below = np.flatnonzero(found.source > HUB)
+    chosen = below[:0]
     room = 0
     if hub is not None and len(below):
         here = hub.slot_of[found.nodes]
@@ -145,8 +146,11 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
         plan = hub.plan_room(len(below), None)
         hub.put_back(plan.victims)
         room = plan.slot_count
-        for index in sorted(set(found.source[below[:room]].tolist())):
-            positions = below[:room][found.source[below[:room]] == index]
+        chosen = below[:room]
+        # Tier by tier, and told in that order: what is accepted goes with the operations.
+        chosen = chosen[np.argsort(found.source[chosen], kind="stable")]
+        for index in sorted(set(found.source[chosen].tolist())):
+            positions = chosen[found.source[chosen] == index]
             deadline = _deadline(books, event.deadline, now)
             nodes = found.nodes[positions]
             started += stage(books, books.tier(index), nodes, None, deadline, event.cause, now)
@@ -155,7 +159,7 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
     miss = explain(books, event.keys, len(found.nodes))
     if room < len(below):
         miss = Miss(reason=MissReason.NO_ROOM, block=int(below[room]))
-    _answer(books, started, below[:room].tolist(), miss)
+    _answer(books, started, chosen.tolist(), miss)
 
 
 def _check_offload(books: Books, keys: Sequence[Key], slots: NDArray[np.int32]) -> None:

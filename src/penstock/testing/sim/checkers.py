@@ -13,8 +13,8 @@
 | `usefulness`   | a healthy world hits exactly what a simple model knows                       |
 | `drain`        | in the end everything has come back                                          |
 
-They look at what the cache says to the outside and at the bytes of the ranks, and not at
-the books that the audit reads, so that each finds what the other cannot.
+They believe what the cache says to the outside and the bytes of the ranks, and look into its
+books only to compare them with these. So they find what an audit of the books cannot.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import CapacityError
 from penstock.machine import events as ev
-from penstock.machine.effects import Pinned
+from penstock.machine.effects import Pinned, Started
+from penstock.testing.sim.checkers import SimulationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from penstock.machine.effects import Effect
     from penstock.testing.sim.managed import Request
@@ -114,7 +115,22 @@ class Engine(ABC):
     def _prefetch(self) -> None:
         keys = self.library.all_keys(self.library.next_text())
         if keys:
-            self.world.send(ev.Prefetch(keys=keys, cause=self.next_name()))
+            self.prefetch(keys, self.next_name())
+
+    def prefetch(self, keys: list[Key], cause: str) -> Started:
+        """Has blocks brought nearer, and checks the answer."""
+        return self.only_start(self.world.send(ev.Prefetch(keys=keys, cause=cause)), keys)
+
+    def only_start(self, effects: list[Effect], keys: Sequence[Key]) -> Started:
+        """The answer to a wish for copies; they move what it says they do."""
+        started = [effect for effect in effects if isinstance(effect, Started)]
+        if len(started) != 1:
+            raise SimulationError("operations", f"{len(started)} answers to one wish")
+        jobs = [self.world.ranks.open[operation] for operation in started[0].operations]
+        moved = [key for job in jobs for key in job.keys]
+        if moved != [keys[position] for position in started[0].accepted]:
+            raise SimulationError("operations", "copies move other blocks than was told")
+        return started[0]
 
     def _cancel(self) -> None:
         running = [job for job in self.world.ranks.open.values() if not job.ended]

@@ -116,8 +116,7 @@ class ManagedEngine(Engine):
         text = self._returning.pop() if returning else self.library.next_text()
         if self.weather.settings.tiers and self.rng.random() < self.weather.prefetch:
             # It waits in a queue first, and its blocks come nearer in the meantime.
-            keys = self.library.all_keys(text)
-            self.world.send(ev.Prefetch(keys=keys, cause=self.next_name()))
+            self.prefetch(self.library.all_keys(text), self.next_name())
             if self.rng.random() < 0.3:
                 self._comes_back(text)
                 return

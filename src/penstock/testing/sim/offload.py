@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.departed import MissReason
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import events as ev
-from penstock.machine.effects import Ended, Found, Settled, Started
+from penstock.machine.effects import Ended, Found, Settled
 from penstock.testing.sim.checkers import SimulationError
 from penstock.testing.sim.engine import Engine
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.machine.effects import Effect
+    from penstock.machine.effects import Started
     from penstock.testing.sim.ranks import Job
     from penstock.testing.sim.workload import Text
     from penstock.testing.sim.world import World
@@ -119,7 +120,11 @@ class OffloadEngine(Engine):
         sequence = self._admit(text, keys)
         found = self._look(sequence, 0)
         if found.below and self.rng.random() < 0.6:
-            self.world.send(ev.Prefetch(keys=keys, cause=sequence.name))
+            started = self.prefetch(keys, sequence.name)
+            if not started.accepted and started.miss.reason is not MissReason.NO_ROOM:
+                raise SimulationError(
+                    "usefulness", f"{sequence.name}: {found.below} blocks lie below and stay there"
+                )
         elif found.ready or not found.pending:
             self._load(sequence)
 
@@ -239,15 +244,10 @@ class OffloadEngine(Engine):
             return None
         if world.ranks.lost:
             raise SimulationError("refusal", f"{sequence.name} may copy though a rank is lost")
-        started = _only_start(effects)
-        moved: list[Key] = []
+        started = self.only_start(effects, event.keys)
         for operation in started.operations:
-            job = world.ranks.open[operation]
-            moved += job.keys
-            sequence.copies[operation] = job
+            sequence.copies[operation] = world.ranks.open[operation]
             self._owner[operation] = sequence
-        if moved != [event.keys[position] for position in started.accepted]:
-            raise SimulationError("operations", f"{sequence.name}: copies move other blocks")
         return started
 
     def _leave(self, sequence: Sequence) -> None:
@@ -388,10 +388,3 @@ class OffloadEngine(Engine):
                 for memory in ranks.memory:
                     memory[DEVICE][ranks.place(group, slot)] = None
         return slots
-
-
-def _only_start(effects: list[Effect]) -> Started:
-    starts = [effect for effect in effects if isinstance(effect, Started)]
-    if len(starts) != 1:
-        raise SimulationError("operations", f"{len(starts)} answers to one wish")
-    return starts[0]
