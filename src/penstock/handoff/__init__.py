@@ -1,0 +1,1 @@
+"""The prefill to decode protocol, both roles, without I/O: see PROTOCOL.md."""
