@@ -4,6 +4,7 @@
     ├── CapacityError          the world: not enough room now; retrying later may work
     ├── ConfigError            the caller: a setting is wrong (also a ValueError)
     ├── LeaseError             the caller: a lease was used after its end (also a ValueError)
+    ├── PeerError              they: another process said what makes no sense here
     ├── UnavailableError       the world: this machine lacks something the call needs
     └── InvariantViolation     us: the cache's own books do not add up; carries the story
 
@@ -40,6 +41,10 @@ class ConfigError(PenstockError, ValueError):
 
 class LeaseError(PenstockError, ValueError):
     """A lease was used in a state that does not allow it; nothing was changed."""
+
+
+class PeerError(PenstockError):
+    """Another process said something that makes no sense here; nothing was changed."""
 
 
 class UnavailableError(PenstockError):

@@ -18,7 +18,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.checksums import Algorithm, CellSums, add_sums, cell_seed, cell_sum
+from penstock.vocabulary.checksums import (
+    Algorithm,
+    CellSums,
+    add_sums,
+    cell_seed,
+    cell_sum,
+    key_seed,
+    key_seeds,
+)
 from penstock.vocabulary.planes import Role
 
 VECTORS: dict[str, Any] = json.loads(
@@ -251,3 +259,10 @@ def test_a_table_of_another_size_is_refused() -> None:
         CellSums(bytes(9))
     with pytest.raises(ValueError, match="cells 2 to 3 must be within 3"):
         CellSums(bytes(24)).part(2, 2)
+
+
+def test_the_seeds_of_many_keys_are_those_of_each() -> None:
+    keys = [bytes([number]) * 16 for number in range(20)]
+
+    assert key_seeds(keys) == [key_seed(key) for key in keys]
+    assert key_seeds([]) == []

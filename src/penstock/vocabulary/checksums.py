@@ -53,6 +53,14 @@ def key_seed(key: bytes) -> int:
     return xxh3_64_intdigest(_framed(SEED_DOMAIN) + _framed(key))
 
 
+def key_seeds(keys: Sequence[bytes]) -> list[int]:
+    """The same for many keys of equal length, in less time each."""
+    if not keys:
+        return []
+    prefix = _framed(SEED_DOMAIN) + len(keys[0]).to_bytes(4, "little")
+    return [xxh3_64_intdigest(prefix + key) for key in keys]
+
+
 def place_number(*, layer: int, plane: int, head: int) -> int:
     """Layer, plane and head as one number: 24, 8 and 32 bits."""
     for name, value, bits in (("layer", layer, 24), ("plane", plane, 8), ("head", head, 32)):
@@ -69,8 +77,8 @@ def cell_seed(key: bytes, *, layer: int, plane: int, head: int) -> int:
 
 def cell_seeds(keys: Sequence[bytes], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The seeds of all `places` (see `place_number`) under each key: shape [keys, places]."""
-    key_seeds = np.array([key_seed(key) for key in keys], dtype=np.uint64)
-    x = np.add.outer(key_seeds, places * np.uint64(_PLACE_STEP))
+    of_keys = np.array([key_seed(key) for key in keys], dtype=np.uint64)
+    x = np.add.outer(of_keys, places * np.uint64(_PLACE_STEP))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_SEED_M0)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SEED_M1)
     seeds: NDArray[np.uint64] = x ^ (x >> np.uint64(31))

@@ -1,0 +1,319 @@
+"""Sentences that hold for every way of remote writing.
+
+    class TestMyTransport(DataTransportSuite):
+        def make_target(self) -> Target: ...
+        def make_pen(self) -> Pen: ...
+
+pytest then runs every sentence on your transport. The one rule they add up to: bytes are where
+they belong when their notice is there, and memory is given again only when nobody can write to
+it any more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.testing.writing_process import Pen, drawn_bytes
+from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.transport.remote import Area, Target
+
+AREA_BYTES = 3 << 20
+UNLIMITED = 1 << 40
+OBSERVATIONS_MAX = 10_000
+
+
+class DataTransportSuite(ABC):
+    """What a target and its writers do."""
+
+    @abstractmethod
+    def make_target(self) -> Target:
+        """A target of this process."""
+
+    @abstractmethod
+    def make_pen(self) -> Pen:
+        """A writer that can end for good without this process ending."""
+
+    @abstractmethod
+    def close_target(self, target: Target) -> None:
+        """Gives back what the target has."""
+
+    @pytest.fixture(name="target")
+    def open_target(self) -> Iterator[Target]:
+        """A target, closed after the test."""
+        target = self.make_target()
+        yield target
+        self.close_target(target)
+
+    @pytest.fixture(name="pen")
+    def open_pen(self) -> Iterator[Pen]:
+        """A writer, ended after the test."""
+        pen = self.make_pen()
+        yield pen
+        pen.end()
+
+    def join(self, target: Target, pen: Pen, size: int = AREA_BYTES) -> Area:
+        """An area that a writer is connected to, full of zeros."""
+        area = target.open_area("rank 0", size)
+        area.memory[:] = 0
+        pen.connect(area.description)
+        assert target.notices() == []
+        pen.observe(0)
+        return area
+
+    def finish(self, pen: Pen) -> list[tuple[int, str]]:
+        """Has a writer go on until it has nothing to do."""
+        ended: list[tuple[int, str]] = []
+        for _ in range(OBSERVATIONS_MAX):
+            ends, spent = pen.observe(UNLIMITED)
+            ended += ends
+            if not spent and not ends:
+                return ended
+        raise AssertionError("the writer does not come to an end")
+
+    def test_bytes_land_where_they_belong_and_nowhere_else(self, target: Target, pen: Pen) -> None:
+        """Several spans of a write, in any order and of any length."""
+        area = self.join(target, pen)
+        where = [(2_000_001, 1_000_003, 1), (0, 1, 2), (17, 70_000, 3)]
+        expected = np.zeros(AREA_BYTES, dtype=np.uint8)
+        for offset, length, seed in where:
+            expected[offset : offset + length] = drawn_bytes(length, seed)
+
+        number = pen.post(where, b"part 1")
+        ended = self.finish(pen)
+
+        assert ended == [(number, "")]
+        assert [(notice.area, notice.payload) for notice in target.notices()] == [(area, b"part 1")]
+        np.testing.assert_array_equal(area.memory, expected)
+
+    def test_a_notice_comes_once_and_after_its_bytes(self, target: Target, pen: Pen) -> None:
+        """However little is moved at a time."""
+        area = self.join(target, pen)
+        pen.post([(100, 200_000, 1)], b"first")
+        pen.post([(300_000, 200_000, 2)], b"second")
+        offsets = {b"first": (100, 1), b"second": (300_000, 2)}
+        seen = []
+
+        ended: list[tuple[int, str]] = []
+        for _ in range(OBSERVATIONS_MAX):
+            ends, spent = pen.observe(30_000)
+            ended += ends
+            for notice in target.notices():
+                offset, seed = offsets[notice.payload]
+                here = area.memory[offset : offset + 200_000]
+                np.testing.assert_array_equal(here, drawn_bytes(200_000, seed))
+                seen.append(notice.payload)
+            if not spent and not ends:
+                break
+
+        assert sorted(seen) == [b"first", b"second"]
+        assert sorted(ended) == [(0, ""), (1, "")]
+
+    def test_an_observation_moves_about_its_budget(self, target: Target, pen: Pen) -> None:
+        """And something at least, or a budget of nothing would never end."""
+        self.join(target, pen)
+        pen.post([(0, AREA_BYTES, 1)], b"")
+
+        spent = [pen.observe(budget)[1] for budget in (100_000, 1, 0)]
+        rest = self.finish(pen)
+
+        assert spent[:2] == [100_000, 1]
+        assert 0 < spent[2] <= 1 << 20
+        assert rest == [(0, "")]
+
+    def test_many_writes_end_once_each(self, target: Target, pen: Pen) -> None:
+        """More than any queue on the way holds: the writer goes on as the target takes notices."""
+        self.join(target, pen)
+        notices: list[bytes] = []
+        ended: list[int] = []
+        posted = [pen.post([(at, 1, at)], b"%d" % at + bytes(500)) for at in range(3000)]
+
+        for _ in range(OBSERVATIONS_MAX):
+            ends, _ = pen.observe(UNLIMITED)
+            ended += [number for number, cause in ends if not cause]
+            arrived = target.notices()
+            notices += [notice.payload for notice in arrived]
+            if len(notices) == len(posted):
+                break
+
+        assert sorted(ended) == posted
+        assert sorted(notices) == sorted(b"%d" % at + bytes(500) for at in range(3000))
+
+    def test_a_write_without_bytes_is_a_notice(self, target: Target, pen: Pen) -> None:
+        """Also an empty one, and the longest."""
+        self.join(target, pen)
+        longest = bytes(NOTICE_BYTES_MAX)
+
+        pen.post([], b"")
+        pen.post([], longest)
+        self.finish(pen)
+
+        assert [notice.payload for notice in target.notices()] == [b"", longest]
+
+    @pytest.mark.parametrize(
+        ("where", "notice_bytes", "message"),
+        [
+            ((AREA_BYTES - 9, 10, 1), 0, f"10 bytes from {AREA_BYTES - 9} on"),
+            ((-1, 10, 1), 0, "10 bytes from -1 on"),
+            ((0, 10, 1), NOTICE_BYTES_MAX + 1, f"notice has {NOTICE_BYTES_MAX + 1} bytes"),
+        ],
+    )
+    def test_a_write_that_cannot_be_is_refused_before_a_byte_is_moved(
+        self,
+        target: Target,
+        pen: Pen,
+        where: tuple[int, int, int],
+        notice_bytes: int,
+        message: str,
+    ) -> None:
+        """Beyond the area, or with too much to say."""
+        area = self.join(target, pen)
+
+        with pytest.raises(ValueError, match=message):
+            pen.post([(0, 10, 2), where], bytes(notice_bytes))
+
+        assert self.finish(pen) == []
+        assert not area.memory.any()
+
+    def test_writers_have_areas_of_their_own(self, target: Target, pen: Pen) -> None:
+        """Neither their bytes nor their notices mix."""
+        other_pen = self.make_pen()
+        areas = [self.join(target, each, 1000) for each in (pen, other_pen)]
+
+        for seed, each in enumerate((pen, other_pen)):
+            each.post([(0, 1000, seed)], b"%d" % seed)
+            self.finish(each)
+        found = {notice.payload: notice.area for notice in target.notices()}
+        other_pen.end()
+
+        assert found == {b"0": areas[0], b"1": areas[1]}
+        for seed, area in enumerate(areas):
+            np.testing.assert_array_equal(area.memory, drawn_bytes(1000, seed))
+
+    def test_no_notice_of_a_retired_area_is_taken_and_its_writer_learns_that(
+        self, target: Target, pen: Pen
+    ) -> None:
+        """Every write ends, whatever became of the target."""
+        area = self.join(target, pen)
+        pen.post([(0, 1000, 1)], b"before")
+        self.finish(pen)
+
+        target.retire(area)
+        target.retire(area)
+        pen.post([(0, 1000, 2)], b"after")
+        ended = self.finish(pen)
+
+        assert target.notices() == []
+        assert [number for number, _ in ended] == [1]
+        assert all(cause for _, cause in ended)
+
+    def test_a_fence_does_not_hold_as_long_as_the_writer_can_write(
+        self, target: Target, pen: Pen
+    ) -> None:
+        """Not while it is stopped in the middle of a write, nor when it is merely idle."""
+        area = self.join(target, pen)
+        pen.post([(0, AREA_BYTES, 1)], b"")
+        pen.observe(100_000)
+        pen.stop()
+
+        target.retire(area)
+        stopped = target.fence(area)
+        with pytest.raises(ValueError, match="cannot be freed"):
+            target.free(area)
+        pen.resume()
+        self.finish(pen)
+        idle = target.fence(area)
+        pen.end()
+
+        assert isinstance(stopped, NotYet)
+        assert isinstance(idle, NotYet)
+        assert stopped.cause
+        assert target.fence(area) == Fenced()
+
+    def test_memory_is_counted_until_it_is_given_back(self, target: Target, pen: Pen) -> None:
+        """Retired bytes can be bounded by who knows them."""
+        area = self.join(target, pen)
+        before = (target.open_bytes, target.retired_bytes)
+
+        target.retire(area)
+        retired = (target.open_bytes, target.retired_bytes)
+        pen.end()
+        target.free(area)
+
+        assert before == (AREA_BYTES, 0)
+        assert retired == (0, AREA_BYTES)
+        assert (target.open_bytes, target.retired_bytes) == (0, 0)
+        with pytest.raises(ValueError, match="not retired"):
+            target.free(area)
+
+    def test_reused_memory_does_not_change(self, target: Target, pen: Pen) -> None:
+        """A writer is stopped in mid-write; its memory is not used again until it has ended."""
+        old = self.join(target, pen)
+        pen.post([(0, AREA_BYTES, 1)], b"")
+        pen.observe(1_000_000)
+        pen.stop()
+        target.retire(old)
+        if target.fence(old) == Fenced():  # It must not be; but who asks, believes it.
+            target.free(old)
+        fresh = target.open_area("rank 1", AREA_BYTES)
+        fresh.memory[:] = 77
+
+        pen.resume()
+        self.finish(pen)
+        while_it_lived = bool((fresh.memory == 77).all())
+        pen.end()
+        target.free(old)
+        again = target.open_area("rank 2", AREA_BYTES)
+        again.memory[:] = 88
+
+        assert while_it_lived
+        assert (fresh.memory == 77).all()
+        assert (again.memory == 88).all()
+
+    def test_an_area_that_nobody_connected_to_is_fenced_at_once(self, target: Target) -> None:
+        """And nobody can connect to it from then on."""
+        area = target.open_area("rank 0", 100)
+
+        target.retire(area)
+
+        assert target.fence(area) == Fenced()
+        target.free(area)
+
+    def test_who_connects_to_a_retired_area_gets_nothing(self, target: Target, pen: Pen) -> None:
+        """The description was on its way when the area was retired."""
+        area = target.open_area("rank 0", 1000)
+        area.memory[:] = 5
+        target.retire(area)
+
+        try:
+            pen.connect(area.description)
+        except (ValueError, OSError):
+            assert target.fence(area) == Fenced()
+            return
+        pen.post([(0, 1000, 1)], b"")
+        target.notices()
+        ended = self.finish(pen)
+
+        assert [number for number, cause in ended if cause] == [0]
+        assert target.fence(area) == Fenced()
+        assert (area.memory == 5).all()
+
+    def test_a_fence_of_an_area_in_use_is_a_mistake(self, target: Target, pen: Pen) -> None:
+        """It could never hold."""
+        area = self.join(target, pen)
+
+        with pytest.raises(ValueError, match="not retired"):
+            target.fence(area)
+
+    @pytest.mark.parametrize("description", [b"", b"PENSTOCK", b"PENSTOCK\x01\x80", b"x" * 1000])
+    def test_a_description_of_nothing_is_refused(self, pen: Pen, description: bytes) -> None:
+        """It came over a wire."""
+        with pytest.raises(ValueError, match="description"):
+            pen.connect(description)

@@ -1,0 +1,176 @@
+"""A writer of remote writes that does what it is told, in this process or in another.
+
+    pen.connect(description); pen.post([(offset, length, seed)], notice); pen.observe(budget)
+
+The bytes it writes are drawn from a seed, so that both sides know them. In a process of its own
+it reads one JSON object a line from its standard input, and answers each with one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.testing.peer_process import PeerProcess
+from penstock.transport.remote import Span, WriteDone
+from penstock.transport.shared_writer import connect_shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.transport.remote import WriterLink
+
+Where = tuple[int, int, int]
+"""Offset, length and seed of the bytes to write."""
+Observed = tuple[list[tuple[int, str]], int]
+"""Which writes have ended, each with its cause if it failed, and how many bytes moved."""
+
+PROGRAM = "from penstock.testing.writing_process import main; main()"
+
+
+def drawn_bytes(length: int, seed: int) -> NDArray[np.uint8]:
+    """Bytes that both sides of a test can draw."""
+    return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+
+
+class Pen(ABC):
+    """A writer that is told what to do, step by step."""
+
+    @abstractmethod
+    def connect(self, description: bytes) -> None:
+        """Begins to connect."""
+
+    @abstractmethod
+    def post(self, where: Sequence[Where], notice: bytes) -> int:
+        """Posts a write."""
+
+    @abstractmethod
+    def observe(self, budget_bytes: int) -> Observed:
+        """Moves some bytes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stops it wherever it is, until `resume`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Lets it go on."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends it for good, so that it cannot write any more."""
+
+
+class LocalPen(Pen):
+    """A writer in this process, over any link."""
+
+    def __init__(self, connect: Callable[[bytes], WriterLink]) -> None:
+        self._connect = connect
+        self._link: WriterLink | None = None
+
+    @property
+    def link(self) -> WriterLink:
+        """What it writes through."""
+        assert self._link is not None
+        return self._link
+
+    def connect(self, description: bytes) -> None:
+        """Begins to connect."""
+        self._link = self._connect(description)
+
+    def post(self, where: Sequence[Where], notice: bytes) -> int:
+        """Posts a write."""
+        spans = [Span(drawn_bytes(length, seed), offset) for offset, length, seed in where]
+        return self.link.post(spans, notice)
+
+    def observe(self, budget_bytes: int) -> Observed:
+        """Moves some bytes."""
+        ends, spent = self.link.observe(budget_bytes=budget_bytes)
+        return [
+            (end.number, "" if isinstance(end, WriteDone) else end.cause) for end in ends
+        ], spent
+
+    def stop(self) -> None:
+        """It does nothing of itself, and is as good as stopped."""
+
+    def resume(self) -> None:
+        """See `stop`."""
+
+    def end(self) -> None:
+        """Closes its link."""
+        if self._link is not None:
+            self._link.close()
+
+
+class ProcessPen(Pen):
+    """A writer over shared memory, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.process = PeerProcess(PROGRAM, (), ())
+
+    def connect(self, description: bytes) -> None:
+        """Begins to connect."""
+        self._ask(do="connect", description=description.hex())
+
+    def post(self, where: Sequence[Where], notice: bytes) -> int:
+        """Posts a write."""
+        answer = self._ask(do="post", where=list(where), notice=notice.hex())
+        return int(answer["number"])
+
+    def observe(self, budget_bytes: int) -> Observed:
+        """Moves some bytes."""
+        answer = self._ask(do="observe", budget_bytes=budget_bytes)
+        return [(number, cause) for number, cause in answer["ends"]], answer["spent"]
+
+    def stop(self) -> None:
+        """Stops the process."""
+        self.process.stop()
+
+    def resume(self) -> None:
+        """Continues the process."""
+        self.process.resume()
+
+    def end(self) -> None:
+        """Kills the process."""
+        self.process.close()
+
+    def _ask(self, **command: object) -> dict[str, Any]:
+        self.process.tell(json.dumps(command))
+        answer: dict[str, Any] = json.loads(self.process.hear())
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer
+
+
+def main() -> None:
+    """What runs in the process of a `ProcessPen`."""
+    pen = LocalPen(connect_shared)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = _obey(pen, command)
+        except (ValueError, PenstockError) as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _obey(pen: LocalPen, command: dict[str, Any]) -> dict[str, object]:
+    match command["do"]:
+        case "connect":
+            pen.connect(bytes.fromhex(command["description"]))
+            return {}
+        case "post":
+            return {"number": pen.post(command["where"], bytes.fromhex(command["notice"]))}
+        case "observe":
+            ends, spent = pen.observe(command["budget_bytes"])
+            return {"ends": ends, "spent": spent}
+        case other:
+            raise ValueError(f"do is {other!r}, which is nothing to do")

@@ -1,0 +1,188 @@
+"""Remote writes inside one process: for simulators, tests, and engines whose ranks share one.
+
+    fabric = InprocFabric()
+    target = fabric.target();  area = target.open_area("rank 0", 1 << 20)
+    link = fabric.connect(area.description)
+
+A link is the writing task. It writes while it is observed, and can until it is closed.
+
+The one rule: the fence holds when the writing task has ended: its link was closed, or there
+never was one and there can be none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.errors import UnavailableError
+from penstock.transport.areas import Areas
+from penstock.transport.posted import Delivery, PostedWrites, require_within
+from penstock.transport.remote import Fenced, Notice, NotYet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.transport.remote import Area, Span, WriteEnd
+
+NOTICES_MAX = 1024
+"""So many notices wait for a target before its writers have to wait."""
+
+
+SPARE_MAX = 8
+"""So much freed memory is kept for the next areas; the rest goes back to the system."""
+
+
+class InprocFabric:
+    """What targets and writers of one process have in common."""
+
+    def __init__(self) -> None:
+        self._areas: dict[bytes, InprocArea] = {}
+        self._next_number = 0
+
+    def target(self) -> InprocTarget:
+        """A new target."""
+        return InprocTarget(self)
+
+    def connect(self, description: bytes) -> InprocLink:
+        """A way to the area that a target described.
+
+        Raises:
+            ValueError: it describes no area.
+            UnavailableError: the area was retired, or somebody else has connected to it.
+        """
+        area = self._areas.get(description)
+        if area is None:
+            raise ValueError(f"description {description[:40]!r} is of no area of this fabric")
+        if area.retired or area.link is not None:
+            why = "was retired" if area.retired else "has its writer already"
+            raise UnavailableError(f"no way to the area of {area.peer!r}: it {why}")
+        area.link = InprocLink(area)
+        return area.link
+
+    def describe(self, area: InprocArea) -> bytes:
+        """Makes an area known, under a number of its own."""
+        description = b"penstock inproc area %d" % self._next_number
+        self._next_number += 1
+        self._areas[description] = area
+        return description
+
+    def forget(self, area: InprocArea) -> None:
+        """Nobody can connect to this area any more."""
+        del self._areas[area.description]
+
+
+class InprocArea:
+    """A piece of memory, with the notices that were given for it."""
+
+    def __init__(self, fabric: InprocFabric, peer: str, memory: NDArray[np.uint8]) -> None:
+        self.peer = peer
+        self.memory = memory
+        self.arrived: deque[bytes] = deque()
+        self.retired = False
+        self.link: InprocLink | None = None
+        self.description = fabric.describe(self)
+
+    def deliver(self, notice: bytes) -> Delivery:
+        """Takes a notice of the area's writer."""
+        if self.retired:
+            return Delivery.GONE
+        if len(self.arrived) >= NOTICES_MAX:
+            return Delivery.FULL
+        self.arrived.append(notice)
+        return Delivery.GIVEN
+
+
+class InprocTarget:
+    """The side that is written to; see `Target`."""
+
+    def __init__(self, fabric: InprocFabric) -> None:
+        self._fabric = fabric
+        self._areas: Areas[InprocArea] = Areas()
+        self._spare: list[NDArray[np.uint8]] = []
+
+    def open_area(self, peer: str, size: int) -> InprocArea:
+        """Memory for one writer; that of an area that was freed, if there is any."""
+        if size < 1:
+            raise ValueError(f"size is {size}, must be at least 1")
+        fitting = [at for at, memory in enumerate(self._spare) if len(memory) == size]
+        memory = self._spare.pop(fitting[0]) if fitting else np.zeros(size, dtype=np.uint8)
+        return self._areas.add(InprocArea(self._fabric, peer, memory))
+
+    def notices(self) -> list[Notice]:
+        """Takes the notices that arrived."""
+        found: list[Notice] = []
+        for area in self._areas.open:
+            found += [Notice(area, notice) for notice in area.arrived]
+            area.arrived.clear()
+        return found
+
+    def retire(self, area: Area) -> None:
+        """Ends our interest in an area; see `Target`."""
+        known = self._areas.retire(area)
+        if known is not None:
+            known.retired = True
+            known.arrived.clear()
+            self._fabric.forget(known)
+
+    def fence(self, area: Area) -> Fenced | NotYet:
+        """Whether the writing task has ended."""
+        link = self._areas.require_retired(area).link
+        if link is None or link.closed:
+            return Fenced()
+        return NotYet(f"the link of {area.peer!r} is not closed")
+
+    def free(self, area: Area) -> None:
+        """Gives the memory of an area back; see `Target`."""
+        known = self._areas.free(area, self.fence(area))
+        self._spare = [*self._spare, known.memory][-SPARE_MAX:]
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of areas that are in use."""
+        return self._areas.open_bytes
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of areas that wait for a fence, or to be freed."""
+        return self._areas.retired_bytes
+
+
+class InprocLink:
+    """The way of one writer to one area; see `WriterLink`."""
+
+    def __init__(self, area: InprocArea) -> None:
+        self._area = area
+        self._posted = PostedWrites(area.peer, len(area.memory))
+        self.closed = False
+
+    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+        """Begins a write."""
+        if self.closed:
+            raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        return self._posted.post(spans, notice)
+
+    def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+        """These bytes of the area; see `WriterLink`."""
+        if self.closed:
+            raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        require_within(offset, length, len(self._area.memory))
+        return self._area.memory[offset : offset + length]
+
+    def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
+        """Moves some bytes, and tells which writes have ended."""
+        return self._posted.advance(self._area.memory, budget_bytes, self._area.deliver)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a posted write has not ended."""
+        return bool(self._posted)
+
+    def close(self) -> None:
+        """Ends the writing task."""
+        self.closed = True
+        self._posted.fail("closed")

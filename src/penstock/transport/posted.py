@@ -1,0 +1,154 @@
+"""Posted writes, carried out by copying: some bytes at a time, then the notice.
+
+What in-process and shared-memory writers have in common. No thread: bytes move while somebody
+observes, in bounded pieces.
+
+The one rule: a notice is given after the last byte of its write, and a write is done after its
+notice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.errors import CapacityError
+from penstock.transport.remote import (
+    NOTICE_BYTES_MAX,
+    POSTED_MAX,
+    Span,
+    WriteDone,
+    WriteEnd,
+    WriteFailed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+PIECE_BYTES = 1 << 20
+"""Bytes are copied so many at a time: about a tenth of a millisecond."""
+
+
+class Delivery(Enum):
+    """What became of a notice."""
+
+    GIVEN = "given"
+    FULL = "full"
+    """Too many wait for the target; try again later."""
+    GONE = "gone"
+    """Nobody is there to take it."""
+
+
+class PostedFullError(CapacityError):
+    """A link takes no more writes before some of them have ended; nothing was posted."""
+
+    def __init__(self, *, link: str, posted: int) -> None:
+        super().__init__(tier=link, wanted=1, available=0)
+        self.args = (
+            f"link to {link!r} has {posted} writes that have not ended, and takes no more",
+        )
+
+
+@dataclass(slots=True)
+class _Posted:
+    number: int
+    spans: deque[Span]
+    notice: bytes
+    moved: int = field(default=0)
+    """Bytes of the first span that are there."""
+
+
+class PostedWrites:
+    """The writes of one link, in the order in which they were posted."""
+
+    def __init__(self, link: str, area_bytes: int) -> None:
+        self._link = link
+        self._area_bytes = area_bytes
+        self._posted: deque[_Posted] = deque()
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self._posted)
+
+    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+        """Begins a write; see `WriterLink`."""
+        for span in spans:
+            self._require_within(span)
+        if len(notice) > NOTICE_BYTES_MAX:
+            raise ValueError(
+                f"notice has {len(notice)} bytes, must have at most {NOTICE_BYTES_MAX}"
+            )
+        if len(self._posted) >= POSTED_MAX:
+            raise PostedFullError(link=self._link, posted=len(self._posted))
+        number = self._next_number
+        self._next_number += 1
+        self._posted.append(_Posted(number, deque(spans), bytes(notice)))
+        return number
+
+    def advance(
+        self,
+        memory: NDArray[np.uint8],
+        budget_bytes: int,
+        deliver: Callable[[bytes], Delivery],
+    ) -> tuple[list[WriteEnd], int]:
+        """Moves about `budget_bytes`, and at least one piece, into `memory`."""
+        ends: list[WriteEnd] = []
+        spent = 0
+        while self._posted:
+            write = self._posted[0]
+            if write.spans:
+                if spent and spent >= budget_bytes:
+                    break
+                room = max(budget_bytes - spent, 0) or PIECE_BYTES
+                spent += _move_piece(write, memory, min(room, PIECE_BYTES))
+                continue
+            match deliver(write.notice):
+                case Delivery.GIVEN:
+                    ends.append(WriteDone(write.number))
+                    self._posted.popleft()
+                case Delivery.FULL:
+                    break
+                case Delivery.GONE:
+                    ends += self.fail(f"{self._link} is gone")
+        return ends, spent
+
+    def fail(self, cause: str) -> list[WriteEnd]:
+        """Ends all writes that have not ended."""
+        ends: list[WriteEnd] = [WriteFailed(write.number, cause) for write in self._posted]
+        self._posted.clear()
+        return ends
+
+    def _require_within(self, span: Span) -> None:
+        source = span.source
+        if source.dtype != np.uint8 or source.ndim != 1 or not source.flags.c_contiguous:
+            raise ValueError(
+                f"source is an array {list(source.shape)} of {source.dtype}, must be bytes along "
+                "one axis without gaps"
+            )
+        require_within(span.offset, len(source), self._area_bytes)
+
+
+def require_within(offset: int, length: int, area_bytes: int) -> None:
+    """Refuses bytes that are not in the area."""
+    if offset < 0 or length < 0 or offset + length > area_bytes:
+        raise ValueError(
+            f"span is {length} bytes from {offset} on, must be within the {area_bytes} of the area"
+        )
+
+
+def _move_piece(write: _Posted, memory: NDArray[np.uint8], room: int) -> int:
+    span = write.spans[0]
+    count = min(room, len(span.source) - write.moved)
+    start = span.offset + write.moved
+    memory[start : start + count] = span.source[write.moved : write.moved + count]
+    write.moved += count
+    if write.moved == len(span.source):
+        write.spans.popleft()
+        write.moved = 0
+    return count

@@ -1,0 +1,375 @@
+"""One end of a ZeroMQ channel: frames in order, bounded by what the other end takes.
+
+    dialling ──welcome──→ open ──→ closed (orderly) or failed (cause)
+    awaited  ──open─────→
+
+Each frame carries the incarnation of its sender and a sequence. A frame of another life, a
+repetition and garbage are thrown away and counted; a gap fails the channel, because a frame was
+lost. An end sends at most a *window* of frames and bytes before the other end has taken some;
+the other end says how much it took by *credit*. So neither end keeps more than a window for the
+other, and a slow one is not mistaken for a dead one.
+
+The one rule: an end is told once and for good, and after everything that came before it.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from penstock.errors import UnavailableError
+from penstock.transport.base import (
+    BacklogError,
+    Closed,
+    Empty,
+    Failed,
+    Item,
+    Received,
+    require_frame_fits,
+)
+from penstock.transport.waiting import wait_readable
+from penstock.transport.wire import (
+    Frame,
+    Kind,
+    Refusal,
+    Refused,
+    Welcome,
+    Window,
+    WireError,
+    decode_credit,
+    decode_frame,
+    encode_credit,
+    encode_frame,
+)
+
+if TYPE_CHECKING:
+    from penstock.transport.zmq_dialling import Dialling
+    from penstock.transport.zmq_link import ChannelSettings, Link, Pulse
+
+
+class ZmqChannel:
+    """One end of a channel over ZeroMQ; `dial` and `Listener.accept` make them."""
+
+    def __init__(self, name: str, *, incarnation: int, settings: ChannelSettings) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        """Of this end."""
+        self.peer_incarnation: int | None = None
+        """Of the other end, once it is known."""
+        self.refused: Counter[Refused] = Counter()
+        """What arrived and was thrown away, by reason."""
+        self._settings = settings
+        self._epoll = select.epoll()
+        self._link: Link | None = None
+        self._pulse: Pulse | None = None
+        self._lost_at: float | None = None
+        self._dialling: Dialling | None = None
+        self._open = False
+        self._open_deadline = time.monotonic() + settings.open_s
+        self._closed = False
+        self._end: Closed | Failed | None = None
+        self._window = Window(settings.window_frames, settings.window_bytes)
+        self._sent = _Tally()
+        self._sent_taken = _Tally()
+        self._sequence = 0
+        self._arrived: deque[bytes] = deque()
+        self._arrived_tally = _Tally()
+        self._taken = _Tally()
+        self._credited = _Tally()
+        self._expected = 0
+
+    # The four verbs of a channel.
+
+    def send(self, frame: bytes) -> None:
+        """Hands a frame over for sending; see `Channel`."""
+        require_frame_fits(frame)
+        if not self._has_room(frame):
+            self._pump()
+        if self.is_open and self._has_room(frame) and self._post(Kind.FRAME, frame):
+            self._sent.add(frame)
+            return
+        self._pump()
+        if not self.is_open:
+            raise UnavailableError(f"channel {self.name!r} can take no frame: it {self._story()}")
+        frames, frame_bytes = self._sent.minus(self._sent_taken)
+        raise BacklogError(channel=self.name, frames=frames, frame_bytes=frame_bytes)
+
+    def receive(self, *, deadline: float | None = None) -> Received:
+        """The next frame; see `Channel`."""
+        while True:
+            answer = self._next()
+            if not isinstance(answer, Empty) or deadline is None or time.monotonic() >= deadline:
+                return answer
+            wait_readable(self.descriptor, self._until(deadline))
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything but `Empty` to receive."""
+        if not self._arrived:
+            self._pump()
+        return bool(self._arrived) or self._closed or self._end is not None
+
+    def close(self) -> None:
+        """Tells the other end that nothing more will come; see `Channel`."""
+        if self._closed:
+            return
+        self._post(Kind.CLOSE)
+        self._closed = True
+        self._arrived.clear()
+        self._drop_link(linger=True)
+        self._epoll.close()
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor for a poll; see `Channel`."""
+        return self._epoll.fileno()
+
+    @property
+    def alarm(self) -> float | None:
+        """When the peer will have been waited for long enough, if it is being waited for."""
+        if self._closed or self._end is not None:
+            return None
+        if not self._open:
+            return self._open_deadline
+        return None if self._lost_at is None else self._lost_at + self._settings.settle_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end has answered, and the channel has not ended."""
+        return self._open and not self._closed and self._end is None
+
+    @property
+    def was_open(self) -> bool:
+        """Whether the other end has ever answered."""
+        return self._open
+
+    @property
+    def failure(self) -> str | None:
+        """Why the channel failed, if it did."""
+        return self._end.cause if isinstance(self._end, Failed) else None
+
+    def wait_open(self, *, deadline: float) -> bool:
+        """Whether the channel is open by `deadline` on the monotonic clock; waits for that."""
+        while True:
+            self._pump()
+            if self._open or self._end is not None or time.monotonic() >= deadline:
+                return self.is_open
+            wait_readable(self.descriptor, self._until(deadline))
+
+    # What a listener and a dialling end do with it.
+
+    def begin_dialling(self, dialling: Dialling) -> None:
+        """Waits for the answer of a listener before anything else."""
+        self._dialling = dialling
+        dialling.watch(self._epoll)
+
+    def begin_awaiting(
+        self, link: Link, pulse: Pulse, peer_incarnation: int, window: Window
+    ) -> None:
+        """Waits on a link for a peer that said who it is and how much it takes."""
+        self._link, self._pulse = link, pulse
+        self.peer_incarnation = peer_incarnation
+        self._window = window
+        link.watch(self._epoll)
+        pulse.watch(self._epoll)
+
+    def fail(self, cause: str) -> None:
+        """Ends the channel at this end, as lost."""
+        self._finish(Failed(cause))
+
+    # What happens inside.
+
+    def _next(self) -> Received:
+        if self._closed:
+            return Closed()
+        if not self._arrived:
+            self._pump()
+        if self._arrived:
+            frame = self._arrived.popleft()
+            self._taken.add(frame)
+            self._give_credit()
+            return Item(frame)
+        return Empty() if self._end is None else self._end
+
+    def _pump(self) -> None:
+        """Takes in all that has happened."""
+        if self._closed or self._end is not None:
+            return
+        if self._dialling is not None:
+            self._pump_dialling(self._dialling)
+        if self._link is not None:
+            self._pump_link(self._link)
+        if self._pulse is not None:
+            self._feel(self._pulse)
+        if not self._open and time.monotonic() >= self._open_deadline:
+            self.fail(f"no answer from {self.name} in {self._settings.open_s} s")
+
+    def _pump_dialling(self, dialling: Dialling) -> None:
+        match dialling.answer(self.refused):
+            case None:
+                return
+            case Refusal(cause=cause):
+                self.fail(f"{self.name} refused: {cause}")
+            case Welcome() as welcome:
+                self.name = welcome.name
+                link, pulse = dialling.connect(welcome)
+                self.begin_awaiting(link, pulse, welcome.incarnation, welcome.window)
+                self._post(Kind.OPEN)
+                self._open = True
+                dialling.close(self._epoll)
+                self._dialling = None
+
+    def _feel(self, pulse: Pulse) -> None:
+        """Gives a peer up whose pulse is lost, once nothing of it arrives any more.
+
+        The pulse of one that closed the channel, or died, may be lost a little before its last
+        frames are here and the link is lost, too.
+        """
+        pulse.look()
+        if not pulse.lost and not pulse.refused:
+            return
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        elif now >= self._lost_at + self._settings.settle_s:
+            self.fail(f"{self.name} has not answered for {self._settings.silence_s} s")
+
+    def _pump_link(self, link: Link) -> None:
+        link.look()
+        for parts in link.messages():
+            self._lost_at = None
+            try:
+                self._take(parts)
+            except WireError as error:
+                self.refused[error.reason] += 1
+            if self._end is not None:
+                return
+        if link.lost:
+            self.fail(f"the connection to {self.name} was lost")
+        elif link.refused:
+            self.fail(f"{self.name} was gone before the connection was made")
+
+    def _take(self, parts: list[bytes]) -> None:
+        if len(parts) != 1:
+            raise WireError(Refused.GARBAGE, f"message has {len(parts)} parts, must have 1")
+        frame = decode_frame(parts[0])
+        if frame.incarnation != self.peer_incarnation:
+            raise WireError(
+                Refused.STALE,
+                f"frame is of incarnation {frame.incarnation:016x}, the channel goes to "
+                f"{self.peer_incarnation or 0:016x}",
+            )
+        if frame.sequence < self._expected:
+            raise WireError(Refused.REPLAYED, f"frame {frame.sequence} was here before")
+        if frame.sequence > self._expected:
+            self.fail(f"frames {self._expected} to {frame.sequence - 1} of {self.name} were lost")
+            return
+        if self._open == (frame.kind is Kind.OPEN):
+            raise WireError(Refused.GARBAGE, f"{frame.kind.name} is not for now")
+        self._act_on(frame)
+        self._expected += 1
+
+    def _act_on(self, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.OPEN:
+                self._open = True
+            case Kind.FRAME:
+                self._arrived.append(frame.payload)
+                self._arrived_tally.add(frame.payload)
+                self._require_within_window()
+            case Kind.CREDIT:
+                self._note_credit(*decode_credit(frame.payload))
+            case Kind.CLOSE:
+                self._finish(Closed())
+
+    def _require_within_window(self) -> None:
+        frames, frame_bytes = self._arrived_tally.minus(self._credited)
+        if frames > self._settings.window_frames or frame_bytes > self._settings.window_bytes:
+            self.fail(
+                f"{self.name} sent {frames} frames of {frame_bytes} bytes ahead of its credit of "
+                f"{self._settings.window_frames} frames and {self._settings.window_bytes} bytes"
+            )
+
+    def _note_credit(self, frames: int, frame_bytes: int) -> None:
+        known, sent = self._sent_taken, self._sent
+        if not known.frames <= frames <= sent.frames:
+            raise WireError(Refused.GARBAGE, f"credit for {frames} frames, {sent.frames} were sent")
+        if not known.frame_bytes <= frame_bytes <= sent.frame_bytes:
+            raise WireError(
+                Refused.GARBAGE, f"credit for {frame_bytes} bytes, {sent.frame_bytes} were sent"
+            )
+        self._sent_taken = _Tally(frames, frame_bytes)
+
+    def _give_credit(self) -> None:
+        """Tells what was taken once it is a good part of the window, not for every frame."""
+        frames, frame_bytes = self._taken.minus(self._credited)
+        due = (
+            2 * frames >= self._settings.window_frames
+            or 2 * frame_bytes >= self._settings.window_bytes
+        )
+        if not due or self._link is None or self._end is not None:
+            return
+        if self._post(Kind.CREDIT, encode_credit(self._taken.frames, self._taken.frame_bytes)):
+            self._credited = _Tally(self._taken.frames, self._taken.frame_bytes)
+
+    def _has_room(self, frame: bytes) -> bool:
+        frames, frame_bytes = self._sent.minus(self._sent_taken)
+        return frames < self._window.frames and frame_bytes + len(frame) <= self._window.frame_bytes
+
+    def _post(self, kind: Kind, payload: bytes = b"") -> bool:
+        if self._link is None:
+            return False
+        posted = self._link.send(encode_frame(kind, self.incarnation, self._sequence, payload))
+        self._sequence += posted
+        return posted
+
+    def _finish(self, end: Closed | Failed) -> None:
+        if self._closed or self._end is not None:
+            return
+        self._end = end
+        self._drop_link(linger=False)
+
+    def _drop_link(self, *, linger: bool) -> None:
+        if self._link is not None:
+            self._link.close(self._epoll, linger_s=self._settings.linger_s if linger else 0.0)
+            self._link = None
+        if self._pulse is not None:
+            self._pulse.close(self._epoll)
+            self._pulse = None
+        if self._dialling is not None:
+            self._dialling.close(self._epoll)
+            self._dialling = None
+
+    def _until(self, deadline: float) -> float:
+        alarm = self.alarm
+        return deadline if alarm is None else min(deadline, alarm)
+
+    def _story(self) -> str:
+        if self._closed:
+            return "was closed here"
+        match self._end:
+            case Failed(cause):
+                return f"failed: {cause}"
+            case Closed():
+                return "was closed there"
+            case None:
+                return "is not open yet"
+
+
+class _Tally:
+    """A count of frames and of their bytes."""
+
+    __slots__ = ("frame_bytes", "frames")
+
+    def __init__(self, frames: int = 0, frame_bytes: int = 0) -> None:
+        self.frames = frames
+        self.frame_bytes = frame_bytes
+
+    def add(self, frame: bytes) -> None:
+        self.frames += 1
+        self.frame_bytes += len(frame)
+
+    def minus(self, other: _Tally) -> tuple[int, int]:
+        return self.frames - other.frames, self.frame_bytes - other.frame_bytes

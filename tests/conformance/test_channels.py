@@ -1,0 +1,53 @@
+"""Every control channel says the same sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.testing.channel_suite import ChannelSuite, soon
+from penstock.transport.inproc import InprocChannel, channel_pair
+from penstock.transport.zeromq import IPC, LOOPBACK, Listener, dial
+from penstock.transport.zmq_channel import ZmqChannel
+
+if TYPE_CHECKING:
+    from penstock.transport.base import Channel
+
+
+class TestInproc(ChannelSuite):
+    def make_pair(self) -> tuple[Channel, Channel]:
+        return channel_pair()
+
+    def lose(self, far: Channel) -> None:
+        assert isinstance(far, InprocChannel)
+        far.fail("its rank died")
+
+
+class ZmqSuite(ChannelSuite):
+    address: str
+
+    def make_pair(self) -> tuple[Channel, Channel]:
+        with Listener("engine", self.address) as listener:
+            near = dial(listener.address, name="rank 0")
+            assert listener.accept() is None
+            while not near.is_open:
+                listener.accept(deadline=0.0)
+                near.wait_open(deadline=0.0)
+            far = listener.accept(deadline=soon())
+        assert far is not None
+        return near, far
+
+    def lose(self, far: Channel) -> None:
+        """Closes its socket without a word: to the other end, no different from a dead process."""
+        assert isinstance(far, ZmqChannel)
+        far.fail("lost on purpose")
+
+
+class TestZmqOverIpc(ZmqSuite):
+    address = IPC
+
+
+class TestZmqOverTcp(ZmqSuite):
+    address = LOOPBACK
+
+
+del ZmqSuite

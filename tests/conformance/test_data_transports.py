@@ -1,0 +1,52 @@
+"""Every way of remote writing says the same sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.errors import UnavailableError
+from penstock.testing.data_transport_suite import DataTransportSuite
+from penstock.testing.writing_process import LocalPen, Pen, ProcessPen
+from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.shared_memory import SharedTarget
+
+if TYPE_CHECKING:
+    from penstock.transport.inproc_remote import InprocLink
+    from penstock.transport.remote import Target
+
+
+class TestInproc(DataTransportSuite):
+    @pytest.fixture(autouse=True)
+    def make_fabric(self) -> None:
+        self.fabric = InprocFabric()
+
+    def make_target(self) -> Target:
+        return self.fabric.target()
+
+    def make_pen(self) -> Pen:
+        return LocalPen(self.connect)
+
+    def close_target(self, target: Target) -> None:
+        assert target.retired_bytes >= 0
+
+    def connect(self, description: bytes) -> InprocLink:
+        try:
+            return self.fabric.connect(description)
+        except UnavailableError as error:
+            raise ValueError(str(error)) from error
+
+
+class TestSharedMemory(DataTransportSuite):
+    """The writer is a process of its own, and is ended by SIGKILL."""
+
+    def make_target(self) -> Target:
+        return SharedTarget()
+
+    def make_pen(self) -> Pen:
+        return ProcessPen()
+
+    def close_target(self, target: Target) -> None:
+        assert isinstance(target, SharedTarget)
+        target.close()

@@ -1,0 +1,65 @@
+"""What in-process channels do beyond what every channel does."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.transport.base import Empty, Failed, Item
+from penstock.transport.inproc import InprocChannel, channel_pair
+
+
+def test_an_end_is_called_what_the_other_one_is() -> None:
+    near, far = channel_pair("engine", "rank 0")
+
+    assert (near.name, far.name) == ("rank 0", "engine")
+
+
+def test_a_simulator_runs_its_world_where_others_wait() -> None:
+    """Time is its own, so a deadline means what it makes of it."""
+    waited: list[float] = []
+
+    def wait(_: int, deadline: float) -> None:
+        waited.append(deadline)
+        if deadline > 5:
+            far.send(b"came at 5")
+
+    near, far = channel_pair(wait=wait)
+
+    assert near.receive(deadline=3.0) == Empty()
+    assert near.receive(deadline=7.0) == Item(b"came at 5")
+    assert waited == [3.0, 7.0]
+
+
+def test_no_descriptor_is_made_unless_somebody_waits() -> None:
+    """A simulator with thousands of channels does not run out of them."""
+    before = len(os.listdir("/proc/self/fd"))
+    pairs = [channel_pair() for _ in range(100)]
+    for near, far in pairs:
+        near.send(b"x")
+        assert far.receive() == Item(b"x")
+        assert far.receive() == Empty()
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_both_ends_of_a_failed_channel_know_the_cause() -> None:
+    near, far = channel_pair()
+    near.send(b"before")
+
+    near.fail("rank 0 was killed")
+
+    assert far.receive() == Item(b"before")
+    assert near.receive() == far.receive() == Failed("rank 0 was killed")
+
+
+def test_a_closed_end_gives_its_descriptor_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    near, far = channel_pair()
+
+    descriptors = {end.descriptor for end in (near, far)}
+    near.close()
+    far.close()
+
+    assert len(descriptors) == 2
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert isinstance(near, InprocChannel)

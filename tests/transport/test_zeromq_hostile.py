@@ -1,0 +1,430 @@
+"""What arrives at ZeroMQ channels and is not what they expect: refused, counted, harmless."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from penstock.testing.channel_suite import receive_end, receive_frame, soon
+from penstock.transport.base import FRAME_BYTES_MAX, Closed, Empty, Failed, Item
+from penstock.transport.waiting import wait_readable
+from penstock.transport.wire import (
+    HEADER_BYTES,
+    HELLO_BYTES_MAX,
+    Hello,
+    Kind,
+    Refusal,
+    Refused,
+    Welcome,
+    Window,
+    decode_greeting,
+    encode_credit,
+    encode_frame,
+    encode_greeting,
+)
+from penstock.transport.zeromq import IPC, LOOPBACK, WAITING_MAX, ChannelSettings, Listener, dial
+from penstock.transport.zmq_link import private_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.transport.wire import Greeting
+    from penstock.transport.zmq_channel import ZmqChannel
+
+LIFE = 0x1234_5678_9ABC_DEF0
+WINDOW = Window(8, 1 << 20)
+HELLO = Hello(name="rank 0", incarnation=LIFE, window=WINDOW)
+LAST = Hello(name="the last", incarnation=LIFE, window=WINDOW)
+SETTINGS = ChannelSettings(window_frames=8)
+
+
+class Raw:
+    """A peer that says byte for byte what a test wants it to."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.lobby = self.context.socket(zmq.DEALER)
+        self.lobby.connect(listener.address)
+        self.link = self.context.socket(zmq.PAIR)
+
+    def say(self, *parts: bytes) -> Greeting | None:
+        """Sends a greeting, and returns the listener's answer, if any."""
+        self.lobby.send_multipart(parts)
+        deadline = soon()
+        before = self.listener.refused.copy()
+        while time.monotonic() < deadline:
+            self.listener.accept(deadline=time.monotonic() + 0.01)
+            if self.lobby.poll(0):
+                return decode_greeting(self.lobby.recv())
+            if self.listener.refused[Refused.GARBAGE] > before[Refused.GARBAGE]:
+                return None  # All others are answered.
+        raise AssertionError("neither answered nor refused")
+
+    def enter(self, hello: Hello = HELLO) -> Welcome:
+        welcome = self.say(encode_greeting(hello))
+        assert isinstance(welcome, Welcome), welcome
+        self.link.connect(welcome.link)
+        return welcome
+
+    def open(self, hello: Hello = HELLO) -> ZmqChannel:
+        self.enter(hello)
+        self.send(Kind.OPEN, 0)
+        channel = self.listener.accept(deadline=soon())
+        assert channel is not None
+        return channel
+
+    def send(self, kind: Kind, sequence: int, payload: bytes = b"", life: int = LIFE) -> None:
+        self.link.send(encode_frame(kind, life, sequence, payload))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(name="listener", params=[IPC, LOOPBACK], ids=["ipc", "tcp"])
+def make_listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    with Listener("engine", request.param, settings=SETTINGS) as listener:
+        yield listener
+
+
+@pytest.fixture(name="raw")
+def make_raw(listener: Listener) -> Iterator[Raw]:
+    raw = Raw(listener)
+    yield raw
+    raw.close()
+
+
+@pytest.fixture(name="channel")
+def open_channel(raw: Raw) -> Iterator[ZmqChannel]:
+    channel = raw.open()
+    yield channel
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"",
+        b"PENSTOCK",
+        b"PENSTOCK\x01",
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode_greeting(HELLO)[:-1],
+        encode_greeting(HELLO) + b"\0",
+        encode_greeting(HELLO).replace(b"rank 0", b"\xff\xff\xff\xff\xff\xff"),
+        encode_greeting(HELLO).replace(b"name", b"Name"),
+        encode_greeting(Hello(name="", incarnation=LIFE, window=WINDOW)),
+        encode_greeting(Hello(name="x" * 101, incarnation=LIFE, window=WINDOW)),
+        encode_greeting(Hello(name="x", incarnation=LIFE, window=Window(0, 1))),
+        encode_greeting(Refusal(cause="a refusal to a listener")),
+        encode_greeting(HELLO).ljust(HELLO_BYTES_MAX, b"\0"),
+    ],
+    ids=lambda greeting: greeting[:12].hex() + f"-{len(greeting)}",
+)
+def test_a_greeting_that_is_no_hello_is_refused_without_an_answer(
+    listener: Listener, raw: Raw, greeting: bytes
+) -> None:
+    answer = raw.say(greeting)
+
+    assert answer is None
+    assert listener.refused == {Refused.GARBAGE: 1}
+    assert isinstance(raw.say(encode_greeting(HELLO)), Welcome)
+
+
+def test_a_hello_in_several_parts_is_refused(listener: Listener, raw: Raw) -> None:
+    assert raw.say(encode_greeting(HELLO), b"") is None
+    assert listener.refused == {Refused.GARBAGE: 1}
+
+
+def test_a_hello_with_an_unknown_field_is_refused(listener: Listener, raw: Raw) -> None:
+    """A newer peer that needs the field understood would be misunderstood."""
+    known = encode_greeting(HELLO)
+    fields = known[9]  # A msgpack map of so many fields.
+    unknown = known[:9] + bytes((fields + 1,)) + known[10:] + b"\xa5extra\x01"
+
+    assert raw.say(unknown) is None
+    assert listener.refused == {Refused.GARBAGE: 1}
+
+
+def test_a_hello_of_another_version_is_refused_with_both_versions(
+    listener: Listener, raw: Raw
+) -> None:
+    hello = bytearray(encode_greeting(HELLO))
+    hello[8] = 2
+
+    assert raw.say(bytes(hello)) == Refusal(cause="version of the other end is 2, of this end 1")
+    assert listener.refused == {Refused.VERSION: 1}
+
+
+def test_a_hello_that_was_here_before_is_refused(listener: Listener, raw: Raw) -> None:
+    raw.enter()
+
+    answer = raw.say(encode_greeting(HELLO))
+
+    assert isinstance(answer, Refusal)
+    assert answer.cause == "rank 0 of incarnation 123456789abcdef0 was here before"
+    assert listener.refused == {Refused.REPLAYED: 1}
+
+
+def test_a_hello_that_is_too_long_ends_that_connection_and_no_other(
+    listener: Listener, raw: Raw
+) -> None:
+    """ZeroMQ refuses it before it is read."""
+    other = Raw(listener)
+    other.lobby.send(bytes(HELLO_BYTES_MAX + 1))
+
+    assert isinstance(raw.say(encode_greeting(HELLO)), Welcome)
+    assert listener.refused.total() == 0
+    other.close()
+
+
+def test_who_is_let_in_but_does_not_come_is_forgotten_in_time() -> None:
+    settings = ChannelSettings(open_s=0.2)
+    with Listener("engine", settings=settings) as listener:
+        raw = Raw(listener)
+        for number in range(WAITING_MAX):
+            hello = Hello(name=f"rank {number}", incarnation=LIFE, window=WINDOW)
+            raw.lobby.send(encode_greeting(hello))
+        last = Hello(name="last", incarnation=LIFE, window=WINDOW)
+        crowded: Greeting | None = None
+        for _ in range(WAITING_MAX):
+            crowded = raw.say(encode_greeting(last))
+            if listener.refused[Refused.CROWDED]:
+                break
+        while raw.lobby.poll(0):
+            crowded = decode_greeting(raw.lobby.recv())
+        nobody = listener.accept(deadline=time.monotonic() + 2 * settings.open_s)
+        channel = raw.open(Hello(name="later", incarnation=LIFE, window=WINDOW))
+        channel.close()
+        raw.close()
+
+    assert crowded == Refusal(cause="64 peers are being let in, at most that many")
+    assert nobody is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (b"", Refused.GARBAGE),
+        (b"\x02" + bytes(HEADER_BYTES - 2), Refused.GARBAGE),
+        (encode_frame(Kind.FRAME, LIFE, 1, b"x").replace(b"\x02", b"\x09", 1), Refused.GARBAGE),
+        (encode_frame(Kind.CLOSE, LIFE, 1, b"x"), Refused.GARBAGE),
+        (encode_frame(Kind.CREDIT, LIFE, 1, bytes(15)), Refused.GARBAGE),
+        (encode_frame(Kind.CREDIT, LIFE, 1, encode_credit(1, 0)), Refused.GARBAGE),
+        (encode_frame(Kind.OPEN, LIFE, 1), Refused.GARBAGE),
+        (encode_frame(Kind.FRAME, LIFE + 1, 1, b"x"), Refused.STALE),
+        (encode_frame(Kind.CLOSE, LIFE - 1, 1), Refused.STALE),
+        (encode_frame(Kind.FRAME, LIFE, 0, b"x"), Refused.REPLAYED),
+        (encode_frame(Kind.CLOSE, LIFE, 0), Refused.REPLAYED),
+    ],
+)
+def test_a_frame_that_does_not_belong_is_refused_and_the_channel_goes_on(
+    raw: Raw, channel: ZmqChannel, message: bytes, reason: Refused
+) -> None:
+    raw.link.send(message)
+
+    raw.send(Kind.FRAME, 1, b"good")
+
+    assert receive_frame(channel) == b"good"
+    assert channel.refused == {reason: 1}
+    assert channel.is_open
+
+
+def test_a_frame_in_several_parts_is_refused(raw: Raw, channel: ZmqChannel) -> None:
+    good = encode_frame(Kind.FRAME, LIFE, 1, b"good")
+
+    raw.link.send_multipart([good, good])
+    raw.link.send(good)
+
+    assert receive_frame(channel) == b"good"
+    assert channel.refused == {Refused.GARBAGE: 1}
+
+
+def test_a_replayed_frame_arrives_once(raw: Raw, channel: ZmqChannel) -> None:
+    for _ in range(3):
+        raw.send(Kind.FRAME, 1, b"once")
+    raw.send(Kind.FRAME, 2, b"then")
+
+    assert [receive_frame(channel), receive_frame(channel)] == [b"once", b"then"]
+    assert channel.receive() == Empty()
+    assert channel.refused == {Refused.REPLAYED: 2}
+
+
+def test_a_lost_frame_fails_the_channel(raw: Raw, channel: ZmqChannel) -> None:
+    """An order that has a hole is none."""
+    raw.send(Kind.FRAME, 1, b"first")
+    raw.send(Kind.FRAME, 4, b"fourth")
+
+    assert receive_frame(channel) == b"first"
+    assert receive_end(channel) == Failed("frames 2 to 3 of rank 0 were lost")
+
+
+def test_a_frame_that_is_too_long_fails_the_channel(raw: Raw, channel: ZmqChannel) -> None:
+    """ZeroMQ ends the connection before it is read."""
+    raw.send(Kind.FRAME, 1, bytes(FRAME_BYTES_MAX + 1))
+
+    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+
+
+def test_a_peer_that_ignores_its_window_fails(raw: Raw, channel: ZmqChannel) -> None:
+    """Memory that it may take is bounded, whatever it does."""
+    for sequence in range(1, SETTINGS.window_frames + 2):
+        raw.send(Kind.FRAME, sequence, b"x")
+    while not channel.failure:
+        assert wait_readable(channel.descriptor, soon())
+        channel._pump()
+
+    frames = [receive_frame(channel) for _ in range(SETTINGS.window_frames + 1)]
+    end = receive_end(channel)
+
+    assert len(frames) == 9
+    assert isinstance(end, Failed)
+    assert "9 frames of 9 bytes ahead of its credit of 8 frames" in end.cause
+
+
+def test_another_peer_cannot_take_the_place_of_one_that_is_there(
+    raw: Raw, channel: ZmqChannel
+) -> None:
+    """Nor does it disturb the one that is there, though it knows the address and comes and goes."""
+    address = raw.link.getsockopt_string(zmq.LAST_ENDPOINT)
+    for _ in range(5):
+        stranger = raw.context.socket(zmq.PAIR)
+        stranger.connect(address)
+        stranger.send(encode_frame(Kind.CLOSE, LIFE, 1))
+        channel.receive(deadline=time.monotonic() + 0.02)
+        stranger.close(linger=0)
+
+    raw.send(Kind.FRAME, 1, b"good")
+
+    assert receive_frame(channel) == b"good"
+    assert channel.is_open
+
+
+def mutations(message: bytes, chance: random.Random) -> bytes:
+    """The message with some bytes changed, added or removed."""
+    changed = bytearray(message)
+    for _ in range(chance.randrange(1, 4)):
+        at = chance.randrange(len(changed) + 1)
+        match chance.randrange(3):
+            case 0 if changed:
+                changed[at % len(changed)] ^= 1 << chance.randrange(8)
+            case 1:
+                changed[at:at] = chance.randbytes(chance.randrange(1, 20))
+            case _:
+                del changed[at:]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_mutated_greetings_never_break_a_listener(listener: Listener, raw: Raw, seed: int) -> None:
+    """Few of them are good hellos of somebody else; the others are refused and counted."""
+    chance = random.Random(seed)
+    garbage = 0
+    for _ in range(80):
+        mutated = mutations(encode_greeting(HELLO), chance)[:HELLO_BYTES_MAX]
+        answer = raw.say(mutated)
+        garbage += answer is None
+
+    assert listener.refused[Refused.GARBAGE] == garbage > 40
+    assert isinstance(raw.say(encode_greeting(LAST)), Welcome)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mutated_headers_never_deliver_a_frame_out_of_its_turn(
+    raw: Raw, channel: ZmqChannel, seed: int
+) -> None:
+    """Every frame is received once and in order, until a header is mutated into a later one."""
+    chance = random.Random(seed)
+    received = mutated_count = 0
+    for sequence in range(1, 200):
+        good = encode_frame(Kind.FRAME, LIFE, sequence, sequence.to_bytes(8, "big"))
+        mutated = mutations(good[:HEADER_BYTES], chance)
+        differs = mutated[:HEADER_BYTES] != good[:HEADER_BYTES]
+        if differs:
+            raw.link.send(mutated)
+        raw.link.send(good)
+        answer = channel.receive(deadline=soon())
+        if answer != Item(sequence.to_bytes(8, "big")):
+            break
+        received += 1
+        mutated_count += differs
+
+    ended = channel.receive()
+    assert received == 199 or isinstance(ended, Failed | Closed)
+    assert channel.refused.total() == mutated_count
+
+
+@pytest.fixture(name="front")
+def make_front() -> Iterator[zmq.Socket[bytes]]:
+    """A listener that says byte for byte what a test wants it to."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    front = context.socket(zmq.ROUTER)
+    front.bind(private_address(IPC))
+    yield front
+    context.destroy(linger=0)
+
+
+def dial_for(front: zmq.Socket[bytes], answer: bytes, settings: ChannelSettings) -> ZmqChannel:
+    address = front.getsockopt_string(zmq.LAST_ENDPOINT)
+    channel = dial(address, name="rank 0", settings=settings)
+    route, _ = front.recv_multipart()
+    front.send_multipart([route, answer])
+    return channel
+
+
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
+    front: zmq.Socket[bytes], version: int
+) -> None:
+    answer = b"PENSTOCK" + bytes((version,)) + b"whatever it says"
+
+    channel = dial_for(front, answer, SETTINGS)
+
+    assert receive_end(channel) == Failed(
+        f"{channel.name} refused: version of the other end is {version}, of this end 1"
+    )
+    assert channel.refused == {Refused.VERSION: 1}
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"PENSTOCK\x01\x80",
+        encode_greeting(HELLO),
+        encode_greeting(
+            Welcome(
+                name="x",
+                incarnation=1,
+                window=WINDOW,
+                link="tcp://192.0.2.1:80",
+                pulse="tcp://192.0.2.1:80",
+            )
+        ),
+    ],
+    ids=["nothing", "empty", "hello", "another transport"],
+)
+def test_an_answer_that_is_none_is_ignored_until_the_channel_fails(
+    front: zmq.Socket[bytes], answer: bytes
+) -> None:
+    channel = dial_for(front, answer, ChannelSettings(open_s=0.2))
+
+    assert receive_end(channel) == Failed(f"no answer from {channel.name} in 0.2 s")
+    assert channel.refused == {Refused.GARBAGE: 1}
+    channel.close()
+
+
+def test_a_channel_whose_listener_is_gone_before_it_gets_there_fails(
+    front: zmq.Socket[bytes],
+) -> None:
+    nowhere = private_address(IPC)
+    welcome = Welcome(name="x", incarnation=1, window=WINDOW, link=nowhere, pulse=nowhere)
+
+    channel = dial_for(front, encode_greeting(welcome), SETTINGS)
+
+    assert receive_end(channel) == Failed("x was gone before the connection was made")
+    channel.close()

@@ -1,0 +1,275 @@
+"""ZeroMQ channels between processes that end in every way a process can."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.errors import UnavailableError
+from penstock.testing.channel_suite import receive_end, receive_frame, send_until_full, soon
+from penstock.testing.peer_process import peer_process
+from penstock.transport.base import Closed, Failed
+from penstock.transport.waiting import wait_any
+from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.testing.peer_process import PeerProcess
+    from penstock.transport.zmq_channel import ZmqChannel
+
+QUICK = ChannelSettings(heartbeat_s=0.1, silence_s=0.5)
+PATIENCE_S = QUICK.heartbeat_s + QUICK.silence_s + QUICK.settle_s
+SLACK_S = 5.0
+"""What a busy machine may add to a waiting time."""
+
+# It connects, sends "ready", and then does what its standard input says, line by line.
+PEER = """
+import sys, time
+from penstock.testing.channel_suite import receive_end, receive_frame, soon
+from penstock.transport.zeromq import ChannelSettings, connect
+
+settings = ChannelSettings(heartbeat_s=0.1, silence_s=0.5)
+channel = connect(sys.argv[1], name="rank 0", deadline=soon(), settings=settings)
+channel.send(b"ready")
+for line in sys.stdin:
+    match line.split():
+        case ["echo", count]:
+            for _ in range(int(count)):
+                channel.send(receive_frame(channel))
+        case ["take", count]:
+            for _ in range(int(count)):
+                receive_frame(channel)
+            print("taken", flush=True)
+        case ["end"]:
+            print(receive_end(channel), flush=True)
+        case ["close"]:
+            channel.send(b"last words")
+            channel.close()
+            sys.exit(0)
+        case ["flood"]:
+            for number in range(1000):
+                channel.send(bytes(60_000))
+                if number == 0:
+                    print("flooding", flush=True)
+        case ["leave"]:
+            sys.exit(0)
+"""
+
+
+@pytest.fixture(name="listener", params=[IPC, LOOPBACK], ids=["ipc", "tcp"])
+def make_listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
+    with Listener("engine", request.param, settings=QUICK) as listener:
+        yield listener
+
+
+@pytest.fixture(name="peer")
+def start_peer(listener: Listener) -> Iterator[PeerProcess]:
+    with peer_process(PEER, listener.address) as peer:
+        yield peer
+
+
+@pytest.fixture(name="channel")
+def accept_peer(listener: Listener, peer: PeerProcess) -> Iterator[ZmqChannel]:
+    assert peer.pid
+    channel = listener.accept(deadline=soon())
+    assert channel is not None
+    assert receive_frame(channel) == b"ready"
+    yield channel
+    channel.close()
+
+
+def test_frames_go_to_another_process_and_back(peer: PeerProcess, channel: ZmqChannel) -> None:
+    peer.tell("echo 3000")
+    frames = [str(number).encode() for number in range(3000)]
+
+    returned = []
+    for frame in frames:
+        channel.send(frame)
+        returned.append(receive_frame(channel))
+
+    assert returned == frames
+
+
+def test_a_peer_that_closes_and_exits_at_once_is_closed_after_its_last_frame(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    peer.tell("close")
+
+    assert receive_frame(channel) == b"last words"
+    assert receive_end(channel) == Closed()
+    assert peer.wait() == 0
+
+
+def test_a_peer_that_exits_without_closing_has_failed(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    peer.tell("leave")
+
+    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+
+
+def test_a_killed_peer_has_failed_at_once(peer: PeerProcess, channel: ZmqChannel) -> None:
+    """The kernel tells; no heartbeat has to be missed."""
+    before = time.monotonic()
+
+    peer.kill()
+
+    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+    assert time.monotonic() - before < SLACK_S
+    with pytest.raises(UnavailableError, match="lost"):
+        channel.send(b"x")
+
+
+def test_a_stopped_peer_has_failed_when_it_was_silent_for_too_long(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    before = time.monotonic()
+
+    peer.stop()
+    end = receive_end(channel)
+
+    assert end == Failed("rank 0 has not answered for 0.5 s")
+    assert QUICK.silence_s * 0.9 <= time.monotonic() - before
+    assert time.monotonic() - before < PATIENCE_S + SLACK_S
+
+
+def test_a_peer_that_was_stopped_and_goes_on_learns_that_it_was_given_up(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    """Both ends agree in the end: neither goes on as if nothing had happened."""
+    peer.stop()
+    assert isinstance(receive_end(channel), Failed)
+
+    peer.resume()
+    peer.tell("end")
+
+    assert peer.hear() == "Failed(cause='the connection to engine was lost')"
+
+
+def test_a_peer_that_takes_nothing_for_long_is_not_given_up(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    """It may be in a long step. Heartbeats get through although its window is full."""
+    taken = send_until_full(channel, bytes(1000))
+
+    silent = channel.receive(deadline=time.monotonic() + 3 * QUICK.silence_s)
+    peer.tell(f"take {taken}")
+
+    assert peer.hear() == "taken"
+    assert channel.is_open, silent
+    channel.send(b"x")
+
+
+def test_wait_any_wakes_up_for_a_stopped_peer(peer: PeerProcess, channel: ZmqChannel) -> None:
+    """Although no descriptor tells when the peer has been waited for long enough."""
+    before = time.monotonic()
+
+    peer.stop()
+    found = wait_any([channel], deadline=soon())
+
+    assert found.channels == (channel,)
+    assert time.monotonic() - before < PATIENCE_S + SLACK_S
+
+
+def test_a_process_survives_that_closes_a_channel_whose_peer_goes_on_sending_and_is_killed(
+    peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    """ZeroMQ would abort it if heartbeats were on a connection that lingers."""
+    peer.tell("flood")
+    assert peer.hear() == "flooding"
+    peer.stop()
+    send_until_full(channel, bytes(60_000))
+
+    channel.close()
+    peer.resume()
+    with Listener("another", settings=QUICK) as listener:
+        assert listener.accept(deadline=time.monotonic() + 0.005) is None
+        peer.kill()
+        assert listener.accept(deadline=time.monotonic() + 4 * QUICK.heartbeat_s) is None
+
+
+def test_many_peers_are_apart(listener: Listener) -> None:
+    """One that is killed, one that is full and one that closes do not touch the fourth."""
+    with (
+        peer_process(PEER, listener.address) as killed,
+        peer_process(PEER.replace("rank 0", "rank 1"), listener.address),
+        peer_process(PEER.replace("rank 0", "rank 2"), listener.address) as closing,
+        peer_process(PEER.replace("rank 0", "rank 3"), listener.address) as fourth,
+    ):
+        found = [listener.accept(deadline=soon()) for _ in range(4)]
+        channels = {channel.name: channel for channel in found if channel is not None}
+        for channel in channels.values():
+            assert receive_frame(channel) == b"ready"
+
+        killed.kill()
+        send_until_full(channels["rank 1"], bytes(1000))
+        closing.tell("close")
+        fourth.tell("echo 1")
+        channels["rank 3"].send(b"still here")
+
+        assert receive_frame(channels["rank 3"]) == b"still here"
+        assert isinstance(receive_end(channels["rank 0"]), Failed)
+        assert receive_frame(channels["rank 2"]) == b"last words"
+        assert receive_end(channels["rank 2"]) == Closed()
+        for channel in channels.values():
+            channel.close()
+
+
+def test_a_new_life_of_a_peer_is_another_channel_and_ends_the_one_of_its_earlier_life(
+    listener: Listener, peer: PeerProcess, channel: ZmqChannel
+) -> None:
+    """Though the earlier one is merely stopped, and its connection still there."""
+    peer.stop()
+    with peer_process(PEER, listener.address) as again:
+        other = listener.accept(deadline=soon())
+        assert other is not None
+
+        assert receive_frame(other) == b"ready"
+        assert isinstance(receive_end(channel), Failed)
+        assert other.peer_incarnation != channel.peer_incarnation
+        again.tell("echo 1")
+        other.send(b"x")
+        assert receive_frame(other) == b"x"
+        other.close()
+
+
+def test_nobody_at_the_address_is_told_at_the_deadline() -> None:
+    with Listener("engine") as gone:
+        address = gone.address
+
+    with pytest.raises(UnavailableError, match="no answer"):
+        connect(address, name="rank 0", deadline=time.monotonic() + 0.1)
+
+
+def test_a_listener_that_never_answers_fails_the_channel_in_time() -> None:
+    settings = ChannelSettings(open_s=0.1)
+    with Listener("engine") as silent, pytest.raises(UnavailableError, match=r"in 0\.1 s"):
+        connect(silent.address, name="rank 0", deadline=soon(), settings=settings)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 101])
+def test_a_name_that_no_listener_takes_is_refused_here(name: str) -> None:
+    with pytest.raises(ValueError, match=f"of {len(name)} characters, must have from 1 to 100"):
+        Listener(name)
+    with pytest.raises(ValueError, match=f"of {len(name)} characters, must have from 1 to 100"):
+        connect("ipc://@penstock-nobody", name=name, deadline=soon())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("heartbeat_s", 0.0),
+        ("silence_s", 0.5),
+        ("open_s", 0.0),
+        ("settle_s", -1.0),
+        ("linger_s", 1e9),
+        ("window_frames", 1),
+        ("window_bytes", 1 << 20),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}|{field} {value}"):
+        ChannelSettings(**{field: value})  # type: ignore[arg-type]
