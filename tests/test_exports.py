@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import penstock
+from penstock import exports
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 NAMES = sorted(
     name
-    for name, value in vars(penstock).items()
+    for name, value in vars(exports).items()
     if not name.startswith("_") and not isinstance(value, ModuleType)
 )
 
@@ -72,3 +75,19 @@ def test_everything_exported_says_where_it_comes_from() -> None:
     ]
 
     assert not foreign
+
+
+def test_a_name_that_is_not_exported_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="module 'penstock' has no attribute 'opne'"):
+        penstock.opne  # noqa: B018
+
+    assert {*NAMES, "__version__"} <= {*dir(penstock)}
+
+
+def test_a_part_of_the_package_does_not_load_the_whole() -> None:
+    program = "import sys, penstock.errors; print(*sys.modules)"
+
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+
+    assert "penstock.errors" in loaded
+    assert not {"numpy", "penstock.exports", "penstock.runtime"} & {*loaded}

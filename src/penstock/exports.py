@@ -1,0 +1,43 @@
+"""Everything an engine needs, under the names that `penstock` exports.
+
+`penstock` itself imports this module only when one of the names is asked for: a small process,
+such as the supervisor, is part of the package without loading NumPy and the cache.
+"""
+
+from penstock.cache.departed import Miss as Miss
+from penstock.cache.departed import MissReason as MissReason
+from penstock.cache.states import LeaseState as LeaseState
+from penstock.config import Config as Config
+from penstock.config import load_config as load_config
+from penstock.config import parse_config as parse_config
+from penstock.errors import CapacityError as CapacityError
+from penstock.errors import ConfigError as ConfigError
+from penstock.errors import InvariantViolation as InvariantViolation
+from penstock.errors import LeaseError as LeaseError
+from penstock.errors import PeerError as PeerError
+from penstock.errors import PenstockError as PenstockError
+from penstock.errors import UnavailableError as UnavailableError
+from penstock.machine.effects import Ended as Ended
+from penstock.machine.effects import Found as Found
+from penstock.machine.effects import Settled as Settled
+from penstock.machine.effects import Started as Started
+from penstock.machine.kv_events import Snapshot as Snapshot
+from penstock.machine.statistics import CacheStatistics as CacheStatistics
+from penstock.runtime.facts import RankFacts as RankFacts
+from penstock.runtime.health import Health as Health
+from penstock.runtime.leases import Lease as Lease
+from penstock.runtime.managed import Cache as Cache
+from penstock.runtime.managed import Pin as Pin
+from penstock.runtime.offload import Offload as Offload
+from penstock.runtime.opening import open as open  # noqa: A004
+from penstock.runtime.opening import open_offload as open_offload
+from penstock.runtime.opening import open_offload_owner as open_offload_owner
+from penstock.runtime.opening import open_owner as open_owner
+from penstock.runtime.opening import open_rank as open_rank
+from penstock.runtime.rank import Rank as Rank
+from penstock.runtime.shutdown import Drained as Drained
+from penstock.runtime.signals import StopSignal as StopSignal
+from penstock.vocabulary.keys import Item as Item
+from penstock.vocabulary.keys import KeyChain as KeyChain
+from penstock.vocabulary.layout import Layout as Layout
+from penstock.vocabulary.namespace import Namespace as Namespace

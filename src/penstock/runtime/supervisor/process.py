@@ -1,0 +1,128 @@
+"""One process, from its start until it is reaped.
+
+Its number stays its own until `reap`: until then a signal to it, or to its group, cannot hit
+somebody else. That is the one rule, and why nothing here ignores SIGCHLD or reaps elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.runtime.supervisor.descriptors import make_inheritable, make_private
+from penstock.runtime.supervisor.report import hear
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Self
+
+    from penstock.runtime.supervisor.spec import ProcessSpec
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The supervisor hears none of these: it ends with the engine. Its processes hear them again."""
+
+
+class Exit(NamedTuple):
+    """How a process ended: one of the two is there."""
+
+    code: int | None
+    signal: int | None
+
+
+class Process:
+    """A process of our own, in a group of its own."""
+
+    def __init__(self, pid: int, pidfd: int, report: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.report: int | None = report
+        """Where it says, once, whether it runs; absent when it has."""
+
+    @classmethod
+    def spawn(cls, spec: ProcessSpec, descriptors: Mapping[str, int]) -> Self:
+        """Starts a process that has the given descriptors and no others but its output.
+
+        Raises:
+            OSError: the machine does not let us.
+        """
+        report, told = os.pipe()
+        try:
+            pid = _spawn(spec, descriptors, told)
+        except OSError:
+            os.close(report)
+            raise
+        finally:
+            os.close(told)
+        try:
+            return cls(pid, os.pidfd_open(pid), report)
+        except OSError:
+            os.close(report)
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+
+    def read_report(self) -> str:
+        """Why it does not run, empty if it does; to be asked once, when `report` is readable."""
+        assert self.report is not None
+        fd, self.report = self.report, None
+        return hear(fd)
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it and what it started."""
+        # It may have left its group, or become somebody whom we may not kill.
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> Exit:
+        """How it ended; to be called once its pidfd is readable."""
+        # What it left behind in its group goes first: after it has been reaped, the number of
+        # the group may be another's.
+        self.kill()
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED)
+        assert result is not None
+        self.close()
+        if result.si_code == os.CLD_EXITED:
+            return Exit(code=result.si_status, signal=None)
+        return Exit(code=None, signal=result.si_status)
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        os.close(self.pidfd)
+        if self.report is not None:
+            os.close(self.report)
+            self.report = None
+
+
+def _spawn(spec: ProcessSpec, descriptors: Mapping[str, int], told: int) -> int:
+    passed = (told, *descriptors.values())
+    arguments = [
+        *(sys.executable, "-P", "-m", "penstock.runtime.supervisor.child"),
+        *(spec.name, str(os.getpid()), str(told)),
+        ",".join(f"{name}={fd}" for name, fd in descriptors.items()),
+        *(spec.module, *spec.arguments),
+    ]
+    try:
+        make_inheritable(passed)
+        # Not by `subprocess`, which would bring threads and selectors along, nor by a fork:
+        # a failure to execute is an OSError here.
+        return os.posix_spawn(
+            sys.executable,
+            arguments,
+            {**os.environ, **dict(spec.environment)},
+            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            setpgroup=0,
+            setsigmask=(),
+            setsigdef=IGNORED,
+        )
+    finally:
+        make_private(passed)
