@@ -20,7 +20,7 @@ from penstock.config import (
     load_config,
     parse_config,
 )
-from penstock.config.schema import CACHE_KEYS, MODEL_KEYS, TIER_KEYS
+from penstock.config.schema import CACHE_KEYS, ENGINE_KEYS, MODEL_KEYS, SERVE_KEYS, TIER_KEYS
 from penstock.errors import ConfigError
 
 HEAD = """
@@ -146,7 +146,7 @@ def test_without_device_blocks_the_engine_keeps_its_own(cache: str) -> None:
 
 
 def test_the_reserved_tables_may_be_there() -> None:
-    assert parse_config(HEAD + "[handoff]\n[serve]" + DEVICE) == parse_config(HEAD + DEVICE)
+    assert parse_config(HEAD + "[handoff]" + DEVICE) == parse_config(HEAD + DEVICE)
 
 
 def test_the_model_fixes_its_part_of_every_namespace() -> None:
@@ -200,7 +200,7 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
             "tiers[0].low_water: unknown; did you mean low_watermark?",
         ),
         (HEAD + TIER.replace("kind", "kinds"), "tiers[0].kinds: unknown; did you mean kind?"),
-        (HEAD + "[serve]\nport = 80", "serve.port: unknown; [serve] has no settings yet"),
+        (HEAD + "[serve]\nports = 80" + DEVICE, "serve.ports: unknown; did you mean port?"),
         (HEAD + "[handoff]\na = 1", "handoff.a: unknown; [handoff] has no settings yet"),
     ],
 )
@@ -450,9 +450,11 @@ def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
     documented = {(name, default.strip("` ")) for name, default in rows}
 
     wanted = set()
-    for keys in (MODEL_KEYS, CACHE_KEYS, TIER_KEYS, *TIER_KINDS.values()):
+    known = (MODEL_KEYS, CACHE_KEYS, TIER_KEYS, ENGINE_KEYS, SERVE_KEYS, *TIER_KINDS.values())
+    for keys in known:
         for name, key in keys.items():
             default = f'"{key.default}"' if isinstance(key.default, str) else str(key.default)
+            default = default.lower() if isinstance(key.default, bool) else default
             wanted.add((name, "required" if key.default is None else default))
 
     assert documented == wanted

@@ -158,6 +158,12 @@ def corrupt_when_loaded(make_driver: MakeDriver) -> ef.LeaseChanged:
     return ef.answer(driver.effects, ef.LeaseChanged)
 
 
+def quicker_to_compute(make_driver: MakeDriver) -> ef.Granted:
+    driver = make_driver(host=8, load_tokens_min=100)
+    driver.discover(1, "ab")
+    return driver.acquire("ab")
+
+
 def opted_out_of_reuse(make_driver: MakeDriver) -> ef.Granted:
     return make_driver().acquire("ab", reuse=False)
 
@@ -188,6 +194,7 @@ CASES: list[tuple[Callable[[MakeDriver], ef.Granted | ef.LeaseChanged], MissReas
     (lost_with_a_rank, MissReason.LOST, 0),
     (lost_with_a_tier, MissReason.LOST, 0),
     (no_room_in_the_hub, MissReason.NO_ROOM, 1),
+    (quicker_to_compute, MissReason.RECOMPUTE, 0),
     (opted_out_of_reuse, MissReason.OPTED_OUT, 0),
     (opted_out_of_loading, MissReason.OPTED_OUT, 0),
 ]

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 
+import penstock
 from penstock.cache.states import LeaseState
 from penstock.config import parse_config
 from penstock.machine import effects as ef
+from penstock.runtime.carrier import Carrier
+from penstock.runtime.crew import LocalCrew
 from penstock.runtime.driver import Driver
 from penstock.runtime.managed import Cache
 from penstock.runtime.offload import Offload
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
     MakeEngine = Callable[..., "Engine"]
     MakeWorld = Callable[..., "World"]
+    MakeFleet = Callable[..., "Fleet"]
 
 BLOCK_TOKENS = 4
 LAYERS = 2
@@ -101,8 +105,7 @@ class Engine:
         ]
         self.driver = Driver(
             self.config.cache,
-            [self.device, *self.tiers],
-            Algorithm.XXH3,
+            LocalCrew(Carrier([self.device, *self.tiers], Algorithm.XXH3)),
             clock=lambda: self.now,
         )
         self.cache = Cache(self.config, self.driver)
@@ -219,9 +222,8 @@ class World:
         sizes = layout.buffer_bytes.values()
         self.device = ArrayTier(layout, [np.zeros(size, dtype=np.uint8) for size in sizes])
         self.lower = [MemoryTier(layout, tier.slot_count) for tier in config.cache.tiers]
-        driver = Driver(
-            config.cache, [self.device, *self.lower], Algorithm.XXH3, clock=lambda: self.now
-        )
+        crew = LocalCrew(Carrier([self.device, *self.lower], Algorithm.XXH3))
+        driver = Driver(config.cache, crew, clock=lambda: self.now)
         self.offload = Offload(driver, [group.block_count for group in layout.groups])
         self.content = draw_blocks(layout, 6, seed=1)
         write_slots(self.device, range(6), self.content)
@@ -252,6 +254,64 @@ class World:
 
     def wipe_device(self) -> None:
         write_slots(self.device, range(6), np.zeros_like(self.content))
+
+
+class Fleet:
+    """An owner and its ranks, with memory of their own; the test hands their messages over."""
+
+    def __init__(
+        self, *, ranks: int = 2, blocks: int = 16, settings: str = "", tier: str = "", seed: int = 1
+    ) -> None:
+        kind = tier or 'kind = "memory"'
+        self.config = parse_config(
+            f'version = 1\n[model]\nname = "none"\n[cache]\nblock_tokens = {BLOCK_TOKENS}\n'
+            f'ranks = {ranks}\n{settings}\n[[tiers]]\nname = "host"\nblocks = {blocks}\n{kind}\n'
+        )
+        drawn = np.random.default_rng(seed)
+        self.kv = [drawn.random((8, BLOCK_TOKENS, CHANNELS)) for _ in range(ranks)]
+        self.ranks = [self.open_rank(rank) for rank in range(ranks)]
+        self.owner = penstock.open_offload_owner(
+            self.config, ranks=[rank.facts for rank in self.ranks]
+        )
+
+    def open_rank(self, rank: int, **wishes: Any) -> penstock.Rank:
+        return penstock.open_rank(self.config, rank=rank, kv=self.kv[rank], **wishes)
+
+    def keys(self, count: int, first: int = 0) -> list[bytes]:
+        chain = self.config.key_chain()
+        return chain.extend(range(first, first + count * BLOCK_TOKENS))
+
+    def plan(self, *ranks: int) -> bytes | None:
+        """A step of the owner: its plan goes to these ranks, or to all of them."""
+        self.owner.step()
+        plan = self.owner.take_plan()
+        if plan is not None:
+            for rank in ranks or range(len(self.ranks)):
+                self.ranks[rank].take(plan)
+        return plan
+
+    def pump(self) -> None:
+        """A step of everybody."""
+        self.plan()
+        for rank in self.ranks:
+            report = rank.step()
+            if report is not None:
+                self.owner.hear(report)
+
+    def settle(self) -> list[ef.Ended | ef.Settled]:
+        """Steps until nothing is under way; returns what ended."""
+        for _ in range(STEPS_MAX):
+            self.pump()
+            if not self.owner.busy:
+                self.owner.audit()
+                return self.owner.poll()
+        raise AssertionError(f"copies are still under way after {STEPS_MAX} steps")
+
+
+@pytest.fixture
+def make_fleet() -> MakeFleet:
+    """Makes an owner with ranks, which are driven by hand."""
+    return Fleet
 
 
 @pytest.fixture

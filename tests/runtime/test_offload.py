@@ -139,6 +139,27 @@ def test_a_lookup_starts_anew_when_blocks_were_lost(make_world: MakeWorld) -> No
     assert found.miss.reason is MissReason.EVICTED
 
 
+def test_a_hit_that_is_not_worth_loading_is_counted_once_however_often_it_is_looked_up(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world()
+    world.saved(keys(4), [0, 1, 2, 3])
+    world.offload.load(keys(4), [0, 1, 2, 3], cause="measured")
+    world.now += 1.0
+    world.settle()
+    world.offload.step()
+    world.offload.computed(1_000_000, 0.001)
+
+    found = world.offload.lookup(keys(4))
+    for _ in range(5):
+        found = world.offload.lookup(keys(4), last=found)
+
+    assert found.worth == 0
+    statistics = world.offload.statistics()
+    assert statistics.misses["recompute is quicker"] == 1
+    assert statistics.tokens_computed_instead == 16
+
+
 def test_only_leading_blocks_that_are_ready_are_loaded(make_world: MakeWorld) -> None:
     world = make_world()
     world.saved([keys(4)[0], *keys(4)[2:]], [0, 2, 3])

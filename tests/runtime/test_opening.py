@@ -142,8 +142,11 @@ def test_a_layout_with_other_groups_is_refused(opener: Callable[..., object], te
     ("kv", "problem"),
     [
         ([], "kv is empty, must have at least one array"),
-        ([[0.0] * 8], "kv has list in it, must have NumPy arrays alone"),
-        ([*arrays(), None], "kv has NoneType, ndarray in it, must have NumPy arrays alone"),
+        ([[0.0] * 8], "kv has list in it, must have NumPy arrays or torch tensors alone"),
+        (
+            [*arrays(), None],
+            "kv has NoneType, ndarray in it, must have NumPy arrays or torch tensors alone",
+        ),
         (np.zeros(()), "kv: an array of shape () has no blocks"),
         (np.zeros((0, 4)), "kv: an array of shape (0, 4) has no blocks"),
         ([*arrays(blocks=8), *arrays(blocks=9)], "kv: 2 arrays with blocks of different number"),

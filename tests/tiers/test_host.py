@@ -232,17 +232,20 @@ def test_a_chat_is_found_in_the_host_tier_when_the_device_has_forgotten_it(size:
 def test_a_size_in_gib_becomes_slots_when_the_blocks_are_known() -> None:
     layout = opaque(10_000, layers=2)
 
-    settings, (tier,) = build_lower_tiers(configured("gib = 0.01"), layout)
+    lower = build_lower_tiers(configured("gib = 0.01"), layout)
 
     slots = int(0.01 * 2**30) // (20_480 + 2 * 8)
-    assert settings.tiers[0].slot_count == tier.slot_count == slots
+    (tier,) = lower.stores
+    assert lower.settings.tiers[0].slot_count == slots
+    assert tier is not None
+    assert tier.slot_count == slots
 
 
 def test_a_tier_is_made_as_the_configuration_says(caplog: pytest.LogCaptureFixture) -> None:
     config = configured('blocks = 16\nhuge_pages = "never"\nnuma_node = -1')
 
     with caplog.at_level(logging.INFO, logger="penstock"):
-        _, (tier,) = build_lower_tiers(config, LAYOUT)
+        (tier,) = build_lower_tiers(config, LAYOUT).stores
 
     assert isinstance(tier, HostTier)
     assert tier.arena.fallbacks == ()

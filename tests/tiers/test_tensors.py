@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.cache.ledger import Purpose  # noqa: E402 - torch may be absent
 from penstock.movers.memcpy import MemcpyMover  # noqa: E402
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle  # noqa: E402
 from penstock.testing.tier_suite import read_slots  # noqa: E402
+from penstock.tiers.host import HostTier  # noqa: E402
 from penstock.tiers.memory import MemoryTier  # noqa: E402
 from penstock.tiers.tensors import (  # noqa: E402
     PART_FIRST,
@@ -31,6 +33,7 @@ from penstock.vocabulary.planes import Axis, Role  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import ArrayLike
     from torch import Tensor
 
 BLOCKS, TOKENS, HEADS, CHANNELS = 7, 4, 2, 8
@@ -155,6 +158,20 @@ def latent(device: str) -> Case:
     return Case(TensorTier.of([group], block_tokens=TOKENS), tensors)
 
 
+def scaled_latent(device: str) -> Case:
+    """Latent KV in fp8 with its scales, and the rotary part beside it in bf16."""
+    kv = draw([BLOCKS, TOKENS, 8], torch.float8_e4m3fn, device)
+    rope = draw([BLOCKS, TOKENS, 4], torch.bfloat16, device)
+    scales = draw([BLOCKS, TOKENS, 2], torch.float32, device)
+    planes = [
+        Held.of(Role.LATENT, kv, (B, T, C)),
+        Held.of(Role.ROPE, rope, (B, T, C)),
+        Held.of(Role.LATENT_SCALE, scales, (B, T, C)),
+    ]
+    group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=planes)])
+    return Case(TensorTier.of([group], block_tokens=TOKENS), [kv, rope, scales])
+
+
 def several_groups(device: str) -> Case:
     """Full attention, a sliding window with a draft layer, and latent KV."""
     axes = (P, B, T, H, C)
@@ -206,9 +223,14 @@ CASES: dict[str, Callable[[str], Case]] = {
     "fp8 with scales": lambda device: scaled(device, torch.float8_e4m3fn),
     "int8 with scales": lambda device: scaled(device, torch.int8),
     "latent": latent,
+    "latent in fp8 with scales": scaled_latent,
     "several groups and a draft layer": several_groups,
     "opaque": opaque,
 }
+
+
+def order(axes: tuple[Axis, ...]) -> str:
+    return " ".join(axis.value for axis in axes)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -236,6 +258,91 @@ def test_blocks_go_down_and_come_back_into_other_slots(name: str) -> None:
     assert moved.faults == ()
     expected = [before[at] for at in (0, 4, 0, 3, 4, 6, 6)]
     assert [case.packed(block) for block in range(BLOCKS)] == expected
+
+
+@pytest.mark.parametrize("axes", [*permutations((B, T, H, C))], ids=order)
+def test_axes_may_come_in_any_order(axes: tuple[Axis, ...]) -> None:
+    case = apart("cpu", torch.bfloat16, axes)
+    other = apart("cpu", torch.bfloat16, axes[::-1])
+
+    copy_through_an_arena(case.tier, other.tier, range(BLOCKS), range(BLOCKS)[::-1])
+
+    arrived = [other.packed(block) for block in range(BLOCKS)[::-1]]
+    assert arrived == [case.packed(block) for block in range(BLOCKS)]
+
+
+@pytest.mark.parametrize("axes", [*permutations((P, B, T, H, C))], ids=order)
+def test_axes_of_a_packed_tensor_may_come_in_any_order(axes: tuple[Axis, ...]) -> None:
+    case = packed_kv("cpu", axes)
+    other = packed_kv("cpu", axes[::-1])
+
+    copy_through_an_arena(case.tier, other.tier, [3, 1], [0, 6])
+
+    assert [other.packed(block) for block in (0, 6)] == [case.packed(block) for block in (3, 1)]
+
+
+def test_a_tensor_may_have_a_single_block() -> None:
+    axes = (B, T, H, C)
+    case, other = (
+        TensorTier.of(
+            [
+                attention(
+                    [
+                        TensorLayer(
+                            number=number,
+                            planes=[
+                                Held.of(role, draw([1, TOKENS, HEADS, CHANNELS]), axes)
+                                for role in (Role.K, Role.V)
+                            ],
+                        )
+                        for number in range(3)
+                    ]
+                )
+            ],
+            block_tokens=TOKENS,
+        )
+        for _ in range(2)
+    )
+
+    copy_through_an_arena(case, other, [0], [0])
+
+    np.testing.assert_array_equal(read_slots(other, [0]), read_slots(case, [0]))
+
+
+def test_the_groups_of_a_block_may_lie_in_different_slots() -> None:
+    case = CASES["several groups and a draft layer"]("cpu")
+    other = CASES["several groups and a draft layer"]("cpu")
+    untouched = [segment.clone() for segment in other.segments]
+    sources = [[4, 0], [1, 6], [2, 3]]
+    targets = [[5, 1], [0, -1], [6, 2]]  # The sliding window needs the first block alone.
+
+    copy_through_an_arena(case.tier, other.tier, sources, targets)
+
+    full, sliding, latent_kv = slice(0, 4), slice(4, 12), slice(12, 13)
+    for part, read, write in zip((full, sliding, latent_kv), sources, targets, strict=True):
+        for theirs, mine, before in zip(
+            case.segments[part], other.segments[part], untouched[part], strict=True
+        ):
+            arrived = {to: theirs[at] for at, to in zip(read, write, strict=True) if to >= 0}
+            for block in range(BLOCKS):
+                wanted = arrived.get(block, before[block])
+                assert torch.equal(mine[block].view(torch.int16), wanted.view(torch.int16))
+
+
+def copy_through_an_arena(
+    source: TensorTier, target: TensorTier, sources: ArrayLike, targets: ArrayLike
+) -> None:
+    """Blocks go from one engine's tensors into a host arena, and from there into another's."""
+    count = np.shape(sources)[-1]
+    with HostTier.create(source.layout, count, huge_pages=False) as host:
+        down = MemcpyMover(source, host, Algorithm.XXH3)
+        up = MemcpyMover(host, target, Algorithm.XXH3)
+        slots, keys = range(count), keys_of(count)
+        down.submit(make_copy(1, sources, slots, purpose=Purpose.SAVE, keys=keys))
+        up.submit(make_copy(2, slots, targets, purpose=Purpose.LOAD, keys=keys))
+        moved = [*poll_until_idle(down), *poll_until_idle(up)]
+        del down, up
+    assert [each.faults for each in moved] == [(), ()]
 
 
 def test_the_bytes_stay_in_the_tensors_of_the_engine() -> None:
@@ -323,15 +430,20 @@ def test_the_medium_says_where_the_tensors_lie() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu_blocks_go_down_and_come_back_into_other_slots(name: str) -> None:
-    from penstock.movers.cuda.mover import LoadMover, SaveMover  # noqa: PLC0415 - needs CUDA
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_on_a_gpu_blocks_go_down_and_come_back_into_other_slots(
+    name: str, *, layerwise: bool
+) -> None:
+    from penstock.movers.cuda.layers import LayerLoadMover  # noqa: PLC0415 - needs CUDA
+    from penstock.movers.cuda.mover import LoadMover, SaveMover  # noqa: PLC0415
     from penstock.movers.cuda.pinned import PinnedTier  # noqa: PLC0415
 
     case = CASES[name]("cuda")
     before = [case.packed(block) for block in range(BLOCKS)]
     host = PinnedTier(case.tier.layout, slot_count=3)
     save = SaveMover(case.tier, host, Algorithm.MIX64)
-    load = LoadMover(host, case.tier, Algorithm.MIX64)
+    make_load = LayerLoadMover if layerwise else LoadMover
+    load = make_load(host, case.tier, Algorithm.MIX64)
 
     save.submit(make_copy(1, [4, 0, 6], [2, 0, 1], purpose=Purpose.SAVE, keys=keys_of(3)))
     save.poll(budget_bytes=1 << 30)

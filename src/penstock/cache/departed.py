@@ -46,6 +46,9 @@ class MissReason(Enum):
     """A copy exists below, but there was no slot in the hub to bring it up through."""
     FAILED = "load failed"
     """It was found, but could not be brought up: a copy failed, or took too long."""
+    RECOMPUTE = "recompute is quicker"
+    """Copies lie below, but to load them would take longer than to compute them again, or would
+    save too few tokens."""
     OPTED_OUT = "opted out"
     """The request asked not to reuse anything."""
 

@@ -34,6 +34,15 @@ HUB = 1
 EVICTION_POLICIES = tuple(POLICIES)
 
 
+class Gate(Enum):
+    """Whether blocks below the device are loaded where computing them would be quicker."""
+
+    MEASURED = "measured"
+    """No: measured rates decide; without any, blocks are loaded."""
+    OFF = "off"
+    """Yes: whatever is found is loaded."""
+
+
 class WriteKind(Enum):
     """When a block is copied into a tier from the tier that feeds it."""
 
@@ -135,6 +144,16 @@ class CacheSettings:
     """So many KV events wait for a reader; then the oldest go, and a snapshot is due."""
     pin_share: float = 0.5
     """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
+    load_gate: Gate = Gate.MEASURED
+    """Whether a load must be quicker than computing."""
+    load_tokens_min: int = 1
+    """A load that saves fewer tokens than this is not worth its wait for the next step. The
+    least possible value lets everything pass: which number is right depends on the step."""
+    rate_age_s: float = 60.0
+    """A rate is believed for so long after its last sample. Long enough for a lull between
+    requests, short enough that a tier which was slow for a while is soon tried again."""
+    block_bytes: int = 0
+    """Bytes of a block on one rank, to tell rates in bytes; 0 where they are not known."""
 
     def __post_init__(self) -> None:
         if self.device is None and not self.tiers:
@@ -150,6 +169,11 @@ class CacheSettings:
             raise ConfigError("operation_timeout_s", f"is {self.operation_timeout_s}, must be > 0")
         if not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError("pin_share", f"is {self.pin_share}, must be from 0 to 1")
+        _require_at_least_one("load_tokens_min", self.load_tokens_min)
+        if not self.rate_age_s > 0:
+            raise ConfigError("rate_age_s", f"is {self.rate_age_s}, must be > 0")
+        if self.block_bytes < 0:
+            raise ConfigError("block_bytes", f"is {self.block_bytes}, must be at least 0")
         names = [tier.name for tier in (*filter(None, [self.device]), *self.tiers)]
         for name in names:
             if names.count(name) > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from penstock.cache.settings import WriteKind
@@ -36,6 +37,10 @@ def print_toml(config: Config) -> str:
     for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
         parts.append(_table("[[tiers]]", _tier(tier, kind)))
         parts.append(_quotas("[tiers.quotas]", tier.quotas))
+    if config.engine is not None:
+        parts.append(_table("[engine]", asdict(config.engine)))
+    if config.serve is not None:
+        parts.append(_table("[serve]", asdict(config.serve)))
     return "\n".join(part for part in parts if part)
 
 
@@ -55,6 +60,7 @@ def _cache(config: Config) -> dict[str, Value]:
         "block_tokens": cache.block_tokens,
         "hash": config.hash,
         "ranks": cache.rank_count,
+        "equal_ranks": config.equal_ranks,
         "groups": cache.group_count,
         "operation_timeout_s": cache.operation_timeout_s,
         "operation_blocks_max": cache.operation_blocks_max,
@@ -62,6 +68,9 @@ def _cache(config: Config) -> dict[str, Value]:
         "story_count": cache.story_count,
         "event_count": cache.event_count,
         "pin_share": cache.pin_share,
+        "load_gate": cache.load_gate.value,
+        "load_tokens_min": cache.load_tokens_min,
+        "rate_age_s": cache.rate_age_s,
         "blocks": 0,
     }
     if cache.device is not None:
@@ -75,6 +84,7 @@ def _tier(tier: TierSettings, kind: TierKind) -> dict[str, Value]:
         "kind": kind.name,
         "blocks": tier.slot_count,
         "write": tier.write.kind.value,
+        "required": kind.required,
     }
     if kind.gib:
         del values["blocks"]
@@ -105,6 +115,8 @@ def _name(name: str) -> str:
 
 
 def _value(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
     return _string(value) if isinstance(value, str) else repr(value)
 
 

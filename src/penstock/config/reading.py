@@ -15,17 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
+from penstock.cache.settings import CacheSettings, Gate, TierSettings, WriteKind, WritePolicy
 from penstock.config.schema import (
     CACHE_KEYS,
+    ENGINE_KEYS,
     MODEL_KEYS,
     RESERVED_TABLES,
     ROOM_KEYS,
+    SERVE_KEYS,
     TABLES,
     TIER_KEYS,
     TIER_KINDS,
     UNSIZED_BLOCKS,
     VERSION,
+    Flag,
     Number,
     Shares,
     Whole,
@@ -33,6 +36,7 @@ from penstock.config.schema import (
     nearest,
     unknown,
 )
+from penstock.config.serving import EngineTable, ServeTable
 from penstock.config.values import DEVICE_NAME, Config, ModelSettings, TierKind
 from penstock.errors import ConfigError
 
@@ -96,8 +100,45 @@ def _read_config(document: dict[str, object]) -> Config:
     model = _read_model(_Table("model", document["model"], MODEL_KEYS))
     table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
     tiers, kinds = _read_tiers(document.get("tiers", []))
-    cache = _read_cache(table, tiers)
-    return Config(model=model, cache=cache, hash=table.word("hash"), tier_kinds=kinds)
+    return Config(
+        model=model,
+        cache=_read_cache(table, tiers),
+        hash=table.word("hash"),
+        tier_kinds=kinds,
+        equal_ranks=table.flag("equal_ranks"),
+        engine=_read_engine(document),
+        serve=_read_serve(document),
+    )
+
+
+def _read_engine(document: dict[str, object]) -> EngineTable | None:
+    if "engine" not in document:
+        return None
+    table = _Table("engine", document["engine"], ENGINE_KEYS)
+    return EngineTable(
+        model=table.word("model"),
+        role=table.word("role"),
+        dtype=table.word("dtype"),
+        device=table.word("device"),
+        threads=table.whole("threads"),
+        step_tokens=table.whole("step_tokens"),
+        step_requests=table.whole("step_requests"),
+        waiting_max=table.whole("waiting_max"),
+    )
+
+
+def _read_serve(document: dict[str, object]) -> ServeTable | None:
+    if "serve" not in document:
+        return None
+    table = _Table("serve", document["serve"], SERVE_KEYS)
+    return ServeTable(
+        host=table.word("host"),
+        port=table.whole("port"),
+        api_key=table.word("api_key"),
+        instances=table.whole("instances"),
+        body_bytes_max=table.whole("body_bytes_max"),
+        requests_max=table.whole("requests_max"),
+    )
 
 
 def _check_version(document: dict[str, object]) -> None:
@@ -138,6 +179,9 @@ def _read_cache(table: _Table, tiers: tuple[TierSettings, ...]) -> CacheSettings
         story_count=table.whole("story_count"),
         event_count=table.whole("event_count"),
         pin_share=table.number("pin_share"),
+        load_gate=Gate(table.word("load_gate")),
+        load_tokens_min=table.whole("load_tokens_min"),
+        rate_age_s=table.number("rate_age_s"),
     )
 
 
@@ -167,7 +211,8 @@ def _read_tiers(given: object) -> tuple[tuple[TierSettings, ...], tuple[TierKind
         if tier.name in {DEVICE_NAME, *(earlier.name for earlier in tiers)}:
             raise ConfigError(f"{place}.name", f"is {tier.name!r}, the name of another tier")
         tiers.append(tier)
-        kinds.append(TierKind(name=kind, options=table.options(TIER_KINDS[kind])))
+        options = table.options(TIER_KINDS[kind])
+        kinds.append(TierKind(name=kind, options=options, required=table.flag("required")))
     return tuple(tiers), tuple(kinds)
 
 
@@ -267,6 +312,11 @@ class _Table:
     def word(self, name: str) -> str:
         key = self._keys[name]
         assert isinstance(key, Word), name
+        return key.read(f"{self.place}.{name}", self._value(name, key))
+
+    def flag(self, name: str) -> bool:
+        key = self._keys[name]
+        assert isinstance(key, Flag), name
         return key.read(f"{self.place}.{name}", self._value(name, key))
 
     def shares(self, name: str) -> dict[str, float]:

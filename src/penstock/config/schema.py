@@ -1,12 +1,13 @@
 """Which keys a configuration file may have, with their types, ranges and defaults, as data.
 
-A key is a value of one of four kinds, which reads what the file gives or refuses it:
+A key is a value of one of five kinds, which reads what the file gives or refuses it:
 
 | kind     | TOML                  |
 |----------|-----------------------|
 | `Whole`  | integer               |
 | `Number` | integer or float      |
 | `Word`   | string                |
+| `Flag`   | boolean               |
 | `Shares` | table of numbers 0…1  |
 
 The one rule that must not break: a default here equals the default of the setting it
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.cache.settings import EVICTION_POLICIES, WriteKind
+from penstock.cache.settings import EVICTION_POLICIES, Gate, WriteKind
 from penstock.errors import ConfigError
 from penstock.vocabulary.keys import ALGORITHMS
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 VERSION = 1
-TABLES = ("version", "model", "cache", "tiers", "handoff", "serve")
-RESERVED_TABLES = ("handoff", "serve")
+TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve")
+RESERVED_TABLES = ("handoff",)
 """They may be there, so that a file can be prepared; they have no settings yet."""
 
 BLOCKS_MAX = 2**31 - 1
@@ -100,6 +101,22 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """Yes or no."""
+
+    default: bool
+
+    def read(self, place: str, value: object) -> bool:
+        """Returns the value, or refuses it in the name of `place`."""
+        if not isinstance(value, bool):
+            raise ConfigError(place, f"is {value!r}, must be {self}")
+        return value
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """A table that gives tenants their share of a tier's slots."""
 
@@ -116,7 +133,7 @@ class Shares:
         return "a table of tenants, each with a number from 0 to 1"
 
 
-Key: TypeAlias = Whole | Number | Word | Shares
+Key: TypeAlias = Whole | Number | Word | Flag | Shares
 Option: TypeAlias = Whole | Number | Word
 """A key that a kind of tier brings along."""
 Value: TypeAlias = int | float | str
@@ -141,6 +158,7 @@ CACHE_KEYS: Mapping[str, Key] = {
     "block_tokens": Whole(minimum=1, maximum=65_536, default=16),
     "hash": Word(default="sha256", choices=tuple(ALGORITHMS)),
     "ranks": Whole(minimum=1, maximum=4_096, default=1),
+    "equal_ranks": Flag(default=False),
     "groups": Whole(minimum=1, maximum=256, default=1),
     "operation_timeout_s": Number(minimum=0.001, maximum=86_400, default=30.0),
     "operation_blocks_max": Whole(minimum=1, maximum=65_536, default=256),
@@ -148,6 +166,9 @@ CACHE_KEYS: Mapping[str, Key] = {
     "story_count": Whole(minimum=1, maximum=COUNT_MAX, default=4_096),
     "event_count": Whole(minimum=1, maximum=COUNT_MAX, default=8_192),
     "pin_share": Number(minimum=0, maximum=1, default=0.5),
+    "load_gate": Word(default="measured", choices=tuple(gate.value for gate in Gate)),
+    "load_tokens_min": Whole(minimum=1, maximum=COUNT_MAX, default=1),
+    "rate_age_s": Number(minimum=0.001, maximum=86_400, default=60.0),
     "blocks": Whole(minimum=0, maximum=BLOCKS_MAX, default=0),
     **ROOM_KEYS,
 }
@@ -158,6 +179,7 @@ TIER_KEYS: Mapping[str, Key] = {
     "blocks": Whole(minimum=1, maximum=BLOCKS_MAX),
     "write": Word(default="write_through", choices=tuple(kind.value for kind in WriteKind)),
     "hits": Whole(minimum=1, maximum=65_535, default=2),
+    "required": Flag(default=False),
     **ROOM_KEYS,
 }
 
@@ -170,6 +192,26 @@ TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
     },
 }
 """What `kind` can be, with the keys that a tier of this kind has besides `TIER_KEYS`."""
+
+ENGINE_KEYS: Mapping[str, Key] = {
+    "model": Word(default=""),
+    "role": Word(default="both", choices=("both", "prefill", "decode")),
+    "dtype": Word(default="float32", choices=("float32", "bfloat16", "float16")),
+    "device": Word(default="cpu"),
+    "threads": Whole(minimum=0, maximum=1_024, default=0),
+    "step_tokens": Whole(minimum=1, maximum=65_536, default=512),
+    "step_requests": Whole(minimum=1, maximum=4_096, default=64),
+    "waiting_max": Whole(minimum=1, maximum=COUNT_MAX, default=1_024),
+}
+
+SERVE_KEYS: Mapping[str, Key] = {
+    "host": Word(default="127.0.0.1"),
+    "port": Whole(minimum=0, maximum=65_535, default=8_000),
+    "api_key": Word(default=""),
+    "instances": Whole(minimum=1, maximum=16, default=1),
+    "body_bytes_max": Whole(minimum=1_024, maximum=1 << 30, default=1 << 20),
+    "requests_max": Whole(minimum=1, maximum=65_536, default=512),
+}
 
 STARTER_TOML = """\
 version = 1

@@ -4,7 +4,10 @@
     ├── model       ModelSettings     what every key says about the model
     ├── hash        str               how keys are computed
     ├── cache       CacheSettings     device tier and the tiers below it
-    └── tier_kinds  TierKind, …       what each tier below the device is made of
+    ├── tier_kinds  TierKind, …       what each tier below the device is made of
+    ├── equal_ranks bool              whether ranks hold equal bytes, and share a hub
+    ├── engine      EngineTable       how `penstock serve` computes, if the file says
+    └── serve       ServeTable        whom it answers, if the file says
 
 The one rule that must not break: a `Config` that exists is usable; whatever could be wrong
 with it was refused when it was built.
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import CacheSettings
     from penstock.config.schema import Value
+    from penstock.config.serving import EngineTable, ServeTable
 
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
@@ -74,6 +78,9 @@ class TierKind:
 
     name: str
     options: Mapping[str, Value] = field(default_factory=dict)
+    required: bool = False
+    """Whether a machine that cannot give the tier its memory is an error; otherwise the cache is
+    opened without the tier."""
 
     def __post_init__(self) -> None:
         if self.name not in TIER_KINDS:
@@ -101,6 +108,10 @@ class Config:
     hash: str = "sha256"
     tier_kinds: tuple[TierKind, ...] = ()
     """One for each of `cache.tiers`, in the same order."""
+    equal_ranks: bool = False
+    """Whether all ranks hold equal bytes, as with latent attention: then they share one hub."""
+    engine: EngineTable | None = None
+    serve: ServeTable | None = None
 
     def __post_init__(self) -> None:
         if self.hash not in ALGORITHMS:
@@ -119,9 +130,24 @@ class Config:
                     f"is {tier.slot_count}, must be {UNSIZED_BLOCKS} (not known yet) while gib "
                     f"is {kind.gib}",
                 )
+        if self.equal_ranks:
+            self._require_shared_hub()
         if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
             raise ConfigError(
                 "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
+            )
+
+    def _require_shared_hub(self) -> None:
+        if self.cache.rank_count == 1:
+            raise ConfigError(
+                "cache.equal_ranks", "is true, which has no effect while cache.ranks is 1"
+            )
+        if not self.tier_kinds or self.tier_kinds[0].name != "host":
+            kind = self.tier_kinds[0].name if self.tier_kinds else "none"
+            raise ConfigError(
+                "cache.equal_ranks",
+                f"is true while tiers[0].kind is {kind!r}, must be 'host': no other memory can be "
+                "shared by ranks",
             )
 
     def key_chain(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> KeyChain:

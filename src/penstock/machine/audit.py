@@ -228,7 +228,11 @@ def _audit_operations(books: Books) -> None:
     }
     if staging != books.staging:
         _fail(books, "the hub slots being staged are not those of the stages under way")
+    queued = dict.fromkeys(books.rates.hops, 0)
     for operation in books.ledger.operations.values():
+        hop = (operation.source, operation.target)
+        if hop in queued:
+            queued[hop] += len(operation.keys)
         if operation.state not in (_RUNNING, _ENDING) or not operation.waiting_ranks:
             _fail(books, f"operation {operation.id} has ended but is still in the ledger")
         if operation.state is _ENDING and operation.waiters:
@@ -238,3 +242,5 @@ def _audit_operations(books: Books) -> None:
             for slot in operation.target_slots.tolist():
                 if target.pool.state[slot] not in (FILLING, DOOMED):
                     _fail(books, f"operation {operation.id} writes into slot {slot}, in use")
+    if queued != {hop: meter.queued for hop, meter in books.rates.hops.items()}:
+        _fail(books, "the blocks queued on the hops are not those of the copies under way")

@@ -24,6 +24,7 @@ from penstock.cache.states import DOOMED, FILLING, LEAVING
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import Drop, Effect
+from penstock.machine.gate import Rates
 from penstock.machine.kv_events import EventLog
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Counters:
     reports_late: int = 0
     """Reports on operations that are not in the ledger: duplicates, or from an earlier life."""
     leases_lost: int = 0
+    tokens_computed_instead: int = 0
+    """Found below the device, but quicker to compute."""
 
 
 class Books:
@@ -92,6 +95,7 @@ class Books:
         ]
         """By index; the device is `None` when the engine manages its own slots."""
         self.ledger = Ledger(incarnation)
+        self.rates = Rates(settings)
         self.leases: dict[LeaseId, Lease] = {}
         self.lease_next = 1
         self.pins: dict[PinId, tuple[Key, ...]] = {}
@@ -110,6 +114,8 @@ class Books:
         """Operations that ended within this event, and the device slots they did not fill."""
         self.tick = 0
         """The logical clock: one for each event."""
+        self.now = 0.0
+        """The time that came with the last event."""
         self.losses = 0
         """How often blocks below the device became unreadable."""
         self.lost_ranks: set[int] = set()

@@ -78,6 +78,7 @@ def start(
         if purpose is Purpose.STAGE:
             books.staging.update(dict.fromkeys(operation.target_slots.tolist(), operation.id))
         books.ledger.open(operation)
+        books.rates.started(operation, books.now)
         books.effects.append(
             Copy(
                 operation=operation.id,
@@ -351,6 +352,7 @@ def _give_back(books: Books, operation: Operation, now: float) -> None:
     if operation.purpose is Purpose.DEMOTE:
         _let_leave(books, operation, now)
     books.ledger.close(operation, operation.outcome or Outcome.FAILED)
+    books.rates.ended(operation, now)
 
 
 def _let_go(books: Books, tier: Tier, slots: NDArray[np.int32]) -> None:

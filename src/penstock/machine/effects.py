@@ -70,8 +70,10 @@ class Found(Effect, frozen=True, kw_only=True):
     """So many after them are on their way, or would be if somebody asked for them."""
     below: int
     """So many of the pending ones wait below the hub for a `Prefetch`."""
+    worth: int
+    """So many leading blocks, ready or pending, are quicker to load than to compute."""
     miss: Miss
-    """Why there are no more."""
+    """Why there are no more, or no more that are worth loading."""
     losses: int
     """As long as this number stays the same, ready blocks stay ready."""
 

@@ -5,6 +5,7 @@
 | `Acquire Grow Commit Fork Preempt Release Pin Unpin`      | an engine that lets us manage    |
 | `Lookup Load Save Prefetch Cancel`                        | an engine that offloads          |
 | `Report`                                                  | a rank, about an operation       |
+| `Computed`                                                | the engine, about its speed      |
 | `RankLost RankBack TierOff TierOn Discovered`             | the runtime, about the world     |
 | `Tick Reset`                                              | the engine's step, the operator  |
 
@@ -109,6 +110,10 @@ class Lookup(Event, frozen=True, kw_only=True):
     keys: Sequence[Key]
     start: int = 0
     """So many leading keys are known to be ready."""
+    held: int = 0
+    """So many leading blocks lie on the engine's device already."""
+    again: bool = False
+    """Whether it was said already that some are quicker to compute: it is not counted twice."""
 
 
 class Load(Event, frozen=True, kw_only=True):
@@ -159,6 +164,13 @@ class Report(Event, frozen=True, kw_only=True):
     """Positions in the operation, and what went wrong there."""
     failure: str = ""
     """Why all of it failed, if it did."""
+
+
+class Computed(Event, frozen=True, kw_only=True):
+    """The engine has computed the KV of so many tokens, and it took so long."""
+
+    token_count: int
+    seconds: float
 
 
 class RankLost(Event, frozen=True, kw_only=True):

@@ -31,6 +31,7 @@ def freeze(books: Books) -> Frozen:
         ("foreign", tuple(sorted(books.foreign.items()))),
         ("departed", books.departed.freeze()),
         ("hints", _hints(books)),
+        ("rates", books.rates.freeze()),
     )
 
 

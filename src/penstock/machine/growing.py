@@ -19,12 +19,16 @@ from penstock.errors import CapacityError, LeaseError
 from penstock.machine import copying, releasing
 from penstock.machine.effects import Granted, Grown
 from penstock.vocabulary.ids import LeaseId
+from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.machine.books import Books
     from penstock.machine.events import Fork, Grow
+
+NAMELESS = bytes(KEY_BYTES)
+"""In place of the key that an unfinished block does not have yet: as long, so that it travels."""
 
 
 def grow(books: Books, event: Grow, now: float) -> None:
@@ -78,7 +82,7 @@ def _duplicate(
         Purpose.DUPLICATE,
         source=DEVICE,
         target=DEVICE,
-        keys=[b""],
+        keys=[NAMELESS],
         source_slots=source,
         target_slots=target,
         deadline=now + books.settings.operation_timeout_s,

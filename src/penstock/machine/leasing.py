@@ -21,6 +21,7 @@ from penstock.machine import copying, writing
 from penstock.machine.books import require_sound_wishes
 from penstock.machine.effects import Granted
 from penstock.machine.finding import Finding, explain, explain_first, find
+from penstock.machine.gate import worth_loading
 from penstock.vocabulary.ids import LeaseId
 
 if TYPE_CHECKING:
@@ -40,11 +41,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     device = books.device
     _check_acquire(books, event)
     tenant = books.tenant(event.tenant)
-    # At least one token is left to compute, in a block of the request's own.
-    useful = event.keys[: (event.token_count - 1) // block_tokens] if event.reuse else ()
-    found = find(books, useful, deepest=len(books.tiers) if event.load else DEVICE)
-    miss = _why(books, event, useful, len(found.nodes))
-    found, miss = _fit_into_hub(books, found, miss)
+    found, miss, computed_instead = _match(books, event, now)
     block_count = -(-event.token_count // block_tokens)
     here = found.source == DEVICE
     held = device.slot_of[found.nodes[here]]
@@ -93,6 +90,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         lease.move(LeaseMove.LOAD)
     if event.store and matched < len(event.keys):
         books.aim(lease, event.keys[matched])
+    books.counters.tokens_computed_instead += computed_instead * block_tokens
     _account(books, lease, found, miss, event, now)
 
 
@@ -109,6 +107,17 @@ def _check_acquire(books: Books, event: Acquire) -> None:
     if not books.healthy:
         lost = ", ".join(map(str, sorted(books.lost_ranks)))
         raise UnavailableError(f"rank {lost} is lost: no block can be filled on every rank")
+
+
+def _match(books: Books, event: Acquire, now: float) -> tuple[Finding, Miss, int]:
+    """What a request gets, why no more, and how many blocks it had better compute."""
+    # At least one token is left to compute, in a block of the request's own.
+    full = (event.token_count - 1) // books.settings.block_tokens
+    useful = event.keys[:full] if event.reuse else ()
+    found = find(books, useful, deepest=len(books.tiers) if event.load else DEVICE)
+    miss = _why(books, event, useful, len(found.nodes))
+    found, miss = _fit_into_hub(books, found, miss)
+    return _pass_gate(books, found, miss, now)
 
 
 def _why(books: Books, event: Acquire, useful: Sequence[Key], found: int) -> Miss:
@@ -137,6 +146,16 @@ def _fit_into_hub(books: Books, found: Finding, miss: Miss) -> tuple[Finding, Mi
     length = int(below[room.slot_count])
     cut = Finding(found.nodes[:length], found.source[:length])
     return cut, Miss(reason=MissReason.NO_ROOM, block=length)
+
+
+def _pass_gate(books: Books, found: Finding, miss: Miss, now: float) -> tuple[Finding, Miss, int]:
+    """Blocks that are quicker to compute than to load end the match; returns how many."""
+    length = worth_loading(books, found.source, now)
+    left = len(found.nodes) - length
+    if not left:
+        return found, miss, 0
+    cut = Finding(found.nodes[:length], found.source[:length])
+    return cut, Miss(reason=MissReason.RECOMPUTE, block=length), left
 
 
 def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:

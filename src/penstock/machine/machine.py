@@ -16,6 +16,7 @@ from penstock.errors import InvariantViolation
 from penstock.machine import (
     copying,
     faults,
+    gate,
     growing,
     leasing,
     offloading,
@@ -56,6 +57,7 @@ class CacheMachine:
         """
         books = self.books
         books.tick += 1
+        books.now = now
         books.effects = []
         try:
             _HANDLERS[type(event)](books, event, now)
@@ -108,6 +110,7 @@ class CacheMachine:
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
     copying.expire(books, now)
+    books.rates.tick()
     books.expire_blocks(now)
     for tier in books.owned_tiers():
         writing.keep_watermark(books, tier, now)
@@ -127,10 +130,6 @@ def _preempt(books: Books, event: ev.Preempt, now: float) -> None:
     releasing.release(books, event.lease, now, returning=True)
 
 
-def _lookup(books: Books, event: ev.Lookup, _now: float) -> None:
-    offloading.lookup(books, event)
-
-
 _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Acquire: leasing.acquire,
     ev.Grow: growing.grow,
@@ -140,12 +139,13 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Preempt: _preempt,
     ev.Pin: pinning.pin,
     ev.Unpin: pinning.unpin,
-    ev.Lookup: _lookup,
+    ev.Lookup: offloading.lookup,
     ev.Load: offloading.load,
     ev.Save: offloading.save,
     ev.Prefetch: offloading.prefetch,
     ev.Cancel: _cancel,
     ev.Report: copying.report,
+    ev.Computed: gate.computed,
     ev.RankLost: faults.rank_lost,
     ev.RankBack: faults.rank_back,
     ev.TierOff: faults.tier_off,

@@ -20,6 +20,7 @@ from penstock.machine import copying, writing
 from penstock.machine.books import require_sound_wishes
 from penstock.machine.effects import Found, Started
 from penstock.machine.finding import explain, fetchable, find
+from penstock.machine.gate import worth_loading
 from penstock.machine.leasing import stage
 
 if TYPE_CHECKING:
@@ -34,15 +35,32 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 
-def lookup(books: Books, event: Lookup) -> None:
-    """How much of a chain can be loaded now, and how much soon."""
+def lookup(books: Books, event: Lookup, now: float) -> None:
+    """How much of a chain can be loaded now, how much soon, and how much is worth it."""
     ready = event.start + len(find(books, event.keys[event.start :], deepest=HUB).nodes)
     soon = fetchable(books, event.keys[ready:]).source
     pending, below = len(soon), int(np.count_nonzero(soon > HUB))
-    miss = explain(books, event.keys, ready + pending)
+    found = ready + pending
+    worth = _worth(books, event, ready, soon, now)
+    if worth < found:
+        miss = Miss(reason=MissReason.RECOMPUTE, block=worth)
+        if not event.again:
+            books.counters.misses[miss.reason] += 1
+            books.counters.tokens_computed_instead += (found - worth) * books.settings.block_tokens
+    else:
+        miss = explain(books, event.keys, found)
     books.effects.append(
-        Found(ready=ready, pending=pending, below=below, miss=miss, losses=books.losses)
+        Found(
+            ready=ready, pending=pending, below=below, worth=worth, miss=miss, losses=books.losses
+        )
     )
+
+
+def _worth(books: Books, event: Lookup, ready: int, soon: NDArray[np.int8], now: float) -> int:
+    source = np.full(ready + len(soon), HUB, dtype=np.int8)
+    source[ready:] = soon
+    source[: event.held] = DEVICE
+    return worth_loading(books, source, now)
 
 
 def load(books: Books, event: Load, now: float) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from penstock.cache.states import OperationState, SlotState
 
 if TYPE_CHECKING:
+    from penstock.cache.rates import HopMeter
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
 
@@ -30,6 +31,19 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_cached: int
     """Tokens that requests found here."""
     blocks_evicted: int
+
+
+class HopStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast blocks go from one tier to another."""
+
+    source: str
+    target: str
+    tokens_per_s: float | None
+    """The moving median; `None` where nothing was measured lately."""
+    bytes_per_s: float | None
+    """The same on each rank; `None` also where the size of a block is not known."""
+    blocks_queued: int
+    """Blocks that were asked for and have not arrived."""
 
 
 class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +76,11 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     saves_refused: int
     reports_late: int
     leases_lost: int
+    tokens_computed_instead: int
+    """Tokens that were found below the device, but were quicker to compute than to load."""
+    prefill_tokens_per_s: float | None
+    """The moving median of what the engine told; `None` where it told nothing lately."""
+    hops: tuple[HopStatistics, ...]
     tiers: tuple[TierStatistics, ...]
 
     @property
@@ -103,8 +122,32 @@ def gather(books: Books) -> CacheStatistics:
         saves_refused=counters.saves_refused,
         reports_late=counters.reports_late,
         leases_lost=counters.leases_lost,
+        tokens_computed_instead=counters.tokens_computed_instead,
+        prefill_tokens_per_s=books.rates.prefill.value(books.now),
+        hops=tuple(
+            _hop(books, source, target, meter)
+            for (source, target), meter in books.rates.hops.items()
+        ),
         tiers=tuple(_tier(books, tier) for tier in books.owned_tiers()),
     )
+
+
+def _hop(books: Books, source: int, target: int, meter: HopMeter) -> HopStatistics:
+    settings = books.settings
+    blocks_per_s = meter.rate.value(books.now)
+    block_bytes = settings.block_bytes
+    return HopStatistics(
+        source=_name(books, source),
+        target=_name(books, target),
+        tokens_per_s=None if blocks_per_s is None else blocks_per_s * settings.block_tokens,
+        bytes_per_s=blocks_per_s * block_bytes if blocks_per_s and block_bytes else None,
+        blocks_queued=meter.queued,
+    )
+
+
+def _name(books: Books, index: int) -> str:
+    tier = books.tiers[index]
+    return "device" if tier is None else tier.name
 
 
 def _tier(books: Books, tier: Tier) -> TierStatistics:

@@ -1,7 +1,7 @@
 """The driver of one engine's cache: the only place where the machine meets the world.
 
-`handle` gives the machine an event with the time and carries out what it asks for; `step`
-lets the movers work a little and tells the machine what they finished. Both return at once.
+`handle` gives the machine an event with the time and has the ranks carry out what it asks for;
+`step` takes in what they have done. Both return at once; `wait` alone waits.
 """
 
 from __future__ import annotations
@@ -10,41 +10,73 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from penstock.cache.settings import DEVICE, HUB
+from penstock.cache.ledger import Outcome, Purpose
+from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.audit import audit
-from penstock.machine.events import Event, Report, Tick
+from penstock.machine.events import (
+    Cancel,
+    Event,
+    RankBack,
+    RankLost,
+    Report,
+    Tick,
+    TierOff,
+    TierOn,
+)
 from penstock.machine.machine import CacheMachine
-from penstock.movers.table import mover_between
+from penstock.runtime.crew import Lost
+from penstock.runtime.health import HealthLog
+from penstock.runtime.rank import STEP_BUDGET_BYTES
+from penstock.runtime.shutdown import Drained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.cache.settings import CacheSettings
-    from penstock.movers.base import Mover
-    from penstock.tiers.base import SlotStore
-    from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import OperationId
+    from penstock.runtime.crew import Crew
+    from penstock.runtime.health import Health
 
-STEP_BUDGET_BYTES = 64 << 20
-"""A step copies at most so much: about ten milliseconds of one core's memory bandwidth."""
+_WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
+"""What is worth waiting for at the end: it keeps blocks that would be lost."""
+FENCE_S = 1.0
+"""How long a close waits for ranks elsewhere to say that they have stopped: a few steps of theirs.
+One that has not answered by then fences its own slots before it gives them back."""
+
+
+def draw_incarnation() -> int:
+    """A name for one life of an owner, or of a rank: no two have the same."""
+    return secrets.randbits(64)
 
 
 class Driver:
-    """One machine, its tiers and its movers, in one process and one thread."""
+    """One machine and the ranks that carry out its copies, driven from one thread."""
 
     def __init__(
         self,
         settings: CacheSettings,
-        stores: Sequence[SlotStore],
-        algorithm: Algorithm,
+        crew: Crew,
         *,
+        incarnation: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.machine = CacheMachine(settings, incarnation=secrets.randbits(64))
+        if incarnation is None:
+            incarnation = draw_incarnation()
+        self.machine = CacheMachine(settings, incarnation=incarnation)
+        self.crew = crew
         self._clock = clock
-        self._movers = _connect(stores, algorithm)
-        self._mover_of: dict[OperationId, Mover] = {}
+        self._health = HealthLog()
+        self._closed: Drained | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self.machine.books.ledger.operations)
+
+    @property
+    def health(self) -> Health:
+        """What is lost or off now, and why."""
+        return self._health.health
 
     def deadline(self, timeout_s: float | None) -> float | None:
         """The time so many seconds from now, on the machine's clock."""
@@ -56,68 +88,148 @@ class Driver:
 
     def handle(self, event: Event) -> list[ef.Effect]:
         """Gives the machine an event; returns the effects that are for the engine."""
-        return self._carry_out(self.machine.handle(event, self._clock()))
-
-    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
-        """Moves blocks for at most `budget_bytes`; returns the effects for the engine.
-
-        Every mover gets on by a block at least, whatever the budget: else a steady stream of
-        loads would leave saves, and the slots of abandoned copies, waiting for ever.
-        """
-        told = self.handle(Tick())
-        for mover in self._movers.values():
-            if not mover.busy:
-                continue
-            moved, spent = mover.poll(budget_bytes=max(0, budget_bytes))
-            budget_bytes -= spent
-            for ended in moved:
-                del self._mover_of[ended.operation]
-                report = Report(
-                    operation=ended.operation,
-                    rank=0,
-                    faults=ended.faults,
-                    failure=ended.failure,
-                )
-                told += self.handle(report)
-        return told
-
-    @property
-    def busy(self) -> bool:
-        """Whether copies are under way."""
-        return bool(self._mover_of)
-
-    def audit(self) -> None:
-        """Checks every invariant of the whole state."""
-        audit(self.machine.books)
-
-    def _carry_out(self, effects: list[ef.Effect]) -> list[ef.Effect]:
+        if self._closed is not None:
+            raise UnavailableError("the cache is closed")
         told: list[ef.Effect] = []
-        for effect in effects:
+        for effect in self.machine.handle(event, self._clock()):
             match effect:
-                case ef.Copy():
-                    mover = self._movers[effect.source, effect.target]
-                    self._mover_of[effect.operation] = mover
-                    mover.submit(effect)
-                case ef.Abandon():
-                    mover_of = self._mover_of.get(effect.operation)
-                    if mover_of is not None:
-                        mover_of.abandon(effect.operation)
+                case ef.Copy() | ef.Abandon():
+                    self.crew.order(effect)
                 case ef.Drop():
                     pass  # Tiers in memory keep no headers that would have to be struck out.
                 case _:
                     told.append(effect)
         return told
 
+    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
+        """Lets local copies advance by at most `budget_bytes`, and hears what ranks report.
 
-def _connect(stores: Sequence[SlotStore], algorithm: Algorithm) -> dict[tuple[int, int], Mover]:
-    """Movers for every pair of tiers that exchange blocks: all of them with the hub."""
-    movers: dict[tuple[int, int], Mover] = {}
-    # Loads come first: a request waits for them.
-    pairs = [(HUB, DEVICE), (DEVICE, DEVICE)]
-    lower = range(HUB + 1, len(stores))
-    pairs += [(tier, HUB) for tier in lower]
-    pairs += [(DEVICE, HUB), *((HUB, tier) for tier in lower)]
-    for source, target in pairs:
-        if max(source, target) < len(stores):
-            movers[source, target] = mover_between(stores[source], stores[target], algorithm)
-    return movers
+        Returns the effects for the engine.
+        """
+        told = self.handle(Tick())
+        for heard in self.crew.collect(budget_bytes=budget_bytes):
+            told += self._take_in(self._sense_of(heard))
+        self.crew.dispatch()
+        return told
+
+    def hear(self, heard: Sequence[Report | Lost]) -> list[ef.Effect]:
+        """Takes in what a rank has told.
+
+        Raises:
+            PeerError: it names blocks that an operation does not have; nothing was changed.
+        """
+        for each in heard:
+            if isinstance(each, Report):
+                self._require_sense(each)
+        told: list[ef.Effect] = []
+        for each in heard:
+            told += self._take_in(each)
+        return told
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
+        """Waits until there is something to do, or until `deadline`: then False."""
+        due = self.machine.next_deadline()
+        until = deadline if due is None else min(deadline, due)
+        found = self.crew.wait(until, descriptors=descriptors)
+        return found or (due is not None and self._clock() >= due)
+
+    def lose_rank(self, rank: int, why: str) -> list[ef.Effect]:
+        """A rank is dead: what it had to do has failed, and device blocks are gone."""
+        told = self.handle(RankLost(rank=rank))
+        self._health.fail(f"rank {rank} is lost", why)
+        return told
+
+    def regain_rank(self, rank: int) -> list[ef.Effect]:
+        """A rank is there again, with empty device memory."""
+        told = self.handle(RankBack(rank=rank))
+        self._health.mend(f"rank {rank} is lost")
+        return told
+
+    def switch_tier_off(self, tier: int, why: str) -> list[ef.Effect]:
+        """A tier cannot be used; what ranks still copy there keeps its slots until they report."""
+        told = self.handle(TierOff(tier=tier, fenced=False, why=why))
+        self._health.fail(f"tier {self._name(tier)} is off", why)
+        return told
+
+    def switch_tier_on(self, tier: int, *, kept: bool) -> list[ef.Effect]:
+        """A tier can be used again, with its bytes or without."""
+        told = self.handle(TierOn(tier=tier, kept=kept))
+        self._health.mend(f"tier {self._name(tier)} is off")
+        return told
+
+    def drain(self) -> list[ef.Effect]:
+        """Cancels what nobody will use any more: all copies but those that write blocks down."""
+        return self._cancel(lambda purpose: purpose not in _WRITES)
+
+    def close(self, deadline_s: float, *, hear: Callable[[list[ef.Effect]], None]) -> Drained:
+        """Drains, fences, releases; `hear` gets the effects for the engine on the way.
+
+        A second call changes nothing and returns the same.
+        """
+        if self._closed is not None:
+            return self._closed
+        ledger = self.machine.books.ledger
+        before = dict(ledger.ended)
+        deadline = self._clock() + deadline_s
+        hear(self.drain())
+        self._run_until(deadline, hear)
+        cut_short = sum(operation.purpose in _WRITES for operation in ledger.running())
+        hear(self._cancel(lambda _: True))
+        # What was cancelled settles when its ranks say so: a message each way.
+        self._run_until(max(deadline, self._clock() + FENCE_S), hear)
+        ended = {outcome: ledger.ended[outcome] - before[outcome] for outcome in Outcome}
+        failed = ended[Outcome.FAILED] + ended[Outcome.EXPIRED]
+        self._closed = Drained(
+            finished=ended[Outcome.DONE],
+            cancelled=cut_short + failed,
+            unsettled=len(ledger.operations),
+        )
+        self.crew.release()
+        return self._closed
+
+    def audit(self) -> None:
+        """Checks every invariant of the whole state."""
+        audit(self.machine.books)
+
+    def _take_in(self, heard: Report | Lost) -> list[ef.Effect]:
+        if isinstance(heard, Report):
+            return self.handle(heard)
+        return self.lose_rank(heard.rank, heard.why)
+
+    def _sense_of(self, heard: Report | Lost) -> Report | Lost:
+        """The same; of a report that makes no sense, that its rank is lost."""
+        if isinstance(heard, Report):
+            try:
+                self._require_sense(heard)
+            except PeerError as error:
+                self.crew.drop(heard.rank)
+                return Lost(heard.rank, str(error))
+        return heard
+
+    def _require_sense(self, report: Report) -> None:
+        operation = self.machine.books.ledger.operations.get(report.operation)
+        if operation is None:
+            return
+        for position, _ in report.faults:
+            if position >= len(operation.keys):
+                raise PeerError(
+                    f"rank {report.rank} reports a fault at position {position} of operation "
+                    f"{operation.id}, which has {len(operation.keys)} blocks"
+                )
+
+    def _cancel(self, wanted: Callable[[Purpose], bool]) -> list[ef.Effect]:
+        told: list[ef.Effect] = []
+        for operation in self.machine.books.ledger.running():
+            if wanted(operation.purpose):
+                told += self.handle(Cancel(operation=operation.id))
+        return told
+
+    def _run_until(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
+        """Steps for as long as copies are under way and end by our steps alone."""
+        while self.crew.own_way and self.busy and self._clock() < deadline:
+            hear(self.step())
+            if self.busy:
+                self.wait(deadline)
+
+    def _name(self, tier: int) -> str:
+        return self.machine.books.tier(tier).name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.ledger import Purpose
 from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
 from penstock.machine import effects as ef
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.departed import Miss
     from penstock.runtime.driver import Driver
-    from penstock.vocabulary.ids import LeaseId
+    from penstock.vocabulary.ids import LeaseId, OperationId
     from penstock.vocabulary.keys import Item, Tokens
 
 
@@ -45,6 +46,14 @@ class Desk:
         for effect in told:
             if isinstance(effect, ef.LeaseChanged) and effect.lease in self.leases:
                 self.leases[effect.lease].change(effect)
+
+    def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
+        """The loads onto the device that a lease waits for, if it waits for nothing else."""
+        books = self.driver.machine.books
+        held = books.leases.get(lease)
+        waiting = held.waiting if held is not None else set()
+        purposes = {books.ledger.operations[operation].purpose for operation in waiting}
+        return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
 
 
 class Lease:
@@ -79,6 +88,14 @@ class Lease:
         self._chain = chain
         self._published = granted.cached_tokens // chain.block_tokens
         desk.leases[self.id] = self
+
+    @property
+    def loads(self) -> tuple[OperationId, ...]:
+        """The loads onto the device that it waits for, if it waits for nothing else.
+
+        What they bring may be computed on before it is `READY`: see `EngineSteps`.
+        """
+        return self._desk.loads_of(self.id)
 
     def grow(self, token_count: int) -> None:
         """Takes room for `token_count` tokens in all.

@@ -10,13 +10,14 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.cache.settings import HUB
 from penstock.config.schema import BLOCKS_MAX
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
 from penstock.tiers.memory import MemoryTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from penstock.cache.settings import CacheSettings, TierSettings
     from penstock.config import Config, TierKind
@@ -29,18 +30,41 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
+class LowerTiers(NamedTuple):
+    """The tiers below one rank's device, as far as they could be made."""
+
+    settings: CacheSettings
+    """In which every tier knows its slots."""
+    stores: list[SlotStore | None]
+    off: dict[int, str]
+    """Why a tier is `None`, by its index, counted from the device on."""
+    arenas: dict[str, int]
+    """The descriptor of each host tier, by name."""
+
+
 def build_lower_tiers(
-    config: Config, layout: Layout, *, kernel: Kernel | None = None
-) -> tuple[CacheSettings, list[SlotStore]]:
+    config: Config,
+    layout: Layout,
+    *,
+    kernel: Kernel | None = None,
+    arenas: Mapping[str, int] | None = None,
+    writes: bool = True,
+) -> LowerTiers:
     """Makes the tiers below a device with this layout, on the machine that `kernel` speaks for.
 
-    Returns:
-        The settings of the cache, in which every tier knows its slots, and the tiers.
+    Args:
+        config: What is wanted.
+        layout: The blocks on the device.
+        kernel: What is asked of the machine.
+        arenas: Descriptors of host tiers that exist already, by name: they are attached.
+        writes: Without it the hub is mapped read-only, and nothing is made below it: another
+            rank carries blocks between the hub and the tiers below.
 
     Raises:
-        ConfigError: a tier does not fit the blocks or the machine.
-        UnavailableError: the machine does not give a tier the memory it needs.
+        ConfigError: a tier does not fit the blocks or the machine, or `arenas` names no host tier.
+        UnavailableError: the machine does not give a required tier the memory it needs.
     """
+    arenas = dict(arenas or {})
     orders = [
         _sized(_Order(f"tiers[{index}]", tier, kind, layout, kernel))
         for index, (tier, kind) in enumerate(
@@ -49,7 +73,25 @@ def build_lower_tiers(
     ]
     # Built anew, so that what depends on the number of slots is checked once more.
     settings = replace(config.cache, tiers=tuple(order.tier for order in orders))
-    return settings, [BUILDERS[order.kind.name](order) for order in orders]
+    _require_host_tiers(orders, arenas)
+    stores: list[SlotStore | None] = []
+    off: dict[int, str] = {}
+    for tier, order in enumerate(orders, start=HUB):
+        stores.append(None)
+        if tier != HUB and not writes:
+            continue
+        try:
+            stores[-1] = _made(order, arenas.get(order.tier.name), writes=writes)
+        except UnavailableError as error:
+            if order.kind.required:
+                raise
+            off[tier] = str(error)
+    made = {
+        order.tier.name: store.arena.fd
+        for order, store in zip(orders, stores, strict=True)
+        if isinstance(store, HostTier)
+    }
+    return LowerTiers(settings, stores, off, made)
 
 
 class _Order(NamedTuple):
@@ -81,6 +123,30 @@ def _sized(order: _Order) -> _Order:
             f"is {size_gib}, must have room for at most {BLOCKS_MAX} blocks; it has for {slots}",
         )
     return order._replace(tier=replace(order.tier, slot_count=slots))
+
+
+def _require_host_tiers(orders: list[_Order], arenas: Mapping[str, int]) -> None:
+    hosts = [order.tier.name for order in orders if order.kind.name == "host"]
+    for name in arenas:
+        if name not in hosts:
+            known = ", ".join(hosts) or "none"
+            raise ConfigError("arenas", f"has {name!r}, must be a tier of kind 'host': {known}")
+
+
+def _made(order: _Order, fd: int | None, *, writes: bool) -> SlotStore:
+    if fd is None and not writes:
+        raise UnavailableError("the rank that writes it has no memory to share")
+    if fd is None:
+        return BUILDERS[order.kind.name](order)
+    tier = HostTier.attach(fd, order.layout, order.tier.slot_count, writable=writes)
+    logger.info(
+        "host tier attached: name=%s blocks=%d gib=%.2f writes=%s",
+        order.tier.name,
+        tier.slot_count,
+        tier.arena.size / GIB,
+        writes,
+    )
+    return tier
 
 
 def _memory(order: _Order) -> SlotStore:

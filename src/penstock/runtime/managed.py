@@ -12,6 +12,7 @@ No call waits. A lease that is `LOADING` becomes `READY` in some later `step`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.runtime.driver import Driver
+    from penstock.runtime.returning import Muster
     from penstock.vocabulary.ids import PinId
     from penstock.vocabulary.keys import Item, Tokens
 
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
 class Cache(Watched):
     """A prefix cache over the engine's device blocks and the tiers below them."""
 
-    def __init__(self, config: Config, driver: Driver) -> None:
-        super().__init__(driver)
+    def __init__(self, config: Config, driver: Driver, muster: Muster | None = None) -> None:
+        super().__init__(driver, muster)
         self._config = config
         self._desk = Desk(driver)
         self._request_next = 1
@@ -105,10 +107,6 @@ class Cache(Watched):
         )
         return Lease(self._desk, ef.answer(told, ef.Granted), request, prompt, items, chain)
 
-    def step(self) -> None:
-        """Moves blocks and deals with deadlines; call it once per engine iteration."""
-        self._desk.hear(self._driver.step())
-
     def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
         """Keeps the full blocks of a prefix from leaving, cached already or not.
 
@@ -123,6 +121,21 @@ class Cache(Watched):
     def reset(self, why: str) -> None:
         """Voids everything cached, as after a change of weights; running leases go on."""
         self._desk.handle(ev.Reset(why=why))
+
+    def change_weights(self, version: str) -> None:
+        """The model has other weights: all that is cached is void, and new keys say so.
+
+        Running leases go on; what they compute is not found by others.
+
+        Raises:
+            ConfigError: the version is no string that a key can hold.
+        """
+        model = replace(self._config.model, weights_version=version)
+        self._config = replace(self._config, model=model)
+        self.reset(f"weights are now {version}")
+
+    def _hear(self, told: list[ef.Effect]) -> None:
+        self._desk.hear(told)
 
 
 class Pin:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
@@ -28,27 +29,42 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from penstock.runtime.driver import Driver
+    from penstock.runtime.returning import Muster
     from penstock.vocabulary.ids import Key, OperationId
 
 
 class Offload(Watched):
     """The tiers below an engine's own device blocks."""
 
-    def __init__(self, driver: Driver, slot_counts: Sequence[int]) -> None:
-        super().__init__(driver)
+    def __init__(
+        self, driver: Driver, slot_counts: Sequence[int], muster: Muster | None = None
+    ) -> None:
+        super().__init__(driver, muster)
         self._slot_counts = slot_counts
         """How many device slots each KV group has."""
         self._told: list[ef.Ended | ef.Settled] = []
 
-    def lookup(self, keys: Sequence[Key], *, last: ef.Found | None = None) -> ef.Found:
+    def lookup(
+        self, keys: Sequence[Key], *, last: ef.Found | None = None, held: int = 0
+    ) -> ef.Found:
         """How much of a chain can be loaded now, how much soon, and why no more.
 
-        With `last`, the answer to an earlier call for the same keys, only what has changed
-        since is looked at: blocks that were ready are still so as long as none was lost.
+        Args:
+            keys: The blocks, in token order.
+            last: The answer to an earlier call for the same keys: only what has changed since
+                is looked at. Blocks that were ready are still so as long as none was lost.
+            held: So many leading blocks lie on the engine's device already: they are not
+                counted when loading is compared with computing.
+
+        Raises:
+            ValueError: more are held than there are, or fewer than none.
         """
+        if not 0 <= held <= len(keys):
+            raise ValueError(f"held is {held}, must be from 0 to {len(keys)}, the number of keys")
         losses = self._driver.machine.books.losses
         start = last.ready if last is not None and last.losses == losses else 0
-        return self._ask(ev.Lookup(keys=keys, start=start), ef.Found)
+        again = last is not None and last.miss.reason is MissReason.RECOMPUTE
+        return self._ask(ev.Lookup(keys=keys, start=start, held=held, again=again), ef.Found)
 
     def load(
         self, keys: Sequence[Key], slots: ArrayLike, *, cause: str, deadline: float | None = None
@@ -121,10 +137,6 @@ class Offload(Watched):
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles."""
         self._hear(self._driver.handle(ev.Cancel(operation=operation)))
-
-    def step(self) -> None:
-        """Moves blocks and deals with deadlines; call it once per engine iteration."""
-        self._hear(self._driver.step())
 
     def poll(self) -> list[ef.Ended | ef.Settled]:
         """What has ended since the last call: each operation once."""

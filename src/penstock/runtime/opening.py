@@ -1,130 +1,281 @@
-"""From a configuration and the engine's arrays to a running cache."""
+"""From a configuration and the engine's memory to a running cache.
+
+| opens                | here                                     | elsewhere          |
+|----------------------|------------------------------------------|--------------------|
+| `open`               | the owner and its one rank               |                    |
+| `open_offload`       | the same, for an engine that offloads    |                    |
+| `open_rank`          | one rank of several                      | the owner          |
+| `open_owner`         | the owner                                | its ranks          |
+| `open_offload_owner` | the same, for an engine that offloads    | its ranks          |
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.config import Config, load_config
-from penstock.errors import ConfigError
-from penstock.runtime.driver import Driver
+from penstock.errors import ConfigError, UnavailableError
+from penstock.runtime.agreement import agree
+from penstock.runtime.carrier import Carrier
+from penstock.runtime.crew import LocalCrew, RemoteCrew
+from penstock.runtime.device import device_tier
+from penstock.runtime.driver import Driver, draw_incarnation
+from penstock.runtime.facts import RankFacts, TierFacts
+from penstock.runtime.links import LinkedCrew
 from penstock.runtime.lower_tiers import build_lower_tiers
 from penstock.runtime.managed import Cache
 from penstock.runtime.offload import Offload
-from penstock.tiers.arrays import ArrayTier, opaque_layout
-from penstock.vocabulary.checksums import Algorithm
+from penstock.runtime.rank import Rank
+from penstock.runtime.returning import Muster
+from penstock.tiers.host import HostTier
+from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
+    from penstock.runtime.agreement import Agreement
+    from penstock.runtime.device import Kv
+    from penstock.tiers.base import SlotStore
+    from penstock.transport.base import Channel
     from penstock.vocabulary.layout import Layout
+
+WRITER = 0
+"""The rank that writes the memory which ranks with equal bytes share."""
 
 
 def open(  # noqa: A001 - read as penstock.open, which is what it does
-    config: Config | Path | str,
-    *,
-    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
-    layout: Layout | None = None,
+    config: Config | Path | str, *, kv: Kv, layout: Layout | None = None
 ) -> Cache:
     """Opens a cache that manages the device blocks in `kv`.
 
     Args:
         config: A configuration, or the path of a TOML file with one.
-        kv: The engine's KV arrays, one or one a layer, blocks along the first axis.
+        kv: The engine's KV: arrays or tensors, one or one a layer, blocks along the first axis;
+            or a `TensorTier`.
         layout: How the blocks lie in `kv`; without it a block is opaque bytes.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit the arrays or the machine.
-        UnavailableError: the machine does not give a tier the memory it needs.
-        ValueError: the arrays cannot be used, or do not fit the layout.
+        ConfigError: the configuration is wrong, or does not fit the memory or the machine.
+        UnavailableError: the machine does not give a required tier the memory it needs.
+        ValueError: the memory cannot be used, or does not fit the layout.
     """
     config = _read(config)
-    device = _device(config, kv, layout)
-    if config.cache.device is None:
-        raise ConfigError(
-            "cache.blocks", "is 0: the engine manages its own blocks; use penstock.open_offload"
-        )
-    if device.slot_count < config.cache.device.slot_count:
-        raise ConfigError(
-            "cache.blocks",
-            f"is {config.cache.device.slot_count}, must be at most {device.slot_count}, "
-            "the blocks that kv has",
-        )
-    return Cache(config, _drive(config, device))
+    _require_managed(config, "penstock.open_offload")
+    _require_one_rank(config)
+    rank = open_rank(config, rank=0, kv=kv, layout=layout)
+    return Cache(config, _drive_here(agree(config, [rank.facts]), rank))
 
 
-def open_offload(
-    config: Config | Path | str,
-    *,
-    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
-    layout: Layout | None = None,
-) -> Offload:
+def open_offload(config: Config | Path | str, *, kv: Kv, layout: Layout | None = None) -> Offload:
     """Opens the tiers below the device blocks in `kv`, which the engine manages itself.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit the arrays or the machine.
-        UnavailableError: the machine does not give a tier the memory it needs.
-        ValueError: the arrays cannot be used, or do not fit the layout.
+        ConfigError: the configuration is wrong, or does not fit the memory or the machine.
+        UnavailableError: the machine does not give a required tier the memory it needs.
+        ValueError: the memory cannot be used, or does not fit the layout.
     """
     config = _read(config)
-    if config.cache.device is not None:
-        raise ConfigError(
-            "cache.blocks",
-            f"is {config.cache.device.slot_count}: these blocks would be managed; leave it out, "
-            "or use penstock.open",
-        )
-    device = _device(config, kv, layout)
-    return Offload(_drive(config, device), [group.block_count for group in device.layout.groups])
+    _require_offload(config, "penstock.open")
+    _require_one_rank(config)
+    rank = open_rank(config, rank=0, kv=kv, layout=layout)
+    agreement = agree(config, [rank.facts])
+    return Offload(_drive_here(agreement, rank), agreement.device_slots)
+
+
+def open_rank(
+    config: Config | Path | str,
+    *,
+    rank: int,
+    kv: Kv,
+    layout: Layout | None = None,
+    arenas: Mapping[str, int] | None = None,
+) -> Rank:
+    """Opens one rank: its part of the device blocks, and its tiers below them.
+
+    Args:
+        config: The same as the owner's.
+        rank: Which one it is, counted from 0.
+        kv: The rank's KV, as for `open`.
+        layout: How the blocks lie in `kv`; without it a block is opaque bytes.
+        arenas: Descriptors of host tiers that exist already, by name. With `cache.equal_ranks`
+            every rank but the first needs them: they are `arenas` of the first rank.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the memory or the machine.
+        UnavailableError: the machine does not give a required tier the memory it needs.
+        ValueError: the memory cannot be used, does not fit the layout, or is not what a
+            descriptor was said to be.
+    """
+    config = _read(config)
+    _require_rank(config, rank, arenas)
+    device, algorithm = device_tier(config, kv, layout)
+    writes = not config.equal_ranks or rank == WRITER
+    lower = build_lower_tiers(config, device.layout, arenas=arenas, writes=writes)
+    carrier = Carrier([device, *lower.stores], algorithm)
+    off = {**carrier.refused, **lower.off}
+    try:
+        _require_required(config, carrier.refused)
+    except UnavailableError:
+        carrier.close()
+        raise
+    life = draw_incarnation()
+    facts = RankFacts(
+        rank=rank,
+        life=life,
+        block_tokens=device.layout.block_tokens,
+        block_bytes=device.layout.block_bytes,
+        cell_count=len(device.layout.cells),
+        device_slots=tuple(group.block_count for group in device.layout.groups),
+        tiers=tuple(
+            TierFacts(
+                name=tier.name,
+                slot_count=tier.slot_count,
+                memory="" if index in off else _memory_of(store, life),
+                off=off.get(index, ""),
+            )
+            for index, (tier, store) in enumerate(
+                zip(lower.settings.tiers, lower.stores, strict=True), start=1
+            )
+        ),
+        algorithm=algorithm.value,
+        form=Form(layout=device.layout, checksum=algorithm).fingerprint,
+        shares=config.equal_ranks,
+    )
+    shared = {tier.name for tier in facts.tiers if not tier.off}
+    made = {name: fd for name, fd in lower.arenas.items() if name in shared}
+    return Rank(carrier, facts, arenas=made, writes=writes)
+
+
+def open_owner(
+    config: Config | Path | str,
+    *,
+    ranks: Sequence[RankFacts],
+    channels: Sequence[Channel] | None = None,
+) -> Cache:
+    """Opens a cache that manages the device blocks of ranks elsewhere.
+
+    Args:
+        config: The same as the ranks'.
+        ranks: The facts of every rank, in any order.
+        channels: The way to each of them, in the same order. Without, plans and reports travel
+            with the engine's own messages: `take_plan` and `hear`.
+
+    Raises:
+        ConfigError: the ranks do not fit the configuration or each other.
+    """
+    config = _read(config)
+    _require_managed(config, "penstock.open_offload_owner")
+    agreement = agree(config, ranks)
+    driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
+    return Cache(config, driver, muster)
+
+
+def open_offload_owner(
+    config: Config | Path | str,
+    *,
+    ranks: Sequence[RankFacts],
+    channels: Sequence[Channel] | None = None,
+) -> Offload:
+    """Opens the tiers below the device blocks of ranks elsewhere, which the engine manages.
+
+    Args:
+        config: The same as the ranks'.
+        ranks: The facts of every rank, in any order.
+        channels: The way to each of them, as for `open_owner`.
+
+    Raises:
+        ConfigError: the ranks do not fit the configuration or each other.
+    """
+    config = _read(config)
+    _require_offload(config, "penstock.open_owner")
+    agreement = agree(config, ranks)
+    driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
+    return Offload(driver, agreement.device_slots, muster)
+
+
+def _drive_here(agreement: Agreement, rank: Rank) -> Driver:
+    driver = Driver(agreement.settings, LocalCrew(rank.carrier))
+    _switch_off(driver, agreement)
+    return driver
+
+
+def _drive_elsewhere(
+    config: Config,
+    agreement: Agreement,
+    ranks: Sequence[RankFacts],
+    channels: Sequence[Channel] | None,
+) -> tuple[Driver, Muster]:
+    if channels is not None and len(channels) != len(ranks):
+        raise ValueError(f"channels are {len(channels)}, must be {len(ranks)}, one for each rank")
+    incarnation = draw_incarnation()
+    crew: RemoteCrew | LinkedCrew
+    if channels is None:
+        crew = RemoteCrew(ranks, incarnation)
+    else:
+        crew = LinkedCrew(ranks, channels, incarnation)
+    driver = Driver(agreement.settings, crew, incarnation=incarnation)
+    _switch_off(driver, agreement)
+    return driver, Muster(config, agreement, driver, crew, ranks)
+
+
+def _switch_off(driver: Driver, agreement: Agreement) -> None:
+    for tier, why in agreement.off:
+        driver.switch_tier_off(tier, why)
+
+
+def _memory_of(store: SlotStore | None, life: int) -> str:
+    """A name for the memory of a tier, which lasts as long as its bytes do."""
+    if store is None:
+        return ""
+    if isinstance(store, HostTier):
+        status = os.fstat(store.arena.fd)
+        return f"memfd {status.st_dev}:{status.st_ino}"
+    return f"process {life:016x}"
 
 
 def _read(config: Config | Path | str) -> Config:
     return config if isinstance(config, Config) else load_config(Path(config))
 
 
-def _device(
-    config: Config,
-    kv: NDArray[np.generic] | Sequence[NDArray[np.generic]],
-    layout: Layout | None,
-) -> ArrayTier:
-    arrays = _arrays(kv)
+def _require_one_rank(config: Config) -> None:
     if config.cache.rank_count != 1:
         raise ConfigError(
             "cache.ranks",
-            f"is {config.cache.rank_count}, must be 1: an embedded cache drives one rank, "
-            "this process",
+            f"is {config.cache.rank_count}, must be 1 where owner and rank are one process; for "
+            "several use penstock.open_rank and penstock.open_owner",
         )
-    if layout is None:
-        layout = opaque_layout(arrays, block_tokens=config.cache.block_tokens)
-    if layout.block_tokens != config.cache.block_tokens:
+
+
+def _require_managed(config: Config, other: str) -> None:
+    if config.cache.device is None:
+        raise ConfigError("cache.blocks", f"is 0: the engine manages its own blocks; use {other}")
+
+
+def _require_offload(config: Config, other: str) -> None:
+    if config.cache.device is not None:
         raise ConfigError(
-            "cache.block_tokens",
-            f"is {config.cache.block_tokens}, must be {layout.block_tokens}, the tokens of a "
-            "block of the layout",
+            "cache.blocks",
+            f"is {config.cache.device.slot_count}: these blocks would be managed; leave it out, "
+            f"or use {other}",
         )
-    if len(layout.groups) != config.cache.group_count:
-        raise ConfigError(
-            "cache.groups",
-            f"is {config.cache.group_count}, must be {len(layout.groups)}, the groups of the "
-            "layout",
+
+
+def _require_rank(config: Config, rank: int, arenas: Mapping[str, int] | None) -> None:
+    if not 0 <= rank < config.cache.rank_count:
+        raise ValueError(
+            f"rank is {rank}, must be from 0 to {config.cache.rank_count - 1}: cache.ranks is "
+            f"{config.cache.rank_count}"
         )
-    return ArrayTier(layout, arrays)
+    if config.equal_ranks and rank != WRITER and arenas is None:
+        raise ValueError(
+            f"arenas is missing, must be given to rank {rank}: with cache.equal_ranks they are "
+            f"those of rank {WRITER}"
+        )
 
 
-def _arrays(kv: NDArray[np.generic] | Sequence[NDArray[np.generic]]) -> list[NDArray[np.generic]]:
-    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*kv]
-    if not given:
-        raise ValueError("kv is empty, must have at least one array")
-    arrays = [array for array in given if isinstance(array, np.ndarray)]
-    if len(arrays) < len(given):
-        kinds = sorted({type(array).__name__ for array in given})
-        raise ValueError(f"kv has {', '.join(kinds)} in it, must have NumPy arrays alone")
-    return arrays
-
-
-def _drive(config: Config, device: ArrayTier) -> Driver:
-    settings, lower = build_lower_tiers(config, device.layout)
-    return Driver(settings, [device, *lower], Algorithm.XXH3)
+def _require_required(config: Config, refused: Mapping[int, str]) -> None:
+    for tier, why in refused.items():
+        if config.tier_kinds[tier - 1].required:
+            raise UnavailableError(f"tier {config.cache.tiers[tier - 1].name!r}: {why}")

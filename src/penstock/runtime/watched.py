@@ -1,26 +1,63 @@
-"""What an engine can ask about its cache, whichever way it uses it."""
+"""What every cache can be asked and told by its engine, whichever way the engine uses it.
+
+Questions change nothing. The rest is about the ranks that carry out its copies: where they are
+elsewhere, plans go out and reports come in; where the cache comes to its end, so do they.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from penstock.machine.events import Computed
+from penstock.runtime.crew import LocalCrew, RemoteCrew
+from penstock.runtime.links import LinkedCrew
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from penstock.machine import effects as ef
     from penstock.machine.kv_events import KvEvent, Snapshot
     from penstock.machine.statistics import CacheStatistics
     from penstock.runtime.driver import Driver
+    from penstock.runtime.engine_steps import EngineSteps
+    from penstock.runtime.facts import RankFacts
+    from penstock.runtime.health import Health
+    from penstock.runtime.returning import Muster
+    from penstock.runtime.shutdown import Drained
+    from penstock.transport.base import Channel
     from penstock.vocabulary.ids import Key
 
 
-class Watched:
-    """A cache that tells what it does; asking changes nothing."""
+class Watched(ABC):
+    """A cache that tells what it does, and whose ranks may be elsewhere."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, muster: Muster | None = None) -> None:
         self._driver = driver
+        self._muster = muster
+
+    @abstractmethod
+    def _hear(self, told: list[ef.Effect]) -> None:
+        """Takes in what is meant for the engine."""
 
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
         return self._driver.busy
+
+    @property
+    def steps(self) -> EngineSteps:
+        """What the engine tells and asks around its steps, where its one rank is here.
+
+        Raises:
+            ValueError: the ranks are elsewhere, and each has its own `steps`.
+        """
+        crew = self._driver.crew
+        if isinstance(crew, LocalCrew):
+            return crew.carrier.steps
+        raise ValueError("steps are those of a rank, must be asked for where it is: Rank.steps")
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes, as a frozen value."""
@@ -41,3 +78,113 @@ class Watched:
     def audit(self) -> None:
         """Checks every invariant of the whole state; raises `InvariantViolation`."""
         self._driver.audit()
+
+    def health(self) -> Health:
+        """Whether every rank and tier is there, and why not."""
+        return self._driver.health
+
+    def step(self) -> None:
+        """Moves blocks and deals with deadlines; call it once per engine iteration."""
+        self._hear(self._driver.step())
+
+    def computed(self, token_count: int, seconds: float) -> None:
+        """The engine computed the KV of so many tokens, and it took so long.
+
+        Decides, with the measured speed of copies, whether blocks below the device are loaded
+        or computed again. For steps that mostly prefill: a decode step tells nothing of it.
+
+        Raises:
+            ValueError: there were no tokens, or it took no time.
+        """
+        self._hear(self._driver.handle(Computed(token_count=token_count, seconds=seconds)))
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
+        """Waits until there is something to do, or `deadline` on the monotonic clock.
+
+        For an engine with no request that can run: it uses no CPU meanwhile.
+
+        Args:
+            deadline: After it, False is returned.
+            descriptors: What can be read there is something to do, too: the engine's own
+                sockets, or a `StopSignal`.
+        """
+        return self._driver.wait(deadline, descriptors=descriptors)
+
+    def take_plan(self) -> bytes | None:
+        """What ranks elsewhere are to do: once a step, for the message that they all get.
+
+        Raises:
+            ValueError: the ranks are not reached by the engine's own messages.
+        """
+        return self._remote("take_plan").take_plan()
+
+    def hear(self, report: bytes) -> None:
+        """Takes in what a rank elsewhere has done: each of its reports, in whatever order.
+
+        Raises:
+            PeerError: it is no report of such a rank; nothing was changed.
+            ValueError: the ranks are not reached by the engine's own messages.
+        """
+        self._hear(self._driver.hear(self._remote("hear").roll.read(report)))
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """A rank's process is seen dead: what it had to do has failed.
+
+        Raises:
+            ValueError: there is no such rank elsewhere.
+        """
+        self._hear(self._require_muster("rank_lost").lose(rank, why))
+
+    def rank_back(self, facts: RankFacts, *, channel: Channel | None = None) -> None:
+        """A rank was opened anew, with empty device memory.
+
+        Args:
+            facts: What it has now.
+            channel: The way to it, where ranks are reached over channels.
+
+        Raises:
+            ConfigError: it does not fit the cache as it was opened.
+            PeerError: it is the life that was lost, and not a new one.
+            ValueError: there is no such rank elsewhere.
+        """
+        self._hear(self._require_muster("rank_back").welcome(facts, channel))
+
+    def drain(self) -> None:
+        """Cancels every copy but those that write blocks down; those go on with each step.
+
+        For an engine whose messages carry the plans: it steps on until nothing is `busy`, and
+        then closes. `close` does both where it can.
+        """
+        self._hear(self._driver.drain())
+
+    def close(self, deadline_s: float = 0.0) -> Drained:
+        """Drains, fences, releases, in this order; a second call changes nothing.
+
+        Copies that write blocks down may end for so many seconds; all others are cancelled at
+        once. After it nothing touches the engine's blocks on this rank any more, the memory of
+        the tiers is given back, and channels are closed.
+        """
+        return self._driver.close(deadline_s, hear=self._hear)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _remote(self, call: str) -> RemoteCrew:
+        crew = self._driver.crew
+        if isinstance(crew, RemoteCrew):
+            return crew
+        way = "over channels" if isinstance(crew, LinkedCrew) else "in this process"
+        raise ValueError(f"{call}: the ranks of this cache are reached {way}, not by messages")
+
+    def _require_muster(self, call: str) -> Muster:
+        if self._muster is None:
+            raise ValueError(f"{call}: the one rank of this cache is this process")
+        return self._muster

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from penstock.cache.departed import MissReason
 from penstock.cache.settings import HUB
 from penstock.config import parse_config
+from penstock.runtime.carrier import Carrier
+from penstock.runtime.crew import LocalCrew
 from penstock.runtime.driver import Driver
 from penstock.runtime.managed import Cache
 from penstock.testing.demo.chats import Chat, draw_chats, draw_turn
@@ -85,8 +87,7 @@ class _Play:
         self.host, self.archive = lower
         self.driver = Driver(
             self.config.cache,
-            [device, *lower],
-            Algorithm.XXH3,
+            LocalCrew(Carrier([device, *lower], Algorithm.XXH3)),
             clock=lambda: self.engine.steps * STEP_S,
         )
         self.cache = Cache(self.config, self.driver)

@@ -1,0 +1,192 @@
+"""The hands of one rank: its tiers, and the movers that carry blocks between them.
+
+    carrier.submit(copy)
+    for moved in carrier.collect(budget_bytes=…): ...
+
+It decides nothing. The one rule: a copy that was submitted is told once by `collect`, and from
+then on nothing here touches its slots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from penstock.cache.settings import DEVICE, HUB
+from penstock.errors import UnavailableError
+from penstock.movers.table import mover_between
+from penstock.runtime.engine_steps import EngineSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.machine.effects import Copy
+    from penstock.movers.base import Moved, Mover
+    from penstock.tiers.base import SlotStore
+    from penstock.vocabulary.checksums import Algorithm
+    from penstock.vocabulary.ids import OperationId
+
+DEVICE_SHARE = 16
+"""A byte that a device copies counts as so much less of a step's budget: 64 MiB of it are 1 GiB
+for a GPU, which PCIe 5 moves in 20 ms. The movers bound what is in flight themselves."""
+
+
+@runtime_checkable
+class WaitsForDevice(Protocol):
+    """A mover whose copies go on by themselves once they are submitted to a device."""
+
+    def wait(self) -> None:
+        """Blocks until what was submitted to the device has ended; bounded by its staging."""
+        ...
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A tier or mover with something to give back."""
+
+    def close(self) -> None:
+        """Gives everything back, after what is in flight has ended."""
+        ...
+
+
+@runtime_checkable
+class RegistersHosts(Protocol):
+    """A device that has the memory of host tiers registered, so that its copies reach it."""
+
+    def forget(self, host: object) -> None:
+        """Ends the registration of one tier, if it has any; its movers are closed before."""
+        ...
+
+
+class Carrier:
+    """The tiers and movers of one rank. A tier that is `None` cannot be used here."""
+
+    def __init__(self, stores: Sequence[SlotStore | None], algorithm: Algorithm) -> None:
+        self.stores: tuple[SlotStore | None, ...] = tuple(stores)
+        self.algorithm = algorithm
+        self.refused: dict[int, str] = {}
+        """Tiers that nothing here can reach, although they are there, and why."""
+        self._movers = self._connect()
+        self.steps = EngineSteps(self._movers)
+        """What the engine tells and asks around its steps."""
+        self._mover_of: dict[OperationId, Mover] = {}
+
+    @property
+    def movers(self) -> Mapping[tuple[int, int], Mover]:
+        """The mover of each pair of tiers that exchange blocks: (from, to)."""
+        return self._movers
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._mover_of)
+
+    def submit(self, copy: Copy) -> None:
+        """Takes a copy in; its work is done in `collect`."""
+        mover = self._movers[copy.source, copy.target]
+        self._mover_of[copy.operation] = mover
+        mover.submit(copy)
+
+    def abandon(self, operation: OperationId) -> None:
+        """The copy is not wanted any more: it ends early, and is told all the same."""
+        mover = self._mover_of.get(operation)
+        if mover is not None:
+            mover.abandon(operation)
+
+    def collect(self, *, budget_bytes: int) -> Iterator[Moved]:
+        """Moves blocks for at most `budget_bytes`, and tells what has ended.
+
+        Every mover gets on by a block at least, whatever the budget: else a steady stream of
+        loads would leave saves, and the slots of abandoned copies, waiting for ever.
+        """
+        for mover in self._movers.values():
+            if not mover.busy:
+                continue
+            # A device copies by itself: submitting a byte costs far less than copying it.
+            cheaper = DEVICE_SHARE if isinstance(mover, WaitsForDevice) else 1
+            moved, spent = mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
+            budget_bytes -= spent // cheaper
+            for ended in moved:
+                del self._mover_of[ended.operation]
+                yield ended
+
+    def wait(self) -> bool:
+        """Waits for copies that a device makes; returns False if none but those are out.
+
+        Where the CPU has copies to make there is nothing to wait for: True at once.
+        """
+        busy = [mover for mover in self._movers.values() if mover.busy]
+        if not all(isinstance(mover, WaitsForDevice) for mover in busy):
+            return True
+        for mover in busy:
+            if isinstance(mover, WaitsForDevice):
+                mover.wait()
+                return True
+        return False
+
+    def fence(self) -> list[Moved]:
+        """Abandons every copy and waits until none touches a slot any more."""
+        moved: list[Moved] = []
+        for operation in list(self._mover_of):
+            self.abandon(operation)
+        while self._mover_of:
+            for mover in self._movers.values():
+                if isinstance(mover, WaitsForDevice):
+                    mover.wait()
+            moved += self.collect(budget_bytes=0)
+        return moved
+
+    def close(self) -> None:
+        """Fences, then gives movers and tiers back. Once closed it stays so."""
+        self.fence()
+        for each in (*self._movers.values(), *self.stores):
+            _give_back(each)
+        self.steps.close()
+        self._movers = {}
+        self.stores = ()
+
+    def _connect(self) -> dict[tuple[int, int], Mover]:
+        """Movers for every pair of tiers that exchange blocks: all of them with the hub."""
+        movers: dict[tuple[int, int], Mover] = {}
+        for source, target in _pairs(len(self.stores)):
+            read, write = self.stores[source], self.stores[target]
+            lower = max(source, target)
+            if read is None or write is None or {source, target} & self.refused.keys():
+                continue
+            try:
+                movers[source, target] = mover_between(read, write, self.algorithm)
+            except UnavailableError as error:
+                if lower == DEVICE:
+                    raise
+                self.refused[lower] = str(error)
+        for pair in [pair for pair in movers if {*pair} & self.refused.keys()]:
+            _give_back(movers.pop(pair))
+        self._give_back_refused()
+        return movers
+
+    def _give_back_refused(self) -> None:
+        """Memory that nothing here can use is not kept from others."""
+        for tier in self.refused:
+            _forget(self.stores[DEVICE], self.stores[tier])
+            _give_back(self.stores[tier])
+        self.stores = tuple(
+            None if tier in self.refused else store for tier, store in enumerate(self.stores)
+        )
+
+
+def _forget(device: object, host: object) -> None:
+    if isinstance(device, RegistersHosts):
+        device.forget(host)
+
+
+def _give_back(each: object) -> None:
+    if isinstance(each, Closable):
+        each.close()
+
+
+def _pairs(tier_count: int) -> list[tuple[int, int]]:
+    # Loads come first: a request waits for them.
+    pairs = [(HUB, DEVICE), (DEVICE, DEVICE)]
+    lower = range(HUB + 1, tier_count)
+    pairs += [(tier, HUB) for tier in lower]
+    pairs += [(DEVICE, HUB), *((HUB, tier) for tier in lower)]
+    return [pair for pair in pairs if max(pair) < tier_count]

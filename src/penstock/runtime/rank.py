@@ -1,0 +1,203 @@
+"""One rank of an engine: it executes plans and reports; it decides nothing.
+
+    rank = penstock.open_rank(config, rank=1, kv=tensors)      # in the rank's own process
+    rank.take(plan)                                            # bytes from the owner
+    report = rank.step()                                       # bytes for the owner, or None
+
+Plans come with the engine's own step message, or over a channel (`links.serve`). The one rule:
+whatever order, grouping or repetition plans and steps come in, every copy is carried out once
+and reported once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from penstock.cache.ledger import Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import DEVICE
+from penstock.errors import PeerError, UnavailableError
+from penstock.movers.base import Moved
+from penstock.runtime.plans import RankReport, decode_plan, encode_report
+from penstock.runtime.shutdown import Drained
+from penstock.transport.waiting import wait_any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.machine.effects import Copy
+    from penstock.runtime.carrier import Carrier
+    from penstock.runtime.facts import RankFacts
+    from penstock.runtime.plans import Plan
+    from penstock.transport.base import Channel
+
+STEP_BUDGET_BYTES = 64 << 20
+"""A step copies at most so much: about ten milliseconds of one core's memory bandwidth."""
+
+
+class Rank:
+    """The tiers and movers of one rank, driven by the plans of its owner."""
+
+    def __init__(
+        self, carrier: Carrier, facts: RankFacts, *, arenas: Mapping[str, int], writes: bool = True
+    ) -> None:
+        self.facts = facts
+        """What the owner must know: hand it to `open_owner` or `open_offload_owner`."""
+        self.arenas = arenas
+        """The descriptor of each host tier, by name, for ranks that share it."""
+        self.carrier = carrier
+        self.steps = carrier.steps
+        """What the engine tells and asks around its steps on this rank."""
+        self._writes = writes
+        self._owner: int | None = None
+        self._last_plan = 0
+        self._ended: list[Moved] = []
+        self._closed: Drained | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way, or there is something to report."""
+        return bool(self._ended) or self.carrier.busy
+
+    def take(self, plan: bytes) -> None:
+        """Takes a plan in; its work is done in `step`. A plan it has seen before is left alone.
+
+        Raises:
+            PeerError: it is no plan, one is missing before it, it comes from another owner, or
+                it names what this rank does not have. Nothing of it was taken.
+            UnavailableError: the rank is closed.
+        """
+        self._require_open()
+        decoded = decode_plan(plan)
+        if self._owner not in {None, decoded.incarnation}:
+            raise PeerError(
+                f"rank {self.facts.rank} was given a plan by owner {decoded.incarnation:016x}, "
+                f"must be by {self._owner:016x}: open the rank anew for another owner"
+            )
+        if decoded.sequence <= self._last_plan:
+            return
+        self._require_sense(decoded)
+        self._owner = decoded.incarnation
+        self._last_plan = decoded.sequence
+        ours = not decoded.lives or decoded.lives[self.facts.rank] == self.facts.life
+        for copy in decoded.copies:
+            if not ours:
+                # The owner has given up on it here: the slots may be somebody else's by now.
+                failure = f"it was for another life of rank {self.facts.rank}"
+                self._ended.append(Moved(copy.operation, failure=failure))
+            elif self._is_mine(copy):
+                self.carrier.submit(copy)
+            else:
+                self._ended.append(Moved(copy.operation))
+        for operation in decoded.abandoned:
+            self.carrier.abandon(operation)
+
+    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> bytes | None:
+        """Moves blocks for at most `budget_bytes`; returns a report if something has ended."""
+        self._require_open()
+        moved, self._ended = self._ended, []
+        moved += self.carrier.collect(budget_bytes=budget_bytes)
+        if not moved:
+            return None
+        assert self._owner is not None
+        return encode_report(RankReport(self.facts.rank, self.facts.life, self._owner, moved))
+
+    def wait(
+        self, deadline: float, *, channels: Sequence[Channel] = (), descriptors: Sequence[int] = ()
+    ) -> bool:
+        """Waits until there is something to do, or `deadline` on the monotonic clock.
+
+        Args:
+            deadline: After it, False is returned.
+            channels: What arrives on them is something to do.
+            descriptors: So is what can be read there.
+        """
+        self._require_open()
+        if self._ended or self.carrier.wait():
+            return True
+        ready = wait_any(channels, descriptors, deadline=deadline)
+        return bool(ready.channels or ready.descriptors)
+
+    def close(self, deadline_s: float = 0.0) -> Drained:
+        """Drains, fences, releases: copies may end for so long, the rest is cut short.
+
+        After it nothing touches the engine's memory any more. A second call changes nothing.
+        """
+        if self._closed is not None:
+            return self._closed
+        deadline = time.monotonic() + deadline_s
+        finished = 0
+        while self.carrier.busy and time.monotonic() < deadline:
+            self.carrier.wait()
+            finished += sum(1 for _ in self.carrier.collect(budget_bytes=STEP_BUDGET_BYTES))
+        cut_short = len(self.carrier.fence())
+        self.carrier.close()
+        self._closed = Drained(finished=finished, cancelled=cut_short, unsettled=0)
+        return self._closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise UnavailableError(f"rank {self.facts.rank} is closed")
+
+    def _is_mine(self, copy: Copy) -> bool:
+        """Whether it is not another rank's part to write into the memory that all of them share."""
+        return self._writes or copy.target == DEVICE
+
+    def _require_sense(self, plan: Plan) -> None:
+        # A rank that has just started may join in the middle.
+        if self._last_plan and plan.sequence != self._last_plan + 1:
+            raise PeerError(
+                f"rank {self.facts.rank} was given plan {plan.sequence} after {self._last_plan}, "
+                f"must be {self._last_plan + 1}: a plan was lost on the way"
+            )
+        if plan.lives and len(plan.lives) <= self.facts.rank:
+            raise PeerError(
+                f"a plan is for {len(plan.lives)} ranks, must be for at least "
+                f"{self.facts.rank + 1}, with rank {self.facts.rank}"
+            )
+        for copy in filter(self._is_mine, plan.copies):
+            if (copy.source, copy.target) not in self.carrier.movers:
+                raise PeerError(
+                    f"operation {copy.operation} copies from tier {copy.source} to tier "
+                    f"{copy.target}: rank {self.facts.rank} has no way between them"
+                )
+            self._require_slots(copy, copy.source, copy.source_slots)
+            self._require_slots(copy, copy.target, copy.target_slots)
+
+    def _require_slots(self, copy: Copy, tier: int, slots: NDArray[np.int32]) -> None:
+        counts = self.facts.device_slots
+        if tier != DEVICE:
+            counts = (self.facts.tiers[tier - 1].slot_count,)
+        elif slots.ndim == 1:
+            # One slot for all groups, so it must exist in each.
+            counts = (min(counts),)
+        rows = slots.reshape(len(slots) if slots.ndim > 1 else 1, -1)
+        if len(rows) != len(counts):
+            raise PeerError(
+                f"operation {copy.operation} has {len(rows)} rows of slots in tier {tier}, "
+                f"must have {len(counts)}"
+            )
+        least = NOWHERE if tier == DEVICE and copy.purpose is Purpose.LOAD else 0
+        for row, count in zip(rows, counts, strict=True):
+            if row.min() < least or row.max() >= count:
+                raise PeerError(
+                    f"operation {copy.operation} names slots from {row.min()} to {row.max()} in "
+                    f"tier {tier}, must be from {least} to {count - 1}"
+                )

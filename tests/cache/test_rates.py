@@ -1,0 +1,130 @@
+"""Moving medians and the meter of one hop."""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import median_high
+
+import pytest
+
+from penstock.cache.rates import SAMPLE_COUNT, HopMeter, MovingMedian
+
+
+def test_nothing_was_measured_at_first() -> None:
+    assert MovingMedian(age_s=60.0).value(0.0) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_value_is_the_median_of_the_last_samples(seed: int) -> None:
+    random = Random(seed)
+    rate = MovingMedian(age_s=60.0)
+    samples = [float(random.randint(1, 20)) for _ in range(200)]
+
+    for count, sample in enumerate(samples, start=1):
+        rate.add(sample, 0.0)
+        last = samples[max(0, count - SAMPLE_COUNT) : count]
+        assert rate.value(0.0) == median_high(last)
+        assert rate.sample_count == len(last)
+
+
+def test_one_sample_far_off_changes_nothing() -> None:
+    rate = MovingMedian(age_s=60.0)
+    for _ in range(5):
+        rate.add(100.0, 0.0)
+
+    rate.add(0.001, 0.0)
+
+    assert rate.value(0.0) == 100.0
+
+
+def test_a_rate_is_not_believed_when_its_last_sample_is_old() -> None:
+    rate = MovingMedian(age_s=60.0)
+    rate.add(100.0, now=0.0)
+    rate.add(100.0, now=10.0)
+
+    assert rate.value(70.0) == 100.0
+    assert rate.value(70.1) is None
+
+
+def test_stale_samples_do_not_outvote_a_fresh_one() -> None:
+    rate = MovingMedian(age_s=60.0)
+    for _ in range(SAMPLE_COUNT):
+        rate.add(1.0, now=0.0)
+
+    rate.add(100.0, now=100.0)
+
+    assert rate.value(100.0) == 100.0
+    assert rate.sample_count == 1
+
+
+@pytest.fixture
+def meter() -> HopMeter:
+    return HopMeter(age_s=60.0)
+
+
+def test_a_copy_alone_is_measured_from_its_start_to_its_end(meter: HopMeter) -> None:
+    meter.begin(10, now=1.0)
+    meter.end(10, now=3.0, whole=True)
+
+    meter.sample()
+
+    assert meter.rate.value(3.0) == 5.0
+    assert meter.queued == 0
+
+
+def test_copies_that_wait_for_each_other_are_measured_together(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    meter.begin(10, now=0.0)
+    meter.end(10, now=2.0, whole=True)
+    meter.end(10, now=2.0 + 1e-6, whole=True)
+
+    meter.sample()
+
+    assert meter.rate.value(2.0) == pytest.approx(10.0)
+
+
+def test_idle_time_does_not_count(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    meter.end(10, now=1.0, whole=True)
+    meter.begin(10, now=50.0)
+    meter.end(10, now=51.0, whole=True)
+
+    meter.sample()
+
+    assert meter.rate.value(51.0) == 10.0
+    assert meter.rate.sample_count == 2
+
+
+def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    for step in range(1, 5):
+        meter.begin(10, now=float(step))
+        meter.end(10, now=float(step), whole=True)
+        meter.sample()
+
+    assert meter.queued == 10
+    assert meter.rate.value(4.0) == 10.0
+    assert meter.rate.sample_count == 4
+
+
+def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    meter.begin(10, now=0.0)
+    meter.end(10, now=1.0, whole=True)
+    meter.end(10, now=30.0, whole=False)
+
+    meter.sample()
+
+    assert meter.rate.value(30.0) is None
+    assert meter.queued == 0
+
+
+def test_what_took_no_time_tells_nothing(meter: HopMeter) -> None:
+    meter.begin(10, now=1.0)
+    meter.end(10, now=1.0, whole=True)
+    meter.sample()
+    meter.begin(10, now=2.0)
+    meter.end(10, now=3.0, whole=True)
+    meter.sample()
+
+    assert meter.rate.value(3.0) == 10.0

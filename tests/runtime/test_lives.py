@@ -1,0 +1,130 @@
+"""A rank that was opened anew is not told of what its earlier life had to do.
+
+The owner has given up on that: the slots may be somebody else's by now.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.errors import PeerError
+from penstock.runtime.plans import Plan, decode_plan, decode_report, encode_plan
+from penstock.transport.inproc import channel_pair
+
+RANKS = 2
+CONFIG = f"""
+version = 1
+model.name = "none"
+cache = {{ block_tokens = 4, blocks = 8, ranks = {RANKS} }}
+tiers = [{{ name = "host", kind = "memory", blocks = 16 }}]
+"""
+
+
+class Engine:
+    """Two ranks and their owner, in one process; plans travel in its own messages."""
+
+    def __init__(self, *, linked: bool = False) -> None:
+        self.config = penstock.parse_config(CONFIG)
+        self.ranks = [self.open_rank(number) for number in range(RANKS)]
+        self.channels = [channel_pair() for _ in self.ranks] if linked else []
+        self.cache = penstock.open_owner(
+            self.config,
+            ranks=[rank.facts for rank in self.ranks],
+            channels=[near for near, _ in self.channels] if linked else None,
+        )
+
+    def open_rank(self, number: int) -> penstock.Rank:
+        kv = np.full((8, 4, 16), number + 1, dtype=np.float32)
+        return penstock.open_rank(self.config, rank=number, kv=kv)
+
+    def order_a_copy(self) -> None:
+        """A block is computed, and to be written down."""
+        with self.cache.acquire(range(5)) as lease:
+            lease.commit(range(5))
+
+
+def test_an_order_from_before_its_time_is_not_carried_out_by_a_new_life() -> None:
+    engine = Engine()
+    engine.order_a_copy()
+    newcomer = engine.open_rank(1)
+    engine.cache.rank_back(newcomer.facts)
+
+    plan = engine.cache.take_plan()
+    assert plan is not None
+    engine.ranks[0].take(plan)
+    newcomer.take(plan)
+
+    assert len(decode_plan(plan).copies) == 1
+    assert engine.ranks[0].carrier.busy
+    assert not newcomer.carrier.busy
+
+
+def test_what_is_not_carried_out_is_reported_as_failed() -> None:
+    engine = Engine()
+    engine.order_a_copy()
+    newcomer = engine.open_rank(1)
+    engine.cache.rank_back(newcomer.facts)
+    plan = engine.cache.take_plan()
+    assert plan is not None
+    newcomer.take(plan)
+
+    report = newcomer.step()
+    assert report is not None
+    engine.cache.hear(report)
+
+    (moved,) = decode_report(report).moved
+    assert moved.failure == "it was for another life of rank 1"
+    assert engine.cache.statistics().reports_late == 1
+    assert engine.cache.health().ok
+
+
+def test_orders_from_before_and_after_a_return_travel_in_plans_of_their_own() -> None:
+    engine = Engine()
+    engine.order_a_copy()
+    newcomer = engine.open_rank(1)
+    engine.cache.rank_back(newcomer.facts)
+    with engine.cache.acquire(range(100, 105)) as lease:
+        lease.commit(range(100, 105))
+
+    plans = [engine.cache.take_plan(), engine.cache.take_plan(), engine.cache.take_plan()]
+
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[2] is None
+    newcomer.take(plans[0])
+    assert not newcomer.carrier.busy
+    newcomer.take(plans[1])
+    assert newcomer.carrier.busy
+
+
+def test_a_plan_that_waits_in_a_channel_is_not_carried_out_by_a_new_life() -> None:
+    engine = Engine(linked=True)
+    engine.order_a_copy()
+    newcomer = engine.open_rank(1)
+    near, far = channel_pair()
+    engine.cache.rank_back(newcomer.facts, channel=near)
+
+    engine.cache.step()
+
+    while far.ready:
+        newcomer.take(far.receive().frame)  # type: ignore[union-attr]
+    assert not newcomer.carrier.busy
+
+
+def test_a_plan_says_for_which_life_of_every_rank_it_is() -> None:
+    engine = Engine()
+    engine.order_a_copy()
+
+    plan = engine.cache.take_plan()
+
+    assert plan is not None
+    assert decode_plan(plan).lives == [rank.facts.life for rank in engine.ranks]
+
+
+def test_a_plan_for_fewer_ranks_is_refused() -> None:
+    rank = Engine().ranks[1]
+
+    with pytest.raises(PeerError, match="is for 1 ranks, must be for at least 2"):
+        rank.take(encode_plan(Plan(7, 1, [], [], lives=[rank.facts.life])))

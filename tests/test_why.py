@@ -1,0 +1,63 @@
+"""docs/why.md names a test for everything it claims, and those tests are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+
+MAY_START_PROCESSES = ("runtime/supervisor/", "testing/", "bench/")
+"""The supervisor, for the engine; what measures and tests, for itself."""
+MAY_HAVE_THREADS = ("testing/", "bench/")
+"""Nothing that runs in an engine: a benchmark shows what they would cost there."""
+PROCESSES = re.compile(
+    r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
+    r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",
+    re.MULTILINE,
+)
+THREADS = re.compile(
+    r"^\s*(import|from) (threading|_thread|concurrent)\b|\brun_in_executor\(|\bto_thread\(",
+    re.MULTILINE,
+)
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def named_in(section: str) -> list[str]:
+    return re.findall(r"`tests/[\w/]+\.py::\w+`", section)
+
+
+def test_every_requirement_names_a_test() -> None:
+    sections = re.split(r"^\*\*(R\d+)\.", PAGE, flags=re.MULTILINE)[1:]
+
+    tests = dict(zip(sections[::2], map(named_in, sections[1::2]), strict=True))
+
+    assert list(tests) == [f"R{number}" for number in range(1, 12)]
+    assert all(tests.values())
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_a_test_that_the_page_names_exists(path: str, name: str) -> None:
+    assert name in functions_of(ROOT / path)
+
+
+def test_only_the_supervisor_starts_processes_and_nothing_starts_threads() -> None:
+    package = ROOT / "src" / "penstock"
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        name, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
+        if PROCESSES.search(text) and not name.startswith(MAY_START_PROCESSES):
+            found.append(f"{name} starts processes")
+        if THREADS.search(text) and not name.startswith(MAY_HAVE_THREADS):
+            found.append(f"{name} starts threads")
+
+    assert not found
