@@ -20,7 +20,7 @@ from penstock.vocabulary.checksums import place_number
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 COLUMN_COUNT = 8
 """Address, block stride, start in the packed block, number of the chunk, place, cell, group."""
+CELL_COLUMN = 5
 AXES_MAX = 3
 CHUNK_WORDS_MAX = 1024
 """A program's share: 4 KiB, eight words a thread."""
@@ -123,6 +124,15 @@ def chunk_tables(layout: Layout, addresses: Mapping[int, int], *, pitch: int) ->
         ChunkTable(pattern, np.array(found, dtype=np.uint64).view(np.int64))
         for pattern, found in rows.items()
     ]
+
+
+def layer_spans(table: ChunkTable, layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Which rows of a table belong to which layer: number of the layer, first row, rows."""
+    layers = np.array([cell.layer for cell in layout.cells])[table.rows[:, CELL_COLUMN]]
+    firsts = np.flatnonzero(np.diff(layers, prepend=-1))
+    counts = np.diff(firsts, append=len(layers))
+    for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
+        yield int(layers[first]), first, count
 
 
 def _pattern_of(segment: Segment, address: int, block_stride: int, pitch: int) -> Pattern:

@@ -1,15 +1,15 @@
 """Triton kernels that pack blocks, sum their cells and scatter them again.
 
     gather:   scattered blocks → packed blocks in staging, their cell sums on the way
-    publish:  those sums → pinned host memory
+    publish:  those sums → the rows of their slots in pinned host memory
     sum:      packed blocks in staging → their cell sums
     judge:    cell sums against those that were kept: one verdict a block
     scatter:  packed blocks in staging → scattered blocks, the good ones alone
+    fetch:    some layers of packed blocks in pinned host memory → scattered blocks, and their sums
 
 A program works on one *chunk*: some words of one segment (one plane and head) of one block.
 Where the segments lie is a table in device memory, one row a chunk; which blocks, and under
-which keys, the kernels read from pinned host memory, a few bytes a program, so that no copy
-has to go ahead of a launch.
+which keys, is the batch's manifest, there too.
 
 The one rule: the sums are those of `penstock.vocabulary.mix64`, bit for bit.
 """
@@ -223,31 +223,38 @@ def sum_staged(
     _add_terms(word, position, chunk, seed, into, SEGMENT_BYTES)
 
 
-@triton.jit(do_not_specialize=["sums", "told", "cells"])
-def publish(sums, told, cells, WIDTH: tl.constexpr):
-    """Writes the sums of one block to pinned host memory, past the link's queue of copies."""
+@triton.jit(do_not_specialize=["sums", "slots", "kept", "cells"])
+def publish(sums, slots, kept, cells, WIDTH: tl.constexpr):
+    """Writes the sums of one block to its row in host memory, and clears them."""
     block = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots.to(tl.pointer_type(tl.int32)) + block).to(tl.int64)
     found = sums.to(tl.pointer_type(tl.uint64)) + block * cells
-    target = told.to(tl.pointer_type(tl.uint64)) + block * cells
+    target = kept.to(tl.pointer_type(tl.uint64)) + slot * cells
     for first in range(0, cells, WIDTH):
         cell = first + tl.arange(0, WIDTH)
         inside = cell < cells
         tl.store(target + cell, tl.load(found + cell, mask=inside), mask=inside)
+        tl.store(found + cell, tl.zeros((WIDTH,), tl.uint64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["sums", "kept", "cells", "verdicts", "told"])
+@triton.jit(do_not_specialize=["sums", "slots", "kept", "cells", "verdicts", "told"])
 def judge(
     sums,
+    slots,
     kept,
     cells,
     verdicts,
     told,
     WIDTH: tl.constexpr,
 ):
-    """Counts the cells of one block whose sums differ: for `scatter`, and for the host."""
+    """Counts the cells of one block whose sums differ from its row in host memory.
+
+    The count is for `scatter` and for the host; the sums are cleared for the next batch.
+    """
     block = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots.to(tl.pointer_type(tl.int32)) + block).to(tl.int64)
     found = sums.to(tl.pointer_type(tl.uint64)) + block * cells
-    wanted = kept.to(tl.pointer_type(tl.uint64)) + block * cells
+    wanted = kept.to(tl.pointer_type(tl.uint64)) + slot * cells
     wrong = tl.zeros((WIDTH,), tl.int32)
     for first in range(0, cells, WIDTH):
         cell = first + tl.arange(0, WIDTH)
@@ -255,6 +262,7 @@ def judge(
         one = tl.load(found + cell, mask=inside, other=0)
         other = tl.load(wanted + cell, mask=inside, other=0)
         wrong += (one != other).to(tl.int32)
+        tl.store(found + cell, tl.zeros((WIDTH,), tl.uint64), mask=inside)
     count = tl.sum(wrong, axis=0)
     tl.store(verdicts.to(tl.pointer_type(tl.int32)) + block, count)
     tl.store(told.to(tl.pointer_type(tl.int32)) + block, count)
@@ -303,3 +311,71 @@ def scatter(
                 offset = _offsets(at, RUN, SEGMENT_BYTES, N1, N2, S0, S1, S2)
                 byte = tl.load(_bytes(source) + at, mask=inside)
                 tl.store(_bytes(target) + offset, byte, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table", "rows", "items", "slots", "targets", "slot_rows", "seeds"),
+        *("host", "stride", "sums", "cells"),
+    ]
+)
+def fetch(
+    table,
+    rows,
+    items,
+    slots,
+    targets,
+    slot_rows,
+    seeds,
+    host,
+    stride,
+    sums,
+    cells,
+    SEGMENT_BYTES: tl.constexpr,
+    RUN: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    S0: tl.constexpr,
+    S1: tl.constexpr,
+    S2: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Copies chunks of packed blocks in host memory to their slots, and adds up their terms.
+
+    Few programs, each of which takes one chunk after the other: the link is the bound, and the
+    engine's kernels want the rest of the device. An item is one of `rows` chunks of a block.
+    """
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        block = (item // rows).to(tl.int64)
+        row = table.to(tl.pointer_type(tl.int64)) + (item % rows).to(tl.int64) * COLUMNS
+        group = tl.load(row + GROUP)
+        slot = tl.load(slots.to(tl.pointer_type(tl.int32)) + block).to(tl.int64)
+        place = targets.to(tl.pointer_type(tl.int32)) + group * slot_rows + block
+        target_slot = tl.load(place).to(tl.int64)
+        source = host + slot * stride + tl.load(row + START)
+        target = tl.load(row + ADDRESS) + target_slot * tl.load(row + BLOCK_STRIDE)
+        chunk = tl.load(row + CHUNK)
+        wanted = target_slot >= 0
+        position = _positions(chunk, WORDS, WIDE)
+        if UNIT == 4:
+            count: tl.constexpr = SEGMENT_BYTES // 4
+            inside = position < count
+            offset = _offsets(position, RUN, count, N1, N2, S0, S1, S2)
+            word = tl.load(_words(source, ALIGNED) + position, mask=inside, other=0)
+            tl.store(_words(target, ALIGNED) + offset, word, mask=inside & wanted)
+        else:
+            word = tl.zeros((WORDS,), tl.uint32)
+            for part in tl.static_range(4):
+                at = position * 4 + part
+                inside = at < SEGMENT_BYTES
+                offset = _offsets(at, RUN, SEGMENT_BYTES, N1, N2, S0, S1, S2)
+                byte = tl.load(_bytes(source) + at, mask=inside, other=0)
+                tl.store(_bytes(target) + offset, byte, mask=inside & wanted)
+                word = word | (byte.to(tl.uint32) << (8 * part))
+        key_seed = tl.load(seeds.to(tl.pointer_type(tl.uint64)) + block)
+        seed = _seed(key_seed, tl.load(row + PLACE).to(tl.uint64, bitcast=True))
+        into = sums.to(tl.pointer_type(tl.uint32)) + 2 * (block * cells + tl.load(row + CELL))
+        _add_terms(word, position, chunk, seed, into, SEGMENT_BYTES)

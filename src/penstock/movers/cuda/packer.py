@@ -17,15 +17,15 @@ from penstock.movers.cuda.chunks import chunk_tables
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.movers.cuda.staging import Berth, StagingRing
+    from penstock.movers.cuda.staging import Berth, Manifest, StagingRing
     from penstock.vocabulary.layout import Layout
 
 TABLE_WIDTH = 128
-_SOME_ADDRESS = 1 << 40
+SOME_ADDRESS = 1 << 40
 """Stands for any address when a kernel is compiled: it needs 64 bits."""
 
 
-class _Kernel(NamedTuple):
+class Kernel(NamedTuple):
     """A compiled kernel and the constants that follow its arguments."""
 
     run: Any
@@ -34,6 +34,7 @@ class _Kernel(NamedTuple):
     constants: tuple[int | bool, ...]
 
     def launch(self, rows: int, blocks: int, arguments: tuple[int, ...], stream: int) -> None:
+        """Submits a grid of `rows × blocks` programs."""
         # Neither launch metadata nor hooks: looking for them takes longer than the launch.
         hooks = (None, None, None)
         self.run(
@@ -48,10 +49,10 @@ class _Bound(NamedTuple):
 
     rows: int
     address: int
-    gather: _Kernel
-    move: _Kernel
-    sum: _Kernel
-    scatter: _Kernel
+    gather: Kernel
+    move: Kernel
+    sum: Kernel
+    scatter: Kernel
 
 
 class Packer:
@@ -64,94 +65,98 @@ class Packer:
         device = torch.device("cuda", torch.cuda.current_device())
         # Kept, so that the memory behind the addresses stays.
         self._tables = [torch.from_numpy(table.rows).to(device) for table in tables]
-        some = (_SOME_ADDRESS,) * 2
-        gathered = (*some, ring.blocks, *some, ring.pitch, _SOME_ADDRESS, self._cells)
-        summed = (*some, _SOME_ADDRESS, ring.pitch, _SOME_ADDRESS, self._cells)
+        some = (SOME_ADDRESS,) * 2
+        gathered = (*some, ring.blocks, *some, ring.pitch, SOME_ADDRESS, self._cells)
+        summed = (*some, SOME_ADDRESS, ring.pitch, SOME_ADDRESS, self._cells)
         scattered = (*some, ring.blocks, *some, ring.pitch)
         self._bound = [
             _Bound(
                 rows=len(table.rows),
                 address=memory.data_ptr(),
-                gather=_compile(
+                gather=compile_kernel(
                     kernels.gather, gathered, {**table.pattern.constants, "SUMMED": True}
                 ),
-                move=_compile(
+                move=compile_kernel(
                     kernels.gather, gathered, {**table.pattern.constants, "SUMMED": False}
                 ),
-                sum=_compile(kernels.sum_staged, summed, table.pattern.packed_constants),
-                scatter=_compile(kernels.scatter, scattered, table.pattern.constants),
+                sum=compile_kernel(kernels.sum_staged, summed, table.pattern.packed_constants),
+                scatter=compile_kernel(kernels.scatter, scattered, table.pattern.constants),
             )
             for table, memory in zip(tables, self._tables, strict=True)
         ]
-        self._publish = _compile(kernels.publish, (*some, self._cells), {"WIDTH": TABLE_WIDTH})
-        judged = (*some, self._cells, *some)
-        self._judge = _compile(kernels.judge, judged, {"WIDTH": TABLE_WIDTH})
+        taken = (*some, SOME_ADDRESS, self._cells)
+        self._publish = compile_kernel(kernels.publish, taken, {"WIDTH": TABLE_WIDTH})
+        self._judge = compile_kernel(kernels.judge, (*taken, *some), {"WIDTH": TABLE_WIDTH})
         torch.cuda.current_stream().synchronize()
 
-    def gather(self, berth: Berth, stream: int, *, summed: bool = True) -> None:
-        """Packs the berth's blocks into staging; sums must be clear, if they are wanted."""
+    def gather(self, manifest: Manifest, berth: Berth, stream: int, *, summed: bool = True) -> None:
+        """Packs a batch into its berth."""
         for bound in self._bound:
             kernel = bound.gather if summed else bound.move
             kernel.launch(
                 bound.rows,
-                berth.count,
+                manifest.count,
                 (
-                    *(bound.address, berth.slots_address, self._ring.blocks),
-                    *(berth.seeds_address, berth.staged, self._ring.pitch),
+                    *(bound.address, manifest.slots_address, self._ring.blocks),
+                    *(manifest.seeds_address, berth.staged, self._ring.pitch),
                     *(berth.sums, self._cells),
                 ),
                 stream,
             )
 
-    def publish(self, berth: Berth, stream: int) -> None:
-        """Writes the sums to where the host reads them."""
-        arguments = (berth.sums, berth.kept_address, self._cells)
-        self._publish.launch(berth.count, 1, arguments, stream)
+    def publish(self, manifest: Manifest, berth: Berth, kept: int, stream: int) -> None:
+        """Writes the sums to the rows of their slots in host memory, which start at `kept`."""
+        arguments = (berth.sums, manifest.targets_address, kept, self._cells)
+        self._publish.launch(manifest.count, 1, arguments, stream)
 
-    def sum(self, berth: Berth, stream: int) -> None:
-        """Sums the blocks in staging; sums must be clear."""
+    def sum(self, manifest: Manifest, berth: Berth, stream: int) -> None:
+        """Sums the blocks in a berth."""
         for bound in self._bound:
             bound.sum.launch(
                 bound.rows,
-                berth.count,
+                manifest.count,
                 (
-                    *(bound.address, berth.seeds_address, berth.staged, self._ring.pitch),
+                    *(bound.address, manifest.seeds_address, berth.staged, self._ring.pitch),
                     *(berth.sums, self._cells),
                 ),
                 stream,
             )
 
-    def judge(self, berth: Berth, stream: int) -> None:
-        """Compares the sums with those that were kept."""
+    def judge(self, manifest: Manifest, berth: Berth, kept: int, stream: int) -> None:
+        """Compares the sums with those of their slots in host memory, which start at `kept`."""
         self._judge.launch(
-            berth.count,
+            manifest.count,
             1,
-            (berth.sums, berth.kept_address, self._cells, berth.verdicts, berth.told_address),
+            (
+                *(berth.sums, manifest.slots_address, kept, self._cells),
+                *(berth.verdicts, manifest.told_address),
+            ),
             stream,
         )
 
-    def scatter(self, berth: Berth, stream: int) -> None:
+    def scatter(self, manifest: Manifest, berth: Berth, stream: int) -> None:
         """Writes the blocks that were found good to their slots."""
         for bound in self._bound:
             bound.scatter.launch(
                 bound.rows,
-                berth.count,
+                manifest.count,
                 (
-                    *(bound.address, berth.targets_address, self._ring.blocks),
+                    *(bound.address, manifest.targets_address, self._ring.blocks),
                     *(berth.verdicts, berth.staged, self._ring.pitch),
                 ),
                 stream,
             )
 
 
-def _compile(
+def compile_kernel(
     kernel: Any,  # noqa: ANN401 - a Triton function, which has no type of its own
     arguments: tuple[int, ...],
     constants: Mapping[str, int | bool],
-) -> _Kernel:
+) -> Kernel:
+    """Compiles a kernel for arguments of the types of these."""
     compiled = kernel.warmup(*arguments, **constants, grid=(1, 1, 1), num_warps=4)
     # A launch passes the constants too, in the order of the kernel's parameters.
     names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     in_order = tuple(constants[name] for name in names)
     run = compiled.run
-    return _Kernel(run, compiled.function, compiled.packed_metadata, in_order)
+    return Kernel(run, compiled.function, compiled.packed_metadata, in_order)

@@ -20,6 +20,8 @@ from cuda.bindings import runtime
 
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.streams import checked
+from penstock.tiers.host import slot_bytes
+from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.packing import Blocks
 
 if TYPE_CHECKING:
@@ -53,25 +55,25 @@ class PinnedArea(Protocol):
         """No DMA may cross a multiple of so many slots: another registered extent starts there."""
         ...
 
-    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """The tables of cell sums that were written with the blocks, one row a slot."""
-        ...
-
-    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
-        """Writes the tables of cell sums, one row a slot."""
+    @property
+    def sums_address(self) -> int:
+        """Where the cell sums of slot 0 start, registered too: 64 bits a cell, slot after slot."""
         ...
 
 
-def register(extents: Iterable[tuple[int, int]]) -> list[int]:
+def register(extents: Iterable[tuple[int, int]], *, writable: bool = True) -> list[int]:
     """Registers host memory, given as (address, length), for DMA; returns the addresses.
 
     Raises:
         UnavailableError: the memory cannot be pinned; what was registered is undone.
     """
     done: list[int] = []
+    flags = runtime.cudaHostRegisterPortable
+    if not writable:
+        flags |= runtime.cudaHostRegisterReadOnly
     try:
         for address, length in extents:
-            checked(runtime.cudaHostRegister(address, length, runtime.cudaHostRegisterPortable))
+            checked(runtime.cudaHostRegister(address, length, flags))
             done.append(address)
     except UnavailableError:
         unregister(done)
@@ -86,7 +88,7 @@ def unregister(addresses: Iterable[int]) -> None:
 
 
 class RegisteredHost:
-    """The slots of a host arena, registered in extents of whole slots.
+    """The slots of a host arena and their sums, registered in extents of whole slots.
 
     Raises:
         UnavailableError: the memory cannot be pinned.
@@ -94,26 +96,26 @@ class RegisteredHost:
 
     def __init__(self, tier: HostTier, *, extent_bytes: int = EXTENT_BYTES_MAX) -> None:
         extents = tier.extents(extent_bytes)
-        self._tier = tier
         self.layout = tier.layout
         self.address = extents[0][0]
         self.slot_stride = tier.slot_bytes
         self.slot_count = tier.slot_count
         self.run_slots = max(1, extents[0][1] // tier.slot_bytes)
-        self._registered = register(extents)
-
-    def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """The tables of cell sums that were written with the blocks, one row a slot."""
-        return self._tier.sums(slots)
-
-    def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
-        """Writes the tables of cell sums, one row a slot."""
-        self._tier.keep_sums(slots, sums)
+        self.sums_address = tier.arena.address
+        sums = _in_extents(self.sums_address, tier.blocks_offset)
+        # A rank that shares the arena without writing has it mapped for reading alone.
+        writable = bool(tier.arena.bytes.flags.writeable)
+        self._registered = register([*extents, *sums], writable=writable)
 
     def close(self) -> None:
         """Ends the registration; the tier stays."""
         unregister(self._registered)
         self._registered = []
+
+
+def _in_extents(address: int, length: int) -> list[tuple[int, int]]:
+    step = EXTENT_BYTES_MAX
+    return [(address + at, min(step, length - at)) for at in range(0, length, step)]
 
 
 class PinnedMemory:
@@ -140,22 +142,32 @@ class PinnedTier:
     medium = "pinned"
 
     def __init__(self, layout: Layout, slot_count: int) -> None:
-        self.layout = layout.packed(block_count=slot_count)
         self.slot_count = slot_count
-        self.slot_stride = layout.block_bytes
+        self.slot_stride = slot_bytes(layout)
+        self.layout = layout.packed(block_count=slot_count, slot_bytes=self.slot_stride)
         self.run_slots = slot_count
-        self._memory = PinnedMemory(slot_count * layout.block_bytes)
+        self._memory = PinnedMemory(slot_count * self.slot_stride)
         self.address = self._memory.address
-        self._sums = np.zeros((slot_count, len(layout.cells)), dtype=np.uint64)
+        cells = len(layout.cells)
+        self._sums_memory = PinnedMemory(slot_count * cells * SUM_BYTES)
+        self.sums_address = self._sums_memory.address
+        self._sums = self._sums_memory.bytes.view(np.uint64).reshape(slot_count, cells)
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
         """The bytes of some slots, for reading or writing."""
         return Blocks(layout=self.layout, buffers={0: self._memory.bytes}, numbers=slots)
 
     @property
+    def bytes(self) -> NDArray[np.uint8]:
+        """All of the memory, with the gaps between blocks."""
+        return self._memory.bytes
+
+    @property
     def packed(self) -> NDArray[np.uint8]:
-        """All slots, of shape [slots, bytes]."""
-        return self._memory.bytes.reshape(self.slot_count, self.slot_stride)
+        """All blocks, of shape [slots, bytes]."""
+        slots = self._memory.bytes.reshape(self.slot_count, self.slot_stride)
+        blocks: NDArray[np.uint8] = slots[:, : self.layout.block_bytes]
+        return blocks
 
     def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
         """The tables of cell sums that were written with the blocks, one row a slot."""
@@ -169,3 +181,4 @@ class PinnedTier:
     def close(self) -> None:
         """Ends the registration."""
         self._memory.close()
+        self._sums_memory.close()

@@ -7,7 +7,7 @@ engine's time. The one rule: nothing here waits on the CPU but what has `wait` i
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from cuda.bindings import runtime
@@ -23,6 +23,7 @@ STEPS_KEPT = 16
 """Steps whose events are remembered; engines have two in flight."""
 _NOT_READY = runtime.cudaError_t.cudaErrorNotReady
 _SUCCESS = runtime.cudaError_t.cudaSuccess
+_ANY_WAY = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
 class Piece(NamedTuple):
@@ -62,9 +63,10 @@ class Event:
 
     __slots__ = ("handle",)
 
+    flags: ClassVar[int] = runtime.cudaEventDisableTiming
+
     def __init__(self) -> None:
-        flags = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
-        self.handle = checked(runtime.cudaEventCreateWithFlags(flags))
+        self.handle = checked(runtime.cudaEventCreateWithFlags(self.flags))
 
     def record(self, stream: object) -> None:
         """Marks what was submitted to the stream so far."""
@@ -79,13 +81,46 @@ class Event:
         checked((status,))
         return True
 
-    def wait(self) -> None:
-        """Blocks this thread until the device has got there; costs no CPU meanwhile."""
-        checked(runtime.cudaEventSynchronize(self.handle))
+    def hold(self, stream: int) -> None:
+        """Has any stream wait on the device; while it is captured, every replay will."""
+        status = checked(runtime.cudaStreamIsCapturing(stream))
+        active = status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
+        flags = runtime.cudaEventWaitExternal if active else 0
+        checked(runtime.cudaStreamWaitEvent(stream, self.handle, flags))
 
     def close(self) -> None:
         """Gives the event back."""
         checked(runtime.cudaEventDestroy(self.handle))
+
+
+class End(Event):
+    """A point that the CPU can wait for.
+
+    The device interrupts the CPU when it gets there: for the end of a batch, not for every turn
+    of it.
+    """
+
+    __slots__ = ()
+
+    flags: ClassVar[int] = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
+
+    def wait(self) -> None:
+        """Blocks this thread until the device has got there; costs no CPU meanwhile."""
+        checked(runtime.cudaEventSynchronize(self.handle))
+
+
+class TimedEvent(Event):
+    """A point in a stream's work, and when it was reached."""
+
+    __slots__ = ()
+
+    flags: ClassVar[int] = runtime.cudaEventDefault
+
+
+def elapsed_s(first: TimedEvent, second: TimedEvent) -> float:
+    """Seconds between two points that were reached."""
+    milliseconds: float = checked(runtime.cudaEventElapsedTime(first.handle, second.handle))
+    return milliseconds / 1e3
 
 
 class Stream:
@@ -101,7 +136,7 @@ class Stream:
 
     def wait_for(self, event: Event) -> None:
         """Has the stream wait on the device for an event; the CPU does not."""
-        stream_waits(self.handle, event)
+        checked(runtime.cudaStreamWaitEvent(self.handle, event.handle, 0))
 
     def clear(self, address: int, length: int) -> None:
         """Writes zeros."""
@@ -109,12 +144,46 @@ class Stream:
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Copies between the memories of host and device, in one call."""
-        sources, targets, lengths = zip(*pieces, strict=True)
+        self.copy_extents(*zip(*pieces, strict=True))
+
+    def copy_extents(
+        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Copies between the memories of host and device, in one call."""
+        if len(lengths) == 1:  # Half the cost of a batch of one.
+            checked(
+                runtime.cudaMemcpyAsync(targets[0], sources[0], lengths[0], _ANY_WAY, self.handle)
+            )
+            return
         checked(
             runtime.cudaMemcpyBatchAsync(
-                *(targets, sources, lengths, len(pieces)), *_IN_STREAM_ORDER, self.handle
+                *(targets, sources, lengths, len(lengths)), *_IN_STREAM_ORDER, self.handle
             )
         )
+
+    def copy_after(self, before: Event, target: int, source: int, length: int, end: Event) -> None:
+        """Waits for one event, copies, records another: a turn on a link, with little ado."""
+        handle = self.handle
+        status = (
+            runtime.cudaStreamWaitEvent(handle, before.handle, 0)[0]
+            or runtime.cudaMemcpyAsync(target, source, length, _ANY_WAY, handle)[0]
+            or runtime.cudaEventRecord(end.handle, handle)[0]
+        )
+        if status:
+            checked((status,))
+
+    def copy_batch_after(
+        self,
+        before: Event,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        lengths: Sequence[int],
+        end: Event,
+    ) -> None:
+        """The same for many extents."""
+        self.wait_for(before)
+        self.copy_extents(sources, targets, lengths)
+        end.record(self.handle)
 
     def wait(self) -> None:
         """Blocks this thread until the stream has done all its work."""

@@ -1,0 +1,257 @@
+"""Copies in a queue, in batches: what all movers of a GPU have in common.
+
+`poll` asks which batches have ended, reports the copies that have, and submits as much as the
+budget and the queue allow. It never waits.
+
+The one rule: batches end in the order of their numbers, so that waiting for one is waiting for
+all before it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from penstock.cache.ledger import Purpose
+from penstock.movers.base import Moved
+from penstock.movers.cuda.streams import Steps, Stream, stream_waits
+from penstock.vocabulary.checksums import Algorithm, key_seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from penstock.cache.ledger import BlockFault
+    from penstock.machine.effects import Copy
+    from penstock.movers.cuda.staging import Manifest
+    from penstock.movers.cuda.streams import Event
+    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.layout import Layout
+
+
+class DeviceSlots(Protocol):
+    """A tier whose buffers a kernel can address."""
+
+    layout: Layout
+    slot_count: int
+
+    @property
+    def addresses(self) -> Mapping[int, int]:
+        """Where each buffer of the layout starts."""
+        ...
+
+
+class Job:
+    """A copy and how far it is."""
+
+    __slots__ = ("copy", "faults", "flying", "next", "number", "road", "step", "wanted")
+
+    def __init__(self, copy: Copy, number: int, step: int) -> None:
+        self.copy = copy
+        self.number = number
+        """Counts the copies of a mover."""
+        self.step = step
+        """The last step that could have touched its device slots."""
+        self.next = 0
+        self.flying = 0
+        self.wanted = True
+        self.faults: list[tuple[int, BlockFault]] = []
+        self.road: tuple[list[int], list[int] | None] | None = None
+        """Where its blocks lie in host memory, once a mover has looked."""
+
+    @property
+    def left(self) -> int:
+        """Blocks that have not been submitted to the device."""
+        return len(self.copy.keys) - self.next if self.wanted else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it is left or on its way."""
+        return self.flying == 0 and self.left == 0
+
+    def report(self) -> Moved:
+        """What the owner is told."""
+        return Moved(self.copy.operation, tuple(sorted(self.faults, key=lambda fault: fault[0])))
+
+
+class Batch:
+    """Some blocks of a job, on their way."""
+
+    __slots__ = ("first", "job", "manifest", "number")
+
+    def __init__(self, job: Job, manifest: Manifest, *, count: int, number: int) -> None:
+        self.job = job
+        self.manifest = manifest
+        self.first = job.next
+        self.number = number
+        manifest.count = count
+
+    @property
+    def part(self) -> slice:
+        """Which blocks of the job."""
+        return slice(self.first, self.first + self.manifest.count)
+
+
+class QueuedMover(ABC):
+    """Copies in order, in batches; its subclasses say what a batch is."""
+
+    def __init__(self, device: DeviceSlots, algorithm: Algorithm, steps: Steps | None) -> None:
+        if algorithm is not Algorithm.MIX64:
+            raise ValueError(f"algorithm is {algorithm.value}, must be mix64 on a GPU")
+        slot_count = slots_of_any(device.layout)
+        self.steps = Steps(slot_count) if steps is None else steps
+        self._layout = device.layout
+        self._block_bytes = device.layout.block_bytes
+        self._kernels = Stream()
+        self._jobs: deque[Job] = deque()
+        self._flying: deque[Batch] = deque()
+        self._launched = 0
+        self._taken = 0
+        self._begun = 0
+        """Of all copies up to this number, nothing is left to be submitted to the device."""
+        self._abandoned = False
+        """Whether a copy may have ended out of its turn."""
+        # One more, for `NOWHERE`.
+        self._last_batch = np.zeros(slot_count + 1, dtype=np.int64)
+        """The number of the last batch that touches each device slot."""
+        self._last_job = np.zeros(slot_count + 1, dtype=np.int64)
+        """The number of the last copy that does or will touch each device slot."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._jobs)
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that were submitted to the device and not seen to have ended."""
+        return len(self._flying)
+
+    def step_submitted(self, stream: int, slots: ArrayLike | None = None) -> None:
+        """The engine has submitted a step to its stream; see `Steps.submitted`."""
+        self.steps.submitted(stream, slots)
+
+    def submit(self, copy: Copy) -> None:
+        """Takes a copy in; its work is submitted to the device in `poll`."""
+        self._taken += 1
+        slots = self._device_slots(copy)
+        self._jobs.append(Job(copy, self._taken, self.steps.last_of(slots)))
+        self._last_job[slots] = self._taken
+
+    def abandon(self, operation: OperationId) -> None:
+        """What is not on its way is left out; the copy is reported when the rest has ended."""
+        for job in self._jobs:
+            if job.copy.operation == operation:
+                job.wanted = False
+                self._abandoned = True
+                return
+
+    def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
+        """Reports what ended and submits at most `budget_bytes`, but at least one block.
+
+        Nothing is submitted while the queue is full: that bounds the bytes in flight.
+        """
+        moved = self.collect()
+        spent = 0
+        for job in self._jobs:
+            while job.left:
+                room = min(self._room, max(spent == 0, (budget_bytes - spent) // self._block_bytes))
+                if room < 1:
+                    return moved, spent
+                count = min(job.left, room)
+                self._submit_batch(job, count)
+                spent += count * self._block_bytes
+            self._begun = max(self._begun, job.number)
+        return moved, spent
+
+    def collect(self) -> list[Moved]:
+        """Reports what ended, without submitting anything."""
+        while self._flying and self._flying[0].manifest.ended.reached:
+            batch = self._flying.popleft()
+            self._land(batch)
+            batch.job.flying -= 1
+            self._give_back(batch)
+        ended: list[Job] = []
+        # Batches end in the order they were submitted, and so do the copies they belong to.
+        while self._jobs and self._jobs[0].ended:
+            ended.append(self._jobs.popleft())
+        if self._abandoned:
+            ended += [job for job in self._jobs if job.ended]
+            self._jobs = deque(job for job in self._jobs if not job.ended)
+            self._abandoned = any(not job.wanted for job in self._jobs)
+        return [job.report() for job in ended]
+
+    def wait(self) -> None:
+        """Blocks this thread until all that was submitted to the device has ended."""
+        if self._flying:
+            self._flying[-1].manifest.ended.wait()
+
+    def guard(self, stream: int, slots: ArrayLike) -> bool:
+        """Has an engine's stream wait for the copies that read or write these device slots.
+
+        Returns False where such a copy has not been submitted to the device yet: then there is
+        nothing to wait for on the device, and the slot must be left alone until its report.
+        """
+        wanted = np.asarray(slots, dtype=np.int64)
+        wanted = wanted[wanted >= 0]
+        last = int(self._last_batch[wanted].max(initial=0))
+        if self._flying and last >= self._flying[0].number:
+            # They leave the device's slots in the order of their numbers.
+            batch = self._flying[last - self._flying[0].number]
+            stream_waits(stream, self._device_done(batch))
+        if self._last_job[wanted].max(initial=0) <= self._begun:
+            return True
+        waiting = (self._device_slots(job.copy)[..., job.next :] for job in self._jobs if job.left)
+        return not any(np.isin(touched, wanted).any() for touched in waiting)
+
+    def _submit_batch(self, job: Job, count: int) -> None:
+        self._launched += 1
+        batch = Batch(job, self._take_manifest(), count=count, number=self._launched)
+        job.next += count
+        job.flying += 1
+        self._flying.append(batch)
+        copy, manifest = job.copy, batch.manifest
+        manifest.slots[:, :count] = copy.source_slots[..., batch.part]
+        manifest.targets[:, :count] = copy.target_slots[..., batch.part]
+        if copy.purpose is not Purpose.DUPLICATE:
+            manifest.seeds[:count] = key_seeds(copy.keys[batch.part])
+        self._last_batch[self._device_slots(copy)[..., batch.part]] = batch.number
+        self._launch(batch, self.steps.event_of(job.step))
+
+    @property
+    @abstractmethod
+    def _room(self) -> int:
+        """How many blocks the next batch may have; 0 while the queue is full."""
+
+    @abstractmethod
+    def _take_manifest(self) -> Manifest:
+        """A manifest for the next batch."""
+
+    @abstractmethod
+    def _give_back(self, batch: Batch) -> None:
+        """Frees the manifest of a batch that has ended."""
+
+    @abstractmethod
+    def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
+        """Which slots of the device a copy reads or writes."""
+
+    @abstractmethod
+    def _launch(self, batch: Batch, step: Event | None) -> None:
+        """Submits the work of a batch, behind a step where the device's slots are touched."""
+
+    @abstractmethod
+    def _land(self, batch: Batch) -> None:
+        """The CPU has seen the end of a batch."""
+
+    def _device_done(self, batch: Batch) -> Event:
+        """When the device's slots are no longer touched."""
+        return batch.manifest.ended
+
+
+def slots_of_any(layout: Layout) -> int:
+    """So many slots the largest KV group has; a layout's own count is that of the smallest."""
+    return max(group.block_count for group in layout.groups)
