@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import typer
 from typer.main import get_command
 
-from penstock.cli import bench, config
+from penstock.cli import bench, config, explore
 from penstock.cli.conventions import ExitStatus
 from penstock.cli.demo import show_demo
+from penstock.cli.serve import serve
 from penstock.cli.sim import simulate
 from penstock.cli.version import show_version
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
@@ -25,6 +26,7 @@ from penstock.errors import CapacityError, InvariantViolation, PenstockError, Un
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+RUN = "Run"
 SET_UP = "Set up"
 PROVE = "Try, test and measure"
 
@@ -48,6 +50,13 @@ app.add_typer(
     help="Measure, beside peers and ceilings in the same run.",
     rich_help_panel=PROVE,
 )
+app.add_typer(
+    explore.commands,
+    name="explore",
+    help="Look at small worlds in every order in which things can happen.",
+    rich_help_panel=PROVE,
+)
+app.command("serve", rich_help_panel=RUN)(serve)
 app.command("demo", rich_help_panel=PROVE)(show_demo)
 app.command("sim", rich_help_panel=PROVE)(simulate)
 app.command("version", rich_help_panel=SET_UP)(show_version)

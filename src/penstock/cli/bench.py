@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,11 @@ import typer
 
 import penstock
 from penstock.bench.growth import run_growth
+from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
+from penstock.bench.handoff import run_handoff
 from penstock.bench.index import ROUNDS, run_index
+from penstock.bench.interference import plan as interference
+from penstock.bench.interference.on_cpu import run_on_cpu
 from penstock.bench.peer import VllmPeer
 from penstock.bench.report import Report
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
@@ -30,6 +36,46 @@ PeerOption = Annotated[
     ),
 ]
 RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Rounds for each size.")]
+
+
+class Device(Enum):
+    """Where a benchmark's engine runs."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+DeviceOption = Annotated[
+    Device,
+    typer.Option("--device", help="cuda: decode loops beside copies; cpu: an engine's own thread."),
+]
+SecondsOption = Annotated[
+    float,
+    typer.Option(
+        "--seconds",
+        min=0.01,
+        help="How long each loop runs beside each side in a round.",
+    ),
+]
+OnlyOption = Annotated[
+    str,
+    typer.Option("--only", metavar="LOOPS", help="With cuda: these loops alone, by comma."),
+]
+RatesOption = Annotated[
+    str,
+    typer.Option(
+        "--rates",
+        metavar="GB/S",
+        help="With cuda: the rates, by comma, that Penstock's budget a step is made for.",
+    ),
+]
+InFlightOption = Annotated[
+    int, typer.Option("--in-flight", min=1, max=2, help="With cuda: steps in flight.")
+]
+IdleOption = Annotated[
+    float,
+    typer.Option("--idle-seconds", min=0.1, help="With cpu: how long a request waits."),
+]
 
 
 @commands.command("index")
@@ -77,6 +123,98 @@ def bench_transfer(
     if json is not None:
         write_json(json, report.to_builtins())
     raise typer.Exit(report.exit_code(check=check))
+
+
+@commands.command("handoff")
+def bench_handoff(
+    *,
+    json: JsonOption = None,
+    device: Annotated[
+        Device, typer.Option("--device", help="cpu: rank processes; cuda: one GPU, two pools.")
+    ] = Device.CPU,
+    rounds: RoundsOption = HANDOFF_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure the handoff: throughput, what decode has to wait for, CPU time a part."""
+    report = Report(version=penstock.__version__, command=_command())
+    if device is Device.CPU:
+        run_handoff(report, rounds=rounds)
+    else:
+        _run_handoff_on_cuda(report, rounds=rounds)
+    if json is None or str(json) != "-":
+        report.show(sys.stdout)
+    if json is not None:
+        write_json(json, report.to_builtins())
+    raise typer.Exit(report.exit_code(check=check))
+
+
+def _run_handoff_on_cuda(report: Report, *, rounds: int) -> None:
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError("bench handoff --device cuda needs the 'torch' extra") from error
+    if not torch.cuda.is_available():
+        raise UnavailableError("bench handoff --device cuda needs a CUDA device, torch sees none")
+    from penstock.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
+
+    run_handoff_on_cuda(report, rounds=rounds)
+
+
+@commands.command("interference")
+def bench_interference(
+    *,
+    json: JsonOption = None,
+    device: DeviceOption = Device.CUDA,
+    rounds: RoundsOption = interference.ROUNDS,
+    seconds: SecondsOption = interference.SECONDS,
+    only: OnlyOption = "eager,graph,small",
+    rates: RatesOption = "15,30,50",
+    in_flight: InFlightOption = interference.IN_FLIGHT,
+    idle_seconds: IdleOption = interference.IDLE_SECONDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
+    report = Report(version=penstock.__version__, command=_command())
+    if device is Device.CPU:
+        run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
+    else:
+        plan = interference.Plan(
+            loops=tuple(only.split(",")),
+            rounds=rounds,
+            seconds=seconds,
+            in_flight=in_flight,
+            wanted=_numbers(rates, option="--rates"),
+        )
+        _run_on_cuda(report, plan)
+    if json is None or str(json) != "-":
+        report.show(sys.stdout)
+    if json is not None:
+        write_json(json, report.to_builtins())
+    raise typer.Exit(report.exit_code(check=check))
+
+
+def _run_on_cuda(report: Report, plan: interference.Plan) -> None:
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError("bench interference needs the 'torch' extra, and CUDA") from error
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            "bench interference needs a CUDA device, and torch sees none; --device cpu measures "
+            "what can be measured without"
+        )
+    from penstock.bench.interference.on_cuda import run_on_cuda  # noqa: PLC0415 - needs an extra
+
+    run_on_cuda(report, plan, tell=partial(typer.echo, err=True))
+
+
+def _numbers(text: str, *, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"is {text!r}, must be numbers with commas between them", param_hint=option
+        ) from error
 
 
 def _command() -> str:

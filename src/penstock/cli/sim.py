@@ -1,10 +1,9 @@
-"""`penstock sim`: simulate the cache from many seeds, or tell the story of one."""
+"""`penstock sim`: simulate the cache or the handoff from many seeds, or tell the story of one."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,18 +24,12 @@ from penstock.cli.conventions import (
 )
 from penstock.testing.sim.campaign import DEFECTS, failure_of, run_campaign
 from penstock.testing.sim.report import document_of, failure_lines, lines_of
-from penstock.testing.sim.world import World
+from penstock.testing.sim.scenarios import Scenario, world_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SEEDS_DEFAULT = 1000
-
-
-class Scenario(StrEnum):
-    """What is simulated."""
-
-    CACHE = "cache"
 
 
 def simulate(
@@ -51,10 +44,10 @@ def simulate(
     trace: TraceOption = False,
     json: JsonOption = None,
 ) -> None:
-    """Simulate the cache from many seeds, or tell the story of one.
+    """Simulate cache or handoff from many seeds, or tell the story of one.
 
     A seed decides everything: settings, requests, delays and faults. After every event the
-    whole state is audited. Seeds that fail end the command with status 1; so do events,
+    whole state is checked. Seeds that fail end the command with status 1; so do events,
     faults or moves between states that too few of the seeds have seen.
     """
     chosen = chosen_seeds(seed=seed, seeds=seeds, start=start, default_count=SEEDS_DEFAULT)
@@ -63,10 +56,10 @@ def simulate(
             raise typer.BadParameter(
                 "tells the story of one seed: give --seed", param_hint="--trace"
             )
-        _tell(seed)
+        _tell(scenario, seed)
         return
     with _progress(len(chosen)) as advance:
-        outcome = run_campaign(chosen, jobs=jobs, progress=advance)
+        outcome = run_campaign(chosen, scenario, jobs=jobs, progress=advance)
     problems = list(failure_lines(outcome, scenario.value))
     if json is not None:
         head = {"penstock": __version__, "scenario": scenario.value, "start": chosen.start}
@@ -78,9 +71,9 @@ def simulate(
         raise typer.Exit(ExitStatus.FINDING)
 
 
-def _tell(seed: int) -> None:
+def _tell(scenario: Scenario, seed: int) -> None:
     """Tells every event of one world, and how it ended."""
-    world = World(seed, teller=print)
+    world = world_of(scenario, seed, teller=print)
     try:
         world.run()
     except DEFECTS as error:

@@ -1,0 +1,262 @@
+"""A rank of the handoff benchmark, in a process and on a core of its own.
+
+The device of the source is played by the clock: a layer is computed when its time has come, and
+the CPU is free meanwhile, as it is beside a GPU. Everything else is the production driver, over
+ZeroMQ and shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from penstock.errors import UnavailableError
+from penstock.handoff.settings import HandoffBounds, HandoffSettings
+from penstock.runtime.handoff.decode_rank import DecodeRankDriver
+from penstock.runtime.handoff.directory import Directory, EnginePlace, RankPlace
+from penstock.runtime.handoff.lines import zmq_lines
+from penstock.runtime.handoff.prefill_rank import PrefillRankDriver
+from penstock.runtime.handoff.progress import LayerEvents
+from penstock.runtime.handoff.reading import ArrayReader
+from penstock.runtime.handoff.taking import ArrayTaker
+from penstock.testing.handoff_process import Commands, tell
+from penstock.tiers.arrays import ArrayTier
+from penstock.transport.shared_memory import SharedTarget
+from penstock.transport.shared_writer import connect_shared
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.form import Form
+from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROGRAM = "from penstock.bench.handoff_rank import main; main()"
+SETTINGS = HandoffSettings(bounds=HandoffBounds())
+HEADS, CHANNELS = 8, 128
+WAIT_S = 1.0
+PATIENCE_S = 30.0
+PIECE_BYTES = 512 << 10
+ORDERS = {
+    "head major": (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL),
+    "token major": (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL),
+}
+
+
+class BenchShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt, and how its KV lies."""
+
+    layers: int
+    tokens: int
+    block_tokens: int
+    order: str
+    """The key of one of `ORDERS`."""
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of the prompt."""
+        return self.tokens // self.block_tokens
+
+    def layout(self) -> Layout:
+        """Its KV: eight heads of 128 numbers of two bytes."""
+        return Layout.split(
+            layers=range(self.layers),
+            heads=HeadRange.all_of(HEADS),
+            channels=CHANNELS,
+            dtype=DType.BF16,
+            block_tokens=self.block_tokens,
+            block_count=self.block_count,
+            order=ORDERS[self.order],
+        )
+
+
+class BenchOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank process is told when it starts."""
+
+    name: str
+    shape: BenchShape
+    prefix: str
+    cores: tuple[int, ...]
+
+
+def directory_of(shape: BenchShape, prefix: str) -> Directory:
+    """Two engines with one rank each."""
+    form = Form(layout=shape.layout())
+    prefill, decode = (
+        EnginePlace(
+            scheduler=engine,
+            address=f"ipc://@{prefix}-{engine}",
+            ranks=(
+                RankPlace(name=f"{engine}/0", form=form, address=f"ipc://@{prefix}-{engine}-0"),
+            ),
+        )
+        for engine in ("prefill", "decode")
+    )
+    return Directory(prefill=prefill, decode=decode, model="bench", weights="v1")
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    """The keys of a prompt's blocks."""
+    return [f"{name} {n}".encode() for n in range(count)]
+
+
+class ClockEvent:
+    """A point in the work of a device that is played by the clock; the "stream" is its time."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self, stream: object) -> None:
+        """Marks the time at which the device gets there."""
+        assert isinstance(stream, float)
+        self._at = stream
+
+    @property
+    def reached(self) -> bool:
+        """Whether that time has come."""
+        return time.monotonic() >= self._at
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class SourceRank:
+    """The prefill rank."""
+
+    def __init__(self, orders: BenchOrders) -> None:
+        shape = self.shape = orders.shape
+        layout = shape.layout()
+        chance = np.random.default_rng(1)
+        sizes = layout.buffer_bytes
+        self.arrays = [chance.integers(0, 256, sizes[at], dtype=np.uint8) for at in sorted(sizes)]
+        self.slots = [int(slot) for slot in chance.permutation(shape.block_count)]
+        self.copy = [np.ones_like(array) for array in self.arrays]
+        self.events = LayerEvents(ClockEvent)
+        directory = directory_of(shape, orders.prefix)
+        self.driver = PrefillRankDriver(
+            directory,
+            orders.name,
+            zmq_lines(directory, orders.name),
+            reader=ArrayReader(ArrayTier(layout, self.arrays), Algorithm.XXH3),
+            connect=connect_shared,
+            incarnation=secrets.randbits(63) + 1,
+            settings=SETTINGS,
+            progress=self.events,
+        )
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Does what it is told, and tells how long it took."""
+        if "copy" in order:
+            cpu_s = time.process_time()
+            copied_s = self._copy_and_sum()
+            cpu_s = time.process_time() - cpu_s
+            tell(copied=copied_s, cpu_s=cpu_s, pieces=self._copy_in_pieces())
+        else:
+            self._run(order["run"], order["layer_s"])
+
+    def _run(self, name: str, layer_s: float) -> None:
+        """Computes a prompt, at once or layer by layer, and sends it meanwhile."""
+        shape, driver = self.shape, self.driver
+        keys = keys_of(name, shape.block_count)
+        driver.admit(name, token_count=shape.tokens, slots=self.slots, keys=keys)
+        self._until(lambda: name in driver.machine.wants.get("decode/0", {}))
+        cpu_s, parts = time.process_time(), driver.parts_written
+        began = ended = time.monotonic()
+        if layer_s:
+            ended = self._compute_by_layers(name, layer_s)
+        else:
+            driver.chunk_progress(name, tokens=shape.tokens)
+        self._until(lambda: name not in driver.machine.prompts)
+        tell(
+            ran=name,
+            began=began,
+            ended=ended,
+            cpu_s=time.process_time() - cpu_s,
+            parts=driver.parts_written - parts,
+        )
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"the other side has not answered in {PATIENCE_S} s")
+            self.driver.wait(deadline)
+            self.driver.step()
+
+    def _compute_by_layers(self, name: str, layer_s: float) -> float:
+        """Returns when the last layer was computed."""
+        first = time.monotonic()
+        self.events.begin({name: self.shape.tokens}, range(self.shape.layers))
+        for layer in range(self.shape.layers):
+            self.events.layer_submitted(layer, first + (layer + 1) * layer_s)
+        ended = first + self.shape.layers * layer_s
+        while self.events.busy:
+            self.driver.drive(time.monotonic() + WAIT_S)
+        return ended
+
+    def _copy_and_sum(self) -> float:
+        """Seconds for a plain copy of all the bytes, and then one pass over them."""
+        began = time.perf_counter()
+        for target, array in zip(self.copy, self.arrays, strict=True):
+            np.copyto(target, array)
+        for target in self.copy:
+            xxh3_64_intdigest(target.data)
+        return time.perf_counter() - began
+
+    def _copy_in_pieces(self) -> float:
+        """The same, summed while each piece is in the cache: as good as it gets."""
+        began = time.perf_counter()
+        for target, array in zip(self.copy, self.arrays, strict=True):
+            for at in range(0, len(array), PIECE_BYTES):
+                piece = target[at : at + PIECE_BYTES]
+                np.copyto(piece, array[at : at + PIECE_BYTES])
+                xxh3_64_intdigest(piece.data)
+        return time.perf_counter() - began
+
+
+class TargetRank:
+    """The decode rank."""
+
+    def __init__(self, orders: BenchOrders) -> None:
+        layout = orders.shape.layout()
+        sizes = layout.buffer_bytes
+        arrays = [np.ones(sizes[at], dtype=np.uint8) for at in sorted(sizes)]
+        directory = directory_of(orders.shape, orders.prefix)
+        self.driver = DecodeRankDriver(
+            directory,
+            orders.name,
+            zmq_lines(directory, orders.name),
+            taker=ArrayTaker(ArrayTier(layout, arrays), Algorithm.XXH3),
+            target=SharedTarget(),
+            incarnation=secrets.randbits(63) + 1,
+            settings=SETTINGS,
+        )
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Tells how much CPU time it has used."""
+        tell(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_taken)
+
+
+def main() -> None:
+    """Runs a rank until its standard input ends."""
+    orders = msgspec.json.decode(sys.argv[1], type=BenchOrders)
+    os.sched_setaffinity(0, orders.cores)
+    is_source = orders.name.startswith("prefill/")
+    rank = SourceRank(orders) if is_source else TargetRank(orders)
+    commands = Commands()
+    tell(ready=orders.name)
+    while not commands.ended:
+        for order in commands.take():
+            rank.obey(order)
+        rank.driver.step()
+        rank.driver.wait(time.monotonic() + WAIT_S, [commands.descriptor])
+    rank.driver.close()

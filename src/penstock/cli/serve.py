@@ -1,0 +1,184 @@
+"""`penstock serve`: a model behind an OpenAI-compatible server, with Penstock as its cache."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from penstock.cli.conventions import ConfigOption
+from penstock.config import load_config
+from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from penstock.config import Config
+
+NEEDED = ("torch", "transformers", "safetensors", "gguf", "starlette", "uvicorn")
+
+
+ModelOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="A folder with a checkpoint, or a .gguf file; without it the default model.",
+    ),
+]
+TpOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Ranks that share the model.")
+]
+BlocksOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each rank.")
+]
+BlockTokensOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens in a block.")
+]
+HostGibOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(metavar="G", min=0, help="Host memory for blocks, of each rank; 0: none."),
+]
+DtypeOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="Of weights and KV: float32, bfloat16 or float16.")
+]
+DeviceOption: TypeAlias = Annotated[str | None, typer.Option(help="Where to compute: cpu.")]
+InstancesOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=16, help="Copies of the model.")
+]
+RoleOption: TypeAlias = Annotated[str | None, typer.Option(help="What an instance computes: both.")]
+HostOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")
+]
+PortOption: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="The port; 8000 if not given, 0: a free one.")
+]
+ApiKeyOption: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="KEY", help="What clients must send as their API key.")
+]
+PrintConfigOption: TypeAlias = Annotated[
+    bool, typer.Option("--print-config", help="Print every setting in effect as TOML, and end.")
+]
+
+
+def serve(  # noqa: PLR0913 - as many options as there are wishes
+    *,
+    model: ModelOption = None,
+    tp: TpOption = None,
+    blocks: BlocksOption = None,
+    block_tokens: BlockTokensOption = None,
+    host_gib: HostGibOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    instances: InstancesOption = None,
+    role: RoleOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    api_key: ApiKeyOption = None,
+    config: ConfigOption = None,
+    print_config: PrintConfigOption = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.
+
+    Options change what the file of `--config` says. Everything runs on this machine and ends
+    with this command.
+    """
+    _require_extras()
+    from penstock.serve.plan import Wishes, settle  # noqa: PLC0415  (needs the extras)
+
+    wishes = Wishes(
+        model=model,
+        tp=tp,
+        host_gib=host_gib,
+        blocks=blocks,
+        block_tokens=block_tokens,
+        dtype=dtype,
+        device=device,
+        host=host,
+        port=port,
+        api_key=api_key,
+        instances=instances,
+        role=role,
+    )
+    settled = settle(load_config(config) if config else None, wishes)
+    if print_config:
+        print(settled.to_toml(), end="")
+        return
+    _serve(settled)
+
+
+def _require_extras() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(
+            f'{missing[0]} is not installed: pip install "penstock[cli,engine,serve]"'
+        )
+
+
+def _serve(config: Config) -> None:
+    from penstock.serve.running import serve as run  # noqa: PLC0415  (needs the extras)
+
+    logging.basicConfig(level=logging.WARNING, format="%(name)s %(message)s")
+    with Bars(config) as bars:
+        run(config, bars)
+
+
+class Bars:
+    """Shows on standard error how far the ranks have loaded, then says where to find them."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("layers"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def loading(self, name: str, layers: int, of: int) -> None:
+        """Moves a rank's bar."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=of)
+        self._progress.update(self._tasks[name], completed=layers)
+
+    def ready(self, address: str) -> None:
+        """The bars go; one line is left."""
+        self._progress.stop()
+        config = self._config
+        assert config.cache.device is not None
+        assert config.serve is not None
+        tiers = [
+            f"{config.cache.device.slot_count} device blocks of {config.cache.block_tokens} tokens"
+        ]
+        for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
+            size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
+            tiers.append(f"{tier.name} {size}")
+        print(
+            f"penstock: ready: {config.model.name} at {address}/v1 "
+            f"({_counted(config.serve.instances, 'instance')}, "
+            f"{_counted(config.cache.rank_count, 'rank')} each; {' → '.join(tiers)})",
+            flush=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
