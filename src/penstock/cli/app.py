@@ -21,6 +21,7 @@ from penstock.cli.demo import show_demo
 from penstock.cli.serve import serve
 from penstock.cli.sim import simulate
 from penstock.cli.version import show_version
+from penstock.cli.vllm_config import print_vllm_flag
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ app.command("serve", rich_help_panel=RUN)(serve)
 app.command("demo", rich_help_panel=PROVE)(show_demo)
 app.command("sim", rich_help_panel=PROVE)(simulate)
 app.command("version", rich_help_panel=SET_UP)(show_version)
+app.command("vllm-config", rich_help_panel=SET_UP)(print_vllm_flag)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,45 @@
+"""`penstock vllm-config`: the flag that makes vLLM use Penstock."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.config import load_config
+from penstock.connectors.vllm.settings import RECOMPUTE
+from penstock.errors import ConfigError
+
+
+def print_vllm_flag(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
+    *,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="Put the content of FILE into the flag, not its path."),
+    ] = False,
+    bare: Annotated[
+        bool,
+        typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
+    ] = False,
+) -> None:
+    """Print the flag that makes vLLM keep KV in the tiers of a configuration file.
+
+    What the file says about device blocks, tokens a block, ranks and KV groups is left to vLLM.
+    """
+    config = load_config(file)
+    if not config.cache.tiers:
+        raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
+    given = file.read_text(encoding="utf-8") if inline else str(file.resolve())
+    transfer = {
+        "kv_connector": "PenstockConnector",
+        "kv_connector_module_path": "penstock.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": RECOMPUTE,
+        "kv_connector_extra_config": {"config": given},
+    }
+    told = json.dumps(transfer)
+    print(told if bare else f"--kv-transfer-config {shlex.quote(told)}")

@@ -1,0 +1,1 @@
+"""Translations between Penstock and the engines of others: they translate, never decide."""

@@ -1,0 +1,1 @@
+"""A small inference engine on the managed cache: the example that integrators read."""

@@ -1,0 +1,192 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    engine.add(request)
+    while engine.unfinished:
+        for output in engine.step(): ...
+
+`step` lets copies advance, plans the next step, hands it to the ranks and takes in what they
+have finished. It never waits for a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from penstock.engine.batch import is_decode
+from penstock.engine.steps import COPIES_ALONE, Step
+from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engine.requests import Output, Request
+    from penstock.engine.scheduler import Scheduler
+    from penstock.engine.steps import StepResult
+    from penstock.engine.worker import Worker
+    from penstock.transport.base import Channel
+
+
+STEP_S = 600.0
+"""A step that takes longer never ends. A rank that died or hangs is noticed long before."""
+PREFILL_SHARE = 0.75
+"""A step of which so much is prompts tells how fast prompts are computed."""
+
+
+class Workers(Protocol):
+    """The ranks, wherever they are."""
+
+    def submit(self, step: Step) -> None:
+        """Hands a step to every rank."""
+        ...
+
+    def collect(self, *, deadline: float) -> StepResult | None:
+        """The oldest step's result; waits for it until the deadline."""
+        ...
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """What speaks for the ranks while nobody collects."""
+        ...
+
+    def take_reports(self) -> list[bytes]:
+        """What the ranks said about copies since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        ...
+
+    def abandon(self) -> None:
+        """Leaves the ranks: something is wrong, and they are to start anew."""
+        ...
+
+
+class LocalWorkers:
+    """One rank, in this process: a step is computed when it is handed over."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._done: list[StepResult] = []
+
+    def submit(self, step: Step) -> None:
+        """Computes the step."""
+        self._done.append(self._worker.execute(step))
+
+    def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - it is there
+        """The oldest step's result."""
+        return self._done.pop(0) if self._done else None
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """None: this rank is no other process."""
+        return ()
+
+    def take_reports(self) -> list[bytes]:
+        """None: the cache drives this rank itself."""
+        return []
+
+    def close(self) -> None:
+        """There is nobody to end."""
+
+    def abandon(self) -> None:
+        """There is nobody to leave."""
+
+
+class Engine:
+    """A scheduler, its cache and its ranks."""
+
+    def __init__(
+        self, scheduler: Scheduler, workers: Workers, *, step_deadline_s: float = STEP_S
+    ) -> None:
+        self.scheduler = scheduler
+        self.cache = scheduler.cache
+        self._workers = workers
+        self._step_deadline_s = step_deadline_s
+        self._flying: list[_Flight] = []
+        self.idle = False
+        """Whether the last `step` found nothing to do: only news or copies can change that."""
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return self.scheduler.unfinished
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; see `Scheduler.add` for what it refuses."""
+        self.scheduler.add(request)
+
+    def abort(self, request: str) -> None:
+        """Ends a request, whatever it is doing."""
+        self.scheduler.abort(request)
+
+    def step(self) -> list[Output]:
+        """Lets copies advance and computes a step, if anything can run."""
+        for report in self._workers.take_reports():
+            self.cache.hear(report)
+        self.cache.step()
+        outputs = self.scheduler.take_outputs()
+        step = self.scheduler.plan()
+        plan = None if self.copies_here else self.cache.take_plan()
+        self.idle = not (outputs or step or plan or self._flying)
+        if step is not None:
+            self._flying.append(_Flight(step, time.monotonic()))
+            self._workers.submit(msgspec.structs.replace(step, plan=plan))
+        elif plan is not None:
+            self._workers.submit(Step(COPIES_ALONE, [], [], plan))
+        # With room for another step in flight, the newest one need not be waited for.
+        if self._flying and (step is None or self._is_full):
+            outputs += self._finish()
+        return outputs
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """What to wait for when nothing can run."""
+        return self._workers.channels
+
+    @property
+    def copies_here(self) -> bool:
+        """Whether `step` itself moves blocks, so that waiting would delay them."""
+        return not self._workers.channels
+
+    def close(self, deadline_s: float) -> None:
+        """Ends what is under way, drains the copies, and lets the ranks go."""
+        self.cache.close(deadline_s)
+        self._workers.close()
+
+    def abandon(self) -> None:
+        """A rank is lost: gives everything back without waiting for anything."""
+        self._workers.abandon()
+        self.cache.close(0.0)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._flying) >= self.scheduler.settings.steps_in_flight
+
+    def _finish(self) -> list[Output]:
+        deadline = time.monotonic() + self._step_deadline_s
+        result = self._workers.collect(deadline=deadline)
+        flight = self._flying[0]
+        if result is None:
+            raise UnavailableError(
+                f"step {flight.step.number} was not computed within {self._step_deadline_s} s"
+            )
+        del self._flying[0]
+        self._tell_speed(flight)
+        return self.scheduler.finish(flight.step, result.sampled)
+
+    def _tell_speed(self, flight: _Flight) -> None:
+        """Lets the cache know how fast prompts are computed, from steps that do little else."""
+        prefilled = sum(len(span.tokens) for span in flight.step.spans if not is_decode(span))
+        decoded = sum(is_decode(span) for span in flight.step.spans)
+        if prefilled > PREFILL_SHARE * (prefilled + decoded):
+            self.cache.computed(prefilled, max(1e-9, time.monotonic() - flight.began))
+
+
+class _Flight(NamedTuple):
+    """A step under way."""
+
+    step: Step
+    began: float

@@ -1,0 +1,127 @@
+"""A GGUF file, as far as the default model needs it: its tensors under Hugging Face's names.
+
+Quantised tensors are expanded to float32 when they are read. llama.cpp stores the rows of the
+query and key matrices with the two halves of each rotary pair side by side; here they are put
+back into Hugging Face's order, in which the first half of a head comes before the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+
+from penstock.engine.architecture import Architecture
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_OUTSIDE_LAYERS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_IN_LAYERS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+class GgufFile:
+    """A checkpoint in one GGUF file of the Llama family.
+
+    Raises:
+        ConfigError: the file is of another family.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        family = self.field("general.architecture")
+        if family != "llama":
+            raise ConfigError("model", f"is a GGUF file of family {family!r}, must be 'llama'")
+        self.architecture = self._architecture()
+
+    def field(self, name: str, default: float | None = None) -> str | float:
+        """A value of the file's metadata."""
+        found = self._reader.get_field(name)
+        if found is not None:
+            value: str | float = found.contents()
+            return value
+        if default is None:
+            raise ConfigError("model", f"is a GGUF file without {name!r}")
+        return default
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) in self._tensors
+
+    def rows(self, name: str, held: range | None = None) -> torch.Tensor:
+        """A tensor, or a range of its rows."""
+        whole = self._whole(name)
+        return whole if held is None else whole[held.start : held.stop]
+
+    def columns(self, name: str, held: range) -> torch.Tensor:
+        """A range of a matrix's columns."""
+        return self._whole(name)[:, held.start : held.stop]
+
+    def close(self) -> None:
+        """The file is mapped: it goes with the reader."""
+
+    def _whole(self, name: str) -> torch.Tensor:
+        stored = self._tensors.get(self._stored_name(name))
+        if stored is None:
+            raise ConfigError("model", f"is a GGUF file without a tensor for {name!r}")
+        values = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32)
+        if ".q_proj." in name:
+            values = _rotary_halves_apart(values, self.architecture.heads)
+        elif ".k_proj." in name:
+            values = _rotary_halves_apart(values, self.architecture.kv_heads)
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def _stored_name(self, name: str) -> str:
+        if name in _OUTSIDE_LAYERS:
+            return _OUTSIDE_LAYERS[name]
+        prefix, number, rest = name.split(".", 3)[1:] if name.count(".") > 3 else ("", "", "")
+        part, _, kind = rest.rpartition(".")
+        if prefix != "layers" or part not in _IN_LAYERS:
+            return name
+        return f"blk.{number}.{_IN_LAYERS[part]}.{kind}"
+
+    def _architecture(self) -> Architecture:
+        heads = int(self.field("llama.attention.head_count"))
+        hidden = int(self.field("llama.embedding_length"))
+        embedding = self._tensors["token_embd.weight"]
+        return Architecture(
+            family="llama",
+            layers=int(self.field("llama.block_count")),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(self.field("llama.attention.head_count_kv", heads)),
+            head_dim=int(self.field("llama.attention.key_length", hidden // heads)),
+            intermediate=int(self.field("llama.feed_forward_length")),
+            vocabulary=int(embedding.shape[1]),
+            norm_epsilon=float(self.field("llama.attention.layer_norm_rms_epsilon")),
+            rope_theta=float(self.field("llama.rope.freq_base", 10000.0)),
+            rope_scaling=None,
+            positions=int(self.field("llama.context_length")),
+            qk_norm=False,
+            qkv_bias=False,
+            tied="output.weight" not in self._tensors,
+            stop_tokens=(int(self.field("tokenizer.ggml.eos_token_id")),),
+        )
+
+
+def _rotary_halves_apart(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,172 @@
+"""What a server and an engine instance tell each other; see `instance.py` for the engine's side.
+
+| from the server              | from the instance                                             |
+|------------------------------|---------------------------------------------------------------|
+|                              | `Loading` while it loads, `Ready` once it takes requests       |
+| `Submit` `Abort` `StopAnswer` | `Progress`, `Refused`; `Kept` when what is cached has changed |
+| `Reset`                      |                                                               |
+| `Ask`                        | `Told`                                                        |
+
+Frames are msgpack with a version byte before it; a field that is not known is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from penstock.errors import PeerError
+
+# msgspec reads the annotations when a message arrives, so this import must be real.
+from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
+
+VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Something one side tells the other."""
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """A request for one or several answers."""
+
+    id: str
+    prompt: list[int]
+    max_tokens: int
+    answers: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int = 0
+    priority: int = 0
+    tenant: str = ""
+    reuse: bool = True
+    store: bool = True
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Nobody waits for a request any more."""
+
+    id: str
+
+
+class StopAnswer(Message, frozen=True, kw_only=True):
+    """The reader met a stop string in one answer."""
+
+    id: str
+    answer: int
+
+
+class Reset(Message, frozen=True, kw_only=True):
+    """Everything cached is void."""
+
+    why: str
+    weights_version: str = ""
+    """What the weights are called from now on, if they have changed."""
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """Tell about yourself."""
+
+    id: int
+    what: Literal["statistics", "story", "audit"]
+    of: str = ""
+    """Whose story."""
+
+
+class Loading(Message, frozen=True, kw_only=True):
+    """A rank has read so many of its layers."""
+
+    rank: int
+    layers: int
+    of: int
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The instance takes requests from now on."""
+
+    model: str
+    positions: int
+    """The longest context: what the model was made for, if the device has room for it."""
+    stop_tokens: list[int]
+    config: str
+    """The cache's configuration, from which a router makes keys."""
+    tiers: list[str]
+    """Names of the tiers, device first."""
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """A token of an answer, or its end, or both."""
+
+    id: str
+    answer: int
+    token: int | None = None
+    logprob: float = 0.0
+    alternatives: list[tuple[int, float]] = []
+    reason: str = ""
+    cached: list[int] = []
+    """With the first token: prompt tokens that came from each tier."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """A request was not taken."""
+
+    id: str
+    kind: str
+    """`invalid`: the request is wrong. `busy`: too many wait; try again later."""
+    problem: str
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """What is cached where has changed: KV events, without gaps from the instance's start."""
+
+    events: list[BlocksStored | BlocksRemoved | AllCleared]
+
+
+class Told(Message, frozen=True, kw_only=True):
+    """The answer to `Ask`, as JSON."""
+
+    id: int
+    json: bytes
+
+
+ToInstance = Submit | Abort | StopAnswer | Reset | Ask
+FromInstance = Loading | Ready | Progress | Refused | Kept | Told
+
+_encoder = msgspec.msgpack.Encoder()
+_to_instance: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)
+_from_instance: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
+MessageT = TypeVar("MessageT")
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    return bytes([VERSION]) + _encoder.encode(message)
+
+
+def read_by_instance(frame: bytes) -> ToInstance:
+    """A frame from a server.
+
+    Raises:
+        PeerError: it is none of the messages an instance takes.
+    """
+    return _read(frame, _to_instance)
+
+
+def read_by_server(frame: bytes) -> FromInstance:
+    """A frame from an instance.
+
+    Raises:
+        PeerError: it is none of the messages an instance sends.
+    """
+    return _read(frame, _from_instance)
+
+
+def _read(frame: bytes, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
+    if frame[:1] != bytes([VERSION]):
+        raise PeerError(f"a frame has version {frame[:1].hex() or 'none'}, must have {VERSION:02x}")
+    try:
+        return decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"a frame makes no sense: {error}") from error

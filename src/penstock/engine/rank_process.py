@@ -1,0 +1,85 @@
+"""The process of one rank: `python -m penstock.engine.rank_process SPEC`, SPEC being JSON.
+
+It dials its scheduler, meets the other ranks, loads its share of the model and computes until
+the scheduler says that this is the end. Anything else ends it with status 1, and whoever
+started it starts it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from contextlib import closing
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import distributed
+
+import penstock
+from penstock.engine.loading import load_rank
+from penstock.engine.meeting import Loading, encode, join
+from penstock.engine.remote import serve_rank
+from penstock.engine.spec import RankSpec
+from penstock.errors import PeerError, UnavailableError
+
+if TYPE_CHECKING:
+    from penstock.transport.base import Channel
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_S = 60.0
+"""A meeting, or a sum over the ranks, that takes longer means that one is gone."""
+
+
+def main(given: str) -> int:
+    """Runs the rank; the exit status is 0 when its scheduler ended in good order."""
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
+    spec = msgspec.json.decode(given, type=RankSpec)
+    name = f"{spec.instance.name}-rank-{spec.rank}"
+    try:
+        channel, place = join(spec.instance.scheduler, name=name, rank=spec.rank)
+        with closing(channel):
+            why = _serve(spec, channel, place)
+    except (PeerError, UnavailableError) as error:
+        logger.error("rank ends: name=%s cause=%s", name, error)  # noqa: TRY400
+        return 1
+    logger.info("rank ends: name=%s cause=%s", name, why)
+    return 0
+
+
+def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
+    instance = spec.instance
+    if instance.threads:
+        torch.set_num_threads(instance.threads)
+    _meet(spec, place)
+
+    def tell(layers: int, of: int) -> None:
+        channel.send(encode(Loading(spec.rank, layers, of)))
+
+    loaded = load_rank(instance, rank=spec.rank, progress=tell)
+    with penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier) as rank:
+        # From now on it ends with its scheduler: told to stop before it, it would take the
+        # scheduler's last step away.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return serve_rank(channel, loaded.worker, rank)
+
+
+def _meet(spec: RankSpec, place: str) -> None:
+    instance = spec.instance
+    try:
+        distributed.init_process_group(
+            "nccl" if instance.device.startswith("cuda") else "gloo",
+            init_method=f"file://{place}",
+            rank=spec.rank,
+            world_size=instance.ranks,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
+    except RuntimeError as error:
+        raise UnavailableError(f"the ranks did not meet: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

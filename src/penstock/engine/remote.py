@@ -1,0 +1,138 @@
+"""Ranks in processes of their own: a step goes to all of them, and one answers with tokens.
+
+    scheduler's process:   workers = RemoteWorkers(*meet_ranks(listener, ranks=2, deadline=…))
+    each rank's process:   serve_rank(channel, worker, rank)
+
+Copies travel with the steps: a step carries the plan, its results carry the reports. A step
+without tokens carries a plan alone.
+
+The one rule: a rank that is lost ends the instance. Half a model computes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.engine.meeting import End, Loaded, encode, read_by_rank, read_by_scheduler
+from penstock.engine.steps import Step, StepResult
+from penstock.errors import PeerError, UnavailableError
+from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.waiting import wait_any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engine.worker import Worker
+    from penstock.runtime.facts import RankFacts
+    from penstock.runtime.rank import Rank
+    from penstock.transport.base import Channel
+
+IDLE_S = 3600.0
+"""A rank with nothing to do looks up so often; everything else wakes it."""
+
+
+class RemoteWorkers:
+    """The ranks of one model, as their scheduler sees them."""
+
+    def __init__(self, channels: Sequence[Channel], facts: Sequence[RankFacts]) -> None:
+        self.channels = list(channels)
+        """In the order of the ranks."""
+        self.facts = list(facts)
+        self.reports: deque[bytes] = deque()
+        """What the ranks said about copies, for the owner of the cache."""
+        self._answers: list[deque[StepResult]] = [deque() for _ in channels]
+
+    def submit(self, step: Step) -> None:
+        """Hands a step to every rank.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        frame = encode(step)
+        for channel in self.channels:
+            channel.send(frame)
+
+    def collect(self, *, deadline: float) -> StepResult | None:
+        """The first rank's answer to the oldest step, once every rank has answered it."""
+        while not all(self._answers):
+            waiting = [c for c, got in zip(self.channels, self._answers, strict=True) if not got]
+            if not wait_any(waiting, deadline=deadline).channels:
+                return None
+            self.listen()
+        results = [answers.popleft() for answers in self._answers]
+        return results[0]
+
+    def take_reports(self) -> list[bytes]:
+        """What the ranks said about copies since the last call."""
+        self.listen()
+        reports = list(self.reports)
+        self.reports.clear()
+        return reports
+
+    def listen(self) -> None:
+        """Takes in what has arrived.
+
+        Raises:
+            UnavailableError: a rank is lost.
+            PeerError: a rank said what makes no sense.
+        """
+        for rank, channel in enumerate(self.channels):
+            while not isinstance(said := channel.receive(), Empty):
+                if isinstance(said, Closed | Failed):
+                    raise UnavailableError(f"rank {rank} is lost: {said}")
+                result = read_by_scheduler(said.frame)
+                if not isinstance(result, StepResult):
+                    raise PeerError(f"rank {rank} said {result}, must be the result of a step")
+                self.reports.extend(result.reports)
+                if result.number:
+                    self._answers[rank].append(result)
+
+    def close(self) -> None:
+        """Tells the ranks that nothing more will come, and that all is well."""
+        for channel in self.channels:
+            if not isinstance(channel.receive(), Closed | Failed):
+                channel.send(encode(End()))
+            channel.close()
+
+    def abandon(self) -> None:
+        """Leaves the ranks without a word: they end as failed, and are started anew."""
+        for channel in self.channels:
+            channel.close()
+
+
+def serve_rank(channel: Channel, worker: Worker, rank: Rank) -> str:
+    """Computes what arrives until the scheduler says that this is the end.
+
+    Raises:
+        UnavailableError: the scheduler is lost.
+        PeerError: it said what makes no sense.
+    """
+    channel.send(encode(Loaded(rank.facts.to_bytes())))
+    while True:
+        match channel.receive():
+            case Item(frame):
+                message = read_by_rank(frame)
+                if isinstance(message, End):
+                    return "the scheduler ended"
+                if not isinstance(message, Step):
+                    raise PeerError(f"the scheduler said {message}, must be a step or the end")
+                channel.send(encode(_computed(message, worker, rank)))
+            case Closed():
+                raise UnavailableError("the scheduler left without a word")
+            case Failed(cause):
+                raise UnavailableError(f"the scheduler is lost: {cause}")
+            case Empty():
+                report = rank.step()
+                if report is not None:
+                    channel.send(encode(StepResult(0, [], [report])))
+                rank.wait(time.monotonic() + IDLE_S, channels=[channel])
+
+
+def _computed(step: Step, worker: Worker, rank: Rank) -> StepResult:
+    if step.plan is not None:
+        rank.take(step.plan)
+    result = worker.execute(step) if step.spans else StepResult(step.number, [])
+    report = rank.step()
+    return StepResult(step.number, result.sampled, [] if report is None else [report])

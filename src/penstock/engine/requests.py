@@ -1,0 +1,136 @@
+"""A request and its answers, as the scheduler sees them.
+
+| `Phase`   | means                                                     | next               |
+|-----------|-----------------------------------------------------------|--------------------|
+| `WAITING` | has no blocks: new, preempted, or its blocks were lost     | `LOADING`, `RUNNING` |
+| `LOADING` | its blocks are on their way to the device                  | `RUNNING`, `WAITING` |
+| `FORKING` | waits for the first answer's prompt, to share its blocks    | `RUNNING`, `WAITING` |
+| `RUNNING` | can be part of a step                                      | `WAITING`, `ENDED`   |
+| `ENDED`   | the end; its blocks go when no step touches them any more   |                    |
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.engine.sampling import Sampled, Sampling, Wish
+
+if TYPE_CHECKING:
+    from penstock.runtime.leases import Lease
+
+TOKENS_MAX = 1 << 20
+
+
+class Phase(enum.Enum):
+    """What an answer is waiting for."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    FORKING = "forking"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Reason(enum.Enum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """A stop token, or the reader met a stop string."""
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asks for."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int = 16
+    answers: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: frozenset[int] = frozenset()
+    priority: int = 0
+    tenant: str = ""
+    reuse: bool = True
+    """Whether cached blocks may be used."""
+    store: bool = True
+    """Whether its blocks may be cached."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("prompt is empty, must have at least one token")
+        if not 1 <= self.max_tokens <= TOKENS_MAX:
+            raise ValueError(f"max_tokens is {self.max_tokens}, must be from 1 to {TOKENS_MAX}")
+        if not 1 <= self.answers <= ANSWERS_MAX:
+            raise ValueError(f"n is {self.answers}, must be from 1 to {ANSWERS_MAX}")
+
+
+ANSWERS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A token of an answer, or its end, or both."""
+
+    request: str
+    answer: int
+    sampled: Sampled | None
+    reason: Reason | None = None
+    cached_by_tier: tuple[int, ...] = ()
+    """Prompt tokens that came from each tier, device first; with the first token."""
+
+
+class Answer:
+    """One answer to a request: its tokens, its blocks, and how far its steps are."""
+
+    __slots__ = (
+        *("arrival", "cached_by_tier", "flying", "lease", "number", "phase", "reason"),
+        *("request", "scheduled", "shares", "tokens", "unknown"),
+    )
+
+    def __init__(self, request: Request, number: int, arrival: int) -> None:
+        self.request = request
+        self.number = number
+        self.arrival = arrival
+        self.phase = Phase.WAITING if number == 0 else Phase.FORKING
+        self.tokens = list(request.prompt)
+        """The prompt and what was generated."""
+        self.lease: Lease | None = None
+        self.shares = False
+        """Whether its unfinished block may be another answer's as well, until it grows."""
+        self.scheduled = 0
+        """The KV of so many tokens is computed, or will be by a step that is under way."""
+        self.unknown = 0
+        """Tokens that a step under way will add."""
+        self.flying = 0
+        """Steps under way that touch its blocks."""
+        self.cached_by_tier: tuple[int, ...] = ()
+        self.reason: Reason | None = None
+
+    @property
+    def name(self) -> str:
+        """For stories and logs."""
+        return f"{self.request.id}#{self.number}" if self.number else self.request.id
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far, those under way included."""
+        return len(self.tokens) - len(self.request.prompt) + self.unknown
+
+    @property
+    def left(self) -> int:
+        """Tokens whose KV no step has been asked for yet."""
+        return len(self.tokens) + self.unknown - self.scheduled
+
+    def wish(self) -> Wish:
+        """How its next token is to be chosen."""
+        sampling = self.request.sampling
+        seed = sampling.seed if sampling.seed is not None else hash((self.request.id, "seed"))
+        # One number for each position and answer, so that a step that is computed again after
+        # a preemption draws the same token.
+        position = len(self.tokens) + self.unknown
+        mixed = (seed * 0x9E3779B97F4A7C15 + position * 0x100000001B3 + self.number) % 2**63
+        return Wish(sampling.temperature, sampling.top_p, mixed, sampling.logprobs)

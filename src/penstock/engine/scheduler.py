@@ -1,0 +1,406 @@
+"""Which requests compute which tokens in the next step: continuous batching over leases.
+
+    scheduler.add(request)
+    step = scheduler.plan()                     # None when nothing can run
+    outputs = scheduler.finish(step, sampled)   # in the order of the steps
+
+Decodes come first, then chunks of prompts, then new requests, within a number of tokens a step.
+Loads from lower tiers are a phase of a request: others go on. When blocks run out, the least
+urgent request gives its blocks back and returns through the cache.
+
+The one rule: a lease is released, preempted or grown over only when no step under way touches
+its blocks, whatever became of its request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cache.states import LeaseState
+from penstock.engine.batch import Span
+from penstock.engine.requests import Answer, Output, Phase, Reason, Request
+from penstock.engine.steps import PREVIOUS, Draw, Step
+from penstock.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engine.sampling import Sampled
+    from penstock.runtime.managed import Cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """Bounds of a step and of the queue."""
+
+    step_tokens: int = 512
+    """Tokens computed in one step, at most."""
+    step_requests: int = 64
+    waiting_max: int = 1024
+    """Requests that wait; more are refused."""
+    steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "step_requests", "waiting_max", "steps_in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.step_tokens < self.step_requests:
+            raise ValueError(
+                f"step_tokens is {self.step_tokens}, must be at least step_requests, "
+                f"{self.step_requests}: every running request gets a token a step"
+            )
+
+
+class Scheduler:
+    """The answers of one engine and their leases."""
+
+    def __init__(
+        self, cache: Cache, settings: SchedulerSettings, *, block_tokens: int, block_count: int
+    ) -> None:
+        self.cache = cache
+        self.settings = settings
+        self.preemptions = 0
+        self._block_tokens = block_tokens
+        self._block_count = block_count
+        self._answers: dict[int, Answer] = {}
+        self._by_request: dict[str, list[int]] = {}
+        self._arrivals = 0
+        self._steps = 0
+        self._flying: deque[tuple[Step, list[int]]] = deque()
+        self._told: list[Output] = []
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._by_request)
+
+    @property
+    def flying(self) -> int:
+        """Steps under way."""
+        return len(self._flying)
+
+    def count(self, phase: Phase) -> int:
+        """How many answers are in a phase."""
+        return sum(answer.phase is phase for answer in self._answers.values())
+
+    def add(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises:
+            ValueError: it can never fit on the device, or its name is taken.
+            CapacityError: too many wait already.
+        """
+        if request.id in self._by_request:
+            raise ValueError(f"id is {request.id!r}, must be one that no running request has")
+        tokens = len(request.prompt) + request.max_tokens
+        room = self._block_count * self._block_tokens
+        if tokens > room:
+            raise ValueError(
+                f"prompt and max_tokens come to {tokens} tokens, must be at most {room}, which "
+                "is what the device has room for"
+            )
+        waiting = self.count(Phase.WAITING)
+        if waiting >= self.settings.waiting_max:
+            raise CapacityError(
+                tier="queue", wanted=1, available=max(0, self.settings.waiting_max - waiting)
+            )
+        numbers = []
+        for number in range(request.answers):
+            self._arrivals += 1
+            self._answers[self._arrivals] = Answer(request, number, self._arrivals)
+            numbers.append(self._arrivals)
+        self._by_request[request.id] = numbers
+
+    def abort(self, request: str) -> None:
+        """Ends a request; one that has ended already is left alone."""
+        for number in self._by_request.get(request, ()):
+            answer = self._answers[number]
+            if answer.phase is not Phase.ENDED:
+                self._end(answer, Reason.ABORTED)
+                self._tell(answer, None)
+        self._bury()
+
+    def stop(self, request: str, number: int) -> None:
+        """Ends one answer whose reader met a stop string."""
+        for arrival in self._by_request.get(request, ()):
+            answer = self._answers[arrival]
+            if answer.number == number and answer.phase is not Phase.ENDED:
+                self._end(answer, Reason.STOP)
+        self._bury()
+
+    def take_outputs(self) -> list[Output]:
+        """What was told since the last call: aborts, which no step tells."""
+        told, self._told = self._told, []
+        return told
+
+    def plan(self) -> Step | None:
+        """The next step; `None` when enough are under way, or nothing can run."""
+        if self.flying >= self.settings.steps_in_flight:
+            return None
+        self._wake()
+        plan = _Plan(self.settings.step_tokens, self.settings.step_requests)
+        before = self.preemptions
+        for answer in self._in_order(Phase.RUNNING):
+            self._schedule(answer, plan)
+        for answer in self._in_order(Phase.WAITING):
+            # Blocks that a preemption has just freed are for those who run: let in at once,
+            # the next one would be the next to give way.
+            crowded = plan.chunks and self.preemptions > before
+            if plan.full or crowded or not self._admit(answer):
+                break
+            self._schedule(answer, plan)
+        if not plan.chunks:
+            return None
+        return self._launch(plan)
+
+    def finish(self, step: Step, sampled: Sequence[Sampled]) -> list[Output]:
+        """Takes in what a step computed; steps are finished in the order of their plans.
+
+        Raises:
+            ValueError: it is another step's turn, or not every draw was answered.
+        """
+        if not self._flying or self._flying[0][0] is not step:
+            raise ValueError(f"step {step.number} is not the oldest one under way")
+        if len(sampled) != len(step.draws):
+            raise ValueError(f"{len(sampled)} tokens for {len(step.draws)} draws")
+        _, owners = self._flying.popleft()
+        for draw in step.draws:
+            self._answers[draw.answer].unknown -= 1
+        for span, owner in zip(step.spans, owners, strict=True):
+            self._computed(self._answers[owner], span)
+        for draw, token in zip(step.draws, sampled, strict=True):
+            self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
+        self._bury()
+        return self.take_outputs()
+
+    # Choosing what runs.
+
+    def _in_order(self, phase: Phase) -> list[Answer]:
+        """The answers of a phase, the most urgent first."""
+        found = [answer for answer in self._answers.values() if answer.phase is phase]
+        return sorted(found, key=lambda answer: (-answer.request.priority, answer.arrival))
+
+    def _wake(self) -> None:
+        """Answers whose blocks have arrived, or will not, move on."""
+        for answer in self._answers.values():
+            if answer.lease is None or answer.flying or answer.phase is Phase.ENDED:
+                continue
+            if answer.lease.state is LeaseState.LOST:
+                answer.lease.release()
+                answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
+            elif answer.phase is Phase.LOADING and answer.lease.state is LeaseState.READY:
+                answer.phase = Phase.RUNNING
+                answer.scheduled = answer.lease.token_count
+
+    def _schedule(self, answer: Answer, plan: _Plan) -> None:
+        count = min(answer.left, plan.tokens_left)
+        if answer.phase is not Phase.RUNNING or plan.full or count < 1:
+            return
+        if answer.generated >= answer.request.max_tokens:
+            # The last token is under way: its KV is of no use.
+            return
+        if answer.unknown and len(self._sharers(answer)) > 1:
+            # The others are about to share its unfinished block: it must not be written to.
+            return
+        if not self._grown(answer, answer.scheduled + count, plan):
+            return
+        ends = count == answer.left
+        plan.add(answer, count, ends=ends)
+
+    def _admit(self, answer: Answer) -> bool:
+        """Whether the request has blocks now, and those behind it may be looked at."""
+        request = answer.request
+        try:
+            answer.lease = self.cache.acquire(
+                answer.tokens,
+                request=answer.name,
+                tenant=request.tenant,
+                reuse=request.reuse,
+                store=request.store,
+                priority=request.priority,
+            )
+        except CapacityError:
+            return False
+        if not answer.cached_by_tier:
+            answer.cached_by_tier = answer.lease.cached_by_tier
+        loading = answer.lease.state is LeaseState.LOADING
+        answer.phase = Phase.LOADING if loading else Phase.RUNNING
+        answer.scheduled = answer.lease.token_count
+        return True
+
+    def _grown(self, answer: Answer, token_count: int, plan: _Plan) -> bool:
+        """Whether the lease has room; others give way for it if they are less urgent."""
+        assert answer.lease is not None
+        room = len(answer.lease.block_table) * self._block_tokens
+        if room >= token_count and not answer.shares:
+            return True
+        while True:
+            try:
+                answer.lease.grow(token_count)
+            except CapacityError:
+                victim = self._least_urgent(plan)
+                if victim is None:
+                    return False
+                if victim is answer:
+                    self._preempt(answer)
+                    return False
+                self._preempt(victim)
+                continue
+            answer.shares = False
+            if answer.lease.state is LeaseState.LOADING:
+                # After a fork: the unfinished block is being copied.
+                answer.phase = Phase.LOADING
+                return False
+            return True
+
+    def _least_urgent(self, plan: _Plan) -> Answer | None:
+        """Who gives its blocks back: nobody whose blocks a step touches."""
+        found = [
+            answer
+            for answer in self._in_order(Phase.RUNNING)
+            if not answer.flying and not plan.has(answer)
+        ]
+        return found[-1] if found else None
+
+    def _preempt(self, answer: Answer) -> None:
+        assert answer.lease is not None
+        answer.lease.preempt()
+        answer.shares = False
+        answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
+        self.preemptions += 1
+
+    def _launch(self, plan: _Plan) -> Step:
+        spans: list[Span] = []
+        owners: list[int] = []
+        draws: list[Draw] = []
+        for chunk in plan.in_batch_order():
+            answer = chunk.answer
+            if chunk.ends:
+                draws += [
+                    Draw(len(spans), sharer.arrival, sharer.wish())
+                    for sharer in self._sharers(answer)
+                ]
+            spans.append(chunk.span())
+            owners.append(answer.arrival)
+            answer.scheduled += chunk.count
+            answer.flying += 1
+        for draw in draws:
+            self._answers[draw.answer].unknown += 1
+        self._steps += 1
+        step = Step(self._steps, spans, draws)
+        self._flying.append((step, owners))
+        return step
+
+    def _sharers(self, answer: Answer) -> list[Answer]:
+        """The answers whose first token comes from the same prompt, and itself."""
+        others = [self._answers[number] for number in self._by_request[answer.request.id]]
+        return [
+            answer,
+            *(other for other in others if other.phase is Phase.FORKING and answer.number == 0),
+        ]
+
+    # Taking in what was computed.
+
+    def _computed(self, answer: Answer, span: Span) -> None:
+        answer.flying -= 1
+        if answer.phase is Phase.ENDED or answer.lease is None:
+            return
+        answer.lease.commit(answer.tokens[span.start : span.stop])
+
+    def _chosen(self, answer: Answer, origin: Answer, token: Sampled) -> None:
+        if answer.phase is Phase.ENDED:
+            return
+        if answer.phase is Phase.FORKING:
+            self._fork(answer, origin)
+        answer.tokens.append(token.token)
+        if token.token in answer.request.stop_tokens:
+            self._end(answer, Reason.STOP)
+        elif answer.generated - answer.unknown >= answer.request.max_tokens:
+            self._end(answer, Reason.LENGTH)
+        self._tell(answer, token)
+
+    def _fork(self, answer: Answer, origin: Answer) -> None:
+        answer.cached_by_tier = origin.cached_by_tier
+        if origin.lease is None or origin.phase is Phase.ENDED:
+            # The first answer is over already: this one finds its blocks in the cache.
+            answer.phase = Phase.WAITING
+            return
+        answer.lease = origin.lease.fork(answer.name)
+        answer.shares = origin.shares = True
+        answer.phase = Phase.RUNNING
+        answer.scheduled = answer.lease.token_count
+
+    def _end(self, answer: Answer, reason: Reason) -> None:
+        answer.phase, answer.reason = Phase.ENDED, reason
+
+    def _bury(self) -> None:
+        """Gives back the blocks of ended answers that no step touches any more."""
+        for arrival, answer in list(self._answers.items()):
+            if answer.phase is not Phase.ENDED or answer.flying or answer.unknown:
+                continue
+            if answer.lease is not None:
+                answer.lease.release()
+            del self._answers[arrival]
+            numbers = self._by_request[answer.request.id]
+            numbers.remove(arrival)
+            if not numbers:
+                del self._by_request[answer.request.id]
+
+    def _tell(self, answer: Answer, token: Sampled | None) -> None:
+        first = answer.generated - answer.unknown == 1
+        self._told.append(
+            Output(
+                request=answer.request.id,
+                answer=answer.number,
+                sampled=token,
+                reason=answer.reason,
+                cached_by_tier=answer.cached_by_tier if first else (),
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Chunk:
+    answer: Answer
+    count: int
+    ends: bool
+    """Whether its last token is the answer's newest: the next one is chosen from it."""
+
+    def span(self) -> Span:
+        answer = self.answer
+        assert answer.lease is not None
+        start, stop = answer.scheduled, answer.scheduled + self.count
+        tokens = answer.tokens[start:stop]
+        tokens += [PREVIOUS] * (self.count - len(tokens))
+        table = answer.lease.block_table.tolist()
+        return Span(answer.arrival, start, tokens, table, self.ends)
+
+
+class _Plan:
+    """A step in the making."""
+
+    def __init__(self, tokens: int, requests: int) -> None:
+        self.tokens_left = tokens
+        self.chunks: list[_Chunk] = []
+        self._requests = requests
+        self._names: set[int] = set()
+
+    @property
+    def full(self) -> bool:
+        return self.tokens_left < 1 or len(self.chunks) >= self._requests
+
+    def has(self, answer: Answer) -> bool:
+        return answer.arrival in self._names
+
+    def add(self, answer: Answer, count: int, *, ends: bool) -> None:
+        self.chunks.append(_Chunk(answer, count, ends))
+        self._names.add(answer.arrival)
+        self.tokens_left -= count
+
+    def in_batch_order(self) -> list[_Chunk]:
+        """Chunks of prompts first, single tokens of running answers last."""
+        return sorted(
+            self.chunks, key=lambda chunk: chunk.count == 1 and chunk.answer.scheduled > 0
+        )

@@ -1,0 +1,44 @@
+"""What the scheduler asks of the ranks in one step, and what they answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+# msgspec reads the annotations when a message arrives, so these imports must be real.
+from penstock.engine.batch import Span  # noqa: TC001
+from penstock.engine.sampling import Sampled, Wish  # noqa: TC001
+
+COPIES_ALONE = 0
+"""The number of a step that computes nothing; real ones are counted from 1."""
+PREVIOUS = -1
+"""In place of a token: the one that the step before chose for the same answer."""
+
+
+class Draw(msgspec.Struct, frozen=True, array_like=True):
+    """A token to choose: from the logits of a span, for an answer."""
+
+    span: int
+    """Which of the step's spans."""
+    answer: int
+    """Which of the scheduler's answers."""
+    wish: Wish
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One step's work: every rank gets the same."""
+
+    number: int
+    spans: list[Span]
+    draws: list[Draw]
+    plan: bytes | None = None
+    """Copies that the ranks carry out beside it."""
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What one rank has to say about a step."""
+
+    number: int
+    sampled: list[Sampled]
+    """One for each draw, from the first rank."""
+    reports: list[bytes] = []
+    """What became of copies."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server and router in front of the engine."""

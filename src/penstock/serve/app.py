@@ -1,0 +1,312 @@
+"""The HTTP server: OpenAI's completions and chat, health, metrics, and a look into the cache.
+
+| path                          |                                                              |
+|-------------------------------|--------------------------------------------------------------|
+| `POST /v1/chat/completions`   | a conversation's next turn, whole or as a stream              |
+| `POST /v1/completions`        | how a text goes on                                            |
+| `GET  /v1/models`             | the one model                                                 |
+| `GET  /health`                | 200 when an instance takes requests, else 503                 |
+| `GET  /metrics`               | for Prometheus                                                |
+| `GET  /cache`                 | statistics of every instance, and why requests missed         |
+| `GET  /cache/story?request=`  | what happened to a request's blocks                           |
+| `POST /admin/reset`           | voids everything cached                                       |
+| `POST /admin/weights`         | the weights changed: everything cached under the old is void  |
+| `POST /admin/audit`           | has every instance check its books                            |
+
+The one rule: whatever a client sends, it gets an answer in OpenAI's shape that says what was
+wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from penstock.engine import messages as ms
+from penstock.serve import errors
+from penstock.serve.answers import Form, Reader
+from penstock.serve.generating import Admission, Generating
+from penstock.serve.shapes import (
+    TOKENS_DEFAULT,
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    logprobs_of,
+    max_tokens_of,
+    read_request,
+    wants_logprobs,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp
+
+    from penstock.engine.text import Text
+    from penstock.serve.metrics import Metrics
+    from penstock.serve.router import Router
+
+TENANT_CHARACTERS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What the server allows."""
+
+    api_key: str = ""
+    """Without it, everybody who can reach the port is served."""
+    body_bytes_max: int = 1 << 20
+    requests_max: int = 512
+    """Requests under way; more are answered with 429."""
+
+
+class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/weights`."""
+
+    version: str
+
+
+class Server:
+    """What happens on each path."""
+
+    def __init__(
+        self, router: Router, text: Text, metrics: Metrics, *, model: str, settings: ServerSettings
+    ) -> None:
+        self._router = router
+        self._text = text
+        self._metrics = metrics
+        self._model = model
+        self._settings = settings
+        self._admission = Admission(settings.requests_max)
+
+    def app(self) -> Starlette:
+        """The application, for any ASGI server."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/cache", self.cache),
+            Route("/cache/story", self.story),
+            Route("/admin/reset", self.reset, methods=["POST"]),
+            Route("/admin/weights", self.weights, methods=["POST"]),
+            Route("/admin/audit", self.audit, methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+
+    # What clients ask for.
+
+    async def completions(self, http: HttpRequest) -> ASGIApp:
+        """`POST /v1/completions`."""
+        request = read_request(await self._body(http), CompletionRequest)
+        tokens = self._tokens_of(request.prompt)
+        return self._answer(http, request, tokens, chat=False)
+
+    async def chat(self, http: HttpRequest) -> ASGIApp:
+        """`POST /v1/chat/completions`."""
+        request = read_request(await self._body(http), ChatRequest)
+        if not request.messages:
+            raise BadRequest("messages is empty, must have at least one", param="messages")
+        said = [{"role": turn.role, "content": turn.text()} for turn in request.messages]
+        try:
+            tokens = self._text.encode_chat(said)
+        except ValueError as error:
+            raise BadRequest(str(error), param="messages") from error
+        return self._answer(http, request, tokens, chat=True)
+
+    async def models(self, http: HttpRequest) -> Response:
+        """`GET /v1/models`."""
+        self._require_key(http)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
+        name = http.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self._require_model(name)
+        return JSONResponse(model)
+
+    def _tokens_of(self, prompt: str | list[int | str]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._text.encode(prompt)
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if len(tokens) == len(prompt):
+            return tokens
+        if len(prompt) == 1:
+            return self._text.encode(str(prompt[0]))
+        raise BadRequest(
+            f"prompt has {len(prompt)} entries, must be one text, or tokens alone: send a request "
+            "for each",
+            param="prompt",
+        )
+
+    def _answer(
+        self,
+        http: HttpRequest,
+        request: CompletionRequest | ChatRequest,
+        tokens: list[int],
+        *,
+        chat: bool,
+    ) -> ASGIApp:
+        self._require_model(request.model)
+        tenant = _tenant(http)
+        ready = self._router.ready
+        if not ready or ready[0].ready is None:
+            return errors.unavailable("no instance is ready")
+        facts = ready[0].ready
+        if len(tokens) >= facts.positions:
+            raise BadRequest(
+                f"the prompt has {len(tokens)} tokens, must have fewer than {facts.positions}, "
+                "the longest context",
+                param="messages" if chat else "prompt",
+            )
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        submit = _submit(name, request, tokens, tenant=tenant, positions=facts.positions)
+        options = request.stream_options
+        return Generating(
+            submit=submit,
+            reader=Reader(
+                self._text, prompt_tokens=len(tokens), answers=request.n, stops=request.stops
+            ),
+            form=Form(
+                id=name,
+                model=self._model,
+                chat=chat,
+                logprobs=wants_logprobs(request),
+                tiers=facts.tiers,
+            ),
+            stream=request.stream,
+            tells_usage=options is not None and options.include_usage,
+            router=self._router,
+            text=self._text,
+            metrics=self._metrics,
+            admission=self._admission,
+        )
+
+    # What operators ask for.
+
+    async def health(self, _http: HttpRequest) -> Response:
+        """`GET /health`."""
+        instances = {link.name: link.ready is not None for link in self._router.links}
+        ready = any(instances.values())
+        return JSONResponse(
+            {"status": "ok" if ready else "loading", "instances": instances},
+            status_code=200 if ready else 503,
+        )
+
+    async def metrics(self, _http: HttpRequest) -> Response:
+        """`GET /metrics`."""
+        # Those that are lost meanwhile, or too busy to answer, are left out: the rest counts.
+        asked = await asyncio.gather(
+            *(link.ask("statistics") for link in self._router.ready), return_exceptions=True
+        )
+        told = [json.loads(each) for each in asked if isinstance(each, bytes)]
+        text = self._metrics.text(told, retries=self._router.retries)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def cache(self, http: HttpRequest) -> Response:
+        """`GET /cache`."""
+        self._require_key(http)
+        return JSONResponse({"instances": await self._told("statistics")})
+
+    async def story(self, http: HttpRequest) -> Response:
+        """`GET /cache/story?request=NAME`."""
+        self._require_key(http)
+        name = http.query_params.get("request", "")
+        if not name:
+            raise BadRequest("request is empty, must be the id of an answer", param="request")
+        found = [line for told in await self._told("story", name) for line in told]
+        return JSONResponse({"request": name, "story": found})
+
+    async def reset(self, http: HttpRequest) -> Response:
+        """`POST /admin/reset`."""
+        self._require_key(http)
+        return JSONResponse({"reset": self._router.reset("an operator asked for it")})
+
+    async def weights(self, http: HttpRequest) -> Response:
+        """`POST /admin/weights` with `{"version": "…"}`."""
+        version = read_request(await self._body(http), WeightsRequest).version
+        if not 1 <= len(version.encode()) <= TENANT_CHARACTERS_MAX:
+            raise BadRequest(
+                f"version has {len(version.encode())} bytes, must have from 1 to "
+                f"{TENANT_CHARACTERS_MAX}",
+                param="version",
+            )
+        names = self._router.reset(f"weights are now {version}", weights_version=version)
+        return JSONResponse({"reset": names, "weights_version": version})
+
+    async def audit(self, http: HttpRequest) -> Response:
+        """`POST /admin/audit`: an instance whose books do not add up ends, with the story."""
+        self._require_key(http)
+        told = await self._told("audit")
+        return JSONResponse({"in_order": [each["instance"] for each in told]})
+
+    async def _told(self, what: Literal["statistics", "story", "audit"], of: str = "") -> list[Any]:
+        return [json.loads(await link.ask(what, of)) for link in self._router.ready]
+
+    # What every path checks.
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        self._require_key(http)
+        limit = self._settings.body_bytes_max
+        parts: list[bytes] = []
+        async for part in http.stream():
+            parts.append(part)
+            if sum(map(len, parts)) > limit:
+                raise BadRequest(f"the body has more than {limit} bytes", status=413)
+        return b"".join(parts)
+
+    def _require_key(self, http: HttpRequest) -> None:
+        key = self._settings.api_key
+        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        if key and not hmac.compare_digest(given.encode(), key.encode()):
+            raise BadRequest("the API key is missing or wrong", status=401)
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in {None, self._model}:
+            raise BadRequest(
+                f"model is {name!r}, must be {self._model!r}", param="model", status=404
+            )
+
+
+def _tenant(http: HttpRequest) -> str:
+    tenant = http.headers.get("x-penstock-tenant", "")
+    if len(tenant) > TENANT_CHARACTERS_MAX:
+        raise BadRequest(
+            f"x-penstock-tenant has {len(tenant)} characters, must have at most "
+            f"{TENANT_CHARACTERS_MAX}",
+            param="x-penstock-tenant",
+        )
+    return tenant
+
+
+def _submit(
+    name: str,
+    request: CompletionRequest | ChatRequest,
+    tokens: list[int],
+    *,
+    tenant: str,
+    positions: int,
+) -> ms.Submit:
+    return ms.Submit(
+        id=name,
+        prompt=tokens,
+        max_tokens=max_tokens_of(request) or min(TOKENS_DEFAULT, positions - len(tokens)),
+        answers=request.n,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        logprobs=logprobs_of(request),
+        priority=request.priority,
+        tenant=tenant,
+        reuse=request.cache != "off",
+        store=request.cache == "use",
+    )

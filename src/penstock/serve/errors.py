@@ -1,0 +1,89 @@
+"""What a client hears when something is wrong: OpenAI's shape, with a message that says what.
+
+| status | type                    | when                                                    |
+|--------|-------------------------|---------------------------------------------------------|
+| 400    | `invalid_request_error` | the request is wrong; `param` names the field           |
+| 401    | `authentication_error`  | the API key is missing or wrong                         |
+| 404    | `invalid_request_error` | no such path, or no such model                          |
+| 405    | `invalid_request_error` | the path takes another method                           |
+| 413    | `invalid_request_error` | the body is too large                                   |
+| 429    | `rate_limit_error`      | too much is under way: `Retry-After` says when to return |
+| 500    | `server_error`          | a defect of ours                                        |
+| 503    | `service_unavailable`   | no instance is there, or the one that answered was lost |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from penstock.serve.link import Lost
+from penstock.serve.shapes import BadRequest
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+
+RETRY_AFTER_S = 1
+
+
+def shape(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"message": message, "type": kind, "param": param, "code": None}
+
+
+def error(message: str, kind: str, status: int) -> Response:
+    """An answer that is an error."""
+    return JSONResponse({"error": shape(message, kind)}, status_code=status)
+
+
+def unavailable(message: str) -> Response:
+    """Nobody can answer now."""
+    return error(message, "service_unavailable", 503)
+
+
+def busy(message: str) -> Response:
+    """Too much is under way."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    content = {"error": shape(message, "rate_limit_error")}
+    return JSONResponse(content, status_code=429, headers=headers)
+
+
+async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
+    kind = "authentication_error" if wrong.status == 401 else "invalid_request_error"
+    content = {"error": shape(str(wrong), kind, wrong.param)}
+    return JSONResponse(content, status_code=wrong.status)
+
+
+async def _lost(_http: HttpRequest, lost: Lost) -> Response:
+    return unavailable(str(lost))
+
+
+async def _gone(_http: HttpRequest, _: ClientDisconnect) -> Response:
+    """The client went away while it sent its request: nobody reads this."""
+    return Response(status_code=400)
+
+
+async def _no_path(http: HttpRequest, _: Exception) -> Response:
+    return error(f"there is no {http.url.path} here", "invalid_request_error", 404)
+
+
+async def _no_method(http: HttpRequest, _: Exception) -> Response:
+    message = f"{http.url.path} does not take {http.method}"
+    return error(message, "invalid_request_error", 405)
+
+
+async def _defect(_http: HttpRequest, _: Exception) -> Response:
+    return error("a defect of the server; its log tells more", "server_error", 500)
+
+
+HANDLERS: dict[Any, Any] = {
+    BadRequest: _bad_request,
+    Lost: _lost,
+    ClientDisconnect: _gone,
+    404: _no_path,
+    405: _no_method,
+    500: _defect,
+}
+"""For the application: whatever goes wrong has a shape."""

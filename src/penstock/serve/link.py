@@ -1,0 +1,213 @@
+"""The server's end of one instance: requests out, tokens in, on the server's event loop.
+
+The one rule: a request that was submitted hears its end. When the instance is lost, every
+request on it is told so at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.engine import messages as ms
+from penstock.errors import PeerError, UnavailableError
+from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+    from typing import Literal
+
+    from penstock.machine.kv_events import KvEvent
+    from penstock.transport.base import Channel
+
+ASK_S = 10.0
+
+
+class Lost(Exception):  # noqa: N818 - what happened to an instance
+    """The instance went away."""
+
+
+class Refusal(Exception):  # noqa: N818 - the instance's answer, not a failure
+    """An instance did not take a request: `invalid` or `busy`."""
+
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(problem)
+        self.kind = kind
+
+
+class Link:
+    """A channel to an instance, driven by the event loop."""
+
+    def __init__(self, channel: Channel, *, on_change: Callable[[Link], None]) -> None:
+        self.name = channel.name
+        self.ready: ms.Ready | None = None
+        """What the instance can do; `None` until it is loaded."""
+        self.lost = ""
+        """Why it is gone, if it is."""
+        self.loading: dict[int, ms.Loading] = {}
+        """How far each rank is."""
+        self.on_kept: Callable[[Link, list[KvEvent]], None] = _nobody
+        """Told what the instance caches."""
+        self._channel = channel
+        self._on_change = on_change
+        self._requests: dict[str, asyncio.Queue[ms.Progress | ms.Refused | Lost]] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._ask_next = 1
+        self._outbox: deque[bytes] = deque()
+        """What the instance has had no room for; requests under way are bounded, so is this."""
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = channel.descriptor
+        self._alarm: asyncio.TimerHandle | None = None
+        self._loop.add_reader(self._descriptor, self._pump)
+        # What came before the reader was there, its descriptor does not show.
+        self._loop.call_soon(self._pump)
+
+    @property
+    def load(self) -> int:
+        """Requests under way."""
+        return len(self._requests)
+
+    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress, None]:
+        """Submits a request and yields its tokens until every answer has ended.
+
+        Raises:
+            Lost: the instance went away.
+            Refusal: it did not take the request.
+        """
+        queue: asyncio.Queue[ms.Progress | ms.Refused | Lost] = asyncio.Queue()
+        self._require_there()
+        self._requests[submit.id] = queue
+        running = submit.answers
+        try:
+            self.send(submit)
+            while running:
+                told = await queue.get()
+                if isinstance(told, Lost):
+                    raise told
+                if isinstance(told, ms.Refused):
+                    running = 0
+                    raise Refusal(told.kind, told.problem)
+                running -= bool(told.reason)
+                yield told
+        finally:
+            del self._requests[submit.id]
+            if running and not self.lost:
+                # The reader went away: nobody waits for the rest.
+                self.send(ms.Abort(id=submit.id))
+
+    async def ask(self, what: Literal["statistics", "story", "audit"], of: str = "") -> bytes:
+        """What the instance tells about itself, as JSON.
+
+        Raises:
+            Lost: it went away, or does not answer.
+        """
+        self._require_there()
+        number, self._ask_next = self._ask_next, self._ask_next + 1
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._asked[number] = answer
+        try:
+            self.send(ms.Ask(id=number, what=what, of=of))
+            return await asyncio.wait_for(answer, ASK_S)
+        except TimeoutError as error:
+            raise Lost(f"instance {self.name!r} did not answer within {ASK_S:g} s") from error
+        finally:
+            del self._asked[number]
+
+    def send(self, message: ms.Message) -> None:
+        """Hands a message over; if the instance has no room for it now, it goes later."""
+        self._outbox.append(ms.encode(message))
+        self._flush()
+        # Sending may take in what arrived, which the descriptor then does not show.
+        self._loop.call_soon(self._pump)
+
+    def look(self) -> None:
+        """Takes in what has happened, also what the descriptor does not show."""
+        self._pump()
+
+    def close(self) -> None:
+        """Tells the instance that nothing more will come."""
+        self._lose("the server stops")
+
+    def _require_there(self) -> None:
+        if self.lost:
+            raise Lost(self.lost)
+
+    def _flush(self) -> None:
+        while self._outbox and not self.lost:
+            try:
+                self._channel.send(self._outbox[0])
+            except BacklogError:
+                return
+            except UnavailableError as error:
+                self._lose(f"instance {self.name!r} is lost: {error}")
+                return
+            self._outbox.popleft()
+
+    def _pump(self) -> None:
+        while not self.lost:
+            match self._channel.receive():
+                case Item(frame):
+                    self._read(frame)
+                case Empty():
+                    break
+                case Closed():
+                    self._lose(f"instance {self.name!r} ended")
+                case Failed(cause):
+                    self._lose(f"instance {self.name!r} is lost: {cause}")
+        self._flush()
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """Has a silent peer looked at again when its time is up; both clocks are monotonic."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        due = None if self.lost else self._channel.alarm
+        if due is not None:
+            self._alarm = self._loop.call_at(due, self._pump)
+
+    def _read(self, frame: bytes) -> None:
+        try:
+            message = ms.read_by_server(frame)
+        except PeerError as error:
+            self._lose(f"instance {self.name!r} said what makes no sense: {error}")
+            return
+        self._take(message)
+
+    def _take(self, message: ms.FromInstance) -> None:
+        match message:
+            case ms.Loading():
+                self.loading[message.rank] = message
+                self._on_change(self)
+            case ms.Ready():
+                self.ready = message
+                self._on_change(self)
+            case ms.Progress() | ms.Refused():
+                queue = self._requests.get(message.id)
+                if queue is not None:
+                    queue.put_nowait(message)
+            case ms.Kept():
+                self.on_kept(self, [*message.events])
+            case ms.Told():
+                answer = self._asked.get(message.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.json)
+
+    def _lose(self, why: str) -> None:
+        if self.lost:
+            return
+        self.lost, self.ready = why, None
+        self._loop.remove_reader(self._descriptor)
+        self._set_alarm()
+        self._channel.close()
+        for queue in self._requests.values():
+            queue.put_nowait(Lost(why))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Lost(why))
+        self._on_change(self)
+
+
+def _nobody(_link: Link, _events: list[KvEvent]) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,158 @@
+"""Which instance gets a request: the one that has most of its prefix, unless it is too busy.
+
+What an instance has cached is known from its KV events. Instances come and go; a request whose
+instance was lost before its first token is sent to another one.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.config import parse_config
+from penstock.engine.messages import Reset, StopAnswer
+from penstock.machine.kv_events import BlocksRemoved, BlocksStored
+from penstock.serve.link import Link, Lost
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from penstock.config import Config
+    from penstock.engine import messages as ms
+    from penstock.machine.kv_events import KvEvent
+    from penstock.vocabulary.ids import Key
+
+LOAD_BLOCKS = 8
+"""A request under way weighs as much as so many cached blocks: a long queue outweighs a hit."""
+ATTEMPTS_MAX = 3
+
+
+class Holdings:
+    """What one instance has cached, in whatever tier."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._tiers_of: dict[bytes, set[str]] = {}
+
+    def take(self, events: list[KvEvent]) -> None:
+        """Follows the instance's events."""
+        for event in events:
+            if isinstance(event, BlocksStored):
+                for key in event.keys:
+                    self._tiers_of.setdefault(key, set()).add(event.tier)
+            elif isinstance(event, BlocksRemoved):
+                for key in event.keys:
+                    self._remove(key, event.tier)
+            else:
+                self._tiers_of.clear()
+
+    def change_weights(self, version: str) -> None:
+        """Keys are made with other weights from now on."""
+        model = replace(self.config.model, weights_version=version)
+        self.config = replace(self.config, model=model)
+
+    def leading(self, keys: list[Key]) -> int:
+        """How many leading blocks of a prompt it has."""
+        for position, key in enumerate(keys):
+            if key not in self._tiers_of:
+                return position
+        return len(keys)
+
+    def _remove(self, key: bytes, tier: str) -> None:
+        tiers = self._tiers_of.get(key)
+        if tiers is not None:
+            tiers.discard(tier)
+            if not tiers:
+                del self._tiers_of[key]
+
+
+class Router:
+    """The instances that are there."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.retries = 0
+        self._holdings: dict[Link, Holdings] = {}
+        self._at: dict[str, Link] = {}
+        """Where each request is answered."""
+
+    def add(self, link: Link) -> None:
+        """A new instance."""
+        self.links.append(link)
+        link.on_kept = self._follow
+
+    def remove(self, link: Link) -> None:
+        """An instance is gone."""
+        self.links.remove(link)
+        self._holdings.pop(link, None)
+
+    @property
+    def ready(self) -> list[Link]:
+        """Those that take requests."""
+        return [link for link in self.links if link.ready is not None]
+
+    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress, None]:
+        """Sends a request to the best instance, and to another if that is lost before a token.
+
+        Raises:
+            Lost: no instance is there, or the one that had begun to answer is gone.
+            Refusal: the instance did not take the request.
+        """
+        tried: set[Link] = set()
+        while True:
+            link = self._choose(submit, tried)
+            tried.add(link)
+            begun = False
+            self._at[submit.id] = link
+            try:
+                async with aclosing(link.generate(submit)) as told:
+                    async for progress in told:
+                        begun = True
+                        yield progress
+            except Lost:
+                untried = set(self.ready) - tried
+                if begun or not untried or len(tried) >= ATTEMPTS_MAX:
+                    raise
+                self.retries += 1
+                continue
+            finally:
+                del self._at[submit.id]
+            return
+
+    def stop(self, request: str, answer: int) -> None:
+        """One answer is long enough for its reader; the others go on."""
+        link = self._at.get(request)
+        if link is not None and not link.lost:
+            link.send(StopAnswer(id=request, answer=answer))
+
+    def reset(self, why: str, *, weights_version: str = "") -> list[str]:
+        """Voids what every instance has cached; returns their names."""
+        for link in self.ready:
+            link.send(Reset(why=why, weights_version=weights_version))
+            if weights_version:
+                self._holdings_of(link).change_weights(weights_version)
+        return [link.name for link in self.ready]
+
+    def _choose(self, submit: ms.Submit, tried: set[Link]) -> Link:
+        able = [link for link in self.ready if link not in tried]
+        if not able:
+            raise Lost("no instance is ready")
+        if len(able) == 1:
+            return able[0]
+        return max(able, key=lambda link: self._worth(link, submit))
+
+    def _worth(self, link: Link, submit: ms.Submit) -> int:
+        holdings = self._holdings_of(link)
+        chain = holdings.config.key_chain(tenant=submit.tenant)
+        chain.extend(submit.prompt)
+        return holdings.leading(chain.keys) - LOAD_BLOCKS * link.load
+
+    def _follow(self, link: Link, events: list[KvEvent]) -> None:
+        self._holdings_of(link).take(events)
+
+    def _holdings_of(self, link: Link) -> Holdings:
+        if link not in self._holdings:
+            assert link.ready is not None
+            self._holdings[link] = Holdings(parse_config(link.ready.config))
+        return self._holdings[link]

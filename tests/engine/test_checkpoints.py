@@ -1,0 +1,117 @@
+"""Finding a model, and telling its weights from others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.architecture import architecture_from_config, read_architecture
+from penstock.engine.checkpoints import find_model
+from penstock.errors import ConfigError
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 100,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def copied(checkpoint_of: Any, tmp_path: Path) -> Path:
+    folder, _ = checkpoint_of("llama")
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def changed(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_equal_files_have_one_version_wherever_they_lie(checkpoint_of: Any, copied: Path) -> None:
+    folder, _ = checkpoint_of("llama")
+
+    assert find_model(str(copied)).weights_version() == find_model(str(folder)).weights_version()
+
+
+@pytest.mark.parametrize("at", [0, 5000, -1])
+def test_other_weights_have_another_version(copied: Path, at: int) -> None:
+    before = find_model(str(copied)).weights_version()
+
+    changed(copied / "model.safetensors", at)
+
+    assert find_model(str(copied)).weights_version() != before
+
+
+def test_another_config_is_another_version(copied: Path) -> None:
+    before = find_model(str(copied)).weights_version()
+    config = copied / "config.json"
+
+    config.write_text(config.read_text().replace("10000", "20000"))
+
+    assert find_model(str(copied)).weights_version() != before
+
+
+def test_large_files_are_sampled_all_over(tmp_path: Path) -> None:
+    file = tmp_path / "large.gguf"
+    file.write_bytes(bytes(5 << 20))
+    before = find_model(str(file)).weights_version()
+
+    changed(file, 2 * ((5 << 20) // 16) + 7)
+
+    assert find_model(str(file)).weights_version() != before
+
+
+@pytest.mark.parametrize("name", ["missing", "model.bin"])
+def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a folder with a checkpoint, or a \.gguf file"):
+        find_model(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "mamba"}, "model_type: is 'mamba', must be one of llama"),
+        ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', must be 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias: is True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: is"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window: is 8"),
+        ({"attention_bias": True}, "attention_bias: is true"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: has other"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: is of type 'yarn'"),
+        ({"num_key_value_heads": 3}, "num_attention_heads: is 4, must be a multiple"),
+        ({"vocab_size": None}, "vocab_size: is missing"),
+    ],
+)
+def test_what_the_engine_would_compute_wrongly_is_refused(
+    change: dict[str, Any], told: str
+) -> None:
+    config = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
+
+    with pytest.raises(ConfigError) as refused:
+        architecture_from_config(config)
+
+    assert str(refused.value).startswith(told)
+
+
+def test_the_tokens_that_end_an_answer_are_those_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 7}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+
+    assert read_architecture(tmp_path).stop_tokens == (7, 9)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_config_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"config\.json that is no JSON"):
+        read_architecture(tmp_path)

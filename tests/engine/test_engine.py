@@ -1,0 +1,245 @@
+"""The engine on a real model and a real cache: what it answers does not depend on the way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.engine.architecture import read_architecture
+from penstock.engine.engine import Engine, LocalWorkers
+from penstock.engine.model import Decoder
+from penstock.engine.ranks import Alone
+from penstock.engine.requests import Output, Reason, Request
+from penstock.engine.sampling import LOGPROBS_MAX, Sampling
+from penstock.engine.scheduler import Scheduler, SchedulerSettings
+from penstock.engine.sharding import share_of
+from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
+from penstock.engine.worker import Worker, allocate_kv, kv_tier
+
+BLOCK = 8
+CPU = torch.device("cpu")
+# float32 on other kernels: sums in another order.
+BOUND = 2e-4
+TELLING = Sampling(logprobs=LOGPROBS_MAX)
+
+
+def make_engine(folder: Any, *, blocks: int = 64, host_blocks: int = 64, **settings: int) -> Engine:
+    architecture = read_architecture(folder)
+    share = share_of(architecture, rank=0, ranks=1)
+    weights = RankWeights(
+        SafetensorsCheckpoint(folder),
+        share,
+        head_dim=architecture.head_dim,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    kv = allocate_kv(
+        architecture,
+        share,
+        block_count=blocks,
+        block_tokens=BLOCK,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    config = penstock.parse_config(
+        f"""
+        version = 1
+        model.name = "small"
+        cache = {{ block_tokens = {BLOCK}, blocks = {blocks}, load_gate = "off" }}
+        tiers = [{{ name = "host", kind = "memory", blocks = {host_blocks} }}]
+        """
+    )
+    cache = penstock.open(config, kv=kv_tier(architecture, share, kv, block_tokens=BLOCK))
+    worker = Worker(Decoder(architecture, weights, Alone(share)), kv, block_tokens=BLOCK)
+    bounds: dict[str, int] = {"step_tokens": 64, "step_requests": 16, **settings}
+    scheduler = Scheduler(
+        cache, SchedulerSettings(**bounds), block_tokens=BLOCK, block_count=blocks
+    )
+    return Engine(scheduler, LocalWorkers(worker))
+
+
+def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], list[Output]]:
+    for request in requests:
+        engine.add(request)
+    told: dict[tuple[str, int], list[Output]] = {}
+    deadline = time.monotonic() + 60
+    while engine.unfinished:
+        assert time.monotonic() < deadline
+        for output in engine.step():
+            told.setdefault((output.request, output.answer), []).append(output)
+    engine.cache.audit()
+    return told
+
+
+def require_right_logits(outputs: list[Output], model: Any, prompt: tuple[int, ...]) -> None:
+    """Compares what was told of each token's logits with those of the reference, given the same."""
+    tokens = tokens_of(outputs)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    expected = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    for output, row in zip(outputs, expected, strict=True):
+        assert output.sampled is not None
+        named = [token for token, _ in output.sampled.alternatives]
+        told = torch.tensor([score for _, score in output.sampled.alternatives])
+        assert len(named) == LOGPROBS_MAX
+        torch.testing.assert_close(told, row[named], atol=BOUND, rtol=0)
+
+
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [output.sampled.token for output in outputs if output.sampled is not None]
+
+
+def prompt(count: int, seed: int) -> tuple[int, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, 211, (count,), generator=draw).tolist())
+
+
+def reference(model: Any, tokens: tuple[int, ...], count: int) -> list[int]:
+    found = list(tokens)
+    with torch.no_grad():
+        for _ in range(count):
+            found.append(int(model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(tokens) :]
+
+
+def test_many_requests_answer_as_each_would_alone(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    requests = [
+        Request(id=f"r{n}", prompt=prompt(5 + 13 * n, n), max_tokens=6 + n) for n in range(6)
+    ]
+
+    told = run(make_engine(folder), *requests)
+
+    for request in requests:
+        answer = told[request.id, 0]
+        assert tokens_of(answer) == reference(model, request.prompt, request.max_tokens)
+        assert [output.reason for output in answer] == [None] * (len(answer) - 1) + [Reason.LENGTH]
+
+
+def test_a_pool_that_is_far_too_small_changes_no_answer(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(8)]
+    engine = make_engine(folder, blocks=18)
+
+    told = run(engine, *requests)
+
+    assert engine.scheduler.preemptions > 0
+    for request in requests:
+        assert tokens_of(told[request.id, 0]) == reference(model, request.prompt, 30)
+
+
+def test_a_second_turn_finds_the_first_on_the_device_or_in_host_memory(
+    checkpoint_of: Any,
+) -> None:
+    folder, model = checkpoint_of("llama")
+    engine = make_engine(folder, blocks=20)
+    first = Request(id="first", prompt=prompt(80, 1), max_tokens=8)
+    answer = tokens_of(run(engine, first)["first", 0])
+    longer = (*first.prompt, *answer, *prompt(10, 2))
+
+    again: dict[str, Any] = {"prompt": longer, "max_tokens": 4, "sampling": TELLING}
+    near = run(engine, Request(id="near", **again))["near", 0]
+    run(engine, *(Request(id=f"o{n}", prompt=prompt(90, 10 + n), max_tokens=4) for n in range(4)))
+    far = run(engine, Request(id="far", **again))["far", 0]
+
+    assert near[0].cached_by_tier[0] == 80
+    assert far[0].cached_by_tier[1] >= 80
+    assert tokens_of(near) == tokens_of(far) == reference(model, longer, 4)
+    require_right_logits(near, model, longer)
+    require_right_logits(far, model, longer)
+
+
+def test_several_answers_share_their_prompt_and_differ(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    request = Request(
+        id="n",
+        prompt=prompt(20, 3),
+        max_tokens=12,
+        answers=4,
+        sampling=Sampling(temperature=1.0, seed=5),
+    )
+    engine = make_engine(folder)
+
+    told = run(engine, request)
+    again = run(engine, request)
+
+    answers = [tokens_of(told["n", number]) for number in range(4)]
+    assert len({tuple(answer) for answer in answers}) == 4
+    assert answers == [tokens_of(again["n", number]) for number in range(4)]
+
+
+def test_greedy_forks_agree_with_the_reference(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("qwen3")
+    request = Request(id="n", prompt=prompt(21, 3), max_tokens=9, answers=3)
+
+    told = run(make_engine(folder), request)
+
+    for number in range(3):
+        assert tokens_of(told["n", number]) == reference(model, request.prompt, 9)
+
+
+def test_a_stop_token_ends_an_answer(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    expected = reference(model, prompt(12, 4), 8)
+    stop = next(token for token in expected[2:] if token not in expected[:2])
+    request = Request(id="s", prompt=prompt(12, 4), max_tokens=8, stop_tokens=frozenset({stop}))
+
+    answer = run(make_engine(folder), request)["s", 0]
+
+    assert tokens_of(answer) == expected[: expected.index(stop) + 1]
+    assert answer[-1].reason is Reason.STOP
+
+
+def test_an_aborted_request_gives_everything_back(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    engine = make_engine(folder)
+    engine.add(Request(id="gone", prompt=prompt(50, 5), max_tokens=50, answers=3))
+    engine.add(Request(id="stays", prompt=prompt(50, 6), max_tokens=5))
+    for _ in range(4):
+        engine.step()
+
+    engine.abort("gone")
+    told = run(engine)
+
+    assert ("stays", 0) in told
+    assert engine.cache.statistics().leases == 0
+
+
+def test_more_urgent_requests_run_first(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    engine = make_engine(folder, step_tokens=16, step_requests=1)
+    engine.add(Request(id="late", prompt=prompt(16, 1), max_tokens=2))
+    engine.add(Request(id="urgent", prompt=prompt(16, 2), max_tokens=2, priority=1))
+
+    ended = [
+        output.request for _ in range(20) for output in engine.step() if output.reason is not None
+    ]
+
+    assert ended == ["urgent", "late"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"prompt": ()}, "prompt is empty"),
+        ({"prompt": (1,), "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": (1,), "answers": 17}, "n is 17"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Request(id="x", **wrong)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    engine = make_engine(folder, blocks=4)
+
+    with pytest.raises(ValueError, match="at most 32"):
+        engine.add(Request(id="x", prompt=prompt(30, 1), max_tokens=3))
+
+    assert engine.unfinished == 0

@@ -1,0 +1,106 @@
+"""Messages between processes come back as they were, and garbage is told as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine import meeting
+from penstock.engine import messages as ms
+from penstock.engine.batch import Span
+from penstock.engine.sampling import Sampled, Wish
+from penstock.engine.steps import Draw, Step, StepResult
+from penstock.errors import PeerError
+from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
+
+TO_INSTANCE: list[Any] = [
+    ms.Submit(id="r", prompt=[1, 2], max_tokens=3, seed=-(2**63)),
+    ms.Abort(id="r"),
+    ms.StopAnswer(id="r", answer=2),
+    ms.Reset(why="so", weights_version="v"),
+    ms.Ask(id=1, what="story", of="r"),
+]
+FROM_INSTANCE: list[Any] = [
+    ms.Loading(rank=1, layers=2, of=3),
+    ms.Ready(model="m", positions=8, stop_tokens=[1], config="", tiers=["device"]),
+    ms.Progress(id="r", answer=0, token=5, alternatives=[(5, -0.1)], cached=[8, 0]),
+    ms.Refused(id="r", kind="busy", problem="full"),
+    ms.Kept(
+        events=[
+            BlocksStored(sequence=1, epoch=0, tier="device", keys=[b"k"], parent=None),
+            BlocksRemoved(sequence=2, epoch=0, tier="device", keys=[b"k"]),
+            AllCleared(sequence=3, epoch=1),
+        ]
+    ),
+    ms.Told(id=1, json=b"{}"),
+]
+FROM_RANK: list[Any] = [
+    meeting.Came(1),
+    meeting.Loading(1, 2, 3),
+    meeting.Loaded(b"facts"),
+    StepResult(3, [Sampled(1, -0.5, [(1, -0.5)])], [b"report"]),
+]
+TO_RANK: list[Any] = [
+    meeting.Meet("/proc/1/fd/3"),
+    Step(3, [Span(1, 0, [1, 2], [0])], [Draw(0, 1, Wish(0.0, 1.0, 2**63 - 1, 0))], b"plan"),
+    meeting.End(),
+]
+
+
+@pytest.mark.parametrize("message", TO_INSTANCE, ids=lambda message: type(message).__name__)
+def test_what_a_server_says_comes_back_equal(message: Any) -> None:
+    assert ms.read_by_instance(ms.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_INSTANCE, ids=lambda message: type(message).__name__)
+def test_what_an_instance_says_comes_back_equal(message: Any) -> None:
+    assert ms.read_by_server(ms.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
+def test_what_a_rank_says_comes_back_equal(message: Any) -> None:
+    assert meeting.read_by_scheduler(meeting.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
+def test_what_a_scheduler_says_comes_back_equal(message: Any) -> None:
+    assert meeting.read_by_rank(meeting.encode(message)) == message
+
+
+READERS = [
+    ms.read_by_instance,
+    ms.read_by_server,
+    meeting.read_by_rank,
+    meeting.read_by_scheduler,
+]
+FRAMES = [ms.encode(message) for message in (*TO_INSTANCE, *FROM_INSTANCE)] + [
+    meeting.encode(message) for message in (*TO_RANK, *FROM_RANK)
+]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(
+    st.sampled_from(READERS),
+    st.binary(max_size=60)
+    | st.builds(
+        lambda frame, at, byte: frame[: at % len(frame)] + byte + frame[at % len(frame) + 1 :],
+        st.sampled_from(FRAMES),
+        st.integers(0, 500),
+        st.binary(max_size=2),
+    ),
+)
+def test_garbage_is_refused_or_read_and_nothing_else_happens(reader: Any, frame: bytes) -> None:
+    try:
+        reader(frame)
+    except PeerError as error:
+        assert "frame" in str(error)  # noqa: PT017 - either outcome is right
+
+
+def test_a_message_of_the_other_side_is_refused() -> None:
+    with pytest.raises(PeerError, match="makes no sense"):
+        ms.read_by_instance(ms.encode(FROM_INSTANCE[1]))
+    with pytest.raises(PeerError, match="version 02, must have 01"):
+        ms.read_by_server(b"\x02")

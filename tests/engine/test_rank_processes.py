@@ -1,0 +1,138 @@
+"""Ranks in processes of their own, over real channels: the same answers, whoever has the heads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from tests.engine.test_engine import (
+    TELLING,
+    prompt,
+    reference,
+    require_right_logits,
+    run,
+    tokens_of,
+)
+
+from penstock.engine.instance import build_engine
+from penstock.engine.requests import Request
+from penstock.engine.spec import InstanceSpec, RankSpec
+from penstock.errors import UnavailableError
+from penstock.transport.zmq_link import private_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.engine.engine import Engine
+
+CONFIG = """
+version = 1
+model.name = "small"
+[cache]
+block_tokens = 8
+blocks = {blocks}
+ranks = {ranks}
+load_gate = "off"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 64
+"""
+
+
+@contextmanager
+def instance(
+    folder: Path, *, ranks: int, blocks: int = 64
+) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
+    spec = InstanceSpec(
+        name="test",
+        model=str(folder),
+        config=CONFIG.format(blocks=blocks, ranks=ranks),
+        server="",
+        ranks=ranks,
+        scheduler=private_address("ipc://@"),
+        step_tokens=64,
+        step_requests=16,
+        threads=1,
+    )
+    processes = []
+    for rank in range(ranks):
+        given = RankSpec(instance=spec, rank=rank)
+        processes.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "penstock.engine.rank_process",
+                    msgspec.json.encode(given).decode(),
+                ],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+        )
+    try:
+        engine, _ = build_engine(spec)
+        try:
+            yield engine, processes
+        finally:
+            engine.close(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=30)
+
+
+def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    requests = [Request(id=f"r{n}", prompt=prompt(20 + 9 * n, n), max_tokens=8) for n in range(4)]
+
+    with instance(folder, ranks=3) as (engine, processes):
+        told = run(engine, *requests)
+        engine.close(1.0)
+        ended = [process.wait(timeout=30) for process in processes]
+
+    for request in requests:
+        assert tokens_of(told[request.id, 0]) == reference(model, request.prompt, 8)
+    assert ended == [0] * 3
+
+
+def test_two_ranks_find_blocks_in_the_host_memory_of_each(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    first = Request(id="first", prompt=prompt(80, 1), max_tokens=4)
+    others = [Request(id=f"o{n}", prompt=prompt(90, 10 + n), max_tokens=4) for n in range(4)]
+    asked = Request(id="again", prompt=first.prompt, max_tokens=4, sampling=TELLING)
+
+    with instance(folder, ranks=2, blocks=20) as (engine, _):
+        once = run(engine, first)["first", 0]
+        run(engine, *others)
+        again = run(engine, asked)["again", 0]
+        corrupt = engine.cache.statistics().blocks_corrupt
+
+    assert once[0].cached_by_tier == (0, 0)
+    assert again[0].cached_by_tier[1] > 0
+    assert tokens_of(once) == tokens_of(again) == reference(model, first.prompt, 4)
+    require_right_logits(again, model, first.prompt)
+    assert corrupt == 0
+
+
+def test_a_rank_that_is_killed_ends_its_instance_at_once(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    with instance(folder, ranks=2) as (engine, processes):
+        engine.add(Request(id="r", prompt=prompt(20, 1), max_tokens=200))
+        engine.step()
+        began = time.monotonic()
+
+        processes[1].send_signal(signal.SIGKILL)
+        with pytest.raises(UnavailableError, match=r"rank . is lost"):
+            run(engine)
+        engine.abandon()
+
+        assert time.monotonic() - began < 30
+        assert processes[0].wait(timeout=30) == 1

@@ -1,0 +1,249 @@
+"""Whatever comes and goes, in whatever order: every request ends once, with the right answer.
+
+The cache is real. The model is not, but its KV can be checked: what it stores for a token depends
+on all tokens before it, and what it answers on every value it has stored, so a block too many, too
+few, or of somebody else changes the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.engine.engine import Engine
+from penstock.engine.requests import Answer, Output, Reason, Request
+from penstock.engine.sampling import Sampled, Sampling
+from penstock.engine.scheduler import Scheduler, SchedulerSettings
+from penstock.engine.steps import PREVIOUS, Step, StepResult
+from penstock.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engine.sampling import Wish
+    from penstock.transport.base import Channel
+
+BLOCK = 4
+VOCABULARY = 13
+STOP = 12
+
+
+def stored(before: int, token: int) -> int:
+    """What the model keeps for a token: a chain over all tokens up to it."""
+    return (before * 31 + token + 1) % 1_000_003
+
+
+def chosen(values: Sequence[int], wish: Wish) -> int:
+    """The next token: it depends on every value, and on its place."""
+    total = sum(place * value for place, value in enumerate(values, start=1))
+    return (total + (wish.seed if wish.temperature else 0)) % VOCABULARY
+
+
+class FakeWorkers:
+    """Ranks whose KV is one array; their results wait until they are collected."""
+
+    def __init__(self, kv: np.ndarray[Any, Any]) -> None:
+        self._kv = kv
+        self._done: list[StepResult] = []
+        self._last: dict[int, int] = {}
+
+    def submit(self, step: Step) -> None:
+        read: list[list[int]] = []
+        for span in step.spans:
+            places = [divmod(at, BLOCK) for at in range(span.stop)]
+            flat = [(span.table[block], offset) for block, offset in places]
+            before = int(self._kv[flat[span.start - 1]][0]) if span.start else 0
+            for at, token in enumerate(span.tokens, start=span.start):
+                known = self._last[span.request] if token == PREVIOUS else token
+                before = stored(before, known)
+                self._kv[flat[at]] = before
+            read.append([int(self._kv[place][0]) for place in flat])
+        sampled = [Sampled(chosen(read[draw.span], draw.wish), 0.0) for draw in step.draws]
+        for draw, each in zip(step.draws, sampled, strict=True):
+            self._last[draw.answer] = each.token
+        self._done.append(StepResult(step.number, sampled))
+
+    def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - it is there
+        return self._done.pop(0)
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        return ()
+
+    def take_reports(self) -> list[bytes]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def expected(request: Request, number: int) -> list[int]:
+    answer = Answer(request, number, 0)
+    values: list[int] = []
+    for token in request.prompt:
+        values.append(stored(values[-1] if values else 0, token))
+    said: list[int] = []
+    while len(said) < request.max_tokens and STOP not in said:
+        said.append(chosen(values, answer.wish()))
+        answer.tokens.append(said[-1])
+        values.append(stored(values[-1], said[-1]))
+    return said
+
+
+def make_engine(*, blocks: int, host_blocks: int, flying: int) -> Engine:
+    config = penstock.parse_config(f"""
+        version = 1
+        model.name = "fake"
+        cache = {{ block_tokens = {BLOCK}, blocks = {blocks}, load_gate = "off" }}
+        tiers = [{{ name = "host", kind = "memory", blocks = {host_blocks} }}]
+    """)
+    kv = np.zeros((blocks, BLOCK, 1), dtype=np.int64)
+    scheduler = Scheduler(
+        penstock.open(config, kv=kv),
+        SchedulerSettings(step_tokens=12, step_requests=4, waiting_max=6, steps_in_flight=flying),
+        block_tokens=BLOCK,
+        block_count=blocks,
+    )
+    return Engine(scheduler, FakeWorkers(kv))
+
+
+@dataclass(frozen=True)
+class Add:
+    family: int
+    length: int
+    max_tokens: int
+    answers: int
+    priority: int
+    tenant: str
+    store: bool
+
+    def request(self, number: int) -> Request:
+        return Request(
+            id=f"r{number}",
+            prompt=tuple((self.family * 5 + at * at) % VOCABULARY for at in range(self.length)),
+            max_tokens=self.max_tokens,
+            answers=self.answers,
+            sampling=Sampling(temperature=1.0 if self.answers > 1 else 0.0, seed=self.family),
+            stop_tokens=frozenset({STOP}),
+            priority=self.priority,
+            tenant=self.tenant,
+            store=self.store,
+        )
+
+
+ADDS = st.builds(
+    Add,
+    family=st.integers(0, 2),
+    length=st.integers(1, 30),
+    max_tokens=st.integers(1, 14),
+    answers=st.sampled_from([1, 1, 1, 2, 3]),
+    priority=st.integers(-1, 1),
+    tenant=st.sampled_from(["", "t"]),
+    store=st.sampled_from([True, True, False]),
+)
+ABORTS = st.integers(0, 9)
+STEPS = st.sampled_from(["step", "step", "step", "reset"])
+
+
+class World:
+    """An engine, and what its clients were told."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.told: dict[tuple[str, int], list[Output]] = {}
+
+    def act(self, action: Add | int | str) -> None:
+        if isinstance(action, Add):
+            request = action.request(len(self.requests))
+            try:
+                self.engine.add(request)
+            except CapacityError:
+                return
+            self.requests[request.id] = request
+        elif isinstance(action, int):
+            self.engine.abort(f"r{action}")
+            self.aborted |= {f"r{action}"} & set(self.requests)
+        elif action == "reset":
+            self.engine.cache.reset("for the sake of it")
+        else:
+            self.step()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.told.setdefault((output.request, output.answer), []).append(output)
+        self.engine.cache.audit()
+        # An idle engine sleeps: while a request waits, a copy must be what it waits for.
+        assert not self.engine.idle or not self.engine.unfinished or self.engine.cache.busy
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            unfinished = self.engine.unfinished
+            # Once more after the last: what was aborted is told by the next step.
+            self.step()
+            if not unfinished:
+                return
+        raise AssertionError(f"{self.engine.unfinished} requests never ended")
+
+    def require_right_answers(self) -> None:
+        for name, request in self.requests.items():
+            for number in range(request.answers):
+                outputs = self.told[name, number]
+                tokens = [each.sampled.token for each in outputs if each.sampled is not None]
+                right = expected(request, number)
+                assert sum(each.reason is not None for each in outputs) == 1
+                assert tokens == right[: len(tokens)]
+                if name not in self.aborted:
+                    assert tokens == right
+                    assert outputs[-1].reason is not Reason.ABORTED
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(
+    actions=st.lists(ADDS | ABORTS | STEPS | st.just("step"), max_size=40),
+    blocks=st.sampled_from([12, 16, 40]),
+    host_blocks=st.sampled_from([1, 30]),
+    flying=st.sampled_from([1, 2]),
+)
+def test_every_request_ends_once_with_the_right_answer_and_leaves_nothing(
+    actions: list[Add | int | str], blocks: int, host_blocks: int, flying: int
+) -> None:
+    world = World(make_engine(blocks=blocks, host_blocks=host_blocks, flying=flying))
+
+    for action in actions:
+        world.act(action)
+    world.finish()
+
+    world.require_right_answers()
+    assert world.engine.cache.statistics().leases == 0
+
+
+def test_requests_that_give_way_come_back_and_finish() -> None:
+    world = World(make_engine(blocks=12, host_blocks=30, flying=1))
+
+    for family in range(3):
+        world.act(Add(family, 20, 14, 1, 0, "", store=True))
+    world.finish()
+
+    world.require_right_answers()
+    assert world.engine.scheduler.preemptions > 0
+
+
+def test_a_request_that_waits_for_room_is_looked_at_when_there_is_some() -> None:
+    world = World(make_engine(blocks=12, host_blocks=30, flying=1))
+    world.act(Add(0, 40, 1, 1, 0, "", store=False))
+    world.act(Add(1, 40, 1, 1, 0, "", store=False))
+
+    world.finish()
+
+    world.require_right_answers()
+    assert world.engine.idle

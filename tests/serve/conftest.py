@@ -1,0 +1,184 @@
+"""A small model with a tokenizer, and real servers on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import penstock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+READY_S = 120.0
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role is ' + m.role) }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and their most common pairs, learnt from the package's own words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(Path(penstock.__file__).parent / "errors.py")], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_checkpoint(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=48,
+        intermediate_size=74,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(0, 1.0 if "lm_head" in name or "embed" in name else 0.15)
+        # So that answers end when their tokens are up, and seldom before.
+        model.lm_head.weight[tokenizer.eos_token_id] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class Running:
+    """A `penstock serve` process."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process = process
+        self.address = address
+        self.client = httpx.Client(base_url=address, timeout=60.0)
+
+    def complete(self, prompt: str, **wishes: Any) -> Any:
+        wishes = {"temperature": 0, "max_tokens": 8, **wishes}
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, **wishes})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def cache(self) -> Any:
+        [told] = self.client.get("/cache").json()["instances"]
+        return told
+
+    def children(self) -> dict[str, int]:
+        """The processes behind it, by the end of their name: `instance-0`, `rank-1`, …"""
+        found: dict[str, int] = {}
+        for pid in _descendants(self.process.pid):
+            command = _command(pid)
+            if "penstock.engine.instance" in command:
+                found["instance"] = pid
+            elif "penstock.engine.rank_process" in command:
+                rank = command.rpartition('"rank":')[2].rstrip("}\0 ")
+                found[f"rank-{rank}"] = pid
+        return found
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    try:
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+    except OSError:
+        return []
+    for child in children:
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def serving(folder: Path, *options: str, wait: bool = True) -> Iterator[Running]:
+    command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--model", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    running: Running | None = None
+    try:
+        running = Running(process, _address(process) if wait else "http://127.0.0.1:1")
+        yield running
+    finally:
+        if running is not None:
+            running.client.close()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+            process.wait(timeout=10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    assert poll.poll(READY_S * 1000), "the server did not say that it is ready"
+    line = process.stdout.readline()
+    assert line.startswith("penstock: ready: "), line
+    return line.partition(" at ")[2].split("/v1")[0]
+
+
+def eventually(ask: Any, wanted: Any, *, within_s: float = 60.0) -> None:
+    """Asks until the answer is the wanted one: the server tells no test when it is done."""
+    deadline = time.monotonic() + within_s
+    while (found := ask()) != wanted:
+        assert time.monotonic() < deadline, f"{found!r} is not {wanted!r}"
+        select.select([], [], [], 0.05)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "small-model"
+    make_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path) -> Iterator[Running]:
+    """One server for all tests that leave it as they found it."""
+    options = ("--blocks", "64", "--block-tokens", "8", "--host-gib", "0.01")
+    with serving(model_folder, *options) as running:
+        yield running

@@ -1,0 +1,102 @@
+"""Far more clients than there is room for, many of which go away in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from tests.serve.conftest import eventually, serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.serve.conftest import Running
+
+CONFIG = """
+version = 1
+model.name = "small-model"
+[cache]
+block_tokens = 8
+blocks = {blocks}
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 400
+[engine]
+waiting_max = 8
+[serve]
+requests_max = {requests_max}
+"""
+PROMPT_WORDS = 30
+ATTEMPTS = 200
+
+
+async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> None:
+    draw = random.Random(seed)
+    words = " ".join(draw.choice(["block", "lease", "tier", "rank"]) for _ in range(PROMPT_WORDS))
+    body = {"prompt": f"{seed} {words}", "max_tokens": 16, "stream": draw.random() < 0.5}
+    body["seed"] = seed
+    patience_s = draw.uniform(0.05, 2.0) if draw.random() < 0.4 else None
+    for _ in range(ATTEMPTS):
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            counts["gone"] += 1
+            return
+        if answer.status_code != 429:
+            counts[str(answer.status_code)] += 1
+            # The model may say the word; an event or an answer that is an error begins so.
+            assert '{"error"' not in answer.text
+            return
+        counts["429"] += 1
+        # Sooner than it is told to: the server has to stand that.
+        await asyncio.sleep(0.1 * float(answer.headers["retry-after"]))
+    counts["never"] += 1
+
+
+async def crowd(address: str, clients: int) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
+        await asyncio.gather(*(ask(client, seed, counts) for seed in range(clients)))
+    return counts
+
+
+def survive(folder: Path, scratch: Path, *, clients: int, blocks: int) -> None:
+    file = scratch / "penstock.toml"
+    file.write_text(CONFIG.format(blocks=blocks, requests_max=clients // 2), encoding="utf-8")
+    with serving(folder, "--config", str(file)) as running:
+        counts = asyncio.run(crowd(running.address, clients))
+
+        assert counts["200"] + counts["gone"] == clients
+        assert counts["200"] > 0
+        assert counts["gone"] > 0
+        assert counts["429"] > 0
+        _require_all_given_back(running)
+
+
+def _require_all_given_back(running: Running) -> None:
+    eventually(lambda: running.cache()["cache"]["leases"], 0)
+    told = running.cache()
+    assert (told["waiting"], told["loading"], told["running"]) == (0, 0, 0)
+    assert told["cache"]["blocks_corrupt"] == 0
+    assert running.client.post("/admin/audit").status_code == 200
+
+
+def test_a_crowd_is_served_or_refused_and_leaves_nothing_behind(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    # A request takes about 14 blocks: a crowd of 40 would need ten times what there is.
+    survive(model_folder, tmp_path, clients=40, blocks=56)
+
+
+@pytest.mark.long
+def test_a_large_crowd_is_served_or_refused_and_leaves_nothing_behind(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    survive(model_folder, tmp_path, clients=200, blocks=280)

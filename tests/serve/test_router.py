@@ -1,0 +1,207 @@
+"""Which instance gets a request, and what its client hears when the instance fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.config import parse_config
+from penstock.engine import messages as ms
+from penstock.machine.kv_events import AllCleared, BlocksStored
+from penstock.serve.link import Link, Lost, Refusal
+from penstock.serve.router import Router
+from penstock.transport.base import Item
+from penstock.transport.inproc import InprocChannel, channel_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+CONFIG = 'version = 1\nmodel.name = "m"\ncache = { blocks = 8, block_tokens = 4 }\n'
+PROMPT = list(range(40))
+
+
+class Instance:
+    """The other end of a link, played by the test."""
+
+    def __init__(self, router: Router, name: str) -> None:
+        self.channel: InprocChannel
+        near, self.channel = channel_pair("server", name)
+        self.link = Link(near, on_change=lambda link: router.remove(link) if link.lost else None)
+        router.add(self.link)
+        self.say(ms.Ready(model="m", positions=99, stop_tokens=[], config=CONFIG, tiers=["device"]))
+
+    def say(self, *messages: ms.Message) -> None:
+        for message in messages:
+            self.channel.send(ms.encode(message))
+
+    def keep(self, token_count: int) -> None:
+        chain = parse_config(CONFIG).key_chain()
+        chain.extend(PROMPT[:token_count])
+        keys = [bytes(key) for key in chain.keys]
+        self.say(
+            ms.Kept(
+                events=[BlocksStored(sequence=1, epoch=0, tier="device", keys=keys, parent=None)]
+            )
+        )
+
+    def heard(self) -> list[Any]:
+        found = []
+        while isinstance(said := self.channel.receive(), Item):
+            found.append(ms.read_by_instance(said.frame))
+        return found
+
+
+def submit(name: str, **more: Any) -> ms.Submit:
+    return ms.Submit(id=name, prompt=PROMPT, max_tokens=4, **more)
+
+
+def played(play: Callable[[Router, Instance, Instance], Coroutine[Any, Any, None]]) -> None:
+    async def whole() -> None:
+        router = Router()
+        pair = [Instance(router, name) for name in ("one", "two")]
+        await settled()
+        try:
+            await play(router, *pair)
+        finally:
+            for each in pair:
+                each.link.close()
+                each.channel.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+async def settled() -> None:
+    """Lets the loop turn until it has seen what was sent, and done what follows."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def answered(router: Router, request: ms.Submit) -> list[ms.Progress]:
+    return [progress async for progress in router.generate(request)]
+
+
+def test_a_request_goes_where_its_prefix_lies() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        two.keep(16)
+        await settled()
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+
+        assert [type(said) for said in two.heard()] == [ms.Submit]
+        assert one.heard() == []
+        two.say(ms.Progress(id="r", answer=0, token=1, reason="stop"))
+        assert [progress.token for progress in await task] == [1]
+
+    played(play)
+
+
+def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        two.keep(16)
+        await settled()
+        tasks = [asyncio.create_task(answered(router, submit(f"r{n}"))) for n in range(2)]
+        await settled()
+        assert (len(two.heard()), len(one.heard())) == (1, 1)
+
+        two.say(ms.Kept(events=[AllCleared(sequence=2, epoch=1)]))
+        one.keep(16)
+        await settled()
+        tasks.append(asyncio.create_task(answered(router, submit("r9"))))
+        await settled()
+
+        assert (len(two.heard()), len(one.heard())) == (0, 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert ms.Abort(id="r9") in one.heard()
+
+    played(play)
+
+
+def test_a_lost_instance_is_replaced_before_the_first_token_and_not_after_it() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        one.keep(40)
+        await settled()
+        early = asyncio.create_task(answered(router, submit("early")))
+        late = asyncio.create_task(answered(router, submit("late")))
+        await settled()
+        one.say(ms.Progress(id="late", answer=0, token=1))
+        await settled()
+
+        one.channel.fail("killed")
+        await settled()
+        two.say(ms.Progress(id="early", answer=0, token=2, reason="length"))
+
+        assert [progress.token for progress in await early] == [2]
+        assert router.retries == 1
+        with pytest.raises(Lost, match="killed"):
+            await late
+
+    played(play)
+
+
+def test_a_refusal_is_told_and_not_retried() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        one.keep(40)
+        await settled()
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+        one.heard()
+        one.say(ms.Refused(id="r", kind="busy", problem="full"))
+
+        with pytest.raises(Refusal, match="full"):
+            await task
+        assert one.heard() == two.heard() == []
+
+    played(play)
+
+
+def test_an_instance_that_talks_nonsense_is_lost() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        asked = asyncio.create_task(one.link.ask("statistics"))
+        await settled()
+
+        one.channel.send(b"nonsense")
+
+        with pytest.raises(Lost, match="makes no sense"):
+            await asked
+        assert router.ready == [two.link]
+
+    played(play)
+
+
+def test_what_an_instance_has_no_room_for_waits_in_order() -> None:
+    async def play(_: Router, one: Instance, two: Instance) -> None:
+        for number in range(1500):
+            two.link.send(ms.Abort(id=str(number)))
+        first = two.heard()
+        await settled()
+        two.say(ms.Told(id=0, json=b""))
+        await settled()
+
+        names = [said.id for said in [*first, *two.heard()]]
+        assert len(first) == 1024
+        assert names == [str(number) for number in range(1500)]
+        assert one.heard() == []
+
+    played(play)
+
+
+def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        two.keep(16)
+        await settled()
+
+        assert router.reset("so", weights_version="w2") == ["one", "two"]
+
+        assert one.heard() == two.heard() == [ms.Reset(why="so", weights_version="w2")]
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+        # What was kept under the old weights attracts nobody: the first one is as good.
+        assert [type(said) for said in one.heard()] == [ms.Submit]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    played(play)
