@@ -1,1 +1,1 @@
-"""The prefill to decode protocol, both roles, without I/O: see PROTOCOL.md."""
+"""The prefill → decode protocol as state machines without I/O or clock; `PROTOCOL.md` rules."""

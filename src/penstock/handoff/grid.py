@@ -1,0 +1,188 @@
+"""Which parts one source rank owes one target rank: a grid of layer groups and block ranges.
+
+Both sides must cut a transfer into the same parts, so the claim carries the cut itself: six
+numbers, not a list. Parts are numbered layer group by layer group, blocks inside; a set of
+parts is a plain integer, bit `n` for part `n`, so that "what is ready, not sent and not there"
+is three operations on integers, however many parts there are.
+
+What must not break: every (layer, block) of the grid lies in exactly one part.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+PART_COUNT_MAX = 1 << 20
+"""A grid with more parts is refused: its sets would be 128 KiB each in every claim."""
+
+PART_BYTES_MIN = 256 << 10
+"""Parts below this cost more in notices than their bytes take to travel."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+
+
+class Grid(NamedTuple):
+    """What travels from one source rank to one target rank."""
+
+    layer_first: Count
+    layer_count: Count
+    """Layers that both ranks hold, from `layer_first` on."""
+    block_first: Count
+    """Blocks before it are there already: the decode side's own prefix."""
+    block_count: Count
+    part_layers: Positive = 1
+    """Layers in a part; the last group may have fewer."""
+    part_blocks: Positive = 1
+    """Blocks in a part; the last range of a layer may have fewer."""
+    block_tokens: Positive = 1
+    """Tokens of one block here: the coarser of the two sides' blocks, where they differ."""
+    part_bytes: Positive = 1
+    """Bytes of the largest part: it must fit a berth."""
+
+    @property
+    def group_count(self) -> int:
+        """Groups of layers."""
+        return -(-self.layer_count // self.part_layers)
+
+    @property
+    def range_count(self) -> int:
+        """Block ranges of each group."""
+        return -(-self.block_count // self.part_blocks)
+
+    @property
+    def part_count(self) -> int:
+        """Parts in all."""
+        return self.group_count * self.range_count
+
+    @property
+    def everything(self) -> int:
+        """The set of all parts."""
+        return (1 << self.part_count) - 1
+
+    def layers_of(self, part: int) -> range:
+        """The layers of a part."""
+        first = self.layer_first + part // self.range_count * self.part_layers
+        return range(first, min(first + self.part_layers, self.layer_first + self.layer_count))
+
+    def blocks_of(self, part: int) -> range:
+        """The blocks of a part, counted from the prompt's first block."""
+        first = self.block_first + part % self.range_count * self.part_blocks
+        return range(first, min(first + self.part_blocks, self.block_first + self.block_count))
+
+    def ready(
+        self,
+        watermarks: tuple[int, ...],
+        first_layer: int,
+        token_count: int,
+        layers: range | None = None,
+    ) -> int:
+        """The parts whose bytes are computed.
+
+        Args:
+            watermarks: tokens ready in each layer of the source rank.
+            first_layer: the source rank's first layer.
+            token_count: of the prompt; the last block may be partly filled.
+            layers: only parts that touch these layers are looked at.
+        """
+        found = 0
+        ranges = self.range_count
+        for group in self._groups_of(layers):
+            first = self.layer_first + group * self.part_layers - first_layer
+            last = min(first + self.part_layers, self.layer_first + self.layer_count - first_layer)
+            tokens = min(watermarks[first:last])
+            found |= ((1 << self._ranges_within(tokens, token_count)) - 1) << group * ranges
+        return found
+
+    def _groups_of(self, layers: range | None) -> range:
+        """The groups that touch some layers."""
+        if layers is None:
+            return range(self.group_count)
+        first = max(layers.start - self.layer_first, 0)
+        end = min(layers.stop - self.layer_first, self.layer_count)
+        return range(first // self.part_layers, -(-end // self.part_layers))
+
+    def _ranges_within(self, tokens: int, token_count: int) -> int:
+        """How many block ranges the first `tokens` tokens fill."""
+        if tokens >= token_count:
+            return self.range_count
+        blocks = tokens // self.block_tokens - self.block_first
+        return min(max(0, blocks // self.part_blocks), self.range_count)
+
+    def problem(self) -> str:
+        """What is wrong with this grid, or nothing."""
+        for name in ("part_layers", "part_blocks", "block_tokens", "part_bytes"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}, must be at least 1"
+        if self.layer_count < 1 or self.block_count < 1:
+            return f"grid of {self.layer_count} layers and {self.block_count} blocks is empty"
+        if self.part_count > PART_COUNT_MAX:
+            return f"grid has {self.part_count} parts, at most {PART_COUNT_MAX} are allowed"
+        return ""
+
+
+def cut(
+    *,
+    layers: range,
+    blocks: range,
+    cell_bytes: int,
+    block_tokens: int,
+    berth_bytes: int,
+    part_bytes_min: int = PART_BYTES_MIN,
+) -> Grid:
+    """Cuts what one rank owes another into parts that fit a berth.
+
+    A part is one layer, so that it can leave as soon as the layer is computed; blocks are split
+    where a layer does not fit, and layers are put together where one alone would be tiny.
+
+    Args:
+        layers: that both ranks hold.
+        blocks: that are missing on the decode side, counted from the prompt's first.
+        cell_bytes: what one block of one layer takes between these two ranks.
+        block_tokens: tokens of a block: the coarser of the two sides' blocks.
+        berth_bytes: no part is larger.
+        part_bytes_min: layers are put together until a part has so many bytes.
+
+    Raises:
+        ValueError: one block of one layer does not fit a berth, or something is empty.
+    """
+    if not layers or not blocks or cell_bytes < 1 or block_tokens < 1:
+        raise ValueError(f"nothing to cut: {layers}, {blocks}, {cell_bytes} bytes a block")
+    if cell_bytes > berth_bytes:
+        raise ValueError(f"cell_bytes is {cell_bytes}, must be at most berth_bytes {berth_bytes}")
+    part_blocks = min(len(blocks), berth_bytes // cell_bytes)
+    layer_bytes = part_blocks * cell_bytes
+    wished = -(-min(part_bytes_min, berth_bytes) // layer_bytes)
+    part_layers = max(1, min(wished, berth_bytes // layer_bytes, len(layers)))
+    return Grid(
+        layer_first=layers.start,
+        layer_count=len(layers),
+        block_first=blocks.start,
+        block_count=len(blocks),
+        part_layers=part_layers,
+        part_blocks=part_blocks,
+        block_tokens=block_tokens,
+        part_bytes=part_layers * layer_bytes,
+    )
+
+
+def parts_in(parts: int) -> list[int]:
+    """The numbers of the parts in a set, lowest first."""
+    found = []
+    while parts:
+        lowest = parts & -parts
+        found.append(lowest.bit_length() - 1)
+        parts ^= lowest
+    return found
+
+
+def to_bytes(parts: int) -> bytes:
+    """A set as it travels: little-endian, without trailing zeros."""
+    return parts.to_bytes((parts.bit_length() + 7) // 8, "little")
+
+
+def from_bytes(encoded: bytes) -> int:
+    """The set that `to_bytes` made these bytes of."""
+    return int.from_bytes(encoded, "little")
