@@ -11,21 +11,26 @@ JOBS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check bench sim gpu clean
+.PHONY: help demo test test-long test-vllm check bench sim gpu clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## run a multi-turn workload over two tiers and verify every byte
 	@$(BIN)/penstock demo
 
 test: $(READY) ## run the tests, but for those that take minutes
-	@$(BIN)/pytest -n $(JOBS) -m "not long and not gpu"
+	@$(BIN)/pytest -n $(JOBS) -m "not long and not gpu and not vllm"
 
 test-long: $(READY) ## run all tests that need no GPU
-	@$(BIN)/pytest -n $(JOBS) -m "not gpu"
+	@$(BIN)/pytest -n $(JOBS) -m "not gpu and not vllm"
+
+test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
+	@$(VLLM)/bin/python -m pytest -m vllm tests/vllm
 
 check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/ruff check .
@@ -42,8 +47,8 @@ sim: $(READY) ## simulate the cache from SEEDS seeds
 gpu: ## run the CUDA tests with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu
 
-clean: ## remove .venv, build results and caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove .venv, .venv-vllm, build results and caches
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
@@ -55,4 +60,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment
+	@echo "Setting up $(VLLM) (once; takes a few minutes)"
+	@PYTHON="$(PYTHON)" .ci/vllm-environment $(VLLM)
 	@touch $@
