@@ -18,13 +18,15 @@ from penstock.machine import effects as ef
 from penstock.movers.table import mover_between
 from penstock.runtime import carrier
 from penstock.runtime.facts import TierFacts
+from penstock.tiers.arrays import ArrayTier, opaque_layout
+from penstock.tiers.host import HostTier
+from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Fleet, MakeFleet
 
     from penstock.movers.base import Mover
     from penstock.tiers.base import SlotStore
-    from penstock.vocabulary.checksums import Algorithm
 
 KV = np.zeros((8, 4, 3))
 
@@ -227,4 +229,29 @@ def test_a_required_tier_that_cannot_be_reached_is_an_error_and_keeps_no_memory(
     # Even while somebody still looks at the error, and with it at all that there was.
     assert refused.tb is not None
     assert os.listdir("/proc/self/fd") == before
+    assert arenas() == []
+
+
+class RegisteringTier(ArrayTier):
+    """Memory of an engine that has host memory registered, as that of a GPU has."""
+
+    forgotten: tuple[int, ...] = ()
+
+    def forget(self, host: object) -> None:
+        assert isinstance(host, HostTier)
+        # An arena that is closed has no address any more.
+        self.forgotten += (host.arena.address,)
+
+
+@pytest.mark.usefixtures("no_way")
+def test_memory_is_registered_no_more_before_it_is_given_back() -> None:
+    layout = opaque_layout([KV], block_tokens=4)
+    device = RegisteringTier(layout, [KV])
+    host = HostTier.create(layout, 16, huge_pages=False)
+    address = host.arena.address
+
+    hands = carrier.Carrier([device, host], Algorithm.XXH3)
+
+    assert device.forgotten == (address,)
+    assert hands.stores == (device, None)
     assert arenas() == []

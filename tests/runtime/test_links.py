@@ -18,7 +18,7 @@ from penstock.movers.base import Moved
 from penstock.runtime import links
 from penstock.runtime.links import meet, serve
 from penstock.runtime.plans import RankReport, decode_plan, encode_report
-from penstock.transport.base import Item
+from penstock.transport.base import Closed, Empty, Item
 from penstock.transport.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
 
 if TYPE_CHECKING:
@@ -243,6 +243,22 @@ def test_nonsense_from_the_owner_ends_a_rank_with_an_error(make_fleet: MakeFleet
 
     with pytest.raises(PeerError, match="a plan begins with b'w'"):
         serve(far, rank, until=time.monotonic() + 60)
+
+    # Or the owner would wait for as long as the process lives, and call it healthy.
+    assert isinstance(near.receive(), Closed)
+
+
+def test_a_rank_is_served_once(make_fleet: MakeFleet) -> None:
+    (rank,) = make_fleet(ranks=1).ranks
+    near, far = channel_pair()
+    serve(far, rank, until=time.monotonic())
+
+    with pytest.raises(ValueError, match="rank 0 was served before, must be opened anew"):
+        serve(far, rank, until=time.monotonic())
+
+    # Its facts came once: the owner would take them for a report that makes no sense.
+    meet(near, deadline=time.monotonic())
+    assert isinstance(near.receive(), Empty)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,18 @@ The owner has given up on that: the slots may be somebody else's by now.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 import penstock
 from penstock.errors import PeerError
+from penstock.runtime.carrier import Carrier
+from penstock.runtime.facts import TierFacts
 from penstock.runtime.plans import Plan, decode_plan, decode_report, encode_plan
+from penstock.transport.base import Item
 from penstock.transport.inproc import channel_pair
+from penstock.vocabulary.checksums import Algorithm
 
 RANKS = 2
 CONFIG = f"""
@@ -20,13 +25,26 @@ model.name = "none"
 cache = {{ block_tokens = 4, blocks = 8, ranks = {RANKS} }}
 tiers = [{{ name = "host", kind = "memory", blocks = 16 }}]
 """
+WRITE_BACK = f"""
+version = 1
+model.name = "none"
+tiers = [{{ name = "host", kind = "memory", blocks = 16, write = "write_back" }}]
+[cache]
+block_tokens = 4
+blocks = 8
+ranks = {RANKS}
+operation_blocks_max = 1
+low_watermark = 0.5
+high_watermark = 0.6
+"""
+"""A step has at most one block written down."""
 
 
 class Engine:
     """Two ranks and their owner, in one process; plans travel in its own messages."""
 
-    def __init__(self, *, linked: bool = False) -> None:
-        self.config = penstock.parse_config(CONFIG)
+    def __init__(self, *, linked: bool = False, settings: str = CONFIG) -> None:
+        self.config = penstock.parse_config(settings)
         self.ranks = [self.open_rank(number) for number in range(RANKS)]
         self.channels = [channel_pair() for _ in self.ranks] if linked else []
         self.cache = penstock.open_owner(
@@ -38,6 +56,16 @@ class Engine:
     def open_rank(self, number: int) -> penstock.Rank:
         kv = np.full((8, 4, 16), number + 1, dtype=np.float32)
         return penstock.open_rank(self.config, rank=number, kv=kv)
+
+    def work(self, number: int) -> None:
+        """A rank takes the next plan from its channel, and reports what it has done."""
+        rank, (_, far) = self.ranks[number], self.channels[number]
+        arrived = far.receive()
+        if isinstance(arrived, Item):
+            rank.take(arrived.frame)
+        report = rank.step()
+        if report is not None:
+            far.send(report)
 
     def order_a_copy(self) -> None:
         """A block is computed, and to be written down."""
@@ -128,3 +156,48 @@ def test_a_plan_for_fewer_ranks_is_refused() -> None:
 
     with pytest.raises(PeerError, match="is for 1 ranks, must be for at least 2"):
         rank.take(encode_plan(Plan(7, 1, [], [], lives=[rank.facts.life])))
+
+
+def test_nothing_is_begun_any_more_once_a_close_has_cancelled_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(linked=True, settings=WRITE_BACK)
+    with engine.cache.acquire(range(29)) as lease:
+        lease.commit(range(29))
+    for _ in range(2):
+        engine.cache.step()  # Each has another block written down, which rank 0 does not hear of.
+        engine.work(1)
+
+    # While the owner waits for it, rank 0 hears of one thing after the other.
+    def wait(_deadline: float, **_: object) -> bool:
+        engine.work(0)
+        return True
+
+    begun = engine.cache.statistics().operations_started
+    monkeypatch.setattr(engine.cache._driver.crew, "wait", wait)
+    drained = engine.cache.close()
+
+    assert begun == 2
+    assert engine.cache.statistics().operations_started == begun
+    assert drained == penstock.Drained(finished=0, cancelled=2, unsettled=0)
+
+
+def test_an_order_from_before_its_time_may_name_what_a_new_life_does_not_have() -> None:
+    engine = Engine()
+    engine.order_a_copy()
+    settings = engine.config.cache
+    whole = engine.open_rank(1)
+    off = [TierFacts(name=tier.name, slot_count=16, off="no memory") for tier in settings.tiers]
+    facts = msgspec.structs.replace(whole.facts, tiers=tuple(off))
+    hands = Carrier([whole.carrier.stores[0], None], Algorithm.XXH3)
+    newcomer = penstock.Rank(hands, facts, arenas={})
+    engine.cache.rank_back(facts)
+    plan = engine.cache.take_plan()
+    assert plan is not None
+
+    newcomer.take(plan)
+
+    report = newcomer.step()
+    assert report is not None
+    (moved,) = decode_report(report).moved
+    assert moved.failure == "it was for another life of rank 1"

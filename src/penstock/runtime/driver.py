@@ -107,9 +107,7 @@ class Driver:
         Returns the effects for the engine.
         """
         told = self.handle(Tick())
-        for heard in self.crew.collect(budget_bytes=budget_bytes):
-            told += self._take_in(self._sense_of(heard))
-        self.crew.dispatch()
+        told += self._exchange(budget_bytes)
         return told
 
     def hear(self, heard: Sequence[Report | Lost]) -> list[ef.Effect]:
@@ -176,7 +174,7 @@ class Driver:
         cut_short = sum(operation.purpose in _WRITES for operation in ledger.running())
         hear(self._cancel(lambda _: True))
         # What was cancelled settles when its ranks say so: a message each way.
-        self._run_until(max(deadline, self._clock() + FENCE_S), hear)
+        self._fence(max(deadline, self._clock() + FENCE_S), hear)
         ended = {outcome: ledger.ended[outcome] - before[outcome] for outcome in Outcome}
         failed = ended[Outcome.FAILED] + ended[Outcome.EXPIRED]
         self._closed = Drained(
@@ -190,6 +188,14 @@ class Driver:
     def audit(self) -> None:
         """Checks every invariant of the whole state."""
         audit(self.machine.books)
+
+    def _exchange(self, budget_bytes: int) -> list[ef.Effect]:
+        """Hears what ranks report, and sends them what was ordered."""
+        told: list[ef.Effect] = []
+        for heard in self.crew.collect(budget_bytes=budget_bytes):
+            told += self._take_in(self._sense_of(heard))
+        self.crew.dispatch()
+        return told
 
     def _take_in(self, heard: Report | Lost) -> list[ef.Effect]:
         if isinstance(heard, Report):
@@ -230,6 +236,17 @@ class Driver:
             hear(self.step())
             if self.busy:
                 self.wait(deadline)
+
+    def _fence(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
+        """Hears ranks until none of them has anything in hand.
+
+        The time does not go on for the machine: with a tick it would have more blocks written
+        down to keep free slots, and nobody would be left to say how that ended.
+        """
+        while self.crew.own_way and self.busy and self._clock() < deadline:
+            hear(self._exchange(STEP_BUDGET_BYTES))
+            if self.busy:
+                self.crew.wait(deadline, descriptors=())
 
     def _name(self, tier: int) -> str:
         return self.machine.books.tier(tier).name

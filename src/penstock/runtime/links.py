@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from penstock.errors import PeerError, UnavailableError
@@ -64,11 +64,28 @@ def serve(channel: Channel, rank: Rank, *, until: float, descriptors: Sequence[i
     """Executes what arrives on a channel, in the process of a rank; returns why it ended.
 
     It ends when the owner closes the channel or is lost, at `until` on the monotonic clock, or
-    when one of `descriptors` can be read, such as that of a `StopSignal`. The rank stays open.
+    when one of `descriptors` can be read, such as that of a `StopSignal`. The rank stays open,
+    but is not served again: close it, and the channel.
 
     Raises:
-        PeerError: the owner said what makes no sense to this rank.
+        PeerError: the owner said what makes no sense to this rank. As with any other error here,
+            the channel is closed: the owner must not wait for a rank that does nothing more.
+        ValueError: the rank was served before.
     """
+    if rank.served:
+        raise ValueError(
+            f"rank {rank.facts.rank} was served before, must be opened anew: its owner has given "
+            "up on this life of it"
+        )
+    rank.served = True
+    with ExitStack() as undo:
+        undo.callback(channel.close)
+        why = _serve(channel, rank, until, descriptors)
+        undo.pop_all()
+    return why
+
+
+def _serve(channel: Channel, rank: Rank, until: float, descriptors: Sequence[int]) -> str:
     reports = deque([rank.facts.to_bytes()])
     while True:
         ended = take_plans(channel, rank)

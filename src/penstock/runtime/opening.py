@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from penstock.runtime.agreement import Agreement
     from penstock.runtime.device import Kv
+    from penstock.runtime.lower_tiers import LowerTiers
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
     from penstock.vocabulary.layout import Layout
@@ -128,17 +129,7 @@ def open_rank(
         block_bytes=device.layout.block_bytes,
         cell_count=len(device.layout.cells),
         device_slots=tuple(group.block_count for group in device.layout.groups),
-        tiers=tuple(
-            TierFacts(
-                name=tier.name,
-                slot_count=tier.slot_count,
-                memory="" if index in off else _memory_of(store, life),
-                off=off.get(index, ""),
-            )
-            for index, (tier, store) in enumerate(
-                zip(lower.settings.tiers, lower.stores, strict=True), start=1
-            )
-        ),
+        tiers=_tier_facts(lower, off, life),
         algorithm=algorithm.value,
         form=Form(layout=device.layout, checksum=algorithm).fingerprint,
         shares=config.equal_ranks,
@@ -146,6 +137,19 @@ def open_rank(
     shared = {tier.name for tier in facts.tiers if not tier.off}
     made = {name: fd for name, fd in lower.arenas.items() if name in shared}
     return Rank(carrier, facts, arenas=made, writes=writes)
+
+
+def _tier_facts(lower: LowerTiers, off: Mapping[int, str], life: int) -> tuple[TierFacts, ...]:
+    tiers = zip(lower.settings.tiers, lower.stores, strict=True)
+    return tuple(
+        TierFacts(
+            name=tier.name,
+            slot_count=tier.slot_count,
+            memory="" if index in off else _memory_of(store, life),
+            off=off.get(index, ""),
+        )
+        for index, (tier, store) in enumerate(tiers, start=1)
+    )
 
 
 def open_owner(

@@ -54,6 +54,8 @@ class Rank:
         self.carrier = carrier
         self.steps = carrier.steps
         """What the engine tells and asks around its steps on this rank."""
+        self.served = False
+        """Whether a channel has been served for it, which is done once: see `links.serve`."""
         self._writes = writes
         self._owner: int | None = None
         self._last_plan = 0
@@ -82,10 +84,13 @@ class Rank:
             )
         if decoded.sequence <= self._last_plan:
             return
-        self._require_sense(decoded)
+        self._require_place(decoded)
+        ours = not decoded.lives or decoded.lives[self.facts.rank] == self.facts.life
+        if ours:
+            # What an earlier life was told may name tiers that this one does not have.
+            self._require_sense(decoded)
         self._owner = decoded.incarnation
         self._last_plan = decoded.sequence
-        ours = not decoded.lives or decoded.lives[self.facts.rank] == self.facts.life
         for copy in decoded.copies:
             if not ours:
                 # The owner has given up on it here: the slots may be somebody else's by now.
@@ -160,7 +165,7 @@ class Rank:
         """Whether it is not another rank's part to write into the memory that all of them share."""
         return self._writes or copy.target == DEVICE
 
-    def _require_sense(self, plan: Plan) -> None:
+    def _require_place(self, plan: Plan) -> None:
         # A rank that has just started may join in the middle.
         if self._last_plan and plan.sequence != self._last_plan + 1:
             raise PeerError(
@@ -172,6 +177,8 @@ class Rank:
                 f"a plan is for {len(plan.lives)} ranks, must be for at least "
                 f"{self.facts.rank + 1}, with rank {self.facts.rank}"
             )
+
+    def _require_sense(self, plan: Plan) -> None:
         for copy in filter(self._is_mine, plan.copies):
             if (copy.source, copy.target) not in self.carrier.movers:
                 raise PeerError(

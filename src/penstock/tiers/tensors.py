@@ -225,6 +225,11 @@ class TensorTier:
         """Where each buffer starts, in the address space that the process shares with its GPUs."""
         return {number: storage.data_ptr() for number, storage in enumerate(self._storages)}
 
+    def numbers(self, buffer: int, dtype: torch.dtype) -> torch.Tensor:
+        """All of a buffer, as numbers of one type, for copies by torch."""
+        storage = self._storages[buffer]
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage)
+
     def blocks(self, slots: Sequence[int]) -> Blocks:
         """The bytes of some slots, for reading or writing by the CPU."""
         if not self._buffers:
