@@ -123,6 +123,17 @@ def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "find", find_nothing)
 
 
+def plant_gate_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies below the device is always computed, whatever is quicker."""
+
+    def nothing_from_below(_books: Books, source: NDArray[np.int8], _now: float) -> int:
+        below = np.flatnonzero(source)
+        return int(below[0]) if len(below) else len(source)
+
+    monkeypatch.setattr(leasing, "worth_loading", nothing_from_below)
+    monkeypatch.setattr(offloading, "worth_loading", nothing_from_below)
+
+
 def plant_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines pass, and nobody is told."""
     monkeypatch.setattr(copying, "expire", lambda _books, _now: None)
@@ -135,6 +146,7 @@ PLANTED = [
     pytest.param(plant_lost_result_on_reset, "operations", id="lost result on reset"),
     pytest.param(plant_matchable_before_filled, "bytes", id="matchable before filled"),
     pytest.param(plant_blindness, "usefulness", id="finds nothing"),
+    pytest.param(plant_gate_without_measurements, "usefulness", id="never loads"),
     pytest.param(plant_patience, "liveness", id="keeps no deadline"),
 ]
 

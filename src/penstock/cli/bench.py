@@ -20,6 +20,8 @@ from penstock.bench.interference import plan as interference
 from penstock.bench.interference.on_cpu import run_on_cpu
 from penstock.bench.peer import VllmPeer
 from penstock.bench.report import Report
+from penstock.bench.vllm_run import ROUNDS as VLLM_ROUNDS
+from penstock.bench.vllm_run import run_vllm
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
 from penstock.errors import UnavailableError
 
@@ -158,6 +160,29 @@ def _run_handoff_on_cuda(report: Report, *, rounds: int) -> None:
     from penstock.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
 
     run_handoff_on_cuda(report, rounds=rounds)
+
+
+@commands.command("vllm")
+def bench_vllm(
+    *,
+    json: JsonOption = None,
+    peer_python: PeerOption = None,
+    rounds: RoundsOption = VLLM_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
+    report = Report(version=penstock.__version__, command=_command())
+    run_vllm(
+        report,
+        python=peer_python or Path(sys.executable),
+        rounds=rounds,
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    if json is None or str(json) != "-":
+        report.show(sys.stdout)
+    if json is not None:
+        write_json(json, report.to_builtins())
+    raise typer.Exit(report.exit_code(check=check))
 
 
 @commands.command("interference")

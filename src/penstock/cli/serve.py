@@ -50,6 +50,14 @@ DeviceOption: TypeAlias = Annotated[str | None, typer.Option(help="Where to comp
 InstancesOption: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, max=16, help="Copies of the model.")
 ]
+PrefillTpOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Ranks of an instance that computes prompts alone."),
+]
+DecodeTpOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Ranks of the instance that answers them."),
+]
 RoleOption: TypeAlias = Annotated[str | None, typer.Option(help="What an instance computes: both.")]
 HostOption: TypeAlias = Annotated[
     str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")
@@ -76,6 +84,8 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     device: DeviceOption = None,
     instances: InstancesOption = None,
     role: RoleOption = None,
+    prefill_tp: PrefillTpOption = None,
+    decode_tp: DecodeTpOption = None,
     host: HostOption = None,
     port: PortOption = None,
     api_key: ApiKeyOption = None,
@@ -103,6 +113,8 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
         api_key=api_key,
         instances=instances,
         role=role,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
     )
     settled = settle(load_config(config) if config else None, wishes)
     if print_config:
@@ -162,8 +174,7 @@ class Bars:
             tiers.append(f"{tier.name} {size}")
         print(
             f"penstock: ready: {config.model.name} at {address}/v1 "
-            f"({_counted(config.serve.instances, 'instance')}, "
-            f"{_counted(config.cache.rank_count, 'rank')} each; {' → '.join(tiers)})",
+            f"({_who(config)}; {' → '.join(tiers)})",
             flush=True,
         )
 
@@ -178,6 +189,19 @@ class Bars:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+
+
+def _who(config: Config) -> str:
+    """How many instances there are, and of how many ranks."""
+    assert config.serve is not None
+    engine, count = config.engine, config.serve.instances
+    if engine is not None and engine.prefill_tp:
+        return (
+            f"{_counted(count, 'pair')}, {_counted(engine.prefill_tp, 'prefill rank')} and "
+            f"{_counted(engine.decode_tp, 'decode rank')} each"
+        )
+    ranks = _counted(config.cache.rank_count, "rank")
+    return f"{_counted(count, 'instance')}, {ranks} each"
 
 
 def _counted(count: int, what: str) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import PenstockError
 from penstock.testing.sim.checkers import SimulationError
 from penstock.testing.sim.coverage import Coverage, counting_moves
-from penstock.testing.sim.world import World
+from penstock.testing.sim.scenarios import Scenario, kinds_of, world_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,37 +88,42 @@ def failure_of(seed: int, error: Exception) -> Failure:
     )
 
 
-def run_seeds(seeds: range) -> Outcome:
+def run_seeds(seeds: range, scenario: Scenario = Scenario.CACHE) -> Outcome:
     """Runs seeds in this process."""
-    outcome = Outcome()
+    outcome = Outcome(coverage=Coverage(kinds=kinds_of(scenario)))
     with counting_moves() as moves:
         for seed in seeds:
-            world = World(seed)
+            world = world_of(scenario, seed)
             try:
                 world.run()
             except DEFECTS as error:
                 outcome.failures.append(failure_of(seed, error))
             outcome.coverage.add_world(world)
-    outcome.coverage.moves = moves
+    if outcome.coverage.kinds.has_tables:
+        outcome.coverage.moves = moves
     return outcome
 
 
 def run_campaign(
-    seeds: range, *, jobs: int = 1, progress: Callable[[int], None] = lambda _: None
+    seeds: range,
+    scenario: Scenario = Scenario.CACHE,
+    *,
+    jobs: int = 1,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Outcome:
     """Runs seeds over `jobs` processes; `progress` hears of every few that have ended."""
     began = time.perf_counter()
-    whole = Outcome()
+    whole = Outcome(coverage=Coverage(kinds=kinds_of(scenario)))
     batches = [seeds[first : first + _BATCH_SEEDS] for first in range(0, len(seeds), _BATCH_SEEDS)]
     if jobs == 1 or len(batches) == 1:
         for batch in batches:
-            whole.add(run_seeds(batch))
+            whole.add(run_seeds(batch, scenario))
             progress(len(batch))
     else:
         # Spawned rather than forked: no world may depend on what this process did before.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(jobs, len(batches)), mp_context=context) as processes:
-            running = {processes.submit(run_seeds, batch): batch for batch in batches}
+            running = {processes.submit(run_seeds, batch, scenario): batch for batch in batches}
             for ended in as_completed(running):
                 whole.add(ended.result())
                 progress(len(running[ended]))

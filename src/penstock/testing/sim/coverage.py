@@ -19,7 +19,7 @@ from penstock.machine import events as ev
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.testing.sim.world import World
+    from penstock.testing.sim.scenarios import SimulatedWorld
 
 EVENT_KINDS: tuple[str, ...] = tuple(sorted(kind.__name__ for kind in ev.Event.__subclasses__()))
 
@@ -42,6 +42,7 @@ FAULT_KINDS: tuple[str, ...] = (
     "rank hangs",
     "rank is lost",
     "rank is slow",
+    "recompute is quicker",
     "report from a dead rank",
     "report from an earlier life",
     "report from before a reset",
@@ -70,10 +71,35 @@ Moves = dict[str, list[list[int]]]
 """Table to counts, by move and state."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """What can be seen in the worlds of one scenario."""
+
+    events: tuple[str, ...]
+    faults: tuple[str, ...]
+    copy_word: str
+    """What it is whose ways to end are counted in `copies`."""
+    copies: tuple[str, ...]
+    has_tables: bool
+    """Whether the moves of the cache's state tables are to be seen in its worlds."""
+    events_mean_min: float
+
+
+CACHE_KINDS = Kinds(
+    events=EVENT_KINDS,
+    faults=FAULT_KINDS,
+    copy_word="copy",
+    copies=COPY_KINDS,
+    has_tables=True,
+    events_mean_min=EVENTS_MEAN_MIN,
+)
+
+
 @dataclass(slots=True)
 class Coverage:
     """Counts over any number of worlds; adding two gives what one run over both would."""
 
+    kinds: Kinds = CACHE_KINDS
     seed_count: int = 0
     event_count: int = 0
     events: Counter[str] = field(default_factory=Counter)
@@ -87,7 +113,7 @@ class Coverage:
     copy_seeds: Counter[str] = field(default_factory=Counter)
     moves: Moves = field(default_factory=dict)
 
-    def add_world(self, world: World) -> None:
+    def add_world(self, world: SimulatedWorld) -> None:
         """One more world has ended."""
         self.seed_count += 1
         self.event_count += world.events.total()
@@ -125,12 +151,13 @@ class Coverage:
         return [*self._too_rare(), *self._never_moved()]
 
     def _too_rare(self) -> Iterator[str]:
-        if self.events_mean < EVENTS_MEAN_MIN:
-            yield f"{self.events_mean:.1f} events a seed, at least {EVENTS_MEAN_MIN:.0f} are due"
+        mean_min = self.kinds.events_mean_min
+        if self.events_mean < mean_min:
+            yield f"{self.events_mean:.1f} events a seed, at least {mean_min:.0f} are due"
         wanted = SHARE_MIN * self.seed_count
         for what, kinds, seeds in (
-            ("event", EVENT_KINDS, self.event_seeds),
-            ("fault", FAULT_KINDS, self.fault_seeds),
+            ("event", self.kinds.events, self.event_seeds),
+            ("fault", self.kinds.faults, self.fault_seeds),
         ):
             for kind in kinds:
                 if seeds[kind] < wanted:
@@ -138,7 +165,7 @@ class Coverage:
                     yield f"{what} {kind!r} in {share:.2%} of the seeds, {SHARE_MIN:.0%} are due"
 
     def _never_moved(self) -> Iterator[str]:
-        for table in TABLES:
+        for table in TABLES if self.kinds.has_tables else ():
             counts = self.moves[table.name]
             for state, move in table.legal:
                 if not counts[move][state]:

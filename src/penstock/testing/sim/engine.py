@@ -9,6 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from penstock.cache.departed import MissReason
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.settings import Gate
 from penstock.errors import CapacityError
 from penstock.machine import events as ev
 from penstock.machine.effects import Pinned, Started
@@ -17,6 +20,7 @@ from penstock.testing.sim.checkers import SimulationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from penstock.cache.departed import Miss
     from penstock.machine.effects import Effect
     from penstock.testing.sim.managed import Request
     from penstock.testing.sim.world import World
@@ -39,6 +43,7 @@ class Engine(ABC):
         self.reactions: dict[type[Effect], Callable[..., None]] = {}
         """What it does when it is told something that is no answer."""
         self._named = 0
+        self._told_speed = False
 
     def next_name(self) -> str:
         """A name for a request."""
@@ -57,6 +62,8 @@ class Engine(ABC):
             self._prefetch()
         if rng.random() < weather.cancel:
             self._cancel()
+        if weather.tell_speed and rng.random() < weather.tell_speed:
+            self._tell_speed()
         self.advance()
 
     @abstractmethod
@@ -87,6 +94,27 @@ class Engine(ABC):
     @abstractmethod
     def check_no_one_waits(self) -> None:
         """Every copy has ended, so nobody has anything to wait for."""
+
+    def _tell_speed(self) -> None:
+        count = self.rng.randint(1, 20)
+        jitter = self.rng.choice((0.5, 1.0, 1.0, 1.0, 20.0))
+        self._told_speed = True
+        seconds = jitter * count / self.weather.tokens_per_s
+        self.world.send(ev.Computed(token_count=count, seconds=seconds))
+
+    def check_skipped(self, name: str, miss: Miss, keys: Sequence[Key]) -> None:
+        """What lies below is computed only where that may be quicker, or saves too little."""
+        if miss.reason is not MissReason.RECOMPUTE:
+            return
+        self.world.note("recompute is quicker")
+        settings = self.weather.settings
+        measured = settings.load_gate is Gate.MEASURED and self._told_speed
+        if not (measured or settings.load_tokens_min > 1):
+            raise SimulationError("usefulness", f"{name} computes what it could load: {miss}")
+        books = self.world.machine.books
+        node = books.nodes.get(keys[miss.block])
+        if not any(tier.slot_of[node] != NOWHERE for tier in books.lower_tiers()):
+            raise SimulationError("usefulness", f"{name}: nothing lies below, but {miss}")
 
     def _pin_or_unpin(self) -> None:
         if self.pins and self.rng.random() < 0.4:

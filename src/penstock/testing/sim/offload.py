@@ -60,6 +60,7 @@ class Sequence:
         "slots",
         "stage",
         "text",
+        "worth",
     )
 
     def __init__(self, name: str, text: Text, keys: list[Key], slots: list[list[int]]) -> None:
@@ -70,6 +71,8 @@ class Sequence:
         self.stage = Stage.LOOKING
         self.ready = 0
         """So many leading blocks can be loaded, as was told last."""
+        self.worth = 0
+        """So many of them are quicker to load than to compute."""
         self.losses = 0
         """How often the cache had lost blocks by then."""
         self.good: set[int] = set()
@@ -139,6 +142,8 @@ class OffloadEngine(Engine):
         effects = self.world.send(ev.Lookup(keys=sequence.keys, start=start))
         found = next(effect for effect in effects if isinstance(effect, Found))
         sequence.ready, sequence.losses = found.ready, found.losses
+        sequence.worth = found.worth
+        self.check_skipped(sequence.name, found.miss, sequence.keys)
         if self.weather.healthy:
             model = self.world.model
             told = (found.ready, found.ready + found.pending)
@@ -160,6 +165,9 @@ class OffloadEngine(Engine):
 
     def _load(self, sequence: Sequence) -> None:
         count = sequence.ready
+        if self.weather.tell_speed and self.rng.random() < 0.7:
+            # Some engines go by what they are told, some load all the same.
+            count = min(count, sequence.worth)
         if not count or self.rng.random() < self.weather.opt_out:
             sequence.stage = Stage.COMPUTING
             return

@@ -20,7 +20,7 @@ from penstock.machine.events import Report
 from penstock.testing.sim.checkers import Claims, SimulationError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableSequence, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -117,7 +117,7 @@ class Ranks:
             else settings.group_count * self.group_slots
         )
         sizes = [device_slots, *(tier.slot_count for tier in settings.tiers)]
-        self.memory: list[list[list[Cell]]] = [
+        self.memory: Sequence[Sequence[MutableSequence[Cell]]] = [
             [[None] * size for size in sizes] for _ in range(self.rank_count)
         ]
         """Rank and tier to the contents of the slots."""

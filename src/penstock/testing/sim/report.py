@@ -6,7 +6,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import TABLES
-from penstock.testing.sim.coverage import COPY_KINDS, EVENT_KINDS, FAULT_KINDS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -20,18 +19,20 @@ _SEEDS_SHOWN = 8
 
 def lines_of(outcome: Outcome) -> Iterator[str]:
     """Everything a campaign found, as tables."""
-    coverage = outcome.coverage
+    coverage, kinds_seen = outcome.coverage, outcome.coverage.kinds
     yield (
         f"{coverage.seed_count} seeds, {coverage.event_count} events "
         f"({coverage.events_mean:.1f} a seed), {outcome.seconds:.1f} s"
     )
     for title, kinds, counts, seeds in (
-        ("event", EVENT_KINDS, coverage.events, coverage.event_seeds),
-        ("fault", FAULT_KINDS, coverage.faults, coverage.fault_seeds),
-        ("copy", COPY_KINDS, coverage.copies, coverage.copy_seeds),
+        ("event", kinds_seen.events, coverage.events, coverage.event_seeds),
+        ("fault", kinds_seen.faults, coverage.faults, coverage.fault_seeds),
+        (kinds_seen.copy_word, kinds_seen.copies, coverage.copies, coverage.copy_seeds),
     ):
         yield ""
         yield from _aligned(_kind_rows(title, kinds, counts, seeds, coverage.seed_count))
+    if not kinds_seen.has_tables:
+        return
     for table in TABLES:
         yield ""
         yield from _aligned(_move_rows(outcome, table.name))
@@ -56,16 +57,17 @@ def failure_lines(outcome: Outcome, scenario: str) -> Iterator[str]:
 
 def document_of(outcome: Outcome) -> dict[str, object]:
     """The same as plain values."""
-    coverage = outcome.coverage
+    coverage, kinds = outcome.coverage, outcome.coverage.kinds
+    tables = TABLES if kinds.has_tables else ()
     return {
         "seeds": coverage.seed_count,
         "events": coverage.event_count,
         "events_mean": coverage.events_mean,
         "seconds": outcome.seconds,
-        "event_kinds": _kinds(EVENT_KINDS, coverage.events, coverage.event_seeds),
-        "fault_kinds": _kinds(FAULT_KINDS, coverage.faults, coverage.fault_seeds),
-        "copy_kinds": _kinds(COPY_KINDS, coverage.copies, coverage.copy_seeds),
-        "moves": {table.name: _moves(outcome, table.name) for table in TABLES},
+        "event_kinds": _kinds(kinds.events, coverage.events, coverage.event_seeds),
+        "fault_kinds": _kinds(kinds.faults, coverage.faults, coverage.fault_seeds),
+        f"{kinds.copy_word}_kinds": _kinds(kinds.copies, coverage.copies, coverage.copy_seeds),
+        "moves": {table.name: _moves(outcome, table.name) for table in tables},
         "failures": [
             {"seed": f.seed, "checker": f.checker, "problem": f.problem, "where": f.where}
             for f in outcome.failures

@@ -9,20 +9,18 @@ cache must find exactly what a simple model says it knows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from random import Random
 
 from penstock.cache.settings import (
     EVICTION_POLICIES,
     CacheSettings,
+    Gate,
     TierSettings,
     WriteKind,
     WritePolicy,
 )
-
-if TYPE_CHECKING:
-    from random import Random
 
 TENANTS = ("", "a", "b")
 TIER_NAMES = ("host", "disk", "shared")
@@ -84,6 +82,10 @@ class Weather:
     prefetch: float
     cancel: float
     discover: float
+    tell_speed: float
+    """The engine tells how long it computed."""
+    tokens_per_s: float
+    """How fast it computes; a copy of a few blocks takes some tenths of a second."""
 
     # What the ranks are like.
     pace_s: tuple[float, ...]
@@ -126,6 +128,10 @@ def draw_weather(rng: Random) -> Weather:
     healthy = plenty is not Plenty.NOWHERE
     blocks_max = rng.randint(3, 7)
     settings = _draw_settings(rng, plenty, managed=managed, blocks_max=blocks_max)
+    gate = _branch(rng)
+    gated = not healthy and gate.random() < 0.35
+    if gated:
+        settings = _with_gate(gate, settings)
 
     def fault(chance: float, most: float) -> float:
         drawn = rng.uniform(0.0, most) if rng.random() < chance else 0.0
@@ -157,6 +163,8 @@ def draw_weather(rng: Random) -> Weather:
         prefetch=habit(0.5, 0.7),
         cancel=fault(0.4, 0.15),
         discover=habit(0.3, 0.08),
+        tell_speed=gate.choice((0.0, 0.1, 0.4)) if gated else 0.0,
+        tokens_per_s=gate.choice((3.0, 30.0, 300.0)),
         pace_s=_draw_paces(rng, settings, healthy=healthy),
         fail=fault(0.4, 0.3),
         unreadable=fault(0.4, 0.3),
@@ -168,6 +176,23 @@ def draw_weather(rng: Random) -> Weather:
         tier_trouble=fault(0.35, 0.06),
         reset=fault(0.3, 0.05),
         misuse=fault(0.25, 0.05),
+    )
+
+
+def _branch(rng: Random) -> Random:
+    """Draws of its own from here on: worlds of old seeds stay what they were without them."""
+    branch = Random()
+    branch.setstate(rng.getstate())
+    branch.random()
+    return branch
+
+
+def _with_gate(rng: Random, settings: CacheSettings) -> CacheSettings:
+    return replace(
+        settings,
+        load_gate=rng.choice((Gate.MEASURED, Gate.MEASURED, Gate.MEASURED, Gate.OFF)),
+        load_tokens_min=rng.choice((1, 1, 1, 3, 6)),
+        rate_age_s=rng.choice((0.5, 60.0)),
     )
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.testing.sim.engine import Engine
+    from penstock.testing.sim.weather import Weather
 
 _LOOP_MAX = 20_000
 """No world needs so many steps; one that does is stuck."""
@@ -57,11 +58,11 @@ class World:
     ) -> None:
         self.seed = seed
         self.rng = Random(seed)
-        self.weather = draw_weather(self.rng)
+        self.weather = self._draw_weather()
         self.now = 0.0
         self.epoch = 0
         self.incarnation = self.rng.getrandbits(64)
-        self.machine = CacheMachine(self.weather.settings, incarnation=self.incarnation)
+        self.machine = self._make_machine()
         self.event: ev.Event = ev.Tick()
         """The last event, which may still be being handled."""
         self.events: Counter[str] = Counter()
@@ -69,16 +70,18 @@ class World:
         self.copies: Counter[str] = Counter()
         self.library = Library(self.rng, self.weather)
         self.model = Model()
+        self.timed = self.weather.timers
+        """Whether somebody looks after deadlines between the engine's ticks."""
         self._audited = audited
         self._teller = teller
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._entered = 0
         self._handled = 0
         self._frozen: tuple[object, ...] | None = None
-        self.ranks = Ranks(self)
+        self.ranks = self._make_ranks()
         self.engine: Engine = ManagedEngine(self) if self.weather.managed else OffloadEngine(self)
         self.kv = KvReader(self)
-        self._storm = Storm(self)
+        self._storm = self._make_storm()
         self._reactions: dict[type[ef.Effect], list[Callable[..., None]]] = {
             ef.Copy: [self.ranks.start],
             ef.Abandon: [self.ranks.abandon],
@@ -109,17 +112,37 @@ class World:
         self._agenda.sort()
         self._end()
 
+    # ---------------------------------------------------------------- what it is made of
+
+    def _draw_weather(self) -> Weather:
+        return draw_weather(self.rng)
+
+    def _make_machine(self) -> CacheMachine:
+        return CacheMachine(self.weather.settings, incarnation=self.incarnation)
+
+    def _make_ranks(self) -> Ranks:
+        return Ranks(self)
+
+    def _make_storm(self) -> Storm:
+        return Storm(self)
+
     # ---------------------------------------------------------------- for everybody in it
 
     def send(self, event: ev.Event) -> list[ef.Effect]:
         """Hands an event to the cache, checks everything, and carries out the effects."""
+        return self.observe(event, self.machine.handle)
+
+    def observe(
+        self, event: ev.Event, handle: Callable[[ev.Event, float], list[ef.Effect]]
+    ) -> list[ef.Effect]:
+        """Has an event handled, and everybody look at what came of it."""
         self.event = event
         self.events[type(event).__name__] += 1
         self._handled += 1
         if self._teller is not None:
             self._teller(f"{self.now:9.3f}  {describe(event)}")
         try:
-            effects = self.machine.handle(event, self.now)
+            effects = handle(event, self.now)
         except (CapacityError, LeaseError, UnavailableError, ValueError) as refusal:
             if self._teller is not None:
                 self._teller(f"{'':9}    refused: {refusal}")
@@ -182,7 +205,7 @@ class World:
     def _advance(self) -> None:
         """Lets the next thing happen: a timer of the cache, or what is on the agenda."""
         at = self._agenda[0][0]
-        if self.weather.timers:
+        if self.timed:
             deadline = self.machine.next_deadline()
             if deadline is not None and deadline <= at:
                 self.now = max(self.now, deadline)

@@ -1,0 +1,1 @@
+"""The parties of a handoff with everything around them, for explorer and simulator."""

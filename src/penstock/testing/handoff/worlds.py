@@ -1,0 +1,217 @@
+"""The small worlds that `penstock explore handoff` looks at.
+
+Settings are as small as they can be without leaving something out: one berth more than a
+request needs would multiply the states, and show nothing new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from penstock.handoff.grid import Grid
+from penstock.handoff.settings import HandoffBounds, HandoffSettings, HandoffTimes
+from penstock.testing.explore import explore
+from penstock.testing.handoff import deeds as do
+from penstock.testing.handoff.faults import Budget
+from penstock.testing.handoff.scene import Prompt, Scene, shares
+from penstock.testing.handoff.world import HandoffWorld
+
+if TYPE_CHECKING:
+    from penstock.testing.explore import Bounds, Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Small:
+    """A world, and how it is looked at."""
+
+    name: str
+    prefill_count: int
+    decode_count: int
+    request_count: int = 1
+    layer_count: int = 1
+    budget: Budget = field(default_factory=Budget)
+    crashing: tuple[str, ...] = ()
+    """The parties that may die, where the budget has a crash."""
+    room: int = 1
+    """How many requests each engine can have open at a time."""
+    suspicious: bool = True
+    """Whether a death may be noticed before the new life is heard of."""
+    berth_count: int = 2
+    delays: int | None = None
+    """At most so many delays; all orders when `None`."""
+    reduced: bool = True
+    """Whether what cannot influence each other is not interleaved: see `groups` and `eager`."""
+
+    @property
+    def says(self) -> str:
+        """The world in one line."""
+        faults = [
+            f"{count} {name}"
+            for name, count in zip(Budget.__slots__, self.budget.counts(), strict=True)
+            if count and name != "total"
+        ]
+        most = f", at most {self.budget.counts()[-1]} in all" if len(faults) > 1 else ""
+        return (
+            f"{self.request_count} request{'s' * (self.request_count > 1)}{self._room_said}, "
+            f"{self.prefill_count}×{self.decode_count} ranks, "
+            f"{self.layer_count} layer{'s' * (self.layer_count > 1)}; "
+            f"faults: {', '.join(faults) or 'none'}{most}"
+        )
+
+    @property
+    def _room_said(self) -> str:
+        if self.request_count == 1:
+            return ""
+        return " one after the other" if self.room == 1 else " at once"
+
+    def make(self) -> HandoffWorld:
+        """The world at its beginning."""
+        grid = Grid(
+            layer_first=0,
+            layer_count=self.layer_count,
+            block_first=0,
+            block_count=1,
+            block_tokens=1,
+        )
+        prompts = {
+            handoff: Prompt(
+                handoff=handoff,
+                token_count=1,
+                layer_count=self.layer_count,
+                wanted=shares(self.prefill_count, self.decode_count, grid),
+            )
+            for handoff in "abcdefgh"[: self.request_count]
+        }
+        scene = Scene(
+            prefill_count=self.prefill_count,
+            decode_count=self.decode_count,
+            prompts=prompts,
+            settings=_settings(self.berth_count),
+            batched=True,
+            room=self.room,
+            # Which of several requests an engine gives up makes no difference; the first will do.
+            doubtful=("a",),
+        )
+        return HandoffWorld(
+            scene,
+            self.budget,
+            crashing=self.crashing or scene.names,
+            eager=self.eager,
+            suspicious=self.suspicious,
+            grouped=self.reduced,
+        )
+
+    def look(self, bounds: Bounds | None = None) -> Result:
+        """Explores the world."""
+        result = explore(self.make(), bounds=bounds, delays=self.delays)
+        return replace(result, reduced=self.reduced)
+
+    @property
+    def eager(self) -> tuple[type, ...]:
+        """What happens at once, because it commutes with all else; the explorer checks that."""
+        budget = self.budget
+        fenced = budget.crash or budget.suspect or budget.write
+        # Whether a write is posted before or after a fence makes a difference, where there is one.
+        return (do.Submit,) if self.reduced and not fenced else ()
+
+
+def _settings(berth_count: int) -> HandoffSettings:
+    return HandoffSettings(
+        times=HandoffTimes(),
+        bounds=HandoffBounds(
+            berth_bytes=1,
+            berth_count=berth_count,
+            landing_bytes_max=64,
+            retired_bytes_max=32,
+            attempt_count_max=2,
+            poison_count_max=1,
+            close_count_max=1,
+        ),
+    )
+
+
+_EVERYTHING = Budget(
+    loss=1,
+    duplicate=1,
+    overtake=1,
+    timer=1,
+    cancel=1,
+    withdraw=1,
+    crash=1,
+    write=1,
+    spoil=1,
+    suspect=1,
+    total=1,
+)
+
+
+def _two_by_two(name: str, budget: Budget) -> Small:
+    return Small(
+        name=f"two-by-two-{name}",
+        prefill_count=2,
+        decode_count=2,
+        layer_count=2,
+        berth_count=1,
+        budget=budget,
+    )
+
+
+def _crash(party: str) -> Small:
+    """One request, while one party dies."""
+    return Small(
+        name=f"crash-{party}",
+        prefill_count=1,
+        decode_count=2,
+        berth_count=1,
+        budget=Budget(crash=1),
+        crashing=(party,),
+        suspicious=False,
+    )
+
+
+def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget, delays: int) -> Small:
+    """Two requests at the same time, too many states for all orders."""
+    return Small(
+        name=f"at-once-{name}",
+        prefill_count=ranks[0],
+        decode_count=ranks[1],
+        request_count=2,
+        layer_count=layers,
+        room=2,
+        berth_count=layers,
+        budget=budget,
+        delays=delays,
+        reduced=False,
+    )
+
+
+WORLDS: tuple[Small, ...] = (
+    Small(name="one-any-fault", prefill_count=1, decode_count=1, budget=_EVERYTHING),
+    Small(
+        name="one-two-faults",
+        prefill_count=1,
+        decode_count=1,
+        budget=Budget(loss=1, duplicate=1, cancel=1, withdraw=1, write=1, spoil=1, total=2),
+    ),
+    Small(name="two-by-two", prefill_count=2, decode_count=2, layer_count=2),
+    _two_by_two("loss", Budget(loss=1, duplicate=1)),
+    _two_by_two("cancel", Budget(cancel=1)),
+    _two_by_two("timer", Budget(timer=1)),
+    _crash("P"),
+    _crash("P0"),
+    _crash("D"),
+    _crash("D0"),
+    Small(
+        name="two-requests-cancel",
+        prefill_count=2,
+        decode_count=2,
+        request_count=2,
+        berth_count=1,
+        budget=Budget(cancel=1),
+    ),
+    _at_once("cancel", (2, 2), 1, Budget(cancel=1), delays=2),
+    _at_once("crash", (1, 2), 1, Budget(crash=1), delays=1),
+    _at_once("layers", (2, 2), 2, Budget(), delays=2),
+    _at_once("layers-faults", (2, 2), 2, Budget(loss=1, duplicate=1, cancel=1, total=1), delays=1),
+)

@@ -1,0 +1,60 @@
+"""What must hold when a simulated handoff world has come to rest.
+
+| checker      | promise                                                                     |
+|--------------|-----------------------------------------------------------------------------|
+| `liveness`   | every handoff ended, on both sides                                          |
+| `drain`      | nothing is posted, taken, wanted or held any more                           |
+| `usefulness` | in a calm world, every handoff was delivered, however bad the network        |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.handoff.states import Outcome
+from penstock.testing.sim.checkers import SimulationError
+
+if TYPE_CHECKING:
+    from penstock.testing.sim.handoff import HandoffSimulation
+
+
+def check_at_rest(world: HandoffSimulation) -> None:
+    """Looks at a world in which nothing will happen any more.
+
+    Raises:
+        SimulationError: something was left behind, or nothing came of it.
+    """
+    for scheduler in (world.prefill_scheduler, world.decode_scheduler):
+        if scheduler.open:
+            raise SimulationError(
+                "liveness", f"{scheduler.name}: {min(scheduler.open)} has not ended"
+            )
+    _check_drained(world)
+    if world.weather.calm:
+        _check_useful(world)
+
+
+def _check_drained(world: HandoffSimulation) -> None:
+    for name in world.scene.prefill_ranks:
+        rank = world.prefill_rank(name)
+        statistics = rank.machine.statistics()
+        if rank.writes or rank.ghosts:
+            raise SimulationError("drain", f"{name} has writes left: {[*rank.writes]}")
+        if statistics.prompts or statistics.wants or statistics.writes_under_way:
+            raise SimulationError("drain", f"{name} has something left: {statistics}")
+    for name in world.scene.decode_ranks:
+        target = world.decode_rank(name)
+        found = target.machine.statistics()
+        if target.takes or found.collecting or found.complete or found.ending:
+            raise SimulationError("drain", f"{name} has something left: {found}")
+        if target.fences and not world.weather.fence_on_death:
+            raise SimulationError("drain", f"{name} waits for fences: {target.fences}")
+
+
+def _check_useful(world: HandoffSimulation) -> None:
+    for handoff in world.scene.prompts:
+        outcome = world.decode_scheduler.ended.get((handoff, 1))
+        if outcome is not Outcome.DELIVERED:
+            raise SimulationError(
+                "usefulness", f"{handoff} was not delivered, though nothing was in the way"
+            )

@@ -1,0 +1,56 @@
+"""`penstock vllm-config`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+from penstock.cli.app import run
+from penstock.connectors.vllm.settings import read_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+TOML = 'version = 1\nmodel.name = "toy"\n[[tiers]]\nname = "host"\nkind = "host"\ngib = 1\n'
+
+
+def test_the_flag_is_what_the_connector_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file)]) == 0
+    flag, value = shlex.split(capsys.readouterr().out)
+    transfer = json.loads(value)
+
+    assert flag == "--kv-transfer-config"
+    settings = read_settings(
+        transfer["kv_connector_extra_config"], failure_policy=transfer["kv_load_failure_policy"]
+    )
+    assert settings.config.cache.tiers[0].name == "host"
+
+
+def test_the_content_may_stand_in_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file), "--inline", "--bare"]) == 0
+    transfer = json.loads(capsys.readouterr().out)
+
+    assert transfer["kv_connector_extra_config"]["config"] == TOML
+
+
+def test_a_file_without_tiers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text('version = 1\nmodel.name = "toy"\n')
+
+    assert run(["vllm-config", str(file)]) == 2
+    assert "tiers" in capsys.readouterr().err

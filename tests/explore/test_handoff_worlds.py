@@ -1,0 +1,156 @@
+"""The shipped machines in small worlds: all states, no finding; and what removed rules lead to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
+from penstock.handoff.effects import Fence
+from penstock.handoff.landing import Landing
+from penstock.testing.explore import FindingKind, explore
+from penstock.testing.handoff.faults import Budget
+from penstock.testing.handoff.worlds import WORLDS, Small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.handoff import messages as msg
+
+
+def small(name: str, **parameters: object) -> Small:
+    return Small(**({"name": name, "prefill_count": 1, "decode_count": 1} | parameters))  # type: ignore[arg-type]
+
+
+def problem_of(world: Small) -> str:
+    finding = world.look().finding
+    assert finding is not None
+    assert finding.kind is FindingKind.VIOLATION
+    return finding.problem
+
+
+QUICK = [
+    small("nothing goes wrong"),
+    small("two layers", layer_count=2),
+    small("two targets", decode_count=2),
+    small("two sources", prefill_count=2),
+    small("two by two", prefill_count=2, decode_count=2),
+    small("a loss and a duplicate", budget=Budget(loss=1, duplicate=1)),
+    small("an early timer", budget=Budget(timer=1)),
+    small("a cancel", budget=Budget(cancel=1)),
+    small("a withdrawal", budget=Budget(withdraw=1)),
+    small("a write that fails", budget=Budget(write=1)),
+    small("wrong bytes", budget=Budget(spoil=1)),
+    small("false suspicion", budget=Budget(suspect=1)),
+    small("a decode rank dies", budget=Budget(crash=1), crashing=("D0",)),
+]
+
+
+@pytest.mark.parametrize("world", QUICK, ids=lambda world: world.name)
+def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> None:
+    result = world.look()
+
+    assert result.finding is None
+    assert result.exhausted
+    assert result.finished_count > 0
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"layer_count": 2},
+        {"prefill_count": 2, "decode_count": 2},
+        {"prefill_count": 2, "decode_count": 2, "budget": Budget(loss=1), "berth_count": 1},
+        {"request_count": 2, "budget": Budget(cancel=1), "berth_count": 1},
+    ],
+    ids=str,
+)
+def test_a_reduced_search_visits_fewer_states_and_comes_to_the_same_ends(
+    parameters: dict[str, object],
+) -> None:
+    whole = small("whole", **parameters, reduced=False).look()
+    reduced = small("reduced", **parameters).look()
+
+    assert whole.exhausted
+    assert reduced.exhausted
+    assert reduced.state_count < whole.state_count
+    assert reduced.finished_count == whole.finished_count
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_reduced_search_finds_what_the_whole_search_finds(
+    monkeypatch: pytest.MonkeyPatch, *, reduced: bool
+) -> None:
+    monkeypatch.setattr(
+        DecodeScheduler, "_every_rank_is_complete", lambda _, claimed: claimed.complete != 0
+    )
+
+    problem = problem_of(
+        small("count", prefill_count=2, decode_count=2, budget=Budget(loss=1), reduced=reduced)
+    )
+
+    assert problem.startswith("content: a is delivered, but D")
+
+
+def test_what_is_worked_out_once_is_all_that_decides() -> None:
+    world = small("memo", budget=Budget(loss=1, withdraw=1)).make()
+    explore(world)
+
+    for memo in world.casting.memos:
+        memo.check_completeness()
+
+
+def test_without_the_count_of_ranks_the_explorer_finds_a_partial_delivery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def any_rank(scheduler: DecodeScheduler, claimed: Claimed) -> bool:
+        del scheduler
+        return claimed.complete != 0
+
+    monkeypatch.setattr(DecodeScheduler, "_every_rank_is_complete", any_rank)
+
+    problem = problem_of(small("count", decode_count=2))
+
+    assert problem.startswith("content: a is delivered, but D")
+
+
+@pytest.mark.parametrize("fault", ["write", "suspect"])
+def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retire: Callable[[Landing, str], None] = Landing._retire
+
+    def retire_and_free(landing: Landing, name: str) -> None:
+        retire(landing, name)
+        landing.effects = [each for each in landing.effects if not isinstance(each, Fence)]
+        for peer, generation in [*landing.retired]:
+            landing.retired[peer, generation] = True
+            landing._free_if_unused(peer, generation)
+
+    monkeypatch.setattr(Landing, "_retire", retire_and_free)
+
+    problem = problem_of(small("fence", budget=Budget(**{fault: 1})))
+
+    assert problem.startswith("given back: D0")
+
+
+def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_any_epoch(
+        scheduler: DecodeScheduler, message: msg.Report | msg.Finished | msg.Gone | msg.Closed
+    ) -> bool:
+        return message.handoff in scheduler.claimed
+
+    monkeypatch.setattr(DecodeScheduler, "_is_current", of_any_epoch)
+
+    problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1)))
+
+    assert problem.startswith("content: a is delivered, but D0")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
+def test_every_world_of_the_command_is_without_findings(world: Small) -> None:
+    assert world.look().finding is None
