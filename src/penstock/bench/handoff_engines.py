@@ -42,6 +42,10 @@ class Copied(NamedTuple):
     cpu_s: float
     pieces_s: float
     """In pieces, each summed while it is in the cache."""
+    packed_cpu_s: float
+    """The source's work on all parts, in one process."""
+    taken_cpu_s: float
+    """The target's."""
 
 
 class Ran(NamedTuple):
@@ -134,7 +138,13 @@ class Engines:
         """A plain copy and a checksum pass, on the source's core."""
         self._source.command(copy=1)
         answer = self._answer(self._source, "copied")
-        return Copied(answer["copied"], answer["cpu_s"], answer["pieces"])
+        return Copied(
+            answer["copied"],
+            answer["cpu_s"],
+            answer["pieces"],
+            answer["packed"],
+            answer["taken"],
+        )
 
     def run(self, *, layer_s: float = 0.0) -> Ran:
         """Hands a prompt over; without a time for a layer, it is there at once."""
@@ -196,7 +206,12 @@ class Engines:
         dues = (self._prefill.next_deadline(), self._decode.next_deadline(), deadline)
         wait_any(
             [*self._prefill.lines.waitables, *self._decode.lines.waitables],
-            [self._source.output, self._target.output],
+            [
+                self._source.output,
+                self._target.output,
+                *self._prefill.lines.descriptors,
+                *self._decode.lines.descriptors,
+            ],
             deadline=min(due for due in dues if due is not None),
         )
 

@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from penstock.errors import UnavailableError
-from penstock.handoff.settings import HandoffBounds, HandoffSettings
+from penstock.errors import InvariantViolation, UnavailableError
+from penstock.handoff.settings import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.runtime.handoff.decode_rank import DecodeRankDriver
 from penstock.runtime.handoff.directory import Directory, EnginePlace, RankPlace
 from penstock.runtime.handoff.lines import zmq_lines
+from penstock.runtime.handoff.moving import PartGather, PartScatter
 from penstock.runtime.handoff.prefill_rank import PrefillRankDriver
 from penstock.runtime.handoff.progress import LayerEvents
 from penstock.runtime.handoff.reading import ArrayReader
@@ -41,7 +42,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRAM = "from penstock.bench.handoff_rank import main; main()"
-SETTINGS = HandoffSettings(bounds=HandoffBounds())
+SETTINGS = HandoffSettings(
+    # On a machine that is busy with other things, a rank that measures may be silent for long.
+    times=HandoffTimes(suspect_s=60.0, handoff_s=120.0),
+    bounds=HandoffBounds(),
+)
 HEADS, CHANNELS = 8, 128
 WAIT_S = 1.0
 PATIENCE_S = 30.0
@@ -142,6 +147,20 @@ class SourceRank:
         self.copy = [np.ones_like(array) for array in self.arrays]
         self.events = LayerEvents(ClockEvent)
         directory = directory_of(shape, orders.prefix)
+        route = directory.route("prefill/0", "decode/0")
+        assert route is not None
+        forms = [route.form_of(layer, layer + 1) for layer in range(shape.layers)]
+        tiers = [ArrayTier(layout, arrays) for arrays in (self.arrays, self.copy)]
+        self._movers = [
+            (
+                PartGather(form, tiers[0], Algorithm.XXH3),
+                PartScatter(route, form, tiers[1], Algorithm.XXH3),
+            )
+            for form in forms
+        ]
+        self._berths = [
+            np.ones(form.block_bytes * shape.block_count, dtype=np.uint8) for form in forms
+        ]
         self.driver = PrefillRankDriver(
             directory,
             orders.name,
@@ -159,7 +178,9 @@ class SourceRank:
             cpu_s = time.process_time()
             copied_s = self._copy_and_sum()
             cpu_s = time.process_time() - cpu_s
-            tell(copied=copied_s, cpu_s=cpu_s, pieces=self._copy_in_pieces())
+            pieces_s = self._copy_in_pieces()
+            packed_s, taken_s = self._work_alone()
+            tell(copied=copied_s, cpu_s=cpu_s, pieces=pieces_s, packed=packed_s, taken=taken_s)
         else:
             self._run(order["run"], order["layer_s"])
 
@@ -211,6 +232,21 @@ class SourceRank:
         for target in self.copy:
             xxh3_64_intdigest(target.data)
         return time.perf_counter() - began
+
+    def _work_alone(self) -> tuple[float, float]:
+        """CPU seconds of both sides' work on all parts, in this process and its own memory."""
+        keys = keys_of("alone", self.shape.block_count)
+        slots = range(self.shape.block_count)
+        began = time.process_time()
+        sums = [
+            gather.gather(self.slots, keys, berth)
+            for (gather, _), berth in zip(self._movers, self._berths, strict=True)
+        ]
+        packed = time.process_time()
+        for (_, scatter), berth, told in zip(self._movers, self._berths, sums, strict=True):
+            if not scatter.scatter(berth, keys, told, slots):
+                raise InvariantViolation("a part that nobody touched is not intact")
+        return packed - began, time.process_time() - packed
 
     def _copy_in_pieces(self) -> float:
         """The same, summed while each piece is in the cache: as good as it gets."""

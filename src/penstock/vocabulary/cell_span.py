@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from penstock.vocabulary.layout import Cell, Layout, Segment
 
 
+COUNTS_KEPT = 8
+"""Of so many numbers of blocks, the places of all segments are kept."""
+
+
 class _Run(NamedTuple):
     """Segments of one plane and length at equal distances in the packed block."""
 
@@ -47,6 +51,8 @@ class CellSpan:
     length: int = field(init=False)
     """Bytes of all its cells."""
     _slices: tuple[slice, ...] = field(init=False, repr=False)
+    _following: dict[int, list[slice]] = field(init=False, repr=False)
+    """By number of blocks, the segments of blocks that follow each other."""
     _places: NDArray[np.uint64] = field(init=False, repr=False)
     _first_segments: NDArray[np.intp] = field(init=False, repr=False)
     _runs: tuple[_Run, ...] = field(init=False, repr=False)
@@ -72,6 +78,7 @@ class CellSpan:
         set_field = object.__setattr__
         set_field(self, "length", slices[-1].stop)
         set_field(self, "_slices", slices)
+        set_field(self, "_following", {})
         set_field(self, "_places", np.array(places, dtype=np.uint64))
         set_field(self, "_first_segments", np.cumsum([0, *counts[:-1]]))
         set_field(self, "_runs", tuple(_runs(segments, base)))
@@ -146,12 +153,28 @@ class CellSpan:
     def _xxh3_sums(
         self, blocks: NDArray[np.uint8], seeds: NDArray[np.uint64]
     ) -> NDArray[np.uint64]:
-        sums = np.empty(seeds.shape, dtype=np.uint64)
-        for row, (block, block_seeds) in enumerate(zip(blocks, seeds, strict=True)):
-            # No Python for each segment: it would take as long as summing four kilobytes.
-            segments = map(block.data.__getitem__, self._slices)
-            sums[row] = list(map(xxh3_64_intdigest, segments, block_seeds.tolist()))
-        return sums
+        # No Python for each segment or block: it would take longer than summing four kilobytes.
+        if len(blocks) > 1 and blocks.strides[0] == self.length:
+            segments = map(blocks.reshape(-1).data.__getitem__, self._slices_of(len(blocks)))
+            return _xxh3_each(segments, seeds)
+        rows = [
+            _xxh3_each(map(block.data.__getitem__, self._slices), row)
+            for block, row in zip(blocks, seeds, strict=True)
+        ]
+        return np.stack(rows) if rows else np.empty(seeds.shape, dtype=np.uint64)
+
+    def _slices_of(self, count: int) -> list[slice]:
+        """The segments of so many blocks that follow each other."""
+        found = self._following.get(count)
+        if found is None:
+            if len(self._following) >= COUNTS_KEPT:
+                self._following.clear()
+            found = self._following[count] = [
+                slice(each.start + shift, each.stop + shift)
+                for shift in range(0, count * self.length, self.length)
+                for each in self._slices
+            ]
+        return found
 
     def _mix64_sums(
         self, blocks: NDArray[np.uint8], seeds: NDArray[np.uint64]
@@ -166,6 +189,12 @@ class CellSpan:
             )
             sums[:, run.segments] = mix64_sums(segments, seeds[:, run.segments])
         return sums
+
+
+def _xxh3_each(segments: Iterator[memoryview], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sum of each segment under its seed, in the shape of the seeds."""
+    sums = map(xxh3_64_intdigest, segments, seeds.ravel().tolist())
+    return np.fromiter(sums, dtype=np.uint64, count=seeds.size).reshape(seeds.shape)
 
 
 def _runs(segments: Sequence[Segment], base: int) -> Iterator[_Run]:

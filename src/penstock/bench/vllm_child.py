@@ -1,0 +1,136 @@
+"""One vLLM engine of `penstock bench vllm`, in a process of its own.
+
+    python -m penstock.bench.vllm_child '{"side": "penstock", "model": …, "workload": {…}}'
+
+It says `ready`, then runs a round for every line with a seed on standard input, and answers
+each with a line of JSON behind `ROUND `.
+"""
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.vllm_workload import Workload
+
+BLOCK_TOKENS = 32
+TOML = """
+version = 1
+model.name = "bench"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = {blocks}
+"""
+
+
+def transfer_of(side: str, host_blocks: int, block_bytes: int) -> dict[str, Any] | None:
+    """What vLLM is told about connectors."""
+    if side == "penstock":
+        return {
+            "kv_connector": "PenstockConnector",
+            "kv_connector_module_path": "penstock.connectors.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"config": TOML.format(blocks=host_blocks)},
+        }
+    if side == "vllm-offloading":
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuCopySpec",
+                "spec_module_path": "penstock.bench.vllm_offload_shim",
+                "cpu_bytes_to_use": host_blocks * block_bytes,
+                # Answers are part of the next prompt.
+                "offload_prompt_only": False,
+            },
+        }
+    return None
+
+
+def open_engine(told: dict[str, Any]) -> Any:
+    """The engine of one side; all sides but for their connector are the same."""
+    from vllm import LLM  # noqa: PLC0415 - takes ten seconds
+
+    return LLM(
+        model=told["model"],
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=told["pool"],
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        seed=0,
+        distributed_executor_backend="mp",
+        kv_transfer_config=transfer_of(told["side"], told["host_blocks"], told["block_bytes"]),
+        scheduler_cls="penstock.bench.vllm_timing.TimedScheduler",
+        worker_extension_cls="penstock.bench.vllm_timing.TimedWorker",
+        disable_log_stats=False,
+    )
+
+
+def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
+    """All conversations, from nothing."""
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    llm.reset_prefix_cache(reset_connector=True)
+    llm.collective_rpc("penstock_take")
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=workload.answer_tokens, detokenize=False, ignore_eos=True
+    )
+    first_token_s: list[float] = []
+    answers: list[list[int]] = []
+    prompt_tokens = cached_tokens = 0
+    began = time.monotonic()
+    for wave in workload.waves(seed):
+        prompts = [{"prompt_token_ids": tokens} for tokens in wave]
+        for out in llm.generate(prompts, sampling, use_tqdm=False):
+            first_token_s.append(out.metrics.first_token_latency)
+            answers.append(list(out.outputs[0].token_ids))
+            prompt_tokens += len(out.prompt_token_ids)
+            cached_tokens += out.num_cached_tokens
+    seconds = time.monotonic() - began
+    worker_s = sum(llm.collective_rpc("penstock_take"))
+    llm.reset_prefix_cache()
+    steps, scheduler_s = Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text().split()
+    return {
+        "first_token_s": first_token_s,
+        "tokens_per_s": sum(map(len, answers)) / seconds,
+        "hit_rate": cached_tokens / prompt_tokens,
+        "scheduler_s": float(scheduler_s) / int(steps),
+        "worker_s": worker_s / int(steps),
+        "answers": answers,
+    }
+
+
+def main(told: dict[str, Any]) -> None:
+    """Runs rounds until standard input ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PENSTOCK_BENCH_STEPS"] = str(Path(folder) / "steps")
+        llm = open_engine(told)
+        llm.collective_rpc("penstock_watch")
+        _say("ready")
+        for line in sys.stdin:
+            seed, reuse = json.loads(line)
+            result = run_round(llm, Workload(**told["workload"], reuse=reuse), seed)
+            _say(f"ROUND {json.dumps(result)}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

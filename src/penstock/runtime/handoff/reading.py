@@ -1,0 +1,95 @@
+"""How a prefill rank's KV becomes packed parts: at once on the CPU, by and by from a device.
+
+The one rule: bytes are packed into the window that the write was given, and into nothing else;
+of a write that was given up, no byte is moved any more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.runtime.handoff.moving import PartGather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.handoff.names import WriteId
+    from penstock.runtime.handoff.parts import PartForm
+    from penstock.tiers.base import SlotStore
+    from penstock.vocabulary.checksums import Algorithm
+
+
+class PartReader(Protocol):
+    """Packs parts out of the slots of one rank."""
+
+    def read(
+        self,
+        write: WriteId,
+        form: PartForm,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        memory: NDArray[np.uint8],
+    ) -> bytes | None:
+        """Packs blocks into `memory`: their cell sums if that is done, nothing if it has begun."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another part can be begun."""
+        ...
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        """The parts that were begun and are packed now, with their sums; never waits."""
+        ...
+
+    def forget(self, write: WriteId) -> None:
+        """Nothing more is to be moved for this write."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part was begun and has not ended."""
+        ...
+
+
+class ArrayReader:
+    """Packs parts on the CPU; each is done when `read` returns."""
+
+    def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
+        self._tier = tier
+        self._algorithm = algorithm
+        self._gathers: dict[PartForm, PartGather] = {}
+
+    def read(
+        self,
+        write: WriteId,  # noqa: ARG002 - it has ended before anybody can name it
+        form: PartForm,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        memory: NDArray[np.uint8],
+    ) -> bytes | None:
+        """Packs blocks into `memory`; see `PartReader`."""
+        gather = self._gathers.get(form)
+        if gather is None:
+            gather = self._gathers[form] = PartGather(form, self._tier, self._algorithm)
+        return gather.gather(slots, keys, memory)
+
+    @property
+    def has_room(self) -> bool:
+        """Always: nothing stays under way."""
+        return True
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        """Nothing stays under way."""
+        return []
+
+    def forget(self, write: WriteId) -> None:
+        """Nothing stays under way."""
+
+    @property
+    def busy(self) -> bool:
+        """Nothing stays under way."""
+        return False

@@ -1,0 +1,86 @@
+"""Windows: who packs his bytes anyway may pack them into the area itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.errors import UnavailableError
+from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.remote import WriteDone
+from penstock.transport.shared_memory import SharedTarget
+from penstock.transport.shared_writer import connect_shared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.transport.remote import Area, Target, WriterLink
+
+    Ends = tuple[Target, Area, WriterLink]
+
+
+@pytest.fixture(params=["in-process", "shared memory"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    if request.param == "in-process":
+        fabric = InprocFabric()
+        target = fabric.target()
+        area = target.open_area("writer", 1000)
+        yield target, area, fabric.connect(area.description)
+        return
+    shared = SharedTarget(huge_pages=False)
+    area = shared.open_area("writer", 1000)
+    link = connect_shared(area.description)
+    yield shared, area, link
+    link.close()
+    shared.close()
+
+
+def test_bytes_that_were_packed_into_a_window_are_there_with_the_notice(ends: Ends) -> None:
+    target, area, link = ends
+    target.notices()
+    window = link.window(300, 200)
+    assert window is not None
+
+    window[:] = 7
+    number = link.post((), b"there")
+    observed, _ = link.observe(budget_bytes=1)
+    (notice,) = target.notices()
+
+    assert observed == [WriteDone(number)]
+    assert notice.payload == b"there"
+    assert np.flatnonzero(area.memory == 7).tolist() == list(range(300, 500))
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, 1001), (999, 2), (5, -1)])
+def test_a_window_is_within_its_area(ends: Ends, offset: int, length: int) -> None:
+    _, _, link = ends
+
+    with pytest.raises(ValueError, match="must be within the 1000"):
+        link.window(offset, length)
+
+
+def test_there_is_no_window_before_the_memory_is_given() -> None:
+    target = SharedTarget(huge_pages=False)
+    area = target.open_area("writer", 1000)
+    link = connect_shared(area.description)
+
+    early = link.window(0, 10)
+    target.notices()
+    later = link.window(0, 10)
+
+    assert early is None
+    assert later is not None
+    link.close()
+    target.close()
+
+
+def test_a_closed_link_has_no_window(ends: Ends) -> None:
+    target, _, link = ends
+    target.notices()
+
+    link.close()
+
+    with pytest.raises(UnavailableError):
+        link.window(0, 10)
