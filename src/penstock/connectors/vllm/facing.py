@@ -1,0 +1,191 @@
+"""What vLLM calls things: its configuration, its hashes, its events.
+
+With `adapter` and `metrics` the only module here that imports vLLM. Where an interface moves
+from one version of vLLM to the next, it moves here.
+"""
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from penstock.connectors.vllm.engine import Engine, LayerGroup
+from penstock.connectors.vllm.events import Removed, Stored
+from penstock.vocabulary.layers import GroupKind
+from vllm import __version__ as vllm_version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from penstock.connectors.vllm.keys import Request
+
+TESTED = (0, 32)
+"""The version of vLLM, major and minor, that `make test-vllm` runs."""
+KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
+    (SlidingWindowMLASpec, GroupKind.SLIDING),
+    (SlidingWindowSpec, GroupKind.SLIDING),
+    (ChunkedLocalAttentionSpec, GroupKind.SLIDING),
+    (MLAAttentionSpec, GroupKind.LATENT),
+    (FullAttentionSpec, GroupKind.ATTENTION),
+)
+"""Specs whose blocks hold the KV of their own tokens and nothing else."""
+
+
+def version_problem(*, any_version: bool) -> str:
+    """Why this vLLM cannot be served; empty if it can."""
+    found = vllm_version.split("+")[0].split(".")
+    if any_version or [part for part in found[:2] if part.isdigit()] == list(map(str, TESTED)):
+        return ""
+    major, minor = TESTED
+    return (
+        f"this is vLLM {vllm_version}, the connector is tested with {major}.{minor}; "
+        "kv_connector_extra_config.any_version = true tries it nevertheless"
+    )
+
+
+def engine_of(vllm_config: Any, kv_cache_config: Any) -> Engine:
+    """The engine as its configuration describes it."""
+    parallel = vllm_config.parallel_config
+    unsupported: list[str] = []
+    groups: list[LayerGroup] = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = _one_spec(group.kv_cache_spec)
+        kind = _kind(spec)
+        if kind is None or not group.enable_kv_transfer:
+            unsupported.append(f"a KV group is of kind {type(spec).__name__}, must be attention")
+            continue
+        groups.append(
+            LayerGroup(
+                kind=kind,
+                layer_names=tuple(group.layer_names),
+                block_tokens=spec.block_size,
+                channels=_dense_channels(spec),
+            )
+        )
+    unsupported += [
+        f"{name} parallelism is not supported"
+        for name, size in {
+            "pipeline": parallel.pipeline_parallel_size,
+            "decode context": parallel.decode_context_parallel_size,
+            "prefill context": parallel.prefill_context_parallel_size,
+        }.items()
+        if size > 1
+    ]
+    if not vllm_config.cache_config.enable_prefix_caching:
+        # vLLM switches it off itself where its kernels cannot go on from a cached prefix.
+        unsupported.append("vLLM's own prefix caching is off")
+    specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    latent = all(_kind(spec) is GroupKind.LATENT for spec in specs)
+    return Engine(
+        name=f"{vllm_config.kv_transfer_config.engine_id}-{parallel.data_parallel_index}",
+        groups=tuple(groups),
+        block_count=kv_cache_config.num_blocks,
+        rank_count=parallel.world_size,
+        rank=parallel.rank,
+        equal_ranks=latent and parallel.nnodes == 1,
+        kv_dtype=str(specs[0].dtype).removeprefix("torch.") if groups else "",
+        kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        unsupported=tuple(unsupported),
+    )
+
+
+def _one_spec(spec: Any) -> Any:
+    """Layers of one kind but different sizes are a group of specs: any of them says the kind."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec
+
+
+def _kind(spec: Any) -> GroupKind | None:
+    # Exactly these: a subclass may keep something else in its blocks.
+    return next((kind for known, kind in KINDS if type(spec) is known), None)
+
+
+def _dense_channels(spec: Any) -> int:
+    """Channels of K, if K and V lie side by side, number after number."""
+    dense = (
+        isinstance(spec, AttentionSpec)
+        and spec.kv_quant_mode == KVQuantMode.NONE
+        and spec.state_content_bytes is None
+        and spec.num_head_slots is None
+        and spec.tokens_per_state == 1
+    )
+    return int(spec.head_size) if dense else 0
+
+
+def encodings_of(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> Callable[[str], str]:
+    """Which kernels, for which instruction set, wrote the blocks of a layer."""
+    layers = vllm_config.compilation_config.static_forward_context
+
+    def encoding_of(name: str) -> str:
+        layer, tensor = layers[name], caches[name]
+        # Only the CPU's kernels pack blocks for an instruction set, and say for which.
+        isa = getattr(getattr(layer, "impl", layer), "isa", "") or getattr(layer, "isa", "")
+        backend = layer.get_attn_backend().get_name()
+        shape = "x".join(map(str, tensor.shape[1:]))
+        return f"vllm {backend} {isa or tensor.device.type} {tensor.dtype} {shape}"
+
+    return encoding_of
+
+
+def current_stream() -> int:
+    """The stream that vLLM submits its steps to."""
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream
+
+
+def events_wanted(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def hash_function(kv_cache_config: Any, block_tokens: int) -> Callable[[Request, int], bytes]:
+    """What vLLM itself calls a block of a request."""
+    parts = block_tokens // (kv_cache_config.hash_block_size or block_tokens)
+
+    def hash_of(request: Any, block: int) -> bytes:
+        found: bytes = request.block_hashes[(block + 1) * parts - 1]
+        return found
+
+    return hash_of
+
+
+def events_from(events: Iterable[Stored | Removed], block_tokens: int) -> list[Any]:
+    """Events in vLLM's own form."""
+    found: list[Any] = []
+    for event in events:
+        if isinstance(event, Removed):
+            hashes = [maybe_convert_block_hash(each) for each in event.hashes]
+            found.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))
+            continue
+        block = event.block
+        parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
+        found.append(
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(block.hash)],
+                parent_block_hash=parent,
+                token_ids=list(block.tokens),
+                block_size=block_tokens,
+                lora_id=block.adapter_id,
+                lora_name=block.adapter,
+                medium=MEDIUM_CPU,
+            )
+        )
+    return found

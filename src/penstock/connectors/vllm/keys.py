@@ -1,0 +1,181 @@
+"""From one of vLLM's requests to the keys of its blocks.
+
+vLLM's own block hashes are not used: some of its hash functions are seeded at random in every
+process, and none covers weights or dtype. A key here is made from the request's tokens, its
+adapter, its salt and the media in it, each in a field of its own.
+
+The one rule: a token that is not known yet is not hashed. Under asynchronous scheduling vLLM
+counts tokens as computed before it knows them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.config import Config
+    from penstock.vocabulary.ids import Key
+
+NAME_BYTES_MAX = 256
+"""A salt or an adapter with a longer name goes by its digest: a client chooses salts, and a
+namespace field is bounded."""
+PARAMETER = "penstock"
+"""The key of a request's `kv_transfer_params` that is meant for this connector."""
+
+
+class Placed(Protocol):
+    """Where a medium stands among the tokens."""
+
+    offset: int
+    length: int
+
+
+class Medium(Protocol):
+    """An image or the like in a request, as vLLM describes it."""
+
+    modality: str
+    identifier: str
+    mm_position: Placed
+
+
+class Adapter(Protocol):
+    """A LoRA adapter, as vLLM describes it."""
+
+    lora_name: str
+    lora_path: str
+    lora_int_id: int
+
+
+class Request(Protocol):
+    """What is read of one of vLLM's requests; the names are vLLM's."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    cache_salt: str | None
+    skip_reading_prefix_cache: bool
+    resumable: bool
+    kv_transfer_params: dict[str, object] | None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Every token that is known, of the prompt and the answer."""
+        ...
+
+    @property
+    def lora_request(self) -> Adapter | None:
+        """The adapter it runs with."""
+        ...
+
+    @property
+    def mm_features(self) -> Sequence[Medium]:
+        """The media in it."""
+        ...
+
+    @property
+    def prompt_embeds(self) -> object | None:
+        """What stands in place of tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a request wants of the tiers below the device."""
+
+    load: bool
+    save: bool
+
+
+def wishes_of(request: Request) -> Wishes:
+    """Whether a request may be served from, and written to, what lies below the device.
+
+    Prompt embeddings have no tokens to make keys from. A session that takes further input
+    may change tokens that were hashed. Both stay out.
+    """
+    if request.prompt_embeds is not None or request.resumable:
+        return Wishes(load=False, save=False)
+    asked: object = (request.kv_transfer_params or {}).get(PARAMETER, True)
+    if isinstance(asked, dict):
+        load, save = asked.get("load", True) is not False, asked.get("save", True) is not False
+    else:
+        load = save = asked is not False
+    return Wishes(load=load and not request.skip_reading_prefix_cache, save=save)
+
+
+class RequestKeys:
+    """The keys of one request's blocks, made as its tokens become known."""
+
+    def __init__(self, config: Config, request: Request) -> None:
+        self._request = request
+        self._chain = config.key_chain(
+            tenant=_named("salt", request.cache_salt or ""), adapter=_adapter(request.lora_request)
+        )
+        self._items = tuple(sorted(map(_item, request.mm_features), key=lambda it: it.position))
+
+    @property
+    def stale(self) -> bool:
+        """Whether the request has fewer tokens than were hashed: then it has others."""
+        return self._request.num_tokens < self._chain.token_count
+
+    def upto(self, block_count: int) -> list[Key]:
+        """The keys of the leading blocks, at most so many, all of whose tokens are known.
+
+        The list is the chain's own, and may be longer: read it, do not change it.
+        """
+        chain = self._chain
+        if len(chain.keys) < block_count and chain.token_count < self._request.num_tokens:
+            first, end = chain.token_count, self._request.num_tokens
+            items = [item for item in self._items if first <= item.position < end]
+            chain.extend(self._request.all_token_ids[first:end], items)
+        return chain.keys
+
+
+def tenant_of(request: Request, known: Mapping[str, float]) -> str:
+    """Who pays for a request's blocks: its salt, where a quota names it."""
+    salt = request.cache_salt or ""
+    return salt if salt in known else ""
+
+
+def _adapter(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return ""
+    # A name that was given to another adapter later is not the same adapter.
+    return _named("lora", f"{len(adapter.lora_name)}:{adapter.lora_name}:{adapter.lora_path}")
+
+
+def _item(medium: Medium) -> Item:
+    return Item(
+        position=medium.mm_position.offset,
+        kind=_ascii(medium.modality),
+        digest=hashlib.sha256(medium.identifier.encode("utf-8", "surrogatepass")).digest(),
+        length=medium.mm_position.length,
+    )
+
+
+def _ascii(kind: str) -> str:
+    plain = kind.encode("ascii", "backslashreplace").decode("ascii")
+    return plain[:ITEM_KIND_BYTES_MAX] or "medium"
+
+
+def _named(domain: str, name: str) -> str:
+    """A field's value: what kind of name it is, and the name, or its digest if it is long."""
+    if not name:
+        return ""
+    raw = name.encode("utf-8", "surrogatepass")
+    if len(raw) <= NAME_BYTES_MAX and _is_plain(raw):
+        return f"{domain}:{name}"
+    return f"{domain}-sha256:{hashlib.sha256(raw).hexdigest()}"
+
+
+def _is_plain(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,332 @@
+"""The scheduler's half: what to claim, load and save. It decides nothing vLLM decides.
+
+    matched    ─→ lookup              how many tokens lie below the device
+    allocated  ─→ load                vLLM gave the request blocks to load them into
+    plan       ─→ save, take_plan     the step is put together
+    hear       ─→ poll                what the workers told about it
+    finished, reset
+
+A lookup never blocks, never defers a request, and looks again only at what has changed since
+the request was last asked about. Requests that share a prefix load it each for itself: none
+waits for another's load.
+
+The one rule: a block is saved in the step that computes it or a later one, while its request
+or a pin keeps vLLM from giving it to somebody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.ledger import Outcome, Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.connectors.vllm.keys import RequestKeys, tenant_of, wishes_of
+from penstock.connectors.vllm.messages import Loading, StepPlan
+from penstock.connectors.vllm.statistics import GAUGE_STEPS, Tally
+from penstock.machine.effects import Ended
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.config import Config
+    from penstock.connectors.vllm.events import Announcer
+    from penstock.connectors.vllm.keys import Request
+    from penstock.connectors.vllm.pins import Pins
+    from penstock.machine.effects import Found, Settled
+    from penstock.runtime.offload import Offload
+    from penstock.vocabulary.ids import Key, OperationId
+
+    Tables = Sequence[Sequence[int]]
+
+LOAD_ATTEMPTS = 3
+"""A request whose loads failed so often is computed: what fails again and again must not keep
+it from its answer."""
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """What is known about one of vLLM's requests."""
+
+    request: Request
+    keys: RequestKeys
+    load: bool
+    save: bool
+    tenant: str = ""
+    asked: Sequence[Key] = ()
+    """What was last looked up: a waiting request is asked about in every step."""
+    found: Found | None = None
+    """The answer."""
+    held: int = 0
+    """So many leading blocks were in vLLM's own cache when it was last looked up."""
+    saved: int = 0
+    """So many leading blocks lie below, are on their way, or were given up."""
+    loads: set[OperationId] = field(default_factory=set)
+    failures: int = 0
+    voided: bool = False
+    """Whether it runs on blocks from before a reset: what it computes from them is not kept."""
+
+
+class Scheduling:
+    """The half of the connector that lives in vLLM's scheduler."""
+
+    def __init__(
+        self,
+        config: Config,
+        offload: Offload,
+        pins: Pins,
+        *,
+        null_block: int,
+        announcer: Announcer | None = None,
+    ) -> None:
+        self._offload = offload
+        self._config = config
+        self._pins = pins
+        self._null = null_block
+        self._announcer = announcer
+        self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
+        self._tokens = config.cache.block_tokens
+        self._groups = config.cache.group_count
+        self._requests: dict[str, Tracked] = {}
+        self._starting: list[Loading] = []
+        self._loading: dict[OperationId, tuple[Tracked, int]] = {}
+        self._saving: dict[OperationId, Sequence[Key]] = {}
+        self._steps = 0
+        self.tally = Tally()
+
+    @property
+    def pending(self) -> bool:
+        """Whether vLLM must go on stepping for copies to end."""
+        return self._offload.busy
+
+    # ---------------------------------------------------------------- requests come
+
+    def matched(self, request: Request, computed: int) -> int:
+        """How many tokens after the first `computed` can be loaded now. Changes no tier."""
+        tracked = self._tracked(request)
+        # vLLM asks when a request begins, for the first time or anew: all it has is recent.
+        tracked.voided = False
+        tracked.held = computed // self._tokens
+        tracked.saved = 0
+        # The last token is always computed: the engine needs its logits.
+        blocks = (request.num_tokens - 1) // self._tokens
+        if tracked.keys.stale or not blocks or not (tracked.load or tracked.save):
+            return 0
+        if len(tracked.asked) != blocks:
+            tracked.asked = tracked.keys.upto(blocks)[:blocks]
+        keys = tracked.asked
+        self.tally.add("lookups", 1 if tracked.found is None else 0)
+        found = self._offload.lookup(keys, last=tracked.found, held=min(tracked.held, blocks))
+        tracked.found = found
+        tracked.saved = found.ready
+        if not tracked.load:
+            return 0
+        return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+
+    def allocated(self, request: Request, tables: Tables, external: int) -> None:
+        """Starts a load: vLLM gave the request blocks for `external` tokens."""
+        count = external // self._tokens
+        if not count:
+            return
+        tracked = self._tracked(request)
+        first = tracked.held
+        keys = tracked.keys.upto(first + count)[first : first + count]
+        slots = self._rows(tables, first, first + count)
+        started = self._offload.load(keys, slots, cause=request.request_id)
+        # Nothing leaves the tiers between lookup and load, so nothing is ever missing here;
+        # if it were, vLLM would have to know.
+        missing = slots[0, len(started.accepted) :]
+        self._starting.append(
+            Loading(
+                request=request.request_id,
+                operations=started.operations,
+                missing=tuple(int(slot) for slot in missing),
+            )
+        )
+        tracked.loads = set(started.operations)
+        sizes = _shares(len(started.accepted), len(started.operations), self._most)
+        for operation, size in zip(started.operations, sizes, strict=True):
+            self._loading[operation] = (tracked, size)
+        self.tally.add("tokens_found", external)
+
+    def finished(self, name: str) -> None:
+        """Forgets a request that vLLM is done with, whatever came of it.
+
+        A load under way is of no more use, but goes on until the worker has told of it: only
+        then does vLLM give the blocks to others.
+        """
+        tracked = self._requests.pop(name, None)
+        if tracked is None:
+            return
+        for operation in sorted(tracked.loads):
+            self._offload.cancel(operation)
+        if tracked.save and not tracked.voided:
+            full = min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
+            self.tally.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
+
+    def reset(self, why: str) -> None:
+        """Voids everything below the device; what is running is kept from refilling it."""
+        self._offload.reset(why)
+        for tracked in self._requests.values():
+            tracked.voided = True
+            tracked.found = None
+        self.tally.add("resets")
+
+    # ---------------------------------------------------------------- steps go by
+
+    def plan(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> StepPlan:
+        """What every worker is to do in this step.
+
+        Args:
+            scheduled: How many tokens of which requests the step computes; vLLM has not
+                counted them as computed yet.
+            tables: The block table of a request, one row a KV group.
+        """
+        for name, token_count in scheduled.items():
+            tracked = self._requests.get(name)
+            if tracked is None or not tracked.save or tracked.voided:
+                continue
+            request = tracked.request
+            # Tokens that are scheduled but not known (asynchronous scheduling, drafts that
+            # may be rejected) are left for a later step.
+            known = min(request.num_computed_tokens + token_count, request.num_tokens)
+            if known // self._tokens > tracked.saved:
+                self._save(tracked, known // self._tokens, tables(name))
+        self._offload.step()
+        loads, self._starting = tuple(self._starting), []
+        self._steps += 1
+        return StepPlan(plan=self._offload.take_plan(), loads=loads)
+
+    def hear(self, reports: Iterable[bytes]) -> None:
+        """Takes in what the workers told."""
+        for report in reports:
+            self._offload.hear(report)
+        told = self._offload.poll()
+        if self._announcer is not None:
+            self._announcer.note(self._offload.take_kv_events())
+        for each in told:
+            self._told(each)
+
+    def take_statistics(self) -> dict[str, int]:
+        """What was counted since the last call; gauges now and then."""
+        taken = self.tally.take()
+        if taken or self._steps >= GAUGE_STEPS:
+            self._steps = 0
+            hub = self._offload.statistics().tiers[-len(self._config.cache.tiers) :][:1]
+            for tier in hub:
+                taken["host_slots"], taken["host_slots_ready"] = tier.slots, tier.ready
+            taken["pinned_blocks"] = self._pins.count
+        return taken
+
+    def _told(self, told: Ended | Settled) -> None:
+        operation = told.operation
+        if not isinstance(told, Ended):
+            self._pins.settled(operation)
+            return
+        if told.settled:
+            self._pins.settled(operation)
+        if told.purpose is Purpose.LOAD:
+            self._loaded(told)
+        else:
+            keys = self._saving.pop(operation, ())
+            done = told.outcome is Outcome.DONE
+            self.tally.add("blocks_saved", len(keys) if done else 0)
+            self.tally.add("saves_failed", 0 if done else 1)
+            if self._announcer is not None:
+                self._announcer.forget(keys)
+
+    def _loaded(self, told: Ended) -> None:
+        tracked, blocks = self._loading.pop(told.operation)
+        tracked.loads.discard(told.operation)
+        if told.outcome is Outcome.DONE:
+            self.tally.add("tokens_loaded", blocks * self._tokens)
+            return
+        self.tally.add("loads_failed")
+        # What was not brought is computed, and may be saved again.
+        tracked.saved = min(tracked.saved, tracked.held)
+        tracked.found = None
+        tracked.failures += 1
+        tracked.load = tracked.load and tracked.failures < LOAD_ATTEMPTS
+
+    def _save(self, tracked: Tracked, full: int, tables: Tables) -> None:
+        if tracked.keys.stale:
+            tracked.save = False
+            return
+        room = self._pins.room // self._groups
+        if room <= 0:
+            # Not lost yet: as long as the request runs, it keeps its blocks itself.
+            return
+        keys = tracked.keys.upto(full)
+        first = self._skip_passed(tracked, full, tables)
+        end = min(full, len(keys), first + room, *(len(row) for row in tables))
+        if end <= first:
+            return
+        slots = self._rows(tables, first, end)
+        started = self._offload.save(
+            keys[first:end],
+            slots,
+            cause=tracked.request.request_id,
+            parent=keys[first - 1] if first else None,
+            tenant=tracked.tenant,
+        )
+        tracked.saved = end
+        if started.miss.reason.value != "none":
+            self.tally.add("blocks_dropped_room", end - first - len(started.accepted))
+        if not started.operations:
+            return
+        positions = list(started.accepted)
+        self._pins.add(slots[:, positions].ravel().tolist(), started.operations)
+        taken = [keys[first + position] for position in positions]
+        start = 0
+        for operation, size in zip(
+            started.operations,
+            _shares(len(taken), len(started.operations), self._most),
+            strict=True,
+        ):
+            self._saving[operation] = taken[start : start + size]
+            start += size
+        if self._announcer is not None:
+            self._announcer.expect(tracked.request, first, keys[first:end])
+
+    def _skip_passed(self, tracked: Tracked, full: int, tables: Tables) -> int:
+        """The first block to save that every KV group still has."""
+        first = tracked.saved
+        if self._groups == 1:
+            return first
+        while first < full and any(first < len(row) and row[first] == self._null for row in tables):
+            first += 1
+        self.tally.add("blocks_dropped_window", first - tracked.saved)
+        tracked.saved = first
+        return first
+
+    def _rows(self, tables: Tables, first: int, end: int) -> NDArray[np.int32]:
+        rows = np.array([row[first:end] for row in tables], dtype=np.int32)
+        # vLLM's null block stands for a block that a group does not need.
+        rows[rows == self._null] = NOWHERE
+        return rows
+
+    @property
+    def _most(self) -> int:
+        return self._config.cache.operation_blocks_max
+
+    def _tracked(self, request: Request) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            wishes = wishes_of(request)
+            tracked = self._requests[request.request_id] = Tracked(
+                request=request,
+                keys=RequestKeys(self._config, request),
+                load=wishes.load,
+                save=wishes.save,
+                tenant=tenant_of(request, self._quotas),
+            )
+        return tracked
+
+
+def _shares(count: int, parts: int, most: int) -> list[int]:
+    """How many blocks each of several operations has: all but the last have the most."""
+    return [min(most, count - most * part) for part in range(parts)]

@@ -1,0 +1,78 @@
+"""What `kv_connector_extra_config` may say.
+
+| key           | means                                                                   |
+|---------------|-------------------------------------------------------------------------|
+| `config`      | the path of a Penstock configuration file, or its content               |
+| `allow_fail`  | true: `kv_load_failure_policy` is meant to be "fail"                     |
+| `any_version` | true: run with a version of vLLM that this connector was not tested with |
+
+The one rule: a key that is not known here is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.config import load_config, parse_config
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.config import Config
+
+WHERE = "kv_connector_extra_config"
+KNOWN = ("config", "allow_fail", "any_version")
+RECOMPUTE = "recompute"
+LAYERWISE = ("layerwise", "use_layerwise")
+"""Names under which layer-wise loading is asked for: refused, see docs/vllm.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One flag's worth of settings."""
+
+    config: Config
+    any_version: bool = False
+
+
+def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settings:
+    """The settings that vLLM was given for this connector.
+
+    Raises:
+        ConfigError: a key is unknown or missing, the configuration is wrong, or a failed load
+            would fail its request and nobody said that this is meant.
+    """
+    for key in extra:
+        if key in LAYERWISE:
+            raise ConfigError(f"{WHERE}.{key}", "is not supported: loads are asynchronous")
+        if key not in KNOWN:
+            raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
+    if failure_policy != RECOMPUTE and not _flag(extra, "allow_fail"):
+        raise ConfigError(
+            "kv_load_failure_policy",
+            f"is {failure_policy!r}, with which a block that fails its checksum fails its "
+            f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
+        )
+    return Settings(config=_config(extra), any_version=_flag(extra, "any_version"))
+
+
+def _config(extra: Mapping[str, object]) -> Config:
+    given = extra.get("config")
+    if not isinstance(given, str) or not given.strip():
+        raise ConfigError(
+            f"{WHERE}.config",
+            f"is {given!r}, must be the path of a Penstock configuration file, or its content",
+        )
+    # No path has a line break or an assignment in it, and no configuration is without.
+    if "\n" in given or "=" in given:
+        return parse_config(given, source=f"{WHERE}.config")
+    return load_config(given)
+
+
+def _flag(extra: Mapping[str, object], name: str) -> bool:
+    given = extra.get(name, False)
+    if not isinstance(given, bool):
+        raise ConfigError(f"{WHERE}.{name}", f"is {given!r}, must be true or false")
+    return given

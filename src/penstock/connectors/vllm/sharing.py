@@ -1,0 +1,110 @@
+"""How the ranks of one engine come to share a host tier, when they hold equal bytes.
+
+Rank 0 makes the memory and hands its descriptors to the others over a socket that lives only
+while they start. vLLM calls all ranks twice, and begins the second call when every rank has
+answered the first:
+
+    register_kv_caches        rank 0 makes the memory and listens
+    get_handshake_metadata    the others connect, which succeeds at once, and rank 0 serves them
+
+The one rule: nobody waits for ever. A rank that does not come in time costs the engine its
+host tier, not its start.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MEET_S = 30.0
+"""Ranks are called at the same time and have nothing to do before they connect; a machine that
+is busy starting several engines may still be slow."""
+NAMES_BYTES_MAX = 65_536
+DESCRIPTORS_MAX = 64
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Host:
+    """Rank 0, which has the memory."""
+
+    def __init__(self, engine: str, *, peers: int) -> None:
+        """Listens from now on.
+
+        Raises:
+            UnavailableError: somebody else has the address.
+        """
+        self._peers = peers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(_address(engine))
+        except OSError as error:
+            self._listener.close()
+            raise UnavailableError(f"ranks cannot meet to share memory: {error}") from error
+        self._listener.listen(peers)
+
+    def hand_out(self, arenas: Mapping[str, int], *, patience_s: float = MEET_S) -> None:
+        """Gives every other rank the descriptors, and listens no more.
+
+        Raises:
+            UnavailableError: one of them did not come in time.
+        """
+        deadline = time.monotonic() + patience_s
+        names = msgspec.msgpack.encode(list(arenas))
+        served = 0
+        with self._listener:
+            while served < self._peers:
+                self._listener.settimeout(max(0.001, deadline - time.monotonic()))
+                try:
+                    peer, _ = self._listener.accept()
+                except TimeoutError:
+                    raise UnavailableError(
+                        f"{served} of {self._peers} ranks came for the shared memory in "
+                        f"{patience_s:g} s"
+                    ) from None
+                with peer:
+                    # Any process may find the socket; only those of our own user count.
+                    if _user_of(peer) == os.getuid():
+                        socket.send_fds(peer, [names], list(arenas.values()))
+                        served += 1
+
+
+def fetch(engine: str, *, patience_s: float = MEET_S) -> dict[str, int]:
+    """The descriptors of rank 0, by the names of their tiers.
+
+    Raises:
+        UnavailableError: rank 0 is not there, or did not hand them out in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(patience_s)
+        try:
+            link.connect(_address(engine))
+            told, descriptors, _, _ = socket.recv_fds(link, NAMES_BYTES_MAX, DESCRIPTORS_MAX)
+        except OSError as error:
+            raise UnavailableError(f"rank 0 does not share its memory: {error}") from error
+    names = msgspec.msgpack.decode(told, type=list[str]) if told else []
+    if len(names) != len(descriptors) or not names:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise UnavailableError("rank 0 ended before it shared its memory")
+    return dict(zip(names, descriptors, strict=True))
+
+
+def _address(engine: str) -> str:
+    # In the abstract namespace: nothing is left behind, whoever is killed.
+    return f"\0penstock-arenas-{engine}"
+
+
+def _user_of(peer: socket.socket) -> int:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(raw)[1]
+    return user

@@ -1,0 +1,130 @@
+"""A worker's half: it carries plans out at the end of each step, and tells what failed.
+
+Copies start after the step's forward pass was submitted, in vLLM's own thread, and are asked
+about once a step. On a GPU they wait on the device for the steps before them; on the CPU a
+step copies a bounded number of bytes.
+
+The one rule: every load that was announced is told as received exactly once, whatever became
+of it. vLLM keeps a request's blocks until then, even when the request was aborted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.cache.ledger import Purpose
+from penstock.cache.nodes import NOWHERE
+from penstock.runtime.plans import decode_plan, decode_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.connectors.vllm.messages import StepPlan
+    from penstock.movers.base import Moved
+    from penstock.runtime.rank import Rank
+    from penstock.vocabulary.ids import OperationId
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request whose blocks are on their way to this rank."""
+
+    operations: set[OperationId]
+    invalid: set[int] = field(default_factory=set)
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class Received:
+    """Requests whose loads have ended here, and what they did not bring."""
+
+    requests: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid_blocks: set[int] = field(default_factory=set)
+    """Device blocks of those requests, where block ids tell which request is meant."""
+
+
+class Working:
+    """The half of the connector that lives in one of vLLM's workers."""
+
+    def __init__(self, rank: Rank, *, group_count: int, stream: Callable[[], int]) -> None:
+        """A half for an open rank.
+
+        Args:
+            rank: What carries the plans out.
+            group_count: How many KV groups there are.
+            stream: The handle of the stream that the step was submitted to; 0 on the CPU.
+        """
+        self._rank = rank
+        self._groups = group_count
+        self._stream = stream
+        self._waiting: dict[str, _Waiting] = {}
+        self._request_of: dict[OperationId, str] = {}
+        self._slots_of: dict[OperationId, list[int]] = {}
+        self._received = Received()
+        self._reports: list[bytes] = []
+
+    def after_forward(self, told: StepPlan) -> None:
+        """The step was submitted: takes its plan in, and lets the copies get on."""
+        for loading in told.loads:
+            waiting = _Waiting(set(loading.operations), set(loading.missing), bool(loading.missing))
+            self._waiting[loading.request] = waiting
+            self._request_of |= dict.fromkeys(loading.operations, loading.request)
+            self._end_if_done(loading.request, waiting)
+        if told.plan is not None:
+            self._note_slots(told.plan)
+            # Copies of this plan follow the step that was just submitted.
+            self._rank.steps.submitted(self._stream())
+            self._rank.take(told.plan)
+        if self._rank.busy and (report := self._rank.step()) is not None:
+            self._reports.append(report)
+            for moved in decode_report(report).moved:
+                self._moved(moved)
+
+    def take_received(self) -> Received:
+        """What has ended since the last call."""
+        received, self._received = self._received, Received()
+        return received
+
+    def take_reports(self) -> list[bytes]:
+        """What the scheduler's half must hear, since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """Nothing touches vLLM's memory after this."""
+        self._rank.close()
+
+    def _note_slots(self, plan: bytes) -> None:
+        # A plan may bring operations that were announced steps ago: long ones are continued.
+        if not self._request_of:
+            return
+        for copy in decode_plan(plan).copies:
+            if copy.purpose is Purpose.LOAD and copy.operation in self._request_of:
+                self._slots_of[copy.operation] = copy.target_slots[0].tolist()
+
+    def _moved(self, moved: Moved) -> None:
+        name = self._request_of.pop(moved.operation, None)
+        if name is None:
+            return
+        slots = self._slots_of.pop(moved.operation)
+        waiting = self._waiting[name]
+        waiting.operations.discard(moved.operation)
+        wrong = range(len(slots)) if moved.failure else [position for position, _ in moved.faults]
+        waiting.failed |= bool(wrong)
+        waiting.invalid |= {slots[position] for position in wrong} - {NOWHERE}
+        self._end_if_done(name, waiting)
+
+    def _end_if_done(self, name: str, waiting: _Waiting) -> None:
+        if waiting.operations:
+            return
+        del self._waiting[name]
+        self._received.requests.add(name)
+        if not waiting.failed:
+            return
+        if self._groups == 1:
+            self._received.invalid_blocks |= waiting.invalid
+        else:
+            # With several groups a block id does not tell whose block it is.
+            self._received.failed.add(name)

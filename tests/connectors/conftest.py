@@ -1,0 +1,159 @@
+"""A small engine in vLLM's place: its requests and its pool as plain values, the rest for real."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.connectors.vllm.pins import Pins
+from penstock.connectors.vllm.scheduling import Scheduling
+from penstock.connectors.vllm.working import Working
+
+TOKENS = 4
+NULL = 0
+
+
+@dataclass
+class FakeRequest:
+    """The attributes of vLLM's Request that the connector reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    resumable: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class FakeBlock:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class FakePool:
+    """Reference counts, as vLLM's pool keeps them."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [FakeBlock(number) for number in range(count)]
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+
+    @property
+    def pinned(self) -> int:
+        return sum(block.ref_cnt for block in self.blocks)
+
+
+class FakeEngine:
+    """Scheduler and one worker, in one process, with memory of their own."""
+
+    def __init__(
+        self, *, pool: int = 400, host: int = 64, groups: int = 1, announcer: Any = None
+    ) -> None:
+        self.config = penstock.parse_config(
+            f"""
+            version = 1
+            model.name = "toy"
+            cache = {{ block_tokens = {TOKENS}, groups = {groups} }}
+            tiers = [{{ name = "host", kind = "memory", blocks = {host} }}]
+            """
+        )
+        self.kv = np.zeros((groups, pool, TOKENS, 8), dtype=np.float32)
+        layout = penstock.Layout.join(
+            *(
+                penstock.Layout.opaque(
+                    layers=[group],
+                    block_bytes=TOKENS * 32,
+                    block_tokens=TOKENS,
+                    block_count=pool,
+                    encoding="toy",
+                )
+                for group in range(groups)
+            )
+        )
+        self.rank = penstock.open_rank(self.config, rank=0, kv=list(self.kv), layout=layout)
+        self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
+        self.pool = FakePool(pool)
+        self.tables: dict[str, list[list[int]]] = {}
+        self.scheduling = Scheduling(
+            self.config,
+            self.offload,
+            Pins(self.pool),
+            null_block=NULL,
+            announcer=announcer,
+        )
+        self.working = Working(self.rank, group_count=groups, stream=lambda: 0)
+        self.next_block = 1
+
+    def allocate(self, request: FakeRequest, blocks: int, groups: int = 1) -> list[list[int]]:
+        rows = self.tables.setdefault(request.request_id, [[] for _ in range(groups)])
+        for row in rows:
+            row.extend(range(self.next_block, self.next_block + blocks))
+            self.next_block += blocks
+        return rows
+
+    def compute(self, request: FakeRequest) -> None:
+        """Writes what stands for KV: the tokens of each block."""
+        for group, row in enumerate(self.tables[request.request_id]):
+            for number, block in enumerate(row):
+                tokens = request.all_token_ids[number * TOKENS : (number + 1) * TOKENS]
+                self.kv[group, block, : len(tokens)] = np.array(tokens)[:, None]
+
+    def step(self, scheduled: dict[str, int] | None = None) -> Any:
+        """One step of the engine: plan, forward pass, copies, reports."""
+        told = self.scheduling.plan(scheduled or {}, self.tables.__getitem__)
+        self.working.after_forward(told)
+        self.scheduling.hear(self.working.take_reports())
+        return told
+
+    def run(self, request: FakeRequest) -> None:
+        """Prefills a request in one step, and steps until nothing is under way."""
+        self.scheduling.matched(request, 0)
+        self.allocate(request, -(-request.num_tokens // TOKENS), len(self.kv))
+        self.compute(request)
+        self.step({request.request_id: request.num_tokens})
+        request.num_computed_tokens = request.num_tokens
+        while self.scheduling.pending:
+            self.step()
+
+
+@pytest.fixture
+def make_engine() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def make_request() -> type[FakeRequest]:
+    return FakeRequest
+
+
+@pytest.fixture
+def make_pool() -> type[FakePool]:
+    return FakePool

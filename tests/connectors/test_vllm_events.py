@@ -1,0 +1,60 @@
+"""KV events: what happens in host memory, under vLLM's names for the blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.connectors.vllm.events import Announcer, Removed, Stored
+
+PROMPT = list(range(100, 126))
+
+
+def hash_of(_: Any, block: int) -> bytes:
+    return bytes([block]) * 8
+
+
+def engine_with(make_engine: Any) -> tuple[Any, Announcer]:
+    announcer = Announcer("host", block_tokens=4, hash_of=hash_of)
+    return make_engine(announcer=announcer, host=8), announcer
+
+
+def test_blocks_are_announced_when_they_can_be_loaded(make_engine: Any, make_request: Any) -> None:
+    engine, announcer = engine_with(make_engine)
+
+    engine.run(make_request("first", PROMPT))
+    stored = announcer.take()
+
+    assert [event.block.hash[0] for event in stored if isinstance(event, Stored)] == [*range(6)]
+    first, second = stored[0].block, stored[1].block
+    assert (first.parent, second.parent) == (None, first.hash)
+    assert second.tokens == tuple(PROMPT[4:8])
+    assert announcer.take() == []
+
+
+def test_blocks_that_make_room_are_taken_back(make_engine: Any, make_request: Any) -> None:
+    engine, announcer = engine_with(make_engine)
+    engine.run(make_request("first", PROMPT))
+    engine.scheduling.finished("first")
+    announcer.take()
+
+    engine.run(make_request("second", [token + 500 for token in PROMPT]))
+    events = announcer.take()
+
+    removed = [each for event in events if isinstance(event, Removed) for each in event.hashes]
+    assert len(removed) == 4
+    assert len([event for event in events if isinstance(event, Stored)]) == 6
+
+
+def test_a_reset_takes_back_what_lies_here_and_nothing_else(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine, announcer = engine_with(make_engine)
+    engine.run(make_request("first", PROMPT))
+    announcer.take()
+
+    engine.scheduling.reset("new weights")
+    engine.step()
+    (removed,) = announcer.take()
+
+    assert isinstance(removed, Removed)
+    assert len(removed.hashes) == 6

@@ -1,0 +1,130 @@
+"""From a request to keys: everything that decides its KV is in them, each in its own place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.connectors.vllm.keys import RequestKeys, wishes_of
+
+CONFIG = penstock.parse_config(
+    'version = 1\nmodel.name = "toy"\n[cache]\nblock_tokens = 4\n'
+    '[[tiers]]\nname = "host"\nkind = "memory"\nblocks = 8'
+)
+TOKENS = list(range(50, 63))
+
+
+def keys_of(request: Any) -> list[bytes]:
+    return list(RequestKeys(CONFIG, request).upto(100))
+
+
+def lora(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=1)
+
+
+def image(identifier: str, offset: int, modality: str = "image") -> Any:
+    return SimpleNamespace(
+        modality=modality,
+        identifier=identifier,
+        mm_position=SimpleNamespace(offset=offset, length=2),
+    )
+
+
+def test_the_same_request_has_the_same_keys(make_request: Any) -> None:
+    assert keys_of(make_request("a", TOKENS)) == keys_of(make_request("b", TOKENS))
+    assert len(keys_of(make_request("a", TOKENS))) == 3
+
+
+def test_keys_come_as_tokens_become_known(make_request: Any) -> None:
+    request = make_request("a", TOKENS[:6])
+    keys = RequestKeys(CONFIG, request)
+
+    assert len(keys.upto(100)) == 1
+    request.all_token_ids += TOKENS[6:]
+    assert keys.upto(100) == keys_of(make_request("b", TOKENS))
+
+
+def test_no_token_is_hashed_twice(make_request: Any) -> None:
+    class Once(list[int]):
+        asked = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Once.asked += len(found)
+            return found
+
+    request = make_request("a", TOKENS)
+    request.all_token_ids = Once(TOKENS)
+    keys = RequestKeys(CONFIG, request)
+
+    for count in (1, 2, 3, 3):
+        keys.upto(count)
+
+    assert Once.asked == len(TOKENS)
+
+
+def test_a_salt_is_not_an_adapter(make_request: Any) -> None:
+    """vLLM mixes the two in one list of extra keys."""
+    plain = keys_of(make_request("a", TOKENS))
+    salted = keys_of(make_request("a", TOKENS, cache_salt="x"))
+    adapted = keys_of(make_request("a", TOKENS, lora_request=lora("x", "")))
+
+    assert len({plain[0], salted[0], adapted[0]}) == 3
+
+
+def test_a_name_given_to_another_adapter_is_another_adapter(make_request: Any) -> None:
+    one = keys_of(make_request("a", TOKENS, lora_request=lora("x", "/one")))
+    two = keys_of(make_request("a", TOKENS, lora_request=lora("x", "/two")))
+    moved = keys_of(make_request("a", TOKENS, lora_request=lora("x:", "/one")))
+
+    assert len({one[0], two[0], moved[0]}) == 3
+
+
+@pytest.mark.parametrize("salt", ["x" * 100_000, "\ud800", "a\x00b"])
+def test_any_salt_a_client_sends_makes_keys(make_request: Any, salt: str) -> None:
+    assert keys_of(make_request("a", TOKENS, cache_salt=salt)) != keys_of(
+        make_request("a", TOKENS, cache_salt=salt + "y")
+    )
+
+
+def test_media_count_from_the_block_they_begin_in(make_request: Any) -> None:
+    plain = keys_of(make_request("a", TOKENS))
+    one = keys_of(make_request("a", TOKENS, mm_features=[image("i", 5)]))
+    other = keys_of(make_request("a", TOKENS, mm_features=[image("j", 5)]))
+    later = keys_of(make_request("a", TOKENS, mm_features=[image("i", 6)]))
+    sound = keys_of(make_request("a", TOKENS, mm_features=[image("i", 5, "audio")]))
+
+    assert plain[0] == one[0] == other[0] == later[0]
+    assert len({keys[1] for keys in (plain, one, other, later, sound)}) == 5
+
+
+def test_media_in_any_order_are_taken_by_position(make_request: Any) -> None:
+    there, here = image("i", 9), image("j", 1)
+
+    assert keys_of(make_request("a", TOKENS, mm_features=[there, here])) == keys_of(
+        make_request("a", TOKENS, mm_features=[here, there])
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "load", "save"),
+    [
+        ({}, True, True),
+        ({"prompt_embeds": object()}, False, False),
+        ({"resumable": True}, False, False),
+        ({"skip_reading_prefix_cache": True}, False, True),
+        ({"kv_transfer_params": {"penstock": False}}, False, False),
+        ({"kv_transfer_params": {"penstock": {"load": False}}}, False, True),
+        ({"kv_transfer_params": {"penstock": {"save": False}}}, True, False),
+        ({"kv_transfer_params": {"other": 1}}, True, True),
+    ],
+)
+def test_a_request_may_stay_out(
+    make_request: Any, how: dict[str, Any], *, load: bool, save: bool
+) -> None:
+    wishes = wishes_of(make_request("a", TOKENS, **how))
+
+    assert (wishes.load, wishes.save) == (load, save)

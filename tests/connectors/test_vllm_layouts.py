@@ -1,0 +1,144 @@
+"""The strides of what vLLM registers, in each physical order it knows."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from penstock.connectors.vllm.engine import Engine, LayerGroup
+from penstock.connectors.vllm.layouts import tier_of
+from penstock.errors import UnavailableError
+from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.planes import Role
+
+BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 6, 2, 4, 8, 3
+# vLLM's names: layer, block, head, token (n), content.
+ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * CHANNELS}
+
+
+def views(order: str, device: str = "meta") -> dict[str, torch.Tensor]:
+    """One allocation in a physical order, as views [block, head, token, content] of its layers."""
+    whole = torch.empty([SIZES[axis] for axis in order], device=device)
+    logical = whole.permute([order.index(axis) for axis in "LBHNC"])
+    return {f"model.layers.{layer}.attn": logical[layer] for layer in range(LAYERS)}
+
+
+def engine(
+    names: list[str], kind: GroupKind = GroupKind.ATTENTION, channels: int = CHANNELS
+) -> Engine:
+    group = LayerGroup(kind=kind, layer_names=tuple(names), block_tokens=TOKENS, channels=channels)
+    return Engine(name="e", groups=(group,), block_count=BLOCKS, rank_count=1, kv_heads=HEADS)
+
+
+def encoding(name: str) -> str:
+    return f"kernels of {name}"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_k_and_v_lie_where_vllm_says(order: str) -> None:
+    """On a device that is no CPU; the bytes are compared with torch's own indexing."""
+    whole = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * 2 * CHANNELS).float()
+    real = {
+        name: whole.view([SIZES[axis] for axis in order]).permute(
+            [order.index(axis) for axis in "LBHNC"]
+        )[layer]
+        for layer, name in enumerate(views(order))
+    }
+    layout = tier_of(engine(list(real)), views(order), encoding).layout
+
+    for layer, name in zip(layout.groups[0].layers, real, strict=True):
+        assert [plane.role for plane in layer.planes] == [Role.K, Role.V]
+        for plane, half in zip(layer.planes, real[name].split(CHANNELS, dim=-1), strict=True):
+            for block in range(BLOCKS):
+                for head in range(HEADS):
+                    found = torch.cat(
+                        [
+                            whole[extent.offset // 4 : (extent.offset + extent.length) // 4]
+                            for extent in plane.extents(block, head)
+                        ]
+                    )
+                    assert (found == half[block, head].flatten()).all()
+
+
+def test_layers_are_numbered_by_number() -> None:
+    names = [f"model.layers.{number}.attn" for number in range(12)]
+    whole = torch.empty(12, BLOCKS, HEADS, TOKENS, 2 * CHANNELS, device="meta")
+
+    layout = tier_of(engine(names), dict(zip(names, whole, strict=True)), encoding).layout
+
+    offsets = [layer.planes[0].offset for layer in layout.groups[0].layers]
+    assert offsets == sorted(offsets)
+
+
+def test_latent_kv_is_one_plane_without_heads() -> None:
+    caches = {"layers.0.attn": torch.empty(BLOCKS, 1, TOKENS, 576, device="meta")}
+
+    layout = tier_of(engine(list(caches), GroupKind.LATENT, 0), caches, encoding).layout
+
+    (plane,) = layout.groups[0].layers[0].planes
+    assert plane.role is Role.LATENT
+    assert plane.block_bytes == TOKENS * 576 * 4
+
+
+def test_on_the_cpu_blocks_are_opaque_and_the_kernels_are_in_the_form() -> None:
+    caches = views("LBHNC", "cpu")
+
+    layout = tier_of(engine(list(caches)), caches, encoding).layout
+
+    (plane,) = layout.groups[0].layers[1].planes
+    assert plane.role is Role.OPAQUE
+    assert plane.encoding == "kernels of model.layers.1.attn"
+    assert layout.groups[0].kind is GroupKind.OPAQUE
+
+
+def test_groups_of_a_hybrid_may_lie_over_each_other() -> None:
+    """vLLM gives all groups one pool of pages; block ids keep them apart."""
+    pages = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CHANNELS)
+    groups = tuple(
+        LayerGroup(kind=kind, layer_names=(name,), block_tokens=TOKENS)
+        for kind, name in [(GroupKind.SLIDING, "layers.0"), (GroupKind.ATTENTION, "layers.1")]
+    )
+    hybrid = Engine(name="e", groups=groups, block_count=BLOCKS, rank_count=1)
+
+    tier = tier_of(hybrid, {"layers.0": pages, "layers.1": pages}, encoding)
+
+    assert len(tier.layout.groups) == 2
+    assert tier.layout.block_bytes == 2 * pages[0].nbytes
+
+
+def test_layers_that_share_kv_are_taken_once() -> None:
+    caches = views("LBHNC", "cpu")
+    caches["model.layers.9.attn"] = caches["model.layers.0.attn"]
+
+    layout = tier_of(engine(list(caches)), caches, encoding).layout
+
+    assert len(layout.groups[0].layers) == LAYERS
+
+
+def test_kernel_blocks_smaller_than_vllms_are_joined() -> None:
+    caches = {"layers.0": torch.zeros(4 * BLOCKS, HEADS, TOKENS, CHANNELS)}
+
+    layout = tier_of(engine(["layers.0"]), caches, encoding).layout
+
+    assert layout.block_count == BLOCKS
+    assert layout.block_bytes == 4 * caches["layers.0"][0].nbytes
+
+
+def test_what_cannot_be_described_is_refused() -> None:
+    scattered = {"layers.0": views("LHBNC", "cpu")["model.layers.0.attn"]}
+    with pytest.raises(UnavailableError, match=r"layers\.0"):
+        tier_of(engine(["layers.0"]), scattered, encoding)
+
+    odd = {"layers.0": torch.zeros(BLOCKS + 1, HEADS, TOKENS, CHANNELS)}
+    with pytest.raises(UnavailableError, match="7 blocks"):
+        tier_of(engine(["layers.0"]), odd, encoding)
+
+
+def test_the_orders_are_those_that_keep_content_innermost() -> None:
+    """Of all orders vLLM could choose, those it does are in the list above."""
+    possible = {"".join(order) + "C" for order in permutations("LBHN")}
+
+    assert set(ORDERS) <= possible

@@ -1,0 +1,92 @@
+"""What the flag may say."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - pytest reads it
+from typing import Any
+
+import pytest
+
+from penstock.connectors.vllm.engine import Engine, LayerGroup
+from penstock.connectors.vllm.settings import read_settings
+from penstock.errors import ConfigError
+from penstock.vocabulary.layers import GroupKind
+
+TOML = """
+version = 1
+model.name = "toy"
+[cache]
+blocks = 64
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 8
+"""
+
+
+def test_the_configuration_is_a_path_or_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    inside = read_settings({"config": TOML}, failure_policy="recompute")
+    beside = read_settings({"config": str(file)}, failure_policy="recompute")
+
+    assert inside.config == beside.config
+
+
+@pytest.mark.parametrize(
+    ("extra", "policy", "field"),
+    [
+        ({}, "recompute", "config"),
+        ({"config": 7}, "recompute", "config"),
+        ({"config": "no/such/file"}, "recompute", "no/such/file"),
+        ({"config": TOML, "host_gib": 3}, "recompute", "host_gib"),
+        ({"config": TOML, "use_layerwise": True}, "recompute", "use_layerwise"),
+        ({"config": TOML, "any_version": "yes"}, "recompute", "any_version"),
+        ({"config": TOML}, "fail", "kv_load_failure_policy"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(extra: dict[str, Any], policy: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        read_settings(extra, failure_policy=policy)
+
+
+def test_failing_requests_must_be_meant() -> None:
+    assert read_settings({"config": TOML, "allow_fail": True}, failure_policy="fail").config
+
+
+def engine(**how: Any) -> Engine:
+    group = LayerGroup(kind=GroupKind.ATTENTION, layer_names=("a",), block_tokens=32)
+    return Engine(**{"name": "e", "groups": (group,), "block_count": 8, "rank_count": 1, **how})
+
+
+def test_what_vllm_decides_replaces_what_the_file_says() -> None:
+    config = read_settings({"config": TOML}, failure_policy="recompute").config
+
+    fitted = engine(rank_count=2, kv_dtype="float32").fitted(config)
+
+    assert fitted.cache.device is None
+    assert (fitted.cache.block_tokens, fitted.cache.rank_count) == (32, 2)
+    assert fitted.model.kv_dtype == "float32"
+    assert fitted.cache.tiers == config.cache.tiers
+    assert not fitted.equal_ranks
+
+
+def test_ranks_with_equal_bytes_share_a_host_tier() -> None:
+    config = read_settings({"config": TOML}, failure_policy="recompute").config
+
+    assert engine(rank_count=2, equal_ranks=True).fitted(config).equal_ranks
+    assert not engine(rank_count=1, equal_ranks=True).fitted(config).equal_ranks
+    in_memory = TOML.replace('kind = "host"', 'kind = "memory"')
+    config = read_settings({"config": in_memory}, failure_policy="recompute").config
+    assert not engine(rank_count=2, equal_ranks=True).fitted(config).equal_ranks
+
+
+def test_groups_with_blocks_of_different_sizes_are_left_alone() -> None:
+    small = LayerGroup(kind=GroupKind.SLIDING, layer_names=("b",), block_tokens=16)
+
+    why_not = engine(groups=(*engine().groups, small)).why_not()
+
+    assert "16 and 32" in why_not
+    assert engine(unsupported=("pipeline parallelism is not supported",)).why_not()
+    assert engine().why_not() == ""

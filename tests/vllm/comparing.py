@@ -1,0 +1,36 @@
+"""What the tests here say to engines, and how they compare what engines say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PENSTOCK = ["PenstockConnector", "penstock.connectors.vllm"]
+TAMPERED = ["TamperedConnector", "tampered_connector"]
+BLOCK = 32
+LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK]
+HITS = [9 * BLOCK, 6 * BLOCK, 3 * BLOCK]
+"""What of each prompt can be reused: the last token is always computed."""
+DETECTED = ["flip", "zero", "exchange", "stale", "sums"]
+
+
+def generate(**how: Any) -> dict[str, Any]:
+    return {"act": "generate", "lengths": LENGTHS, **how}
+
+
+def cached(act: dict[str, Any]) -> list[int]:
+    return [row["cached"] for row in act["rows"]]
+
+
+def counted(act: dict[str, Any], name: str) -> float:
+    found: float = act["metrics"][f"vllm:penstock_{name}"]
+    return found
+
+
+def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether tokens are the same, and log-probabilities to four digits."""
+    return all(
+        a["tokens"] == b["tokens"] and a["logprobs"] == pytest.approx(b["logprobs"], abs=5e-5)
+        for a, b in zip(one["rows"], other["rows"], strict=True)
+    )

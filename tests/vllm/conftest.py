@@ -1,0 +1,74 @@
+"""Models and engines for the tests here: made once, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+# What the tests here share lies beside them, and engines import it as well.
+sys.path.append(str(HERE))
+ENGINE_S = 300
+"""An engine that is not done by then hangs."""
+
+Told: TypeAlias = list[dict[str, Any]]
+Run: TypeAlias = Callable[..., tuple[Told, str]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            # Elsewhere, so that this file can be read where vLLM is not installed.
+            subprocess.run(
+                [sys.executable, str(HERE / "tiny_models.py"), kind, str(made[kind])], check=True
+            )
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs an engine through a list of acts: what each told, and all that was printed."""
+
+    def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Told, str]:
+        ranks = script.get("ranks", 1)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0-1" if ranks == 1 else "0|1",
+            "PENSTOCK_TAMPER": str(tmp_path_factory.mktemp("tamper") / "word"),
+        }
+        done = subprocess.run(
+            [
+                sys.executable,
+                str(HERE / "engine_run.py"),
+                str(model(kind)),
+                json.dumps({"acts": acts, **script}),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=ENGINE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        lines = [line for line in done.stdout.splitlines() if line.startswith("ACT ")]
+        return [json.loads(line.removeprefix("ACT ")) for line in lines], done.stdout
+
+    return run_engine

@@ -1,0 +1,187 @@
+"""One vLLM engine in processes of its own: it runs a list of acts and tells what came of them.
+
+    python engine_run.py MODEL ACTS
+
+ACTS is JSON: how the engine is set up, and what it does then, one act after the other. Each act
+prints a line of JSON: what was generated, its log-probabilities, and how many prompt tokens came
+from a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from tiny_llama import VOCABULARY
+from vllm.distributed.kv_events import KVEventBatch
+
+from vllm import LLM, SamplingParams
+
+BLOCK = 32
+EVENTS = zmq.Context.instance().socket(zmq.SUB)
+CONFIG = """
+version = 1
+model.name = "tiny"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = {host_blocks}
+"""
+
+
+def main(model: str, script: dict[str, Any]) -> None:
+    if script.get("events"):
+        address = f"ipc://{tempfile.mkdtemp()}/events"
+        script["options"] = {
+            "kv_events_config": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": address,
+            }
+        }
+        EVENTS.subscribe(b"")
+        EVENTS.connect(address)
+    llm = open_engine(model, script)
+    for act in script["acts"]:
+        began = time.monotonic()
+        told = ACTS[act["act"]](llm, act)
+        told["seconds"] = round(time.monotonic() - began, 2)
+        sys.stdout.write(f"ACT {json.dumps(told)}\n")
+        sys.stdout.flush()
+
+
+def open_engine(model: str, script: dict[str, Any]) -> LLM:
+    transfer = None
+    if script.get("connector"):
+        name, module = script["connector"]
+        transfer = {
+            "kv_connector": name,
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "config": CONFIG.format(host_blocks=script.get("host_blocks", 1024)),
+                "any_version": "PENSTOCK_VLLM_ANY_VERSION" in os.environ,
+            },
+        }
+    return LLM(
+        model=model,
+        dtype=script.get("dtype", "float32"),
+        skip_tokenizer_init=True,
+        block_size=script.get("block", BLOCK),
+        num_gpu_blocks_override=script.get("pool", 512),
+        max_model_len=script.get("max_model_len", 1024),
+        max_num_batched_tokens=script.get("max_num_batched_tokens", 2048),
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        seed=0,
+        tensor_parallel_size=script.get("ranks", 1),
+        # A worker of its own, so that scheduler and worker are two processes.
+        distributed_executor_backend="mp",
+        kv_transfer_config=transfer,
+        disable_log_stats=False,
+        **script.get("options", {}),
+    )
+
+
+def prompts_of(act: dict[str, Any]) -> list[Any]:
+    """Prompts of `lengths`, after a common beginning of `shared` tokens, cut to `cut` of them."""
+    draw = random.Random(act.get("seed", 3))
+    shared = [draw.randrange(10, VOCABULARY) for _ in range(act.get("shared", 0))]
+    return [
+        {
+            "prompt_token_ids": (shared + [draw.randrange(10, VOCABULARY) for _ in range(count)])[
+                : act.get("cut")
+            ],
+            **({"cache_salt": act["salt"]} if act.get("salt") else {}),
+        }
+        for count in act["lengths"]
+    ]
+
+
+def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
+    """Generates for all prompts at once; `forget` makes vLLM forget its own cache first."""
+    if act.get("forget"):
+        assert llm.reset_prefix_cache()
+    if "tamper" in act:
+        Path(os.environ["PENSTOCK_TAMPER"]).write_text(act["tamper"])
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=act.get("max_tokens", 24),
+        logprobs=1,
+        detokenize=False,
+        ignore_eos=True,
+        skip_reading_prefix_cache=act.get("skip_reading"),
+        extra_args={"kv_transfer_params": act["params"]} if "params" in act else None,
+    )
+    rows = []
+    for out in llm.generate(prompts_of(act), sampling, use_tqdm=False):
+        answer = out.outputs[0]
+        rows.append(
+            {
+                "tokens": list(answer.token_ids),
+                "logprobs": [
+                    step[token].logprob
+                    for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
+                ],
+                "cached": out.num_cached_tokens,
+            }
+        )
+    return {"rows": rows, "metrics": metrics_of(llm)}
+
+
+def reset(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
+    """What an update of the weights does: everything that was computed is void."""
+    return {"reset": bool(llm.reset_prefix_cache(reset_connector=True))}
+
+
+def abort(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
+    """Requests are taken back as soon as the engine has begun with them."""
+    assert llm.reset_prefix_cache()
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False, ignore_eos=True)
+    names = []
+    for number, prompt in enumerate(prompts_of(act)):
+        name = engine.add_request(f"aborted-{number}", prompt, sampling)
+        names.append(name or f"aborted-{number}")
+    for _ in range(act.get("steps", 1)):
+        engine.step()
+    engine.abort_request([f"aborted-{n}" for n in range(len(names))])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"metrics": metrics_of(llm)}
+
+
+def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
+    """The KV events that were published since the last time, by kind and medium."""
+    found: dict[str, list[Any]] = {}
+    while EVENTS.poll(500):
+        batch = msgspec.msgpack.decode(EVENTS.recv_multipart()[2], type=KVEventBatch)
+        for event in batch.events:
+            medium = getattr(event, "medium", None)
+            hashes = [str(each) for each in getattr(event, "block_hashes", [])]
+            found.setdefault(f"{type(event).__name__} {medium}", []).extend(hashes)
+    return {"events": found, "metrics": metrics_of(llm)}
+
+
+def metrics_of(llm: LLM) -> dict[str, float]:
+    wanted = ("vllm:penstock", "vllm:num_preemptions", "vllm:external_prefix_cache")
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(wanted):
+            found[metric.name] = found.get(metric.name, 0) + metric.value
+    return found
+
+
+ACTS = {"generate": generate, "reset": reset, "abort": abort, "events": events}
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

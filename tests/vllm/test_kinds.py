@@ -1,0 +1,104 @@
+"""For each kind of KV: the same tokens and log-probabilities, whatever they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from comparing import BLOCK, DETECTED, HITS, LENGTHS, TAMPERED, agree, cached, counted, generate
+
+if TYPE_CHECKING:
+    from conftest import Run, Told
+
+pytestmark = pytest.mark.vllm
+
+# vLLM's kernels for latent attention need bfloat16 on the CPU, where the same tokens computed in
+# other pieces differ in the third digit. So requests run one at a time, and are compared with
+# what plain vLLM computes in the same pieces.
+SETUPS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "latent": {"dtype": "bfloat16", "options": {"max_num_seqs": 1}},
+    # Six KV groups take six blocks of the pool for each block of tokens.
+    "hybrid": {"pool": 2048},
+}
+FIRST_BLOCK = {"cut": BLOCK + 8, "max_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Heard:
+    plain: Told
+    told: Told
+    output: str
+
+
+@pytest.fixture(scope="module", params=list(SETUPS))
+def heard(request: pytest.FixtureRequest, run: Run) -> Heard:
+    """Plain vLLM: cold, from its own cache, and again after one block of each prompt.
+
+    With the connector the same, but for host memory in place of the device's, where it can be;
+    then with each kind of damage, with damage on the device, and undisturbed.
+    """
+    kind = request.param
+    acts = [generate(), generate()]
+    acts += [generate(forget=True, **FIRST_BLOCK), generate(), generate()]
+    plain, _ = run(kind, acts, **SETUPS[kind])
+    acts = [generate(), generate(), generate(forget=True), {"act": "reset"}]
+    acts += [generate(forget=True, **FIRST_BLOCK), generate(forget=True)]
+    acts += [generate(forget=True, tamper=word) for word in DETECTED]
+    acts += [generate(forget=True, tamper="device"), generate(forget=True, tamper="")]
+    told, output = run(kind, acts, connector=TAMPERED, **SETUPS[kind])
+    return Heard(plain, told, output)
+
+
+def test_computed_blocks_give_what_plain_vllm_gives(heard: Heard) -> None:
+    assert cached(heard.told[0]) == [0] * len(LENGTHS)
+    assert agree(heard.told[0], heard.plain[0])
+
+
+def test_the_device_cache_gives_what_it_gives_without_the_connector(heard: Heard) -> None:
+    assert cached(heard.told[1]) == cached(heard.plain[1]) == HITS
+    assert agree(heard.told[1], heard.plain[1])
+    assert counted(heard.told[1], "tokens_loaded") == 0
+
+
+def test_blocks_from_host_memory_give_the_same(heard: Heard) -> None:
+    assert cached(heard.told[2]) == HITS
+    assert counted(heard.told[2], "tokens_loaded") == sum(HITS)
+    assert agree(heard.told[2], heard.plain[1])
+
+
+def test_nothing_is_found_after_a_weight_update(heard: Heard) -> None:
+    assert heard.told[3]["reset"]
+    assert cached(heard.told[4]) == [0] * len(LENGTHS)
+    assert agree(heard.told[4], heard.plain[2])
+
+
+def test_what_is_not_found_is_computed_behind_what_is(heard: Heard) -> None:
+    assert cached(heard.told[5]) == [BLOCK] * len(LENGTHS)
+    assert agree(heard.told[5], heard.plain[3])
+
+
+@pytest.mark.parametrize("word", DETECTED)
+def test_damaged_blocks_are_found_and_computed_again(heard: Heard, word: str) -> None:
+    position = 6 + DETECTED.index(word)
+    before, act = heard.told[position - 1], heard.told[position]
+
+    failed = counted(act, "loads_failed") - counted(before, "loads_failed")
+
+    assert failed == len(LENGTHS)
+    # The first block was sound, so vLLM went on from there.
+    assert agree(act, heard.plain[3])
+
+
+def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(heard: Heard) -> None:
+    """The control: nobody can find this, and the output must show it."""
+    act = heard.told[6 + len(DETECTED)]
+
+    assert cached(act) == HITS
+    assert not agree(act, heard.plain[4])
+
+
+def test_after_all_that_host_memory_still_gives_the_same(heard: Heard) -> None:
+    assert cached(heard.told[-1]) == HITS
+    assert agree(heard.told[-1], heard.plain[4])
