@@ -95,7 +95,8 @@ class Scheduling:
         self._starting: list[Loading] = []
         self._loading: dict[OperationId, tuple[Tracked, int]] = {}
         self._saving: dict[OperationId, Sequence[Key]] = {}
-        self._steps = 0
+        self._steps = GAUGE_STEPS
+        """Since gauges were last told; the first time they are told at once."""
         self.tally = Tally()
 
     @property
@@ -214,12 +215,14 @@ class Scheduling:
     def take_statistics(self) -> dict[str, int]:
         """What was counted since the last call; gauges now and then."""
         taken = self.tally.take()
-        if taken or self._steps >= GAUGE_STEPS:
+        due = self._steps >= GAUGE_STEPS
+        if taken or due:
+            taken["pinned_blocks"] = self._pins.count
+        if due:
             self._steps = 0
             hub = self._offload.statistics().tiers[-len(self._config.cache.tiers) :][:1]
             for tier in hub:
                 taken["host_slots"], taken["host_slots_ready"] = tier.slots, tier.ready
-            taken["pinned_blocks"] = self._pins.count
         return taken
 
     def _told(self, told: Ended | Settled) -> None:
