@@ -96,17 +96,17 @@ class Running:
     def children(self) -> dict[str, int]:
         """The processes behind it, by the end of their name: `instance-0`, `rank-1`, …"""
         found: dict[str, int] = {}
-        for pid in _descendants(self.process.pid):
-            command = _command(pid)
-            if "penstock.engine.instance" in command:
+        for pid in descendants(self.process.pid):
+            line = command(pid)
+            if "penstock.engine.instance" in line:
                 found["instance"] = pid
-            elif "penstock.engine.rank_process" in command:
-                rank = command.rpartition('"rank":')[2].rstrip("}\0 ")
+            elif "penstock.engine.rank_process" in line:
+                rank = line.rpartition('"rank":')[2].rstrip("}\0 ")
                 found[f"rank-{rank}"] = pid
         return found
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     found: list[int] = []
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     try:
@@ -114,11 +114,11 @@ def _descendants(pid: int) -> list[int]:
     except OSError:
         return []
     for child in children:
-        found += [child, *_descendants(child)]
+        found += [child, *descendants(child)]
     return found
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -67,10 +67,11 @@ async def crowd(address: str, clients: int) -> Counter[str]:
     return counts
 
 
-def survive(folder: Path, scratch: Path, *, clients: int, blocks: int) -> None:
+def survive(folder: Path, scratch: Path, *options: str, clients: int, blocks: int) -> Counter[str]:
+    """Serves a crowd; returns how handoffs ended, of all instances together."""
     file = scratch / "penstock.toml"
     file.write_text(CONFIG.format(blocks=blocks, requests_max=clients // 2), encoding="utf-8")
-    with serving(folder, "--config", str(file)) as running:
+    with serving(folder, "--config", str(file), *options) as running:
         counts = asyncio.run(crowd(running.address, clients))
 
         assert counts["200"] + counts["gone"] == clients
@@ -78,13 +79,19 @@ def survive(folder: Path, scratch: Path, *, clients: int, blocks: int) -> None:
         assert counts["gone"] > 0
         assert counts["429"] > 0
         _require_all_given_back(running)
+        return sum((Counter(told["handoffs"]) for told in everybody(running)), Counter())
+
+
+def everybody(running: Running) -> Any:
+    return running.client.get("/cache").json()["instances"]
 
 
 def _require_all_given_back(running: Running) -> None:
-    eventually(lambda: running.cache()["cache"]["leases"], 0)
-    told = running.cache()
-    assert (told["waiting"], told["loading"], told["running"]) == (0, 0, 0)
-    assert told["cache"]["blocks_corrupt"] == 0
+    eventually(lambda: {told["cache"]["leases"] for told in everybody(running)}, {0})
+    for told in everybody(running):
+        phases = ("waiting", "loading", "claiming", "running")
+        assert [told[phase] for phase in phases] == [0, 0, 0, 0]
+        assert told["cache"]["blocks_corrupt"] == 0
     assert running.client.post("/admin/audit").status_code == 200
 
 
@@ -93,6 +100,16 @@ def test_a_crowd_is_served_or_refused_and_leaves_nothing_behind(
 ) -> None:
     # A request takes about 14 blocks: a crowd of 40 would need ten times what there is.
     survive(model_folder, tmp_path, clients=40, blocks=56)
+
+
+def test_a_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--prefill-tp", "1", "--decode-tp", "1")
+
+    ends = survive(model_folder, tmp_path, *options, clients=40, blocks=56)
+
+    assert ends["delivered"] > 0
 
 
 @pytest.mark.long

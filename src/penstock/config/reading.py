@@ -118,6 +118,8 @@ def _read_engine(document: dict[str, object]) -> EngineTable | None:
     return EngineTable(
         model=table.word("model"),
         role=table.word("role"),
+        prefill_tp=table.whole("prefill_tp"),
+        decode_tp=table.whole("decode_tp"),
         dtype=table.word("dtype"),
         device=table.word("device"),
         threads=table.whole("threads"),

@@ -196,6 +196,8 @@ TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
 ENGINE_KEYS: Mapping[str, Key] = {
     "model": Word(default=""),
     "role": Word(default="both", choices=("both", "prefill", "decode")),
+    "prefill_tp": Whole(minimum=0, maximum=1_024, default=0),
+    "decode_tp": Whole(minimum=0, maximum=1_024, default=0),
     "dtype": Word(default="float32", choices=("float32", "bfloat16", "float16")),
     "device": Word(default="cpu"),
     "threads": Whole(minimum=0, maximum=1_024, default=0),

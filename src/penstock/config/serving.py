@@ -20,6 +20,10 @@ class EngineTable:
     model: str = ""
     """A folder with a checkpoint or a `.gguf` file; empty: the default model."""
     role: str = "both"
+    prefill_tp: int = 0
+    """Ranks of an instance that computes prompts for another one; 0: each computes its own."""
+    decode_tp: int = 0
+    """Ranks of an instance that answers what another one has computed."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 0
@@ -29,6 +33,12 @@ class EngineTable:
     waiting_max: int = 1024
 
     def __post_init__(self) -> None:
+        if bool(self.prefill_tp) is not bool(self.decode_tp):
+            raise ConfigError(
+                "engine.prefill_tp",
+                f"is {self.prefill_tp} with engine.decode_tp {self.decode_tp}, must both be 0 or "
+                "both be given: prompts that one instance computes, another one answers",
+            )
         if self.step_tokens < self.step_requests:
             raise ConfigError(
                 "engine.step_tokens",

@@ -22,6 +22,7 @@ from penstock.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.engine.handoffs import Side
     from penstock.engine.requests import Output, Request
     from penstock.engine.scheduler import Scheduler
     from penstock.engine.steps import StepResult
@@ -99,10 +100,17 @@ class Engine:
     """A scheduler, its cache and its ranks."""
 
     def __init__(
-        self, scheduler: Scheduler, workers: Workers, *, step_deadline_s: float = STEP_S
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        handoffs: Side | None = None,
+        *,
+        step_deadline_s: float = STEP_S,
     ) -> None:
         self.scheduler = scheduler
         self.cache = scheduler.cache
+        self.handoffs = handoffs
+        """Its part in handoffs, if it has one: what to wait for beside the ranks."""
         self._workers = workers
         self._step_deadline_s = step_deadline_s
         self._flying: list[_Flight] = []
@@ -127,8 +135,9 @@ class Engine:
         for report in self._workers.take_reports():
             self.cache.hear(report)
         self.cache.step()
-        outputs = self.scheduler.take_outputs()
+        self.scheduler.hear_handoffs()
         step = self.scheduler.plan()
+        outputs = self.scheduler.take_outputs()
         plan = None if self.copies_here else self.cache.take_plan()
         self.idle = not (outputs or step or plan or self._flying)
         if step is not None:
@@ -151,15 +160,39 @@ class Engine:
         """Whether `step` itself moves blocks, so that waiting would delay them."""
         return not self._workers.channels
 
+    def change_weights(self, version: str) -> None:
+        """The model has other weights: nothing that was computed before is used any more."""
+        self.cache.change_weights(version)
+        if self.handoffs is not None:
+            self.handoffs.weights = version
+
+    @property
+    def handoff_outcomes(self) -> dict[str, int]:
+        """How many handoffs ended how."""
+        return {} if self.handoffs is None else dict(self.handoffs.outcomes)
+
+    @property
+    def handed_bytes(self) -> int:
+        """Bytes that this process moved for handoffs; with several ranks, they do."""
+        rank = None if self.handoffs is None else self.handoffs.rank
+        return 0 if rank is None else rank.bytes_moved
+
     def close(self, deadline_s: float) -> None:
         """Ends what is under way, drains the copies, and lets the ranks go."""
+        self._end_handoffs()
         self.cache.close(deadline_s)
         self._workers.close()
 
     def abandon(self) -> None:
         """A rank is lost: gives everything back without waiting for anything."""
+        self._end_handoffs()
         self._workers.abandon()
         self.cache.close(0.0)
+
+    def _end_handoffs(self) -> None:
+        """Before blocks are given back: nothing is read from them or put into them after it."""
+        if self.handoffs is not None:
+            self.handoffs.close()
 
     @property
     def _is_full(self) -> bool:

@@ -21,6 +21,8 @@ import penstock
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.engine import Engine, LocalWorkers
+from penstock.engine.handed_ranks import handed_rank
+from penstock.engine.handoffs import handoffs_of
 from penstock.engine.loading import load_rank
 from penstock.engine.meeting import meet_ranks, nobody
 from penstock.engine.remote import RemoteWorkers
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.engine.architecture import Architecture
-    from penstock.transport.base import Channel
+    from penstock.engine.handoffs import Handoffs
+    from penstock.transport.base import Channel, Waitable
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,8 @@ class Instance:
                 stop_tokens=list(self._architecture.stop_tokens),
                 config=self._spec.config,
                 tiers=self._tiers,
+                role=self._spec.role.value,
+                partner=self._spec.partner,
             )
         )
 
@@ -142,8 +147,16 @@ class Instance:
         engine = self._engine
         if not engine.idle or (engine.copies_here and engine.cache.busy):
             return
+        channels: list[Waitable] = [self._channel, *engine.channels]
+        descriptors = [stop.descriptor]
         deadline = time.monotonic() + IDLE_S
-        wait_any([self._channel, *engine.channels], [stop.descriptor], deadline=deadline)
+        if engine.handoffs is not None:
+            if engine.handoffs.has_work:
+                return
+            channels += engine.handoffs.waitables
+            descriptors += engine.handoffs.descriptors
+            deadline = engine.handoffs.next_deadline(deadline)
+        wait_any(channels, descriptors, deadline=deadline)
 
     def _listen(self) -> str:
         while True:
@@ -163,11 +176,13 @@ class Instance:
                 self._submit(message)
             case ms.Abort():
                 self._engine.abort(message.id)
+            case ms.Local():
+                self._engine.scheduler.compute_here(message.id)
             case ms.StopAnswer():
                 self._engine.scheduler.stop(message.id, message.answer)
             case ms.Reset(why=why, weights_version=version):
                 if version:
-                    self._engine.cache.change_weights(version)
+                    self._engine.change_weights(version)
                 else:
                     self._engine.cache.reset(why)
             case ms.Ask():
@@ -207,6 +222,8 @@ class Instance:
             tenant=message.tenant,
             reuse=message.reuse,
             store=message.store,
+            handoff=message.handoff,
+            first_alone=not message.tells_logprobs and message.answers == 1,
         )
 
     def _answer(self, ask: ms.Ask) -> bytes:
@@ -223,7 +240,10 @@ class Instance:
                 "waiting": self._engine.scheduler.count(Phase.WAITING),
                 "loading": self._engine.scheduler.count(Phase.LOADING),
                 "running": self._engine.scheduler.count(Phase.RUNNING),
+                "claiming": self._engine.scheduler.count(Phase.CLAIMING),
                 "preemptions": self._engine.scheduler.preemptions,
+                "handoffs": self._engine.handoff_outcomes,
+                "handed_bytes": self._engine.handed_bytes,
             }
         )
 
@@ -255,8 +275,12 @@ def build_engine(
     """
     if spec.ranks == 1:
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
+        rank = handed_rank(spec, loaded.architecture, loaded.tier, rank=0)
+        loaded.worker.handed = rank
+        handoffs = handoffs_of(spec, loaded.architecture, rank)
         cache = penstock.open(loaded.config, kv=loaded.tier)
-        return Engine(_scheduler(spec, cache), LocalWorkers(loaded.worker)), loaded.architecture
+        scheduler = _scheduler(spec, cache, handoffs)
+        return Engine(scheduler, LocalWorkers(loaded.worker), handoffs), loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
     with Listener(f"{spec.name}-scheduler", spec.scheduler) as listener:
@@ -264,11 +288,13 @@ def build_engine(
         channels, facts = meet_ranks(
             listener, ranks=spec.ranks, deadline=deadline, progress=progress
         )
+    handoffs = handoffs_of(spec, architecture, None)
     cache = penstock.open_owner(penstock.parse_config(spec.config), ranks=facts)
-    return Engine(_scheduler(spec, cache), RemoteWorkers(channels, facts)), architecture
+    scheduler = _scheduler(spec, cache, handoffs)
+    return Engine(scheduler, RemoteWorkers(channels, facts), handoffs), architecture
 
 
-def _scheduler(spec: InstanceSpec, cache: penstock.Cache) -> Scheduler:
+def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | None) -> Scheduler:
     settings = SchedulerSettings(
         step_tokens=spec.step_tokens,
         step_requests=spec.step_requests,
@@ -277,7 +303,11 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache) -> Scheduler:
     config = penstock.parse_config(spec.config).cache
     assert config.device is not None
     return Scheduler(
-        cache, settings, block_tokens=config.block_tokens, block_count=config.device.slot_count
+        cache,
+        settings,
+        block_tokens=config.block_tokens,
+        block_count=config.device.slot_count,
+        handoffs=handoffs,
     )
 
 

@@ -4,7 +4,7 @@
 |------------------------------|---------------------------------------------------------------|
 |                              | `Loading` while it loads, `Ready` once it takes requests       |
 | `Submit` `Abort` `StopAnswer` | `Progress`, `Refused`; `Kept` when what is cached has changed |
-| `Reset`                      |                                                               |
+| `Reset` `Local`              |                                                               |
 | `Ask`                        | `Told`                                                        |
 
 Frames are msgpack with a version byte before it; a field that is not known is refused.
@@ -43,10 +43,20 @@ class Submit(Message, frozen=True, kw_only=True):
     tenant: str = ""
     reuse: bool = True
     store: bool = True
+    tells_logprobs: bool = True
+    """Whether the client hears log-probabilities; without, a first token can come alone."""
+    handoff: str = ""
+    """The prompt is computed by one instance and answered by another, under this name."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
     """Nobody waits for a request any more."""
+
+    id: str
+
+
+class Local(Message, frozen=True, kw_only=True):
+    """Nobody else computes this request's prompt: do it yourself."""
 
     id: str
 
@@ -94,6 +104,9 @@ class Ready(Message, frozen=True, kw_only=True):
     """The cache's configuration, from which a router makes keys."""
     tiers: list[str]
     """Names of the tiers, device first."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    partner: str = ""
+    """The instance of its pair that has the other role."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -131,7 +144,7 @@ class Told(Message, frozen=True, kw_only=True):
     json: bytes
 
 
-ToInstance = Submit | Abort | StopAnswer | Reset | Ask
+ToInstance = Submit | Abort | Local | StopAnswer | Reset | Ask
 FromInstance = Loading | Ready | Progress | Refused | Kept | Told
 
 _encoder = msgspec.msgpack.Encoder()

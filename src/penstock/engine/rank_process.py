@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 import penstock
+from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.loading import load_rank
 from penstock.engine.meeting import Loading, encode, join
 from penstock.engine.remote import serve_rank
@@ -60,11 +61,16 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
         channel.send(encode(Loading(spec.rank, layers, of)))
 
     loaded = load_rank(instance, rank=spec.rank, progress=tell)
-    with penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier) as rank:
+    handed = handed_rank(instance, loaded.architecture, loaded.tier, rank=spec.rank)
+    loaded.worker.handed = handed
+    with (
+        nullcontext() if handed is None else closing(handed),
+        penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier) as rank,
+    ):
         # From now on it ends with its scheduler: told to stop before it, it would take the
         # scheduler's last step away.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return serve_rank(channel, loaded.worker, rank)
+        return serve_rank(channel, loaded.worker, rank, handed)
 
 
 def _meet(spec: RankSpec, place: str) -> None:

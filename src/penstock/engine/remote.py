@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from penstock.engine.meeting import End, Loaded, encode, read_by_rank, read_by_scheduler
 from penstock.engine.steps import Step, StepResult
@@ -24,6 +24,7 @@ from penstock.transport.waiting import wait_any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.engine.handed_ranks import HandedRank
     from penstock.engine.worker import Worker
     from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
@@ -102,7 +103,9 @@ class RemoteWorkers:
             channel.close()
 
 
-def serve_rank(channel: Channel, worker: Worker, rank: Rank) -> str:
+def serve_rank(
+    channel: Channel, worker: Worker, rank: Rank, handed: HandedRank | None = None
+) -> str:
     """Computes what arrives until the scheduler says that this is the end.
 
     Raises:
@@ -127,7 +130,25 @@ def serve_rank(channel: Channel, worker: Worker, rank: Rank) -> str:
                 report = rank.step()
                 if report is not None:
                     channel.send(encode(StepResult(0, [], [report])))
-                rank.wait(time.monotonic() + IDLE_S, channels=[channel])
+                _wait(channel, rank, handed)
+
+
+def _wait(channel: Channel, rank: Rank, handed: HandedRank | None) -> None:
+    """Lets handoffs advance, and waits for something to do."""
+    deadline = time.monotonic() + IDLE_S
+    if handed is None:
+        rank.wait(deadline, channels=[channel])
+        return
+    handed.step()
+    if handed.has_work:
+        return
+    due = handed.next_deadline()
+    channels = cast("list[Channel]", [channel, *handed.waitables])
+    rank.wait(
+        deadline if due is None else min(due, deadline),
+        channels=channels,
+        descriptors=handed.descriptors,
+    )
 
 
 def _computed(step: Step, worker: Worker, rank: Rank) -> StepResult:

@@ -1,12 +1,13 @@
 """A request and its answers, as the scheduler sees them.
 
-| `Phase`   | means                                                     | next               |
-|-----------|-----------------------------------------------------------|--------------------|
-| `WAITING` | has no blocks: new, preempted, or its blocks were lost     | `LOADING`, `RUNNING` |
-| `LOADING` | its blocks are on their way to the device                  | `RUNNING`, `WAITING` |
-| `FORKING` | waits for the first answer's prompt, to share its blocks    | `RUNNING`, `WAITING` |
-| `RUNNING` | can be part of a step                                      | `WAITING`, `ENDED`   |
-| `ENDED`   | the end; its blocks go when no step touches them any more   |                    |
+| `Phase`    | means                                                     | next                 |
+|------------|-----------------------------------------------------------|----------------------|
+| `WAITING`  | has no blocks: new, preempted, or its blocks were lost     | `LOADING`, `RUNNING` |
+| `LOADING`  | its blocks are on their way to the device                  | `RUNNING`, `WAITING` |
+| `FORKING`  | waits for the first answer's prompt, to share its blocks   | `RUNNING`, `WAITING` |
+| `CLAIMING` | its prompt's KV is on its way from another instance        | `RUNNING`            |
+| `RUNNING`  | can be part of a step                                     | `WAITING`, `ENDED`   |
+| `ENDED`    | the end; its blocks go when no step touches them any more   |                    |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"
     FORKING = "forking"
+    CLAIMING = "claiming"
     RUNNING = "running"
     ENDED = "ended"
 
@@ -58,6 +60,10 @@ class Request:
     """Whether cached blocks may be used."""
     store: bool = True
     """Whether its blocks may be cached."""
+    handoff: str = ""
+    """The name under which its prompt's KV goes to another instance, or comes from one."""
+    first_alone: bool = False
+    """Whether the first token may come from there, too: without its log-probability."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -87,8 +93,8 @@ class Answer:
     """One answer to a request: its tokens, its blocks, and how far its steps are."""
 
     __slots__ = (
-        *("arrival", "cached_by_tier", "flying", "lease", "number", "phase", "reason"),
-        *("request", "scheduled", "shares", "tokens", "unknown"),
+        *("arrival", "cached_by_tier", "flying", "handed", "held", "lease", "number", "phase"),
+        *("reason", "request", "scheduled", "shares", "tokens", "unknown"),
     )
 
     def __init__(self, request: Request, number: int, arrival: int) -> None:
@@ -107,6 +113,10 @@ class Answer:
         """Tokens that a step under way will add."""
         self.flying = 0
         """Steps under way that touch its blocks."""
+        self.handed = not request.handoff or number > 0
+        """Whether its handoff was begun, or is not to be: it is tried once."""
+        self.held = False
+        """Whether a handoff reads its blocks, or fills them."""
         self.cached_by_tier: tuple[int, ...] = ()
         self.reason: Reason | None = None
 

@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
 from penstock.engine.batch import Span
+from penstock.engine.handoffs import NoHandoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
+from penstock.engine.sampling import Sampled
 from penstock.engine.steps import PREVIOUS, Draw, Step
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.sampling import Sampled
+    from penstock.engine.handoffs import Handoffs
     from penstock.runtime.managed import Cache
 
 
@@ -57,11 +59,18 @@ class Scheduler:
     """The answers of one engine and their leases."""
 
     def __init__(
-        self, cache: Cache, settings: SchedulerSettings, *, block_tokens: int, block_count: int
+        self,
+        cache: Cache,
+        settings: SchedulerSettings,
+        *,
+        block_tokens: int,
+        block_count: int,
+        handoffs: Handoffs | None = None,
     ) -> None:
         self.cache = cache
         self.settings = settings
         self.preemptions = 0
+        self._handoffs = handoffs or NoHandoffs()
         self._block_tokens = block_tokens
         self._block_count = block_count
         self._answers: dict[int, Answer] = {}
@@ -120,6 +129,9 @@ class Scheduler:
             if answer.phase is not Phase.ENDED:
                 self._end(answer, Reason.ABORTED)
                 self._tell(answer, None)
+            elif answer.held:
+                # It is computed, and nobody comes for it.
+                self._handoffs.cancel(answer)
         self._bury()
 
     def stop(self, request: str, number: int) -> None:
@@ -128,6 +140,22 @@ class Scheduler:
             answer = self._answers[arrival]
             if answer.number == number and answer.phase is not Phase.ENDED:
                 self._end(answer, Reason.STOP)
+        self._bury()
+
+    def compute_here(self, request: str) -> None:
+        """Nobody else computes a request's prompt, or goes on with it."""
+        for number in self._by_request.get(request, ()):
+            answer = self._answers[number]
+            answer.handed = True
+            if answer.phase is Phase.CLAIMING:
+                self._handoffs.cancel(answer)
+
+    def hear_handoffs(self) -> None:
+        """Lets handoffs advance: who waited for one goes on, with its prompt or without."""
+        for answer, tokens in self._handoffs.step():
+            answer.held = False
+            if answer.phase is Phase.CLAIMING:
+                self._resume(answer, tokens)
         self._bury()
 
     def take_outputs(self) -> list[Output]:
@@ -187,12 +215,36 @@ class Scheduler:
         for answer in self._answers.values():
             if answer.lease is None or answer.flying or answer.phase is Phase.ENDED:
                 continue
+            if answer.held:
+                continue
             if answer.lease.state is LeaseState.LOST:
                 answer.lease.release()
                 answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
             elif answer.phase is Phase.LOADING and answer.lease.state is LeaseState.READY:
-                answer.phase = Phase.RUNNING
-                answer.scheduled = answer.lease.token_count
+                self._begin(answer)
+        self._bury()
+
+    def _begin(self, answer: Answer) -> None:
+        """Its blocks are there: it can run, unless its prompt comes from elsewhere."""
+        assert answer.lease is not None
+        answer.phase = Phase.RUNNING
+        answer.scheduled = answer.lease.token_count
+        if not self._handoffs.begin(answer):
+            self._end(answer, Reason.ABORTED)
+            self._tell(answer, None)
+
+    def _resume(self, answer: Answer, tokens: tuple[int, ...]) -> None:
+        """A handoff is over: what it did not bring is computed here."""
+        assert answer.lease is not None
+        answer.phase = Phase.RUNNING
+        first_alone = bool(tokens) and answer.request.first_alone
+        if tokens and answer.lease.state is LeaseState.READY:
+            # Without the last token's KV its logits are computed here, for who wants to know.
+            count = len(answer.request.prompt) - (not first_alone)
+            answer.lease.commit_prompt(max(count, answer.lease.token_count))
+        answer.scheduled = answer.lease.token_count
+        if first_alone and answer.lease.state is LeaseState.READY:
+            self._chosen(answer, answer, Sampled(tokens[0], 0.0))
 
     def _schedule(self, answer: Answer, plan: _Plan) -> None:
         count = min(answer.left, plan.tokens_left)
@@ -225,9 +277,11 @@ class Scheduler:
             return False
         if not answer.cached_by_tier:
             answer.cached_by_tier = answer.lease.cached_by_tier
-        loading = answer.lease.state is LeaseState.LOADING
-        answer.phase = Phase.LOADING if loading else Phase.RUNNING
-        answer.scheduled = answer.lease.token_count
+        if answer.lease.state is LeaseState.LOADING:
+            answer.phase = Phase.LOADING
+            answer.scheduled = answer.lease.token_count
+        else:
+            self._begin(answer)
         return True
 
     def _grown(self, answer: Answer, token_count: int, plan: _Plan) -> bool:
@@ -260,7 +314,7 @@ class Scheduler:
         found = [
             answer
             for answer in self._in_order(Phase.RUNNING)
-            if not answer.flying and not plan.has(answer)
+            if not answer.flying and not answer.held and not plan.has(answer)
         ]
         return found[-1] if found else None
 
@@ -275,6 +329,7 @@ class Scheduler:
         spans: list[Span] = []
         owners: list[int] = []
         draws: list[Draw] = []
+        handed: list[tuple[int, str]] = []
         for chunk in plan.in_batch_order():
             answer = chunk.answer
             if chunk.ends:
@@ -282,6 +337,8 @@ class Scheduler:
                     Draw(len(spans), sharer.arrival, sharer.wish())
                     for sharer in self._sharers(answer)
                 ]
+            if answer.held:
+                handed.append((len(spans), answer.request.handoff))
             spans.append(chunk.span())
             owners.append(answer.arrival)
             answer.scheduled += chunk.count
@@ -289,7 +346,8 @@ class Scheduler:
         for draw in draws:
             self._answers[draw.answer].unknown += 1
         self._steps += 1
-        step = Step(self._steps, spans, draws)
+        offers = self._handoffs.take_offers()
+        step = Step(self._steps, spans, draws, offers=offers, handed=handed)
         self._flying.append((step, owners))
         return step
 
@@ -315,6 +373,7 @@ class Scheduler:
         if answer.phase is Phase.FORKING:
             self._fork(answer, origin)
         answer.tokens.append(token.token)
+        self._handoffs.sampled(answer, token.token)
         if token.token in answer.request.stop_tokens:
             self._end(answer, Reason.STOP)
         elif answer.generated - answer.unknown >= answer.request.max_tokens:
@@ -334,11 +393,13 @@ class Scheduler:
 
     def _end(self, answer: Answer, reason: Reason) -> None:
         answer.phase, answer.reason = Phase.ENDED, reason
+        if answer.held and reason is Reason.ABORTED:
+            self._handoffs.cancel(answer)
 
     def _bury(self) -> None:
         """Gives back the blocks of ended answers that no step touches any more."""
         for arrival, answer in list(self._answers.items()):
-            if answer.phase is not Phase.ENDED or answer.flying or answer.unknown:
+            if answer.phase is not Phase.ENDED or answer.flying or answer.unknown or answer.held:
                 continue
             if answer.lease is not None:
                 answer.lease.release()

@@ -20,6 +20,24 @@ class Role(enum.Enum):
     DECODE = "decode"
 
 
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the two instances of a pair, as the other one knows it."""
+
+    name: str
+    ranks: int
+    address: str
+    """Where its scheduler listens for the other one."""
+    rank_addresses: list[str] = []
+    """Where each of its ranks does, if it computes prompts."""
+
+
+class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two instances: one computes prompts and hands their KV to the other, which answers."""
+
+    prefill: EngineSpec
+    decode: EngineSpec
+
+
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One instance: a scheduler and its ranks."""
 
@@ -34,6 +52,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: str = ""
     """The address at which the instance lets its ranks in, if it has several."""
     role: Role = Role.BOTH
+    pair: PairSpec | None = None
+    """Who hands KV to whom, if it does not do everything itself."""
     dtype: str = "float32"
     device: str = "cpu"
     step_tokens: int = 512
@@ -47,12 +67,20 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("dtype", f"is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.ranks < 1:
             raise ConfigError("tp", f"is {self.ranks}, must be at least 1")
-        if self.role is not Role.BOTH:
+        if (self.role is Role.BOTH) is not (self.pair is None):
             raise ConfigError(
                 "role",
-                f"is {self.role.value!r}, must be {Role.BOTH.value!r}: an instance computes "
-                "prompts and answers alike",
+                f"is {self.role.value!r}, must be 'prefill' or 'decode' for an instance of a "
+                "pair, and 'both' for any other",
             )
+
+    @property
+    def partner(self) -> str:
+        """The instance that has the other role."""
+        if self.pair is None:
+            return ""
+        prefills = self.role is Role.PREFILL
+        return self.pair.decode.name if prefills else self.pair.prefill.name
 
     @property
     def torch_dtype(self) -> torch.dtype:

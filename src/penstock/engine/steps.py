@@ -24,6 +24,19 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     wish: Wish
 
 
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt whose KV another instance is going to get."""
+
+    handoff: str
+    token_count: int
+    cached: int
+    """So many leading tokens have their KV already."""
+    slots: list[int]
+    """Where its blocks lie, from the first one on."""
+    keys: list[bytes]
+    """What the sums of each block are bound to."""
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step's work: every rank gets the same."""
 
@@ -32,6 +45,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     draws: list[Draw]
     plan: bytes | None = None
     """Copies that the ranks carry out beside it."""
+    offers: list[Offer] = []
+    """Prompts that this step begins, and that are handed over."""
+    handed: list[tuple[int, str]] = []
+    """The spans whose KV is handed over, and the names of their handoffs."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engine.architecture import Architecture
+    from penstock.engine.handed_ranks import HandedRank
     from penstock.engine.model import Decoder
     from penstock.engine.sharding import Share
     from penstock.engine.steps import Step
@@ -64,11 +65,18 @@ class Worker:
         self._decoder = decoder
         self._kv = kv
         self._block_tokens = block_tokens
+        self.handed: HandedRank | None = None
+        """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:
         """Computes a step; the first rank answers with the tokens it chose."""
         batch = on_device(step.spans, block_tokens=self._block_tokens, device=self._decoder.device)
-        logits = self._decoder.forward(batch, self._kv)
+        if self.handed is None:
+            logits = self._decoder.forward(batch, self._kv)
+        else:
+            self.handed.begin(step)
+            told = self.handed.layer_computed
+            logits = self._decoder.forward(batch, self._kv, after_layer=told)
         if logits is None or not step.draws:
             return StepResult(step.number, [])
         rows: dict[int, int] = {}

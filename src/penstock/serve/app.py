@@ -158,7 +158,7 @@ class Server:
     ) -> ASGIApp:
         self._require_model(request.model)
         tenant = _tenant(http)
-        ready = self._router.ready
+        ready = self._router.answering
         if not ready or ready[0].ready is None:
             return errors.unavailable("no instance is ready")
         facts = ready[0].ready
@@ -196,7 +196,7 @@ class Server:
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`."""
         instances = {link.name: link.ready is not None for link in self._router.links}
-        ready = any(instances.values())
+        ready = bool(self._router.answering)
         return JSONResponse(
             {"status": "ok" if ready else "loading", "instances": instances},
             status_code=200 if ready else 503,
@@ -213,9 +213,10 @@ class Server:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def cache(self, http: HttpRequest) -> Response:
-        """`GET /cache`."""
+        """`GET /cache`, or `GET /cache?instance=NAME`."""
         self._require_key(http)
-        return JSONResponse({"instances": await self._told("statistics")})
+        name = http.query_params.get("instance", "")
+        return JSONResponse({"instances": await self._told("statistics", only=name)})
 
     async def story(self, http: HttpRequest) -> Response:
         """`GET /cache/story?request=NAME`."""
@@ -249,8 +250,11 @@ class Server:
         told = await self._told("audit")
         return JSONResponse({"in_order": [each["instance"] for each in told]})
 
-    async def _told(self, what: Literal["statistics", "story", "audit"], of: str = "") -> list[Any]:
-        return [json.loads(await link.ask(what, of)) for link in self._router.ready]
+    async def _told(
+        self, what: Literal["statistics", "story", "audit"], of: str = "", *, only: str = ""
+    ) -> list[Any]:
+        asked = [link for link in self._router.ready if only in ("", link.name)]
+        return [json.loads(await link.ask(what, of)) for link in asked]
 
     # What every path checks.
 
@@ -305,6 +309,7 @@ def _submit(
         top_p=request.top_p,
         seed=request.seed,
         logprobs=logprobs_of(request),
+        tells_logprobs=wants_logprobs(request),
         priority=request.priority,
         tenant=tenant,
         reuse=request.cache != "off",

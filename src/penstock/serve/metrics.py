@@ -117,14 +117,19 @@ class _Behind:
         preempted = CounterMetricFamily(
             "penstock_preemptions", "Answers that gave their blocks back", labels=["instance"]
         )
+        handoffs = CounterMetricFamily(
+            "penstock_handoffs", "Handoffs by how they ended", labels=["instance", "outcome"]
+        )
         for told in self._instances:
             who = told["instance"]
-            for phase in ("waiting", "loading", "running"):
+            for phase in ("waiting", "loading", "claiming", "running"):
                 now.add_metric([who, phase], told[phase])
+            for outcome, count in told["handoffs"].items():
+                handoffs.add_metric([who, outcome], count)
             healthy.add_metric([who], told["health"]["ok"])
             leases.add_metric([who], told["cache"]["leases"])
             preempted.add_metric([who], told["preemptions"])
-        yield from (now, healthy, leases, preempted)
+        yield from (now, healthy, leases, preempted, handoffs)
 
     def _of_tiers(self) -> Iterator[Metric]:
         labels = ["instance", "tier"]

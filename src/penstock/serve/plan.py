@@ -17,7 +17,7 @@ from penstock.config.serving import EngineTable, ServeTable
 from penstock.config.values import DEVICE_NAME
 from penstock.engine.checkpoints import find_model
 from penstock.engine.sharding import share_of
-from penstock.engine.spec import InstanceSpec, Role
+from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Wishes:
     api_key: str | None = None
     instances: int | None = None
     role: str | None = None
+    prefill_tp: int | None = None
+    decode_tp: int | None = None
 
 
 def settle(config: Config | None, wishes: Wishes) -> Config:
@@ -60,6 +62,7 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
         (config and config.engine) or EngineTable(),
         model=wishes.model,
         role=wishes.role,
+        **_pair_of(wishes),
         dtype=wishes.dtype,
         device=wishes.device,
     )
@@ -81,32 +84,61 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
     return settled
 
 
+def _pair_of(wishes: Wishes) -> dict[str, int | None]:
+    """Who names the ranks of one role leaves the other one a single rank."""
+    given = wishes.prefill_tp is not None or wishes.decode_tp is not None
+    return {
+        "prefill_tp": wishes.prefill_tp or (1 if given else None),
+        "decode_tp": wishes.decode_tp or (1 if given else None),
+    }
+
+
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
     """The instances of a settled configuration; their addresses are filled in when they start."""
     assert config.engine is not None
     assert config.serve is not None
     engine = config.engine
     # Several processes with a thread on every core each would mostly wait for each other.
-    processes = config.cache.rank_count * config.serve.instances
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    # What travels to the instances is visible to all who may list processes: no key in it.
-    given = replace(config, engine=None, serve=None).to_toml()
-    return tuple(
-        InstanceSpec(
-            name=f"instance-{number}",
-            model=engine.model or None,
-            config=given,
-            server="",
-            ranks=config.cache.rank_count,
-            role=Role(engine.role),
-            dtype=engine.dtype,
-            device=engine.device,
-            step_tokens=engine.step_tokens,
-            step_requests=engine.step_requests,
-            waiting_max=engine.waiting_max,
-            threads=engine.threads or threads,
+    ranks = (engine.prefill_tp + engine.decode_tp) or config.cache.rank_count
+    threads = max(1, len(os.sched_getaffinity(0)) // (ranks * config.serve.instances))
+    config = replace(config, engine=replace(engine, threads=engine.threads or threads))
+    found: list[InstanceSpec] = []
+    for number in range(config.serve.instances if config.serve else 0):
+        if not engine.prefill_tp:
+            found.append(_instance(config, f"instance-{number}", Role(engine.role)))
+            continue
+        pair = PairSpec(
+            prefill=EngineSpec(name=f"prefill-{number}", ranks=engine.prefill_tp, address=""),
+            decode=EngineSpec(name=f"decode-{number}", ranks=engine.decode_tp, address=""),
         )
-        for number in range(config.serve.instances)
+        found.append(_instance(config, pair.prefill.name, Role.PREFILL, pair))
+        found.append(_instance(config, pair.decode.name, Role.DECODE, pair))
+    return tuple(found)
+
+
+def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = None) -> InstanceSpec:
+    engine = config.engine
+    assert engine is not None
+    ranks = config.cache.rank_count
+    if pair is not None:
+        ranks = pair.prefill.ranks if role is Role.PREFILL else pair.decode.ranks
+    # What travels to the instances is visible to all who may list processes: no key in it.
+    cache = replace(config.cache, rank_count=ranks)
+    given = replace(config, engine=None, serve=None, cache=cache).to_toml()
+    return InstanceSpec(
+        name=name,
+        model=engine.model or None,
+        config=given,
+        server="",
+        ranks=ranks,
+        role=role,
+        pair=pair,
+        dtype=engine.dtype,
+        device=engine.device,
+        step_tokens=engine.step_tokens,
+        step_requests=engine.step_requests,
+        waiting_max=engine.waiting_max,
+        threads=engine.threads,
     )
 
 
@@ -170,10 +202,19 @@ def _with_host(
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
-    ranks = config.cache.rank_count
-    for rank in range(ranks):
-        share_of(architecture, rank=rank, ranks=ranks)
-    device = instances_of(config)[0].device
+    engine = config.engine
+    assert engine is not None
+    if engine.role != Role.BOTH.value:
+        raise ConfigError(
+            "engine.role",
+            f"is {engine.role!r}, must be 'both': the two roles are started together, with "
+            "engine.prefill_tp and engine.decode_tp",
+        )
+    for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
+        count = ranks or config.cache.rank_count
+        for rank in range(count):
+            share_of(architecture, rank=rank, ranks=count)
+    device = engine.device
     if device != "cpu":
         raise ConfigError(
             "engine.device",

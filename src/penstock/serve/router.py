@@ -6,14 +6,17 @@ instance was lost before its first token is sent to another one.
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.config import parse_config
-from penstock.engine.messages import Reset, StopAnswer
+from penstock.engine.messages import Abort, Local, Reset, StopAnswer
 from penstock.machine.kv_events import BlocksRemoved, BlocksStored
-from penstock.serve.link import Link, Lost
+from penstock.serve.link import Link, Lost, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -67,8 +70,36 @@ class Holdings:
                 del self._tiers_of[key]
 
 
+class _Prefill:
+    """A prompt that one instance computes for another, which answers."""
+
+    def __init__(self, prefill: Link, decode: Link, submit: ms.Submit) -> None:
+        self._link = prefill
+        # Another attempt is another request: this one may have blocks for a moment after it.
+        self._submit = msgspec.structs.replace(
+            submit, id=submit.handoff, max_tokens=1, answers=1, logprobs=0
+        )
+        self._task = asyncio.create_task(self._compute(decode, submit.id))
+
+    def end(self) -> None:
+        """Nobody needs it any more; twice does no harm."""
+        self._task.cancel()
+        if not self._link.lost:
+            self._link.send(Abort(id=self._submit.id))
+
+    async def _compute(self, decode: Link, request: str) -> None:
+        """Has the prompt computed; if that fails, who answers is told to do it."""
+        computed = False
+        with suppress(Lost, Refusal):
+            async with aclosing(self._link.generate(self._submit)) as told:
+                async for progress in told:
+                    computed = progress.token is not None
+        if not computed and not decode.lost:
+            decode.send(Local(id=request))
+
+
 class Router:
-    """The instances that are there."""
+    """The instances that are there, and who computes prompts for whom."""
 
     def __init__(self) -> None:
         self.links: list[Link] = []
@@ -89,8 +120,13 @@ class Router:
 
     @property
     def ready(self) -> list[Link]:
-        """Those that take requests."""
+        """Those that are loaded."""
         return [link for link in self.links if link.ready is not None]
+
+    @property
+    def answering(self) -> list[Link]:
+        """Those that take requests and answer them."""
+        return [link for link in self.ready if link.ready and link.ready.role != "prefill"]
 
     async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
@@ -105,19 +141,25 @@ class Router:
             tried.add(link)
             begun = False
             self._at[submit.id] = link
+            asked, prefill = self._paired(submit, link, attempt=len(tried))
             try:
-                async with aclosing(link.generate(submit)) as told:
+                async with aclosing(link.generate(asked)) as told:
                     async for progress in told:
+                        if not begun and prefill is not None:
+                            # What it computed has come, or was not needed.
+                            prefill.end()
                         begun = True
                         yield progress
             except Lost:
-                untried = set(self.ready) - tried
+                untried = set(self.answering) - tried
                 if begun or not untried or len(tried) >= ATTEMPTS_MAX:
                     raise
                 self.retries += 1
                 continue
             finally:
                 del self._at[submit.id]
+                if prefill is not None:
+                    prefill.end()
             return
 
     def stop(self, request: str, answer: int) -> None:
@@ -135,12 +177,23 @@ class Router:
         return [link.name for link in self.ready]
 
     def _choose(self, submit: ms.Submit, tried: set[Link]) -> Link:
-        able = [link for link in self.ready if link not in tried]
+        able = [link for link in self.answering if link not in tried]
         if not able:
             raise Lost("no instance is ready")
         if len(able) == 1:
             return able[0]
         return max(able, key=lambda link: self._worth(link, submit))
+
+    def _paired(
+        self, submit: ms.Submit, link: Link, *, attempt: int
+    ) -> tuple[ms.Submit, _Prefill | None]:
+        """The request as its instance gets it, and who computes its prompt, if somebody does."""
+        partner = link.ready.partner if link.ready is not None else ""
+        found = [other for other in self.ready if partner and other.name == partner]
+        if not found:
+            return submit, None
+        handed = msgspec.structs.replace(submit, handoff=f"{submit.id}/{attempt}")
+        return handed, _Prefill(found[0], link, handed)
 
     def _worth(self, link: Link, submit: ms.Submit) -> int:
         holdings = self._holdings_of(link)

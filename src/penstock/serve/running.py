@@ -20,7 +20,7 @@ import msgspec
 import uvicorn
 
 from penstock.engine.checkpoints import find_model
-from penstock.engine.spec import RankSpec
+from penstock.engine.spec import PairSpec, RankSpec, Role
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.runtime.signals import StopSignal
@@ -37,7 +37,7 @@ from penstock.transport.zeromq import IPC, Listener
 from penstock.transport.zmq_link import private_address
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from penstock.config import Config
     from penstock.engine.spec import InstanceSpec
@@ -77,7 +77,8 @@ class Serving:
         assert config.serve is not None
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why nobody can be served any more, once that is so."""
-        self._specs = {spec.name: spec for spec in instances_of(config)}
+        self._specs = {spec.name: spec for spec in _addressed(instances_of(config))}
+        self._answering = {n for n, spec in self._specs.items() if spec.role is not Role.PREFILL}
         self._supervisor = supervisor
         self._audience = audience
         self._address = address
@@ -157,7 +158,7 @@ class Serving:
                 case GaveUp(name=name):
                     logger.error("process failed too often: %s", event)
                     self._given_up.add(name.partition("-rank-")[0])
-                    if len(self._given_up) == len(self._specs):
+                    if self._given_up >= self._answering:
                         self._fail(f"process {name!r} failed too often; no instance is left")
                 case Closed() | Failed():
                     self._fail(f"the supervisor is lost: {event}")
@@ -193,6 +194,27 @@ class Serving:
             for rank in range(spec.ranks if spec.ranks > 1 else 0)
         ]
         return [*ranks, whole]
+
+
+def _addressed(specs: Sequence[InstanceSpec]) -> list[InstanceSpec]:
+    """The instances, and where those that hand KV over find each other in every life."""
+    pairs: dict[str, PairSpec] = {}
+    for spec in specs:
+        if spec.pair is not None and spec.pair.prefill.name not in pairs:
+            ranks = [private_address(IPC) for _ in range(spec.pair.prefill.ranks)]
+            change = msgspec.structs.replace
+            pairs[spec.pair.prefill.name] = PairSpec(
+                prefill=change(
+                    spec.pair.prefill, address=private_address(IPC), rank_addresses=ranks
+                ),
+                decode=change(spec.pair.decode, address=private_address(IPC)),
+            )
+    return [
+        spec
+        if spec.pair is None
+        else msgspec.structs.replace(spec, pair=pairs[spec.pair.prefill.name])
+        for spec in specs
+    ]
 
 
 @asynccontextmanager

@@ -1,0 +1,354 @@
+"""The scheduler's part in handoffs: prompts that are offered, and prompts that are claimed.
+
+| role    | an answer that begins                      | its blocks are held until            |
+|---------|--------------------------------------------|--------------------------------------|
+| prefill | is offered, and computed up to one token   | nothing reads them any more          |
+| decode  | is claimed, if enough of it is missing     | they are filled, or will not be      |
+
+The one rule: blocks of an answer that is held belong to its handoff. They are neither given back
+nor computed into before the handoff has ended, however it ends.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from penstock.config import parse_config
+from penstock.engine.pairing import SETTINGS, block_keys, directory_of
+from penstock.engine.requests import Phase
+from penstock.engine.spec import Role
+from penstock.engine.steps import Offer
+from penstock.errors import CapacityError, UnavailableError
+from penstock.handoff.states import Outcome
+from penstock.runtime.handoff.lines import zmq_lines
+from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.engine.architecture import Architecture
+    from penstock.engine.handed_ranks import HandedRank
+    from penstock.engine.requests import Answer
+    from penstock.engine.spec import InstanceSpec
+    from penstock.transport.base import Waitable
+
+MEET_S = 60.0
+"""The ranks are loaded already; then something is wrong."""
+
+
+class Over(NamedTuple):
+    """The handoff of an answer is over."""
+
+    answer: Answer
+    tokens: tuple[int, ...]
+    """The first token, if the prompt's KV has come."""
+
+
+class Handoffs(Protocol):
+    """What a scheduler knows of handoffs."""
+
+    def begin(self, answer: Answer) -> bool:
+        """An answer has its blocks; `False` if it is of no use to compute it."""
+        ...
+
+    def sampled(self, answer: Answer, token: int) -> None:
+        """A token was chosen."""
+        ...
+
+    def cancel(self, answer: Answer) -> None:
+        """The handoff of an answer that is held is not wanted any more."""
+        ...
+
+    def take_offers(self) -> list[Offer]:
+        """What the ranks have to know with the next step."""
+        ...
+
+    def step(self) -> list[Over]:
+        """Does what there is to do; returns what is over since the last call."""
+        ...
+
+
+class NoHandoffs:
+    """An instance that computes everything itself."""
+
+    def begin(self, answer: Answer) -> bool:  # noqa: ARG002
+        """It is computed here."""
+        return True
+
+    def sampled(self, answer: Answer, token: int) -> None:
+        """Nobody else wants to know."""
+
+    def cancel(self, answer: Answer) -> None:
+        """There is nothing to cancel."""
+
+    def take_offers(self) -> list[Offer]:
+        """There are none."""
+        return []
+
+    def step(self) -> list[Over]:
+        """There is nothing to do."""
+        return []
+
+
+class Side:
+    """What both sides have in common."""
+
+    def __init__(
+        self,
+        driver: PrefillSchedulerDriver | DecodeSchedulerDriver,
+        *,
+        block_tokens: int,
+        weights: str,
+        rank: HandedRank | None,
+    ) -> None:
+        self.party = driver
+        self.weights = weights
+        """What the weights are called; sums are bound to it."""
+        self.outcomes: Counter[str] = Counter()
+        self.rank = rank
+        """The one rank, if it is in this process."""
+        if rank is not None:
+            rank.between_layers = self.listen
+        self._block_tokens = block_tokens
+        self._held: dict[str, Answer] = {}
+        self._cancelled: set[str] = set()
+        self._over: list[Over] = []
+
+    def meet(self, ranks: Sequence[str], deadline: float) -> None:
+        """Waits until the ranks are there.
+
+        Raises:
+            UnavailableError: they did not come in time.
+        """
+        while not all(self.party.machine.is_open(name) for name in ranks):
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"ranks {list(ranks)} did not come to hand blocks over")
+            self.listen()
+            if self.rank is not None:
+                self.rank.step()
+            self.party.wait(min(deadline, time.monotonic() + 0.05))
+
+    def step(self) -> list[Over]:
+        """Does what there is to do; see `Handoffs`."""
+        if self.rank is not None:
+            self.rank.step()
+        self.listen()
+        over, self._over = self._over, []
+        return over
+
+    def listen(self) -> None:
+        """Takes in what was said; what is over is told by the next `step`."""
+        for ended in self.party.step():
+            answer = self._held.pop(ended.handoff)
+            self._cancelled.discard(ended.handoff)
+            delivered = ended.outcome is Outcome.DELIVERED
+            self.outcomes[ended.outcome.value] += 1
+            self._over.append(Over(answer, ended.tokens if delivered else ()))
+
+    def cancel(self, answer: Answer) -> None:
+        """The handoff is not wanted any more; see `Handoffs`."""
+        name = answer.request.handoff
+        if name in self._held and name not in self._cancelled:
+            self._cancelled.add(name)
+            self._cancel(name)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do, whatever comes."""
+        ranks = self.rank is not None and self.rank.has_work
+        return bool(self._over) or self.party.has_work or ranks
+
+    @property
+    def waitables(self) -> list[Waitable]:
+        """What to ask, and then to wait for, until there is something to do."""
+        own = () if self.rank is None else self.rank.waitables
+        return [*self.party.lines.waitables, *own]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for, besides."""
+        own = () if self.rank is None else self.rank.descriptors
+        return [*self.party.lines.descriptors, *own]
+
+    def next_deadline(self, latest: float) -> float:
+        """When to call `step` although nothing came."""
+        dues = [latest, self.party.next_deadline()]
+        if self.rank is not None:
+            dues.append(self.rank.next_deadline())
+        return min(due for due in dues if due is not None)
+
+    def close(self) -> None:
+        """Ends the lines: nothing is sent or taken in after this."""
+        if self.rank is not None:
+            self.rank.close()
+        self.party.close()
+
+    def _hold(self, answer: Answer) -> None:
+        answer.held = True
+        self._held[answer.request.handoff] = answer
+
+    def _keys(self, answer: Answer) -> list[bytes]:
+        request = answer.request
+        origin = f"{self.weights}\n{request.tenant}"
+        return block_keys(request.prompt, block_tokens=self._block_tokens, origin=origin)
+
+    def _blocks(self, answer: Answer) -> list[int]:
+        """The slots of the prompt's blocks."""
+        assert answer.lease is not None
+        count = -(-len(answer.request.prompt) // self._block_tokens)
+        table: list[int] = answer.lease.block_table.tolist()
+        return table[:count]
+
+    def _cancel(self, name: str) -> None:
+        raise NotImplementedError
+
+
+class Offers(Side):
+    """Prompts that are computed here for another instance."""
+
+    party: PrefillSchedulerDriver
+
+    def __init__(
+        self,
+        driver: PrefillSchedulerDriver,
+        *,
+        block_tokens: int,
+        weights: str,
+        rank: HandedRank | None,
+    ) -> None:
+        super().__init__(driver, block_tokens=block_tokens, weights=weights, rank=rank)
+        self._new: dict[str, Offer] = {}
+
+    def begin(self, answer: Answer) -> bool:
+        """Offers a prompt; see `Handoffs`."""
+        if answer.handed:
+            return not answer.request.handoff
+        answer.handed = True
+        name = answer.request.handoff
+        assert answer.lease is not None
+        try:
+            self.party.submit(name)
+        except (ValueError, UnavailableError, CapacityError):
+            self.outcomes["refused"] += 1
+            return False
+        self._hold(answer)
+        self._new[name] = Offer(
+            name,
+            len(answer.request.prompt),
+            answer.lease.token_count,
+            self._blocks(answer),
+            self._keys(answer),
+        )
+        return True
+
+    def sampled(self, answer: Answer, token: int) -> None:
+        """The first token goes to the other side; see `Handoffs`."""
+        if answer.request.handoff in self._held:
+            self.party.first_token(answer.request.handoff, (token,))
+
+    def take_offers(self) -> list[Offer]:
+        """What the ranks have to know with the next step; see `Handoffs`."""
+        offers, self._new = list(self._new.values()), {}
+        return offers
+
+    def _cancel(self, name: str) -> None:
+        self._new.pop(name, None)
+        self.party.cancel(name)
+
+
+class Claims(Side):
+    """Prompts that are computed elsewhere and answered here."""
+
+    party: DecodeSchedulerDriver
+
+    def __init__(
+        self,
+        driver: DecodeSchedulerDriver,
+        *,
+        block_tokens: int,
+        weights: str,
+        rank: HandedRank | None,
+        ranks: Sequence[str],
+    ) -> None:
+        super().__init__(driver, block_tokens=block_tokens, weights=weights, rank=rank)
+        self._ranks = tuple(ranks)
+
+    def begin(self, answer: Answer) -> bool:
+        """Claims what is missing of a prompt, if that is more than a block; see `Handoffs`."""
+        if answer.handed:
+            return True
+        answer.handed = True
+        assert answer.lease is not None
+        tokens = len(answer.request.prompt)
+        first = answer.lease.token_count // self._block_tokens
+        if tokens - first * self._block_tokens <= self._block_tokens:
+            self.outcomes["not needed"] += 1
+            return True
+        try:
+            self.party.submit(
+                answer.request.handoff,
+                token_count=tokens,
+                cached_tokens=first * self._block_tokens,
+                slots=dict.fromkeys(self._ranks, self._blocks(answer)[first:]),
+                keys=self._keys(answer),
+            )
+        except (ValueError, UnavailableError, CapacityError):
+            self.outcomes["refused"] += 1
+            return True
+        self._hold(answer)
+        answer.phase = Phase.CLAIMING
+        return True
+
+    def sampled(self, answer: Answer, token: int) -> None:
+        """Nobody else wants to know; see `Handoffs`."""
+
+    def take_offers(self) -> list[Offer]:
+        """There are none; see `Handoffs`."""
+        return []
+
+    def _cancel(self, name: str) -> None:
+        self.party.cancel(name)
+
+
+def handoffs_of(
+    spec: InstanceSpec, architecture: Architecture, rank: HandedRank | None
+) -> Offers | Claims | None:
+    """The scheduler's part in handoffs, if its instance is one of a pair; its ranks are there.
+
+    Args:
+        spec: the instance.
+        architecture: of its model.
+        rank: its one rank, if that is in this process.
+
+    Raises:
+        UnavailableError: the ranks did not come.
+    """
+    if spec.pair is None:
+        return None
+    directory = directory_of(spec, architecture)
+    lines = zmq_lines(directory, spec.name)
+    incarnation = secrets.randbits(63) + 1
+    config = parse_config(spec.config)
+    found: Offers | Claims
+    if spec.role is Role.PREFILL:
+        names = directory.prefill.rank_names
+        found = Offers(
+            PrefillSchedulerDriver(directory, lines, incarnation=incarnation, settings=SETTINGS),
+            block_tokens=config.cache.block_tokens,
+            weights=config.model.weights_version,
+            rank=rank,
+        )
+    else:
+        names = directory.decode.rank_names
+        found = Claims(
+            DecodeSchedulerDriver(directory, lines, incarnation=incarnation, settings=SETTINGS),
+            block_tokens=config.cache.block_tokens,
+            weights=config.model.weights_version,
+            rank=rank,
+            ranks=names,
+        )
+    found.meet(names, time.monotonic() + MEET_S)
+    return found
