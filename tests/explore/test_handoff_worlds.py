@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.effects import Fence
 from penstock.handoff.landing import Landing
@@ -45,9 +46,18 @@ QUICK = [
     small("false suspicion", budget=Budget(suspect=1)),
     small("a decode rank dies", budget=Budget(crash=1), crashing=("D0",)),
 ]
+SCHEDULER_DIES = small(
+    "the decode scheduler dies between two requests",
+    request_count=2,
+    budget=Budget(crash=1),
+    crashing=("D",),
+    suspicious=False,
+    delays=2,
+    reduced=False,
+)
 
 
-@pytest.mark.parametrize("world", QUICK, ids=lambda world: world.name)
+@pytest.mark.parametrize("world", [*QUICK, SCHEDULER_DIES], ids=lambda world: world.name)
 def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> None:
     result = world.look()
 
@@ -148,6 +158,16 @@ def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_c
     problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1)))
 
     assert problem.startswith("content: a is delivered, but D0")
+
+
+def test_a_rank_that_answers_too_early_is_found_at_work_for_two_lives_of_its_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DecodeRank, "_moves_for_an_earlier_life", lambda _: False)
+
+    problem = problem_of(SCHEDULER_DIES)
+
+    assert problem.startswith("given back: D0 takes a part for D#")
 
 
 @pytest.mark.long

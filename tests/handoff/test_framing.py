@@ -16,8 +16,8 @@ from penstock.handoff.names import Life
 WHO = {"sender": Life("d0", 2**64 - 1), "target": Life("p0", 7)}
 CLAIM = {**WHO, "handoff": "h", "epoch": 3}
 ONE_OF_EACH: list[msg.AnyMessage] = [
-    msg.Hello(**WHO, role="decode rank", facts=(("model", "toy"),)),
-    msg.Welcome(**WHO, role="decode rank"),
+    msg.Hello(**WHO, role="decode rank", facts=(("model", "toy"),), known=2**64 - 1),
+    msg.Welcome(**WHO, role="decode rank", known=7),
     msg.Refused(**WHO, fact="model", ours="a", theirs="b"),
     msg.Ping(**WHO),
     msg.Pong(**WHO),

@@ -29,6 +29,12 @@ def strangers(make_world: type[World]) -> World:
     return world
 
 
+def hello_of(identity: Identity, target: Life) -> msg.Hello:
+    return msg.Hello(
+        sender=identity.life, target=target, role=identity.role.value, facts=identity.facts
+    )
+
+
 def test_p5_peers_greet_each_other_before_anything_else(make_world: type[World]) -> None:
     world = strangers(make_world)
     world.submit_prefill()
@@ -167,17 +173,80 @@ def test_p4_an_earlier_life_does_not_come_back(make_world: type[World]) -> None:
     world.start("p0")
     world.acquaint("p0")
 
-    late = msg.Hello(
-        sender=first.life,
-        target=world.parties["d0"].life,
-        role=first.role.value,
-        facts=first.facts,
-    )
-    world.do("d0", lambda d: d.receive(late, 0.0))
+    world.do("d0", lambda d: d.receive(hello_of(first, d.life), 0.0))
 
     assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
     with pytest.raises(ValueError, match="is an earlier life of"):
         world.parties["d0"].introduce(first, 0.0)
+
+
+def test_p4_a_late_hello_of_a_life_never_heard_of_does_not_bury_the_present_one(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    first = world.parties["d0"].identity
+    for name in ("d0", "p0"):
+        world.start(name)
+    world.introduce("d0", "p0")
+    present = world.parties["d0"].identity
+
+    world.do("p0", lambda p: p.receive(hello_of(first, p.life), 0.0))
+    world.run_messages()
+
+    assert world.parties["p0"].life_of("d0") == present.life
+    assert world.parties["p0"].is_open("d0")
+    world.parties["p0"].introduce(present, 0.0)
+
+
+def test_p4_a_next_life_is_met_when_it_has_answered(make_world: type[World]) -> None:
+    world = make_world()
+    before = world.parties["d0"].life
+    world.start("d0")
+    reborn = world.parties["d0"].identity
+
+    world.do("p0", lambda p: p.receive(hello_of(reborn, p.life), 0.0))
+    known_at_first = world.parties["p0"].life_of("d0")
+    world.run_messages()
+
+    assert known_at_first == before
+    assert world.parties["p0"].life_of("d0") == reborn.life
+    assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
+
+
+def test_p4_two_parties_that_both_started_again_find_each_other(make_world: type[World]) -> None:
+    world = make_world()
+    for name in ("d0", "p0"):
+        world.start(name)
+        identity = world.parties[name].identity
+        other = "p0" if name == "d0" else "d0"
+        world.do(other, lambda p, i=identity: p.receive(hello_of(i, p.life), 0.0))
+
+    world.run_messages()
+
+    assert world.parties["p0"].life_of("d0") == world.parties["d0"].life
+    assert world.parties["d0"].life_of("p0") == world.parties["p0"].life
+
+
+def test_p4_an_answer_from_before_the_present_life_was_met_is_asked_for_again(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    machine = world.parties["p0"]
+    present = machine.life_of("d0")
+    late = msg.Welcome(
+        sender=Life("d0", 77),
+        target=machine.life,
+        role="decode rank",
+        facts=machine.identity.facts,
+        known=0,
+    )
+
+    world.do("p0", lambda p: p.receive(late, 0.0))
+
+    assert machine.life_of("d0") == present
+    (asked,) = world.said(msg.Hello)
+    assert asked.known == present.incarnation
+    assert machine.statistics().counts == {"refused: answers an earlier question": 1}
 
 
 def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World]) -> None:
@@ -238,6 +307,7 @@ fields = {
     "outcome": st.sampled_from(list(msg.Outcome)),
     "report": st.sampled_from(list(msg.RankReport)),
     "poisoned": st.booleans(),
+    "known": st.integers(0, 6),
     "role": st.sampled_from([role.value for role in Role] + ["cook"]),
     "why": st.just("why"),
     "fact": st.just("fact"),

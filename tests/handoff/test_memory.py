@@ -271,3 +271,53 @@ def test_p16_a_prompt_that_was_released_before_it_was_admitted_is_left_alone(
     world.do("p0", lambda p: p.chunk_progress("h", tokens=4, now=0.0))
 
     assert world.parties["p0"].statistics().prompts == 0
+
+
+def moving_for_a_dead_scheduler(make_world: type[World]) -> World:
+    """d0 moves a part for D, which has started again and wants something else."""
+    world = make_world(layers=1)
+    for handoff in ("old", "new"):
+        world.submit_prefill(handoff)
+        world.compute(handoff)
+    world.submit_decode("old")
+    while not world.takes:
+        world.run_messages()
+        world.land()
+        world.run_messages()
+    world.crash("D")
+    world.start("D")
+    world.acquaint("D")
+    world.submit_decode("new")
+    return world
+
+
+def test_p13_nothing_is_taken_for_a_scheduler_while_its_earlier_life_is_served(
+    make_world: type[World],
+) -> None:
+    world = moving_for_a_dead_scheduler(make_world)
+    (under_way,) = world.takes
+
+    world.run_messages()
+    while world.posted:
+        world.land()
+        world.run_messages()
+    taken_meanwhile = [take for take in world.takes if take != under_way]
+    world.drive(5)
+
+    assert taken_meanwhile == []
+    assert world.parties["d0"].statistics().counts["refused: moves for an earlier life"] == 1
+    assert world.outcome("D") == ["delivered"]
+
+
+def test_p13_slots_are_not_given_back_while_an_earlier_life_of_the_scheduler_is_served(
+    make_world: type[World],
+) -> None:
+    world = moving_for_a_dead_scheduler(make_world)
+
+    world.do("D", lambda d: d.cancel("new", world.now))
+    world.run_messages()
+    ended_meanwhile = world.outcome("D")
+    world.drive(5)
+
+    assert ended_meanwhile == []
+    assert world.outcome("D") == ["cancelled"]

@@ -109,7 +109,7 @@ class Scheduling:
             request = self.requests[name]
             keys = self.keys(request)
             table = output.kv_connector_block_state.get_block_ids(name)[0]
-            # vLLM has counted the scheduled tokens as computed already.
+            # What earlier steps computed: the tokens of this one are not counted yet.
             full = min(request.num_computed_tokens // tokens, len(keys), len(table))
             first = self.saved.get(name, 0)
             if full <= first:
@@ -121,7 +121,8 @@ class Scheduling:
                 cause=f"save {name}",
                 parent=keys[first - 1] if first else None,
             )
-            for operation in started.operations:
+            if started.operations:
+                (operation,) = started.operations  # The prompts here fit into one.
                 blocks = [self.pool.blocks[table[first + n]] for n in started.accepted]
                 self.pool.touch(blocks)
                 self.pinned[operation] = blocks

@@ -58,6 +58,8 @@ class Collection(NamedTuple):
 
     state: TargetState
     sources: tuple[SourceState, ...]
+    scheduler: int
+    """The incarnation of the scheduler whose slots these are."""
     why: str = ""
     poison_count: int = 0
     """How many areas failed under it."""
@@ -66,6 +68,11 @@ class Collection(NamedTuple):
     def is_complete(self) -> bool:
         """Whether every part of every source is there."""
         return all(source.is_complete for source in self.sources)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether our mover is at work on a part of it."""
+        return any(source.under_way for source in self.sources)
 
     def source(self, name: str) -> SourceState | None:
         """One source, if it is one."""

@@ -7,7 +7,8 @@ acknowledgement and return of credit in one, and losing it costs time and nothin
 What must not break:
 
 - A part counts when its bytes were verified and moved, not because somebody said so (P11).
-- Nothing of a handoff that was dropped touches its slots any more (P13).
+- Nothing of a handoff that was dropped touches its slots any more; and nothing is answered to
+  a scheduler that started again while a move for its earlier life goes on (P13).
 - What a rank does for one source does not depend on another (P1, P20).
 """
 
@@ -102,6 +103,8 @@ class DecodeRank(Landing):
     def _hear(self, message: msg.AnyMessage) -> None:
         from_scheduler = message.sender.name == self.scheduler
         match message:
+            case msg.Expect() | msg.Drop() if from_scheduler and self._moves_for_an_earlier_life():
+                self._refuse("moves for an earlier life")
             case msg.Expect() if from_scheduler:
                 self._hear_expect(message)
             case msg.Drop() if from_scheduler:
@@ -115,6 +118,18 @@ class DecodeRank(Landing):
             case _:
                 self._refuse("not for this role")
 
+    def _moves_for_an_earlier_life(self) -> bool:
+        """Whether a move touches slots that the scheduler's present life thinks are free.
+
+        It may have given them away again, so it hears nothing of us until the move has ended;
+        it asks again.
+        """
+        present = self.life_of(self.scheduler).incarnation
+        return any(
+            collection.scheduler != present and collection.is_moving
+            for collection in self.collections.values()
+        )
+
     def _hear_expect(self, expect: msg.Expect) -> None:
         key = (expect.handoff, expect.epoch)
         if key in self.collections:
@@ -126,7 +141,9 @@ class DecodeRank(Landing):
             self._refuse("too many handoffs")
         else:
             sources = tuple(SourceState(name, grid) for name, grid in expect.sources)
-            self.collections[key] = Collection(TargetState.COLLECTING, sources)
+            self.collections[key] = Collection(
+                TargetState.COLLECTING, sources, expect.sender.incarnation
+            )
             problem = self._problem_of(sources)
             if problem:
                 self._fail(key, problem)
@@ -289,7 +306,7 @@ class DecodeRank(Landing):
     def _stop_if_still(self, key: Key) -> None:
         """Once none of our moves touches its slots: reports so, and stops the sources."""
         collection = self.collections[key]
-        if any(source.under_way for source in collection.sources):
+        if collection.is_moving:
             return
         self._move(key, TargetMove.LAST_MOVE)
         self._report(key, RankReport.DROPPED)

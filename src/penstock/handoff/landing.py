@@ -7,7 +7,7 @@ because a timeout ends our interest in it and not the writer's ability to write.
 back when the transport's fence holds.
 
 What must not break (P18, P19): the memory of an area is given back only when it is fenced and
-none of our own moves reads it; and retired memory is bounded.
+none of our own moves reads it; and all areas together stay within `landing_bytes_max`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Landing(Party):
         return area
 
     def _has_room_for(self, name: str) -> bool:
-        """Whether one more area of a peer could be opened, and retired, within the bounds."""
+        """Whether one more area of a peer may be opened: not while much is retired."""
         bounds = self.settings.bounds
         retired = sum(peer.name == name for peer, _ in self.retired)
         every_bytes = self.open_bytes + self.retired_bytes

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.handoff.grid import Grid
-from penstock.handoff.names import Epoch, HandoffId, Life, Name
+from penstock.handoff.names import Epoch, HandoffId, Incarnation, Life, Name
 from penstock.handoff.states import Outcome, RankReport  # noqa: TC001 - msgspec reads it
 
 PROTOCOL_VERSION = 1
@@ -56,6 +56,8 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     role: Text
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACT_COUNT_MAX)] = ()
     """What must be equal on both sides, by name: model, weights, form."""
+    known: Incarnation = 0
+    """Which life of the party that is greeted the sender knows, 0 for none."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
@@ -64,6 +66,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     version: Index = PROTOCOL_VERSION
     role: Text
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACT_COUNT_MAX)] = ()
+    known: Incarnation = 0
+    """As the `Hello` had it: whoever says this lives later than the life named here began."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):

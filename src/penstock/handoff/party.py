@@ -199,6 +199,18 @@ class Party:
         peer = self.peers.get(name)
         return Life(name, peer.incarnation if peer is not None else 0)
 
+    def hello_to(self, who: Life) -> msg.Hello:
+        """How we greet another party, whose life we may not know."""
+        identity = self.identity
+        return msg.Hello(
+            sender=self.life,
+            target=who,
+            version=identity.version,
+            role=self.role.value,
+            facts=identity.facts,
+            known=self.life_of(who.name).incarnation,
+        )
+
     # What each machine brings.
 
     def _hear(self, message: msg.AnyMessage) -> None:
@@ -263,17 +275,12 @@ class Party:
                     sender=self.life, target=hello.sender, fact=fact, ours=ours, theirs=theirs
                 )
             )
+        elif self._is_another_life(peer.life):
+            # It may be a late word of a life that is over: only an answer shows that it is not.
+            self._welcome(hello)
+            self._greet(peer.life)
         elif self._meet(peer):
-            identity = self.identity
-            self._send(
-                msg.Welcome(
-                    sender=self.life,
-                    target=hello.sender,
-                    version=identity.version,
-                    role=self.role.value,
-                    facts=identity.facts,
-                )
-            )
+            self._welcome(hello)
 
     def _hear_welcome(self, welcome: msg.Welcome) -> None:
         if welcome.target != self.life:
@@ -284,8 +291,24 @@ class Party:
         if peer is None or problem is not None:
             self._refuse("misfit")
             self._peer_refused(welcome.sender.name, why=f"refused: {problem or 'role'}")
+        elif self._is_another_life(peer.life) and not self._follows_the_known(welcome):
+            self._refuse("answers an earlier question")
+            self._greet(peer.life)
         else:
             self._meet(peer)
+
+    def _is_another_life(self, life: Life) -> bool:
+        """Whether we know a life of this party, and this is one that we never knew."""
+        known = self.peers.get(life.name)
+        return known is not None and life.incarnation not in (known.incarnation, *known.buried)
+
+    def _follows_the_known(self, welcome: msg.Welcome) -> bool:
+        """Whether a life is later than the one that we know.
+
+        It answers what we asked while we knew that one. Lives of a party do not overlap, so
+        whoever answers lives after it; incarnations alone have no order.
+        """
+        return welcome.known == self.life_of(welcome.sender.name).incarnation
 
     def _hear_refused(self, refused: msg.Refused) -> None:
         if refused.target != self.life:
@@ -326,14 +349,19 @@ class Party:
 
     def _greet(self, who: Life) -> None:
         """Tells another party who we are; the answer tells us who it is."""
+        self._send(self.hello_to(who))
+
+    def _welcome(self, hello: msg.Hello) -> None:
+        """Answers a greeting: we are here, after whatever its sender knew of us."""
         identity = self.identity
         self._send(
-            msg.Hello(
+            msg.Welcome(
                 sender=self.life,
-                target=who,
+                target=hello.sender,
                 version=identity.version,
                 role=self.role.value,
                 facts=identity.facts,
+                known=hello.known,
             )
         )
 

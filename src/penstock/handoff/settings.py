@@ -54,9 +54,12 @@ class HandoffBounds:
     berth_count: int = 16
     """Berths of a landing area: `berth_count * berth_bytes` is a peer's credit."""
     landing_bytes_max: int = 4 << 30
-    """Landing areas of a rank, retired ones included."""
+    """Landing areas of a rank, open and retired ones together: never exceeded."""
     retired_bytes_max: int = 1 << 30
-    """Retired areas of a rank, until their fences hold; beyond it no peer gets a new area."""
+    """While one more retired area would exceed it, a rank opens none.
+
+    Retired bytes themselves may: areas that are open may all be retired at once.
+    """
     retired_count_max: int = 3
     """Retired areas of one peer: one that falls silent again and again costs others nothing."""
     attempt_count_max: int = 3

@@ -164,16 +164,7 @@ class PartyDriver(Generic[MachineT]):
             self._carry_out(self.machine.receive(message, now))
 
     def _greet(self, name: str) -> None:
-        identity = self.machine.identity
-        self._send(
-            msg.Hello(
-                sender=identity.life,
-                target=Life(name, 0),
-                version=identity.version,
-                role=identity.role.value,
-                facts=identity.facts,
-            )
-        )
+        self._send(self.machine.hello_to(Life(name, 0)))
 
     def _send(self, message: msg.AnyMessage) -> None:
         if not self.lines.send(message.target.name, seal(message, self._attach(message))):
