@@ -55,7 +55,10 @@ class Network:
     def _delay(self, message: AnyMessage) -> float:
         sender, target = message.sender.name, message.target.name
         delay_s = self._weather.delay_s * self._rng.expovariate(1.0)
-        delay_s *= self._world.slowness(sender) * self._world.slowness(target)
+        if not self._weather.calm:
+            # In calm worlds only a slow rank's work is slow: with messages as slow, and resends
+            # as quick as some are drawn, no patience would be ample.
+            delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
         arrival = self._world.now + delay_s
         last = self._last.get((sender, target), 0.0)
         if arrival < last:
