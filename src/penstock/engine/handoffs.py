@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -93,7 +94,7 @@ class NoHandoffs:
         return []
 
 
-class Side:
+class Side(ABC):
     """What both sides have in common."""
 
     def __init__(
@@ -202,8 +203,9 @@ class Side:
         table: list[int] = answer.lease.block_table.tolist()
         return table[:count]
 
+    @abstractmethod
     def _cancel(self, name: str) -> None:
-        raise NotImplementedError
+        """Ends the handoff on this side."""
 
 
 class Offers(Side):
