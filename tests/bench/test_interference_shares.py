@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock.bench.interference.plan import Plan
+from penstock.bench.interference.plan import Plan, bare_rate
 from penstock.bench.interference.shares import (
     Outcome,
     Window,
@@ -185,6 +185,42 @@ def test_every_side_has_rows_and_one_that_ended_no_step_a_note(
     assert ("thread", "step") not in rows
     found.show(sys.stdout)
     assert "eager beside save, thread: no step ended" in capsys.readouterr().out
+
+
+def test_bare_copies_are_a_ceiling_and_nobody_is_compared_with_them() -> None:
+    found = report()
+    windows = {
+        "alone": [window(10)],
+        "penstock, 27 GB/s": [window(9, moved_gb=26)],
+        "bare copies, 27 GB/s": [window(10, moved_gb=27)],
+        "thread": [window(8, moved_gb=26)],
+    }
+
+    outcomes = add_rows(found, windows, loop="eager", work="save", in_flight=2)
+    add_verdicts(found, outcomes, loop="eager", work="save")
+
+    document = found.document()
+    rows = {(row.side, row.metric): row.median for row in document.rows}
+    assert rows["bare copies, 27 GB/s", "share of steps kept"] == 1.0
+    assert ("bare copies, 27 GB/s", "at the boundary") in rows
+    assert not [ratio.name for ratio in document.ratios if "bare" in ratio.name]
+    assert [ratio.value for ratio in document.ratios] == [0.9, 26.0, 1.125]
+
+
+@pytest.mark.parametrize(
+    ("loop", "rates", "bare"),
+    [
+        ("eager", (15.0, 30.0, 50.0), 30.0),
+        ("graph", (15.0, 30.0, 50.0), 50.0),
+        ("graph", (27.0, 47.0), 47.0),
+        ("graph", (27.0,), None),
+        ("small", (27.0, 47.0), None),
+    ],
+)
+def test_bare_copies_have_the_rate_of_the_row_that_a_target_is_read_from(
+    loop: str, rates: tuple[float, ...], bare: float | None
+) -> None:
+    assert bare_rate(loop, rates) == bare
 
 
 def _any_row() -> dict[str, object]:

@@ -106,6 +106,20 @@ def test_freight_is_cut_into_copies_of_equal_size() -> None:
         freight.copies(4)
 
 
+def test_what_a_step_leaves_of_its_budget_is_for_the_next() -> None:
+    yard = Yard()
+    began = time.monotonic()
+    budget_bytes = yard.layout.block_bytes * 3 // 2
+
+    moved = []
+    for _ in range(4):
+        yard.traffic.advance(budget_bytes)
+        moved.append(yard.traffic.moved_between(began, time.monotonic()))
+
+    copy_bytes = COPY * yard.layout.block_bytes
+    assert moved == [0, copy_bytes, 0, copy_bytes]
+
+
 def test_traffic_never_runs_out_and_counts_what_ended() -> None:
     yard = Yard()
     began = time.monotonic()

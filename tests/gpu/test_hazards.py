@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from penstock.cache.ledger import Purpose
+from penstock.errors import UnavailableError
+from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
 from penstock.movers.cuda.streams import Event, Steps
@@ -23,9 +25,11 @@ from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Axis, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
+    from penstock.movers.cuda.packer import Kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +50,8 @@ class BlindSteps(Steps):
 class Rig:
     """A KV tensor of four blocks, pinned slots, and the engine's stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
+        self.calls = calls
         self.kv = torch.full((SLOTS, 16, 64), OLD, dtype=torch.uint8, device="cuda")
         held = Held.of(Role.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
@@ -65,12 +70,12 @@ class Rig:
         steps.submitted(self.engine.cuda_stream)
 
     def save(self, steps: Steps) -> SaveMover:
-        mover = SaveMover(self.tier, self.host, Algorithm.MIX64, steps=steps)
+        mover = SaveMover(self.tier, self.host, Algorithm.MIX64, steps=steps, calls=self.calls)
         self.movers.append(mover)
         return mover
 
     def load(self, steps: Steps) -> LoadMover:
-        mover = LoadMover(self.host, self.tier, Algorithm.MIX64, steps=steps)
+        mover = LoadMover(self.host, self.tier, Algorithm.MIX64, steps=steps, calls=self.calls)
         self.movers.append(mover)
         return mover
 
@@ -91,9 +96,9 @@ class Rig:
         self.host.close()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[compiled_calls, plain_calls])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
     yield rig
     rig.close()
 
@@ -144,7 +149,7 @@ def test_a_duplicate_waits_for_the_step_that_writes_the_block(
     rig: Rig, steps: type[Steps], copied: int
 ) -> None:
     seen = steps(SLOTS)
-    mover = DuplicateMover(rig.tier, rig.tier, Algorithm.MIX64, steps=seen)
+    mover = DuplicateMover(rig.tier, rig.tier, Algorithm.MIX64, steps=seen, calls=rig.calls)
     rig.movers.append(mover)
     rig.step(write=NEW, steps=seen)
 
@@ -205,7 +210,7 @@ def test_a_host_slot_is_reported_once_the_cpu_has_seen_the_end(
     rig.step(write=NEW, steps=steps)
     start(mover, Purpose.SAVE, 0, 2)
     if not seen:
-        monkeypatch.setattr(Event, "reached", property(lambda _: True))
+        monkeypatch.setattr(mover._calls, "reached", len)
 
     reported = mover.collect()
     there = np.unique(rig.host.packed[2]).tolist() == [NEW]
@@ -217,6 +222,37 @@ def test_a_host_slot_is_reported_once_the_cpu_has_seen_the_end(
     assert bool(reported) is not seen
     assert bool(reported_later) is seen
     assert np.unique(rig.host.packed[2]).tolist() == [NEW]
+
+
+def test_a_wait_for_the_device_ends_at_its_deadline(rig: Rig) -> None:
+    steps = Steps(SLOTS)
+    mover = rig.save(steps)
+    rig.step(write=NEW, steps=steps)
+    start(mover, Purpose.SAVE, 0, 2)
+
+    with pytest.raises(UnavailableError, match=r"1 batches have not ended .* 0\.001 s"):
+        mover.wait(0.001)
+    mover.wait(10.0)
+
+    assert [moved.faults for moved in mover.collect()] == [()]
+    assert np.unique(rig.host.packed[2]).tolist() == [NEW]
+
+
+def test_short_steps_are_not_polled_one_by_one_while_copies_are_on_their_way(rig: Rig) -> None:
+    steps = Steps(SLOTS)
+    mover = rig.save(steps)
+    rig.step(write=NEW, steps=steps)
+    start(mover, Purpose.SAVE, 0, 2)
+    mover.submit(make_copy(2, [1], [3], purpose=Purpose.SAVE, keys=keys_of(1)))
+    steps.submitted(rig.engine.cuda_stream, [3])
+
+    mover._rests_until = float("inf")
+    rested = mover.poll(budget_bytes=1 << 30)
+    mover._rests_until = 0.0
+    _, spent = mover.poll(budget_bytes=1 << 30)
+
+    assert rested == ([], 0)
+    assert spent == rig.tier.layout.block_bytes
 
 
 def test_a_slot_that_no_step_touched_is_not_waited_for(rig: Rig) -> None:

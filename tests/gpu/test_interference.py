@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+import torch
+
+from penstock.bench.interference.bare import BareCopies, Extents
 from penstock.bench.interference.on_cuda import run_on_cuda
 from penstock.bench.interference.plan import Plan
 from penstock.bench.report import Report
@@ -36,3 +40,24 @@ def test_every_side_moves_blocks_beside_a_loop_and_is_verified() -> None:
         assert rates.keys() == SIDES
         assert all(rate > 0 for rate in rates.values()), rates
     assert len(told) == 2 + len(plan.works) * len(SIDES)
+
+
+def test_bare_copies_move_what_the_rate_allows_and_count_what_arrived() -> None:
+    length = 64 << 20
+    here = torch.randint(0, 255, (length,), dtype=torch.uint8, device="cuda")
+    there = torch.zeros(length, dtype=torch.uint8).pin_memory()
+    ways = [Extents(target=there.data_ptr(), source=here.data_ptr(), length=length)]
+    ticks = iter([0.0, 0.002, 1.0])
+    side = BareCopies(ways, gb_per_s=10.0, clock=lambda: next(ticks))
+    torch.cuda.synchronize()
+    began = time.monotonic()
+
+    side.begin()
+    side.at_boundary()
+    side.at_boundary()
+    moved_bytes = side.end(began, float("inf"))
+
+    # 2 ms of the rate, then all there is.
+    assert moved_bytes == 20_000_000 + length
+    assert torch.equal(there, here.cpu())
+    side.close()

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from penstock.cache.ledger import BlockFault, Purpose
+from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
-from penstock.movers.cuda.streams import End, Steps
+from penstock.movers.cuda.streams import Steps
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
@@ -24,7 +25,11 @@ from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Axis, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.movers.cuda.calls import Calls
+    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.streams import Stream
 
 pytestmark = pytest.mark.gpu
 
@@ -34,24 +39,27 @@ SLOTS, LAYERS = 4, 3
 OLD, NEW = 1, 2
 
 
-class LateLayer:
-    """The kernel of a layer, with a long wait before it."""
+def make_late(mover: LayerLoadMover, number: int) -> None:
+    """Has the kernel of a layer begin only after a long wait."""
+    calls, (part,) = mover._calls, mover._parts[number]
+    launch = calls.launch
 
-    def __init__(self, mover: LayerLoadMover, number: int) -> None:
-        (self._part,) = mover._parts[number]
-        self._stream = torch.cuda.ExternalStream(mover._kernels.number)
-        mover._parts[number] = [self._part._replace(kernel=self)]
+    def launch_late(
+        kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+    ) -> None:
+        if arguments[0] == part.address:
+            calls.make()
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream.number)):
+                torch.cuda._sleep(LONG_CYCLES)
+        launch(kernel, rows, blocks, arguments, stream)
 
-    def launch(self, *arguments: object) -> None:
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(LONG_CYCLES)
-        self._part.kernel.launch(*arguments)
+    vars(calls)["launch"] = launch_late
 
 
 class Rig:
     """Three layers of four blocks, all OLD; NEW ones in host memory, and a step that reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
         self.kv = [
             torch.full((SLOTS, 16, 64), NEW, dtype=torch.uint8, device="cuda")
             for _ in range(LAYERS)
@@ -65,7 +73,9 @@ class Rig:
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, SLOTS)
         self.steps = Steps(SLOTS)
-        self.load = LayerLoadMover(self.host, self.tier, Algorithm.MIX64, steps=self.steps)
+        self.load = LayerLoadMover(
+            self.host, self.tier, Algorithm.MIX64, steps=self.steps, calls=calls
+        )
         self.engine = torch.cuda.Stream()
         self.seen = [torch.zeros(16, 64, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
         self._fill_host()
@@ -112,9 +122,9 @@ class Rig:
         self.host.close()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[compiled_calls, plain_calls])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
     yield rig
     rig.close()
 
@@ -138,17 +148,17 @@ def test_each_layer_of_a_step_waits_for_the_load_it_has_joined(
 
 
 def test_a_layer_waits_for_itself_alone(rig: Rig) -> None:
-    LateLayer(rig.load, 2)
+    make_late(rig.load, 2)
     rig.begin()
     rig.load.join([operation()])
-    first_two = End()
+    first_two = torch.cuda.Event()
 
     with torch.cuda.stream(rig.engine):
         for number in range(2):
             rig.load.wait_layer(number, rig.engine.cuda_stream)
             rig.seen[number].copy_(rig.kv[number][0])
-        first_two.record(rig.engine.cuda_stream)
-    first_two.wait()
+        first_two.record()
+    first_two.synchronize()
     seen = [int(each[0, 0]) for each in rig.seen[:2]]
     going = rig.load.collect() == []
 
@@ -226,11 +236,11 @@ def test_a_captured_step_waits_anew_at_every_replay(rig: Rig) -> None:
 def test_a_captured_step_in_flight_does_not_wait_for_what_the_next_one_joins(rig: Rig) -> None:
     """With two steps in flight: or a load that waits for the first would never begin."""
     graph = capture(rig)
-    first_ended = End()
+    first_ended = torch.cuda.Event()
     with torch.cuda.stream(rig.engine):
         torch.cuda._sleep(LONG_CYCLES)
     replay(rig, graph)
-    first_ended.record(rig.engine.cuda_stream)
+    first_ended.record(rig.engine)
     other = torch.cuda.Stream()
     with torch.cuda.stream(other):
         for _ in range(5):
@@ -239,7 +249,7 @@ def test_a_captured_step_in_flight_does_not_wait_for_what_the_next_one_joins(rig
     rig.begin()
 
     rig.load.join([operation()])
-    first_ended.wait()
+    first_ended.synchronize()
 
     assert not other.query()
 
@@ -265,7 +275,7 @@ def test_a_step_may_have_read_what_was_damaged_and_is_told_before_anything_leave
 
 
 def test_before_anything_was_measured_no_load_is_joined(rig: Rig) -> None:
-    LateLayer(rig.load, 0)
+    make_late(rig.load, 0)
     rig.begin()
 
     assert rig.load.bytes_per_s is None
@@ -274,7 +284,7 @@ def test_before_anything_was_measured_no_load_is_joined(rig: Rig) -> None:
 
 
 def test_a_load_joins_when_its_layers_will_be_there_in_time(rig: Rig) -> None:
-    LateLayer(rig.load, 0)
+    make_late(rig.load, 0)
     rig.begin(2)
     rig.load.wait()
     rig.load.collect()

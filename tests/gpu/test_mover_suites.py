@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.cache.ledger import BlockFault, Purpose
+from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Copy
     from penstock.movers.base import Moved
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
+    from penstock.movers.cuda.packer import Kernel
     from penstock.testing.mover_suite import _Damage
     from penstock.vocabulary.ids import OperationId
 
@@ -126,29 +129,43 @@ def settled(mover: CudaMover | LayerLoadMover) -> Settled:
 
 class TestSavesToPinnedMemory(SavingMoverSuite):
     algorithm = Algorithm.MIX64
+    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = device(layout), host(layout)
-        return Ends(source, target, settled(SaveMover(source, target, self.algorithm, size=SIZE)))
+        mover = SaveMover(source, target, self.algorithm, size=SIZE, calls=self.calls)
+        return Ends(source, target, settled(mover))
+
+
+class TestSavesToPinnedMemoryFromPython(TestSavesToPinnedMemory):
+    calls = staticmethod(plain_calls)
 
 
 class TestLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
+    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = host(layout), device(layout)
-        return Ends(source, target, settled(LoadMover(source, target, self.algorithm, size=SIZE)))
+        mover = LoadMover(source, target, self.algorithm, size=SIZE, calls=self.calls)
+        return Ends(source, target, settled(mover))
+
+
+class TestLoadsFromPinnedMemoryFromPython(TestLoadsFromPinnedMemory):
+    calls = staticmethod(plain_calls)
 
 
 class TestLayerLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
+    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         source, target = host(layout), device(layout)
-        return Ends(source, target, settled(LayerLoadMover(source, target, self.algorithm)))
+        mover = LayerLoadMover(source, target, self.algorithm, calls=self.calls)
+        return Ends(source, target, settled(mover))
 
     def expect_found(self, damage: _Damage, positions: Sequence[int]) -> None:
         """The blocks at these positions are faults; what lies in their slots is anybody's guess."""
@@ -166,14 +183,24 @@ class TestLayerLoadsFromPinnedMemory(LoadingMoverSuite):
         np.testing.assert_array_equal(read_slots(ends.target)[certain], expected[certain])
 
 
+class TestLayerLoadsFromPinnedMemoryFromPython(TestLayerLoadsFromPinnedMemory):
+    calls = staticmethod(plain_calls)
+
+
 class TestDuplicatesOnTheDevice(MoverSuite):
     purpose = Purpose.DUPLICATE
     algorithm = Algorithm.MIX64
+    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
         tier = device(layout)
-        return Ends(tier, tier, settled(DuplicateMover(tier, tier, self.algorithm, size=SIZE)))
+        mover = DuplicateMover(tier, tier, self.algorithm, size=SIZE, calls=self.calls)
+        return Ends(tier, tier, settled(mover))
+
+
+class TestDuplicatesOnTheDeviceFromPython(TestDuplicatesOnTheDevice):
+    calls = staticmethod(plain_calls)
 
 
 def test_sums_of_another_algorithm_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.cache.ledger import Purpose
+from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
 from penstock.movers.cuda.staging import StagingSize
@@ -19,9 +20,11 @@ from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Axis, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
+    from penstock.movers.cuda.packer import Kernel
     from penstock.movers.cuda.streams import Stream
 
 pytestmark = pytest.mark.gpu
@@ -41,15 +44,15 @@ KEYS = keys_of(BLOCKS)
 class Rig:
     """A KV tensor whose blocks are all different, and pinned slots for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
         self.kv = torch.zeros((BLOCKS, 16, 256), dtype=torch.uint8, device="cuda")
         self.kv += torch.arange(1, BLOCKS + 1, device="cuda", dtype=torch.uint8)[:, None, None]
         held = Held.of(Role.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, BLOCKS)
-        self.save = SaveMover(self.tier, self.host, Algorithm.MIX64, size=SIZE)
-        self.load = LoadMover(self.host, self.tier, Algorithm.MIX64, size=SIZE)
+        self.save = SaveMover(self.tier, self.host, Algorithm.MIX64, size=SIZE, calls=calls)
+        self.load = LoadMover(self.host, self.tier, Algorithm.MIX64, size=SIZE, calls=calls)
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -58,9 +61,9 @@ class Rig:
             each.close()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[compiled_calls, plain_calls])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
     yield rig
     rig.close()
 

@@ -5,26 +5,41 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.movers.cuda.runs import equal_in_turns, in_turns, run_ends
+from penstock.movers.cuda.runs import Road, in_turns
 
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("slots", "run_slots", "ends"),
+    ("slots", "run_slots", "runs"),
     [
-        ([3, 4, 5, 6], 100, [4, 4, 4, 4]),
-        ([3, 4, 6, 7], 100, [2, 2, 4, 4]),
-        ([5, 4, 3], 100, [1, 2, 3]),
-        ([3, 4, 5, 6], 5, [2, 2, 4, 4]),
-        ([5, 6, 9, 10, 11], 5, [2, 2, 3, 5, 5]),
-        ([7], 5, [1]),
+        ([3, 4, 5, 6], 100, [(0, 4)]),
+        ([3, 4, 6, 7], 100, [(0, 2), (2, 2)]),
+        ([5, 4, 3], 100, [(0, 1), (1, 1), (2, 1)]),
+        ([3, 4, 5, 6], 5, [(0, 2), (2, 2)]),
+        ([5, 6, 9, 10, 11], 5, [(0, 2), (2, 1), (3, 2)]),
+        ([7], 5, [(0, 1)]),
     ],
 )
 def test_slots_that_follow_each_other_are_a_run_within_one_extent(
-    slots: list[int], run_slots: int, ends: list[int]
+    slots: list[int], run_slots: int, runs: list[tuple[int, int]]
 ) -> None:
-    assert run_ends(np.array(slots, dtype=np.int32), run_slots=run_slots) == ends
+    road = Road.survey(np.array(slots, dtype=np.int32), run_slots=run_slots)
+
+    assert road.runs(0, len(slots)) == runs
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_runs_of_a_part_are_those_of_the_whole_cut_at_its_ends(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    slots = np.flatnonzero(random.random(60) < 0.8).astype(np.int32)
+    road = Road.survey(slots, run_slots=16)
+    first, end = sorted(random.choice(len(slots) + 1, size=2, replace=False).tolist())
+
+    runs = road.runs(first, end)
+
+    part = Road.survey(slots[first:end], run_slots=16)
+    assert runs == [(first + at, count) for at, count in part.runs(0, end - first)]
 
 
 def test_short_extents_share_a_turn_as_long_as_they_fit() -> None:
@@ -37,16 +52,6 @@ def test_short_extents_share_a_turn_as_long_as_they_fit() -> None:
         ([200, 300], [1200, 1300], [40, 40]),
         ([400], [1400], [40]),
     ]
-
-
-@pytest.mark.parametrize("turn_bytes", [40, 100, 1000])
-def test_equal_extents_are_put_into_turns_as_any_others(turn_bytes: int) -> None:
-    hosts = [700, 100, 1300, 900, 500]
-
-    turns = equal_in_turns(0, 50, hosts, 40, turn_bytes)
-
-    extents = [(50 * number, host, 40) for number, host in enumerate(hosts)]
-    assert turns == in_turns(extents, turn_bytes)
 
 
 def test_a_long_extent_is_cut_into_about_equal_turns() -> None:

@@ -7,12 +7,16 @@ not touch its slots.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from penstock.cache.ledger import BlockFault
     from penstock.machine.effects import Copy
     from penstock.vocabulary.ids import OperationId
+
+WAIT_S = 30.0
+"""How long a mover waits for its device where nobody says otherwise. What is in flight takes
+milliseconds: a device that has not ended it by then has stopped, or the engine's step has."""
 
 
 class Moved(NamedTuple):
@@ -44,4 +48,17 @@ class Mover(Protocol):
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
+        ...
+
+
+@runtime_checkable
+class WaitsForDevice(Protocol):
+    """A mover whose copies go on by themselves once they are submitted to a device."""
+
+    def wait(self, deadline_s: float = WAIT_S) -> None:
+        """Blocks until all that was submitted to the device has ended.
+
+        Raises:
+            UnavailableError: it has not within `deadline_s` seconds; it may still touch its slots.
+        """
         ...

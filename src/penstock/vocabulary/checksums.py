@@ -57,8 +57,13 @@ def key_seeds(keys: Sequence[bytes]) -> list[int]:
     """The same for many keys of equal length, in less time each."""
     if not keys:
         return []
-    prefix = _framed(SEED_DOMAIN) + len(keys[0]).to_bytes(4, "little")
+    prefix = seed_prefix(len(keys[0]))
     return [xxh3_64_intdigest(prefix + key) for key in keys]
+
+
+def seed_prefix(key_bytes: int) -> bytes:
+    """What stands before a key of so many bytes: a seed is XXH3-64 of both."""
+    return _framed(SEED_DOMAIN) + key_bytes.to_bytes(4, "little")
 
 
 def place_number(*, layer: int, plane: int, head: int) -> int:

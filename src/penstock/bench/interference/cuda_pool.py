@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from cuda.bindings import runtime
 
+from penstock.bench.interference.bare import Extents
 from penstock.bench.interference.pool import (
     COPY_BLOCKS,
     MOVED_BLOCKS,
@@ -134,6 +135,7 @@ class Rig:
         self.save = SaveMover(pool, self.saved, algorithm, steps=self.steps)
         self.load = LoadMover(self.loaded, pool, algorithm, steps=self.steps)
         self._keys = block_keys(MOVED_BLOCKS)
+        self._scratch: torch.Tensor | None = None
         self._fill()
         self._traffic = {
             "save": self._traffic_of(self.save, Purpose.SAVE, pool.slots.saved, pool.slots.host),
@@ -153,6 +155,20 @@ class Rig:
             "both": [self.save, self.load],
         }
         return found[work]
+
+    def bare_ways(self, work: str) -> list[Extents]:
+        """Extents for copies without blocks, which leave alone what is compared afterwards.
+
+        What was saved before is written over; a sample of it is wiped before each window anyway.
+        """
+        if self._scratch is None:
+            self._scratch = torch.zeros(AHEAD_BYTES, dtype=torch.uint8, device="cuda")
+        scratch, length = self._scratch.data_ptr(), AHEAD_BYTES
+        found = {
+            "save": Extents(target=self.saved.address, source=self.pool.address, length=length),
+            "load": Extents(target=scratch, source=self.loaded.address, length=length),
+        }
+        return [found[way] for way in (("save", "load") if work == "both" else (work,))]
 
     def wipe(self, work: str) -> list[Sample]:
         """Writes zeros where some of the blocks that come next will arrive."""

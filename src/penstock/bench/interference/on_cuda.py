@@ -6,8 +6,9 @@ who calls them differs.
 
 | side                     | driven by                                                       |
 |--------------------------|-----------------------------------------------------------------|
-| `penstock, 30 GB/s`      | the engine, once a step, with a budget made for this rate        |
+| `penstock, 27 GB/s`      | the engine, once a step, with a budget made for this rate        |
 | `penstock, no limit`     | the same; what a mover may have in flight is the only bound      |
+| `bare copies, 27 GB/s`   | the same, but one extent a step and nothing else: the ceiling    |
 | `thread that polls`      | a Python thread, without pause                                   |
 | `thread that blocks`     | a Python thread a direction, on the event of what it submitted   |
 | `second process`         | a process of its own over CUDA IPC, which polls without pause    |
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from penstock.bench.interference.bare import BareCopies
 from penstock.bench.interference.cuda_pool import DevicePool, Rig
 from penstock.bench.interference.decoding import DecodeLoop, Decoder
+from penstock.bench.interference.plan import bare_rate
 from penstock.bench.interference.second_process_link import InSecondProcess, SecondProcess
 from penstock.bench.interference.shapes import EIGHT_B, SMALL
 from penstock.bench.interference.sides import (
@@ -34,7 +37,7 @@ from penstock.bench.interference.sides import (
     BlockingThreads,
     PollingThread,
 )
-from penstock.bench.interference.telling import ALONE, PENSTOCK, add_rows, add_verdicts
+from penstock.bench.interference.telling import ALONE, BARE, PENSTOCK, add_rows, add_verdicts
 from penstock.bench.interference.windows import run_window
 from penstock.bench.measure import interleave
 
@@ -101,11 +104,15 @@ def _measure_loop(report: Report, plan: Plan, bench: _Bench, tell: Callable[[str
     alone = run_window(bench.loop, Alone(), seconds=plan.seconds)
     tell(f"{bench.name}: {alone.seconds / alone.steps * 1e3:.2f} ms a step alone")
     for work in plan.works:
+        sides = _sides(plan, bench, work)
         runs: dict[str, Callable[[], Window]] = {
             side: partial(run_window, bench.loop, driven, seconds=plan.seconds)
-            for side, driven in _sides(plan, bench, work).items()
+            for side, driven in sides.items()
         }
         windows = interleave(runs, plan.rounds)
+        for side in sides.values():
+            if isinstance(side, BareCopies):
+                side.close()
         outcomes = add_rows(report, windows, loop=bench.name, work=work, in_flight=plan.in_flight)
         add_verdicts(report, outcomes, loop=bench.name, work=work)
         for outcome in outcomes:
@@ -124,6 +131,9 @@ def _sides(plan: Plan, bench: _Bench, work: Work) -> dict[str, Side]:
         side = AtBoundaries(traffic, gb_per_s=wanted, step_submitted=told)
         name = "no limit" if wanted is None else f"{wanted:g} GB/s"
         sides[f"{PENSTOCK}, {name}"] = Verified(side, rig, work)
+    rate = bare_rate(bench.name, plan.wanted)
+    if rate is not None:
+        sides[f"{BARE}, {rate:g} GB/s"] = BareCopies(rig.bare_ways(work), gb_per_s=rate)
     polling = PollingThread(traffic, prepare=_use_device)
     sides["thread that polls"] = Verified(polling, rig, work)
     pairs = list(zip(traffic, rig.movers(work), strict=True))

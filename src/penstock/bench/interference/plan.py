@@ -6,9 +6,12 @@ The one rule: these are the only numbers one would change to measure something e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Work = Literal["save", "load", "both"]
 LOOPS = ("eager", "graph", "small")
@@ -36,6 +39,16 @@ TARGETS = {
     "graph": Target(share=0.985, gb_per_s=45.0),
 }
 """The small loop has none: a step of 1 ms leaves no room to hide anything, and shows it."""
+
+
+def bare_rate(loop: str, wanted: Sequence[float]) -> float | None:
+    """The rate at which a loop is run beside bare copies: that of the row its target is read from.
+
+    `None` where it has no target, or no row moves enough.
+    """
+    target = TARGETS.get(loop)
+    enough = [] if target is None else [rate for rate in wanted if rate >= target.gb_per_s]
+    return min(enough, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

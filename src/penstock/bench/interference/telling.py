@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 BENCH = "interference"
 ALONE = "alone"
 PENSTOCK = "penstock"
+BARE = "bare copies"
+"""The link's own cost: a ceiling, which nobody is compared with."""
 
 
 def add_rows(
@@ -51,7 +53,7 @@ def add_rows(
         outcome = Outcome.of(side, windows[ALONE], found)
         _add(report, side, params, "share of steps kept", "of 1", outcome.kept)
         _add(report, side, params, "rate", "GB/s", outcome.gb_per_s)
-        if side.startswith(PENSTOCK):
+        if side.startswith((PENSTOCK, BARE)):
             spent = [window.boundary_ns for window in found]
             _add(report, side, params, "at the boundary", "ns", spent)
         outcomes.append(outcome)
@@ -61,7 +63,7 @@ def add_rows(
 def add_verdicts(report: Report, outcomes: Sequence[Outcome], *, loop: str, work: str) -> None:
     """Adds what is claimed of one loop beside one kind of work."""
     ours = [outcome for outcome in outcomes if outcome.side.startswith(PENSTOCK)]
-    others = [outcome for outcome in outcomes if not outcome.side.startswith(PENSTOCK)]
+    others = [each for each in outcomes if not each.side.startswith((PENSTOCK, BARE))]
     if not ours:
         return
     target = TARGETS.get(loop)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from penstock.movers.base import Mover
 
 UNLIMITED = 1 << 40
+CARRIED_BYTES = 128 << 20
+"""What a step leaves of its budget is for the next ones, up to this: movers rest between steps
+that are shorter than three milliseconds, and take the budget of several together."""
 DRAIN_S = 30.0
 """What is in flight takes milliseconds; a mover that has not ended by then is broken."""
 
@@ -78,6 +81,8 @@ class Traffic:
         self.mover = mover
         self._copy_bytes = len(copies[0].keys) * block_bytes
         self._ahead_bytes = ahead_bytes
+        self._carried_bytes = 0
+        """What earlier steps have left of their budgets."""
         self._left_bytes = 0
         """Submitted to the mover, which has not begun with it."""
         self._waiting = deque(copies)
@@ -91,6 +96,7 @@ class Traffic:
 
     def advance(self, budget_bytes: int = UNLIMITED) -> None:
         """Keeps enough copies submitted, and lets the mover work up to the budget."""
+        budget_bytes += self._carried_bytes
         wanted_bytes = min(budget_bytes, self._ahead_bytes)
         # One stays back, so that there is always a next one.
         while self._left_bytes < wanted_bytes and len(self._waiting) > 1:
@@ -98,10 +104,12 @@ class Traffic:
             self._out[copy.operation] = copy
             self._left_bytes += self._copy_bytes
             self.mover.submit(copy)
-        self._work(budget_bytes)
+        spent = self._work(budget_bytes)
+        self._carried_bytes = min(CARRIED_BYTES, max(0, budget_bytes - spent))
 
     def drain(self) -> None:
         """Waits for the copies that are out; none is submitted again."""
+        self._carried_bytes = 0
         give_up = time.monotonic() + DRAIN_S
         while self._out:
             self._work(UNLIMITED)
@@ -114,7 +122,7 @@ class Traffic:
         self._ended.clear()
         return count * self._copy_bytes
 
-    def _work(self, budget_bytes: int) -> None:
+    def _work(self, budget_bytes: int) -> int:
         moved, spent = self.mover.poll(budget_bytes=budget_bytes)
         self._left_bytes -= spent
         for each in moved:
@@ -125,3 +133,4 @@ class Traffic:
             raise InvariantViolation(
                 f"bench: good blocks were not delivered: {wrong[0].failure or wrong[0].faults}"
             )
+        return spent

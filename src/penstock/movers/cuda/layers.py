@@ -30,6 +30,7 @@ import torch
 from penstock.cache.joining import joins_step
 from penstock.cache.ledger import BlockFault
 from penstock.movers.cuda import kernels
+from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.chunks import chunk_tables, layer_spans
 from penstock.movers.cuda.packer import SOME_ADDRESS, TABLE_WIDTH, compile_kernel
 from penstock.movers.cuda.pinned import PinnedMemory
@@ -46,11 +47,12 @@ from penstock.movers.cuda.streams import Event, Stream, TimedEvent, elapsed_s
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.packer import Kernel
     from penstock.movers.cuda.pinned import PinnedArea
     from penstock.movers.cuda.queue import Batch, DeviceSlots, Job
@@ -104,6 +106,7 @@ class LayerLoadMover(QueuedMover):
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
         programs: Thread blocks of a layer's kernel.
+        calls: How the device is told what to do, for these kernels.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class LayerLoadMover(QueuedMover):
         *,
         steps: Steps | None = None,
         programs: int = PROGRAMS,
+        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
     ) -> None:
         super().__init__(target, algorithm, steps)
         self._host = source
@@ -121,6 +125,8 @@ class LayerLoadMover(QueuedMover):
         self._cells = len(target.layout.cells)
         self._layers = sorted({cell.layer for cell in target.layout.cells})
         self._parts = self._bind(target, source.slot_stride)
+        launched = [part.kernel for parts in self._parts for part in parts]
+        self._calls = calls([*launched, self._judge])
         self._layer_ends = _layer_ends(target, self._layers)
         self._take_memory(target)
         self._gates = {layer: Event() for layer in self._layers}
@@ -203,7 +209,12 @@ class LayerLoadMover(QueuedMover):
         return joins_step(arrivals, needs, step_s=step_s)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives everything back."""
+        """Waits for what is in flight and gives everything back.
+
+        Raises:
+            UnavailableError: it does not end; then nothing is given back, as it is still used.
+        """
+        self.wait()
         self._kernels.wait()
         self._gate_stream.wait()
         for manifest in self._manifests:
@@ -212,6 +223,7 @@ class LayerLoadMover(QueuedMover):
             gate.close()
         self._kernels.close()
         self._gate_stream.close()
+        self._bell.close()
         self._host_memory.close()
 
     @property
@@ -228,36 +240,26 @@ class LayerLoadMover(QueuedMover):
         return copy.target_slots
 
     def _launch(self, batch: Batch, step: Event | None) -> None:
-        manifest, stream = self._manifest_of(batch), self._kernels
-        manifest.send(stream)
+        manifest, stream, calls = self._manifest_of(batch), self._kernels, self._calls
+        manifest.send(calls, stream)
         if step is not None:
-            stream.wait_for(step)
-        manifest.began.record(stream.handle)
+            calls.wait(stream, step)
+        calls.record(manifest.began, stream)
         for parts, arrived in zip(self._parts, manifest.arrived, strict=True):
             for part in parts:
-                part.kernel.launch(
-                    self._programs,
-                    1,
-                    (
-                        *(part.address, part.rows, part.rows * manifest.count),
-                        *(manifest.slots_address, manifest.targets_address, BLOCKS_MAX),
-                        manifest.seeds_address,
-                        *(self._host.address, self._host.slot_stride, self._sums, self._cells),
-                    ),
-                    stream.number,
+                arguments = (
+                    *(part.address, part.rows, part.rows * manifest.count),
+                    *(manifest.slots_address, manifest.targets_address, BLOCKS_MAX),
+                    manifest.seeds_address,
+                    *(self._host.address, self._host.slot_stride, self._sums, self._cells),
                 )
-            arrived.record(stream.handle)
-        manifest.finished.record(stream.handle)
-        self._judge.launch(
-            manifest.count,
-            1,
-            (
-                *(self._sums, manifest.slots_address, self._host.sums_address, self._cells),
-                *(self._verdicts, manifest.told_address),
-            ),
-            stream.number,
-        )
-        manifest.ended.record(stream.handle)
+                calls.launch(part.kernel, self._programs, 1, arguments, stream)
+            calls.record(arrived, stream)
+        calls.record(manifest.finished, stream)
+        sums = (self._sums, manifest.slots_address, self._host.sums_address, self._cells)
+        told = (self._verdicts, manifest.told_address)
+        calls.launch(self._judge, manifest.count, 1, (*sums, *told), stream)
+        calls.record(manifest.ended, stream)
 
     def _land(self, batch: Batch) -> None:
         manifest = self._manifest_of(batch)

@@ -11,56 +11,50 @@ The one rule: turns stay in order, so the end of one is the end of all before it
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from penstock.movers.cuda.streams import Event, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.movers.cuda.runs import Turn
+    from collections.abc import Sequence
 
 
 class Link:
-    """Copies between staging and host memory, one way."""
+    """Whose turn it is between staging and host memory, one way.
+
+    `calls.c` keeps that in memory of its own, at `address`: a link is used by one kind of calls
+    from its making on.
+    """
 
     def __init__(self) -> None:
         self._streams = (Stream(), Stream())
         self._ends = (Event(), Event())
+        self._words = array("q", [each.number for each in (*self._streams, *self._ends)])
+        self.address = self._words.buffer_info()[0]
+        """Both streams, that of the last turn first, and the events of their turns likewise."""
 
     @property
     def stream(self) -> Stream:
         """Where the last turn was taken: what is recorded there comes after all turns."""
         return self._streams[0]
 
-    def follow(self, event: Event) -> None:
-        """What is sent from now on waits on the device for an event."""
-        # The next turn is taken in the other stream, and every later one follows that turn.
-        self._streams[1].wait_for(event)
+    @property
+    def next_stream(self) -> Stream:
+        """Where the next turn is taken, which every later one follows."""
+        return self._streams[1]
 
-    def send_to_host(self, turns: Iterable[Turn]) -> None:
-        """Copies out of staging."""
-        for staged, hosts, lengths in turns:
-            self._copy(hosts, staged, lengths)
-
-    def send_to_device(self, turns: Iterable[Turn]) -> None:
-        """Copies into staging."""
-        for staged, hosts, lengths in turns:
-            self._copy(staged, hosts, lengths)
-
-    def _copy(self, targets: list[int], sources: list[int], lengths: list[int]) -> None:
-        stream, before, end = self._next_turn()
-        if len(lengths) == 1:
-            stream.copy_after(before, targets[0], sources[0], lengths[0], end)
-        else:
-            stream.copy_batch_after(before, targets, sources, lengths, end)
-
-    def _next_turn(self) -> tuple[Stream, Event, Event]:
-        """The stream whose turn it is, the end of the turn before, and the event for its own."""
+    def take_turn(
+        self, targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Copies extents behind the turn before."""
         one, other = self._streams
         before, end = self._ends
         self._streams, self._ends = (other, one), (end, before)
-        return other, before, end
+        if len(lengths) == 1:
+            other.copy_after(before, targets[0], sources[0], lengths[0], end)
+        else:
+            other.copy_batch_after(before, targets, sources, lengths, end)
 
     def wait(self) -> None:
         """Blocks this thread until all copies have ended."""

@@ -26,19 +26,23 @@ import numpy as np
 import torch
 
 from penstock.cache.ledger import BlockFault
+from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.link import Link
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.queue import Batch, QueuedMover
-from penstock.movers.cuda.runs import equal_in_turns, in_turns, run_ends
+from penstock.movers.cuda.runs import Road
 from penstock.movers.cuda.staging import VERDICT_BYTES, StagingRing, StagingSize, pitch_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
+    from penstock.movers.cuda.calls import Calls
+    from penstock.movers.cuda.packer import Kernel
     from penstock.movers.cuda.pinned import PinnedArea
     from penstock.movers.cuda.queue import DeviceSlots
-    from penstock.movers.cuda.runs import Turn
     from penstock.movers.cuda.staging import Berth, Manifest
     from penstock.movers.cuda.streams import Event, Steps
     from penstock.vocabulary.checksums import Algorithm
@@ -52,6 +56,7 @@ class CudaMover(QueuedMover):
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
         size: How much device memory to take; `staging_bytes` tells what it came to.
+        calls: How the device is told what to do, for these kernels.
         host_stride: Bytes between two slots of the host, where blocks go there.
     """
 
@@ -62,6 +67,7 @@ class CudaMover(QueuedMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
+        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
         host_stride: int | None = None,
     ) -> None:
         super().__init__(device, algorithm, steps)
@@ -69,6 +75,7 @@ class CudaMover(QueuedMover):
         pitch = pitch_of(self._block_bytes, host_stride)
         self._ring = StagingRing(device.layout, size, pitch=pitch)
         self._packer = Packer(device.layout, device.addresses, self._ring)
+        self._calls = calls(self._packer.kernels)
         self._link = Link()
 
     @property
@@ -81,12 +88,18 @@ class CudaMover(QueuedMover):
         return StagingSize.for_device(total_bytes)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives everything back."""
+        """Waits for what is in flight and gives everything back.
+
+        Raises:
+            UnavailableError: it does not end; then nothing is given back, as it is still used.
+        """
+        self.wait()
         self._link.wait()
         self._kernels.wait()
         self._ring.close()
         self._link.close()
         self._kernels.close()
+        self._bell.close()
 
     @property
     def _room(self) -> int:
@@ -98,43 +111,44 @@ class CudaMover(QueuedMover):
     def _give_back(self, batch: Batch) -> None:
         self._ring.free.append(batch.manifest)
 
-    def _turns(
-        self, batch: Batch, berth: Berth, slots: NDArray[np.int32], host: PinnedArea
-    ) -> list[Turn]:
-        """How a batch goes over the link.
+    def _extents(
+        self,
+        batch: Batch,
+        berth: Berth,
+        slots: NDArray[np.int32],
+        host: PinnedArea,
+        *,
+        to_host: bool,
+    ) -> list[int]:
+        """What goes over the link for a batch: target, source and length of each run of blocks.
 
         Blocks that follow each other on both sides go together, but not across the end of a
         registered extent.
         """
-        job, pitch = batch.job, self._ring.pitch
+        job, pitch, stride = batch.job, self._ring.pitch, host.slot_stride
         if job.road is None:
-            job.road = self._survey(slots, host)
-        hosts, ends = job.road
-        at, end = batch.first, batch.first + batch.manifest.count
-        turn_bytes = self._ring.size.turn_bytes
-        if ends is None:
-            return equal_in_turns(berth.staged, pitch, hosts[at:end], self._block_bytes, turn_bytes)
-        extents: list[tuple[int, int, int]] = []
-        first = berth.staged - at * pitch
-        while at < end:
-            stop = min(ends[at], end)
-            length = (stop - at - 1) * pitch + self._block_bytes
-            extents.append((first + at * pitch, hosts[at], length))
-            at = stop
-        return in_turns(extents, turn_bytes)
+            job.road = Road.survey(slots, run_slots=host.run_slots if pitch == stride else 1)
+        first, count = batch.first, batch.manifest.count
+        if job.road.alone:
+            extents = np.empty((count, 3), dtype=np.int64)
+            extents[:, 0 if to_host else 1] = slots[batch.part] * np.int64(stride) + host.address
+            extents[:, 1 if to_host else 0] = np.arange(count) * pitch + berth.staged
+            extents[:, 2] = self._block_bytes
+            return extents.ravel().tolist()
+        return [
+            word
+            for at, blocks in job.road.runs(first, first + count)
+            for word in _in_order(
+                host.address + job.road.slots[at] * stride,
+                berth.staged + (at - first) * pitch,
+                (blocks - 1) * pitch + self._block_bytes,
+                to_host=to_host,
+            )
+        ]
 
-    def _survey(
-        self, slots: NDArray[np.int32], host: PinnedArea
-    ) -> tuple[list[int], list[int] | None]:
-        """Where each block of a copy lies in host memory, and where its run ends, if there are any.
 
-        Runs of one block, none of them longer than a turn, need not be told from each other.
-        """
-        stride = host.slot_stride
-        hosts: list[int] = (host.address + slots.astype(np.int64) * stride).tolist()
-        ends = run_ends(slots, run_slots=host.run_slots if self._ring.pitch == stride else 1)
-        alone = len(ends) == len(set(ends)) and self._block_bytes <= self._ring.size.turn_bytes
-        return hosts, None if alone else ends
+def _in_order(there: int, staged: int, length: int, *, to_host: bool) -> tuple[int, int, int]:
+    return (there, staged, length) if to_host else (staged, there, length)
 
 
 class SaveMover(CudaMover):
@@ -148,8 +162,10 @@ class SaveMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
+        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
     ) -> None:
-        super().__init__(source, algorithm, steps=steps, size=size, host_stride=target.slot_stride)
+        stride = target.slot_stride
+        super().__init__(source, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
         self._host = target
 
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
@@ -160,18 +176,20 @@ class SaveMover(CudaMover):
 
     def _launch(self, batch: Batch, step: Event | None) -> None:
         manifest, stream = batch.manifest, self._kernels
+        calls = self._calls
         berth, empty = self._ring.next_berth(manifest)
-        manifest.send(stream)
+        manifest.send(calls, stream)
         for event in (empty, step):
             if event is not None:
-                stream.wait_for(event)
-        self._packer.gather(manifest, berth, stream.number)
-        self._packer.publish(manifest, berth, self._host.sums_address, stream.number)
-        manifest.ready.record(stream.handle)
-        self._link.follow(manifest.ready)
+                calls.wait(stream, event)
+        self._packer.gather(calls, manifest, berth, stream)
+        self._packer.publish(calls, manifest, berth, self._host.sums_address, stream)
+        calls.record(manifest.ready, stream)
+        calls.follow(self._link, manifest.ready)
         slots = batch.job.copy.target_slots
-        self._link.send_to_host(self._turns(batch, berth, slots, self._host))
-        manifest.ended.record(self._link.stream.handle)
+        extents = self._extents(batch, berth, slots, self._host, to_host=True)
+        calls.send(self._link, extents, self._ring.size.turn_bytes)
+        calls.mark(manifest.ended, self._link)
 
     def _land(self, batch: Batch) -> None:
         """The block and its sums are in host memory."""
@@ -188,8 +206,10 @@ class LoadMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
+        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
     ) -> None:
-        super().__init__(target, algorithm, steps=steps, size=size, host_stride=source.slot_stride)
+        stride = source.slot_stride
+        super().__init__(target, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
         self._host = source
 
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
@@ -197,20 +217,22 @@ class LoadMover(CudaMover):
 
     def _launch(self, batch: Batch, step: Event | None) -> None:
         manifest, stream = batch.manifest, self._kernels
+        calls = self._calls
         berth, empty = self._ring.next_berth(manifest)
         if empty is not None:
-            self._link.follow(empty)
+            calls.follow(self._link, empty)
         slots = batch.job.copy.source_slots
-        self._link.send_to_device(self._turns(batch, berth, slots, self._host))
-        manifest.ready.record(self._link.stream.handle)
-        manifest.send(stream)
-        stream.wait_for(manifest.ready)
-        self._packer.sum(manifest, berth, stream.number)
-        self._packer.judge(manifest, berth, self._host.sums_address, stream.number)
+        extents = self._extents(batch, berth, slots, self._host, to_host=False)
+        calls.send(self._link, extents, self._ring.size.turn_bytes)
+        calls.mark(manifest.ready, self._link)
+        manifest.send(calls, stream)
+        calls.wait(stream, manifest.ready)
+        self._packer.sum(calls, manifest, berth, stream)
+        self._packer.judge(calls, manifest, berth, self._host.sums_address, stream)
         if step is not None:
-            stream.wait_for(step)
-        self._packer.scatter(manifest, berth, stream.number)
-        manifest.ended.record(stream.handle)
+            calls.wait(stream, step)
+        self._packer.scatter(calls, manifest, berth, stream)
+        calls.record(manifest.ended, stream)
 
     def _land(self, batch: Batch) -> None:
         wrong = np.flatnonzero(batch.manifest.told[: batch.manifest.count])
@@ -228,10 +250,11 @@ class DuplicateMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
+        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
     ) -> None:
         if source is not target:
             raise ValueError("source and target of a duplicate are two tiers, must be one")
-        super().__init__(source, algorithm, steps=steps, size=size)
+        super().__init__(source, algorithm, steps=steps, size=size, calls=calls)
 
     def _default_size(self) -> StagingSize:
         # A forked request copies a block or two.
@@ -243,15 +266,15 @@ class DuplicateMover(CudaMover):
         )
 
     def _launch(self, batch: Batch, step: Event | None) -> None:
-        manifest = batch.manifest
+        manifest, stream, calls = batch.manifest, self._kernels, self._calls
         berth, _ = self._ring.next_berth(manifest)
-        manifest.send(self._kernels)
+        manifest.send(calls, stream)
         if step is not None:
-            self._kernels.wait_for(step)
-        self._kernels.clear(berth.verdicts, manifest.count * VERDICT_BYTES)
-        self._packer.gather(manifest, berth, self._kernels.number, summed=False)
-        self._packer.scatter(manifest, berth, self._kernels.number)
-        manifest.ended.record(self._kernels.handle)
+            calls.wait(stream, step)
+        calls.clear(stream, berth.verdicts, manifest.count * VERDICT_BYTES)
+        self._packer.gather(calls, manifest, berth, stream, summed=False)
+        self._packer.scatter(calls, manifest, berth, stream)
+        calls.record(manifest.ended, stream)
 
     def _land(self, batch: Batch) -> None:
         """Nothing left the device."""

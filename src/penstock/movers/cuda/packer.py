@@ -7,6 +7,7 @@ passed at a launch has the types that were compiled for, whatever its value.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,10 +18,15 @@ from penstock.movers.cuda.chunks import chunk_tables
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.staging import Berth, Manifest, StagingRing
+    from penstock.movers.cuda.streams import Stream
     from penstock.vocabulary.layout import Layout
 
 TABLE_WIDTH = 128
+WARP_THREADS = 32
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")
+"""Of which not every version of Triton knows."""
 SOME_ADDRESS = 1 << 40
 """Stands for any address when a kernel is compiled: it needs 64 bits."""
 
@@ -29,9 +35,14 @@ class Kernel(NamedTuple):
     """A compiled kernel and the constants that follow its arguments."""
 
     run: Any
-    function: Any
+    function: int
     metadata: Any
     constants: tuple[int | bool, ...]
+    argument_count: int
+    threads: int
+    shared_bytes: int
+    scratch_bytes: int
+    """Memory that Triton's own launcher would have to bring."""
 
     def launch(self, rows: int, blocks: int, arguments: tuple[int, ...], stream: int) -> None:
         """Submits a grid of `rows × blocks` programs."""
@@ -51,6 +62,7 @@ class _Bound(NamedTuple):
     address: int
     gather: Kernel
     move: Kernel
+    """Without sums."""
     sum: Kernel
     scatter: Kernel
 
@@ -89,63 +101,65 @@ class Packer:
         self._judge = compile_kernel(kernels.judge, (*taken, *some), {"WIDTH": TABLE_WIDTH})
         torch.cuda.current_stream().synchronize()
 
-    def gather(self, manifest: Manifest, berth: Berth, stream: int, *, summed: bool = True) -> None:
+    @property
+    def kernels(self) -> list[Kernel]:
+        """All that can be launched."""
+        bound = [(each.gather, each.move, each.sum, each.scatter) for each in self._bound]
+        return [*chain.from_iterable(bound), self._publish, self._judge]
+
+    def gather(
+        self,
+        calls: Calls,
+        manifest: Manifest,
+        berth: Berth,
+        stream: Stream,
+        *,
+        summed: bool = True,
+    ) -> None:
         """Packs a batch into its berth."""
         for bound in self._bound:
-            kernel = bound.gather if summed else bound.move
-            kernel.launch(
-                bound.rows,
-                manifest.count,
-                (
-                    *(bound.address, manifest.slots_address, self._ring.blocks),
-                    *(manifest.seeds_address, berth.staged, self._ring.pitch),
-                    *(berth.sums, self._cells),
-                ),
-                stream,
+            arguments = (
+                *(bound.address, manifest.slots_address, self._ring.blocks),
+                *(manifest.seeds_address, berth.staged, self._ring.pitch),
+                *(berth.sums, self._cells),
             )
+            kernel = bound.gather if summed else bound.move
+            calls.launch(kernel, bound.rows, manifest.count, arguments, stream)
 
-    def publish(self, manifest: Manifest, berth: Berth, kept: int, stream: int) -> None:
+    def publish(
+        self, calls: Calls, manifest: Manifest, berth: Berth, kept: int, stream: Stream
+    ) -> None:
         """Writes the sums to the rows of their slots in host memory, which start at `kept`."""
         arguments = (berth.sums, manifest.targets_address, kept, self._cells)
-        self._publish.launch(manifest.count, 1, arguments, stream)
+        calls.launch(self._publish, manifest.count, 1, arguments, stream)
 
-    def sum(self, manifest: Manifest, berth: Berth, stream: int) -> None:
+    def sum(self, calls: Calls, manifest: Manifest, berth: Berth, stream: Stream) -> None:
         """Sums the blocks in a berth."""
         for bound in self._bound:
-            bound.sum.launch(
-                bound.rows,
-                manifest.count,
-                (
-                    *(bound.address, manifest.seeds_address, berth.staged, self._ring.pitch),
-                    *(berth.sums, self._cells),
-                ),
-                stream,
+            arguments = (
+                *(bound.address, manifest.seeds_address, berth.staged, self._ring.pitch),
+                *(berth.sums, self._cells),
             )
+            calls.launch(bound.sum, bound.rows, manifest.count, arguments, stream)
 
-    def judge(self, manifest: Manifest, berth: Berth, kept: int, stream: int) -> None:
+    def judge(
+        self, calls: Calls, manifest: Manifest, berth: Berth, kept: int, stream: Stream
+    ) -> None:
         """Compares the sums with those of their slots in host memory, which start at `kept`."""
-        self._judge.launch(
-            manifest.count,
-            1,
-            (
-                *(berth.sums, manifest.slots_address, kept, self._cells),
-                *(berth.verdicts, manifest.told_address),
-            ),
-            stream,
+        arguments = (
+            *(berth.sums, manifest.slots_address, kept, self._cells),
+            *(berth.verdicts, manifest.told_address),
         )
+        calls.launch(self._judge, manifest.count, 1, arguments, stream)
 
-    def scatter(self, manifest: Manifest, berth: Berth, stream: int) -> None:
+    def scatter(self, calls: Calls, manifest: Manifest, berth: Berth, stream: Stream) -> None:
         """Writes the blocks that were found good to their slots."""
         for bound in self._bound:
-            bound.scatter.launch(
-                bound.rows,
-                manifest.count,
-                (
-                    *(bound.address, manifest.targets_address, self._ring.blocks),
-                    *(berth.verdicts, berth.staged, self._ring.pitch),
-                ),
-                stream,
+            arguments = (
+                *(bound.address, manifest.targets_address, self._ring.blocks),
+                *(berth.verdicts, berth.staged, self._ring.pitch),
             )
+            calls.launch(bound.scatter, bound.rows, manifest.count, arguments, stream)
 
 
 def compile_kernel(
@@ -159,4 +173,14 @@ def compile_kernel(
     names = [parameter.name for parameter in kernel.params if parameter.is_constexpr]
     in_order = tuple(constants[name] for name in names)
     run = compiled.run
-    return Kernel(run, compiled.function, compiled.packed_metadata, in_order)
+    metadata = compiled.metadata
+    return Kernel(
+        run=run,
+        function=compiled.function,
+        metadata=compiled.packed_metadata,
+        constants=in_order,
+        argument_count=len(arguments),
+        threads=WARP_THREADS * metadata.num_warps,
+        shared_bytes=metadata.shared,
+        scratch_bytes=sum(getattr(metadata, name, 0) or 0 for name in _SCRATCH),
+    )

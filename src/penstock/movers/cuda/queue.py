@@ -1,7 +1,8 @@
 """Copies in a queue, in batches: what all movers of a GPU have in common.
 
 `poll` asks which batches have ended, reports the copies that have, and submits as much as the
-budget and the queue allow. It never waits.
+budget and the queue allow. It never waits. Between steps that follow each other quickly it
+rests: a poll a millisecond would cost such an engine more than it brings.
 
 The one rule: batches end in the order of their numbers, so that waiting for one is waiting for
 all before it.
@@ -9,6 +10,7 @@ all before it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
@@ -16,9 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from penstock.cache.ledger import Purpose
-from penstock.movers.base import Moved
+from penstock.errors import UnavailableError
+from penstock.movers.base import WAIT_S, Moved
+from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.streams import Steps, Stream, stream_waits
-from penstock.vocabulary.checksums import Algorithm, key_seeds
+from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,10 +31,16 @@ if TYPE_CHECKING:
 
     from penstock.cache.ledger import BlockFault
     from penstock.machine.effects import Copy
+    from penstock.movers.cuda.calls import Calls
+    from penstock.movers.cuda.runs import Road
     from penstock.movers.cuda.staging import Manifest
     from penstock.movers.cuda.streams import Event
     from penstock.vocabulary.ids import OperationId
     from penstock.vocabulary.layout import Layout
+
+REST_S = 0.003
+"""While copies are on their way, steps shorter than this are not polled one by one. It bounds by
+how much later a copy is reported, and is a seventh of what can be in flight."""
 
 
 class DeviceSlots(Protocol):
@@ -60,7 +70,7 @@ class Job:
         self.flying = 0
         self.wanted = True
         self.faults: list[tuple[int, BlockFault]] = []
-        self.road: tuple[list[int], list[int] | None] | None = None
+        self.road: Road | None = None
         """Where its blocks lie in host memory, once a mover has looked."""
 
     @property
@@ -99,6 +109,9 @@ class Batch:
 class QueuedMover(ABC):
     """Copies in order, in batches; its subclasses say what a batch is."""
 
+    _calls: Calls
+    """How the device is told what to do: set by the subclass, which has the kernels."""
+
     def __init__(self, device: DeviceSlots, algorithm: Algorithm, steps: Steps | None) -> None:
         if algorithm is not Algorithm.MIX64:
             raise ValueError(f"algorithm is {algorithm.value}, must be mix64 on a GPU")
@@ -107,6 +120,9 @@ class QueuedMover(ABC):
         self._layout = device.layout
         self._block_bytes = device.layout.block_bytes
         self._kernels = Stream()
+        self._bell = Bell()
+        self._rests_until = 0.0
+        self._polled_step = 0
         self._jobs: deque[Job] = deque()
         self._flying: deque[Batch] = deque()
         self._launched = 0
@@ -125,6 +141,11 @@ class QueuedMover(ABC):
     def busy(self) -> bool:
         """Whether copies are under way."""
         return bool(self._jobs)
+
+    @property
+    def without(self) -> str:
+        """Why the calls to the device are made from Python; empty where they are compiled."""
+        return self._calls.without
 
     @property
     def in_flight(self) -> int:
@@ -153,13 +174,20 @@ class QueuedMover(ABC):
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
         """Reports what ended and submits at most `budget_bytes`, but at least one block.
 
-        Nothing is submitted while the queue is full: that bounds the bytes in flight.
+        Nothing is submitted while the queue is full: that bounds the bytes in flight. After
+        another step within `REST_S`, and with copies on their way, nothing is done at all.
         """
+        now = time.monotonic()
+        if self._flying and now < self._rests_until and self.steps.newest != self._polled_step:
+            return [], 0
+        self._rests_until = now + REST_S
+        self._polled_step = self.steps.newest
         moved = self.collect()
         spent = 0
         for job in self._jobs:
             while job.left:
-                room = min(self._room, max(spent == 0, (budget_bytes - spent) // self._block_bytes))
+                allowed = (budget_bytes - spent) // self._block_bytes
+                room = min(self._room, allowed if spent else max(1, allowed))
                 if room < 1:
                     return moved, spent
                 count = min(job.left, room)
@@ -170,7 +198,10 @@ class QueuedMover(ABC):
 
     def collect(self) -> list[Moved]:
         """Reports what ended, without submitting anything."""
-        while self._flying and self._flying[0].manifest.ended.reached:
+        ended_count = 0
+        if self._flying:
+            ended_count = self._calls.reached([batch.manifest.ended for batch in self._flying])
+        for _ in range(ended_count):
             batch = self._flying.popleft()
             self._land(batch)
             batch.job.flying -= 1
@@ -185,10 +216,17 @@ class QueuedMover(ABC):
             self._abandoned = any(not job.wanted for job in self._jobs)
         return [job.report() for job in ended]
 
-    def wait(self) -> None:
-        """Blocks this thread until all that was submitted to the device has ended."""
-        if self._flying:
-            self._flying[-1].manifest.ended.wait()
+    def wait(self, deadline_s: float = WAIT_S) -> None:
+        """Blocks this thread until all that was submitted to the device has ended.
+
+        Raises:
+            UnavailableError: it has not within `deadline_s` seconds; it may still touch its slots.
+        """
+        self._rests_until = 0.0
+        if self._flying and not self._bell.wait(self._flying[-1].manifest.ended, deadline_s):
+            raise UnavailableError(
+                f"{len(self._flying)} batches have not ended on the device after {deadline_s:g} s"
+            )
 
     def guard(self, stream: int, slots: ArrayLike) -> bool:
         """Has an engine's stream wait for the copies that read or write these device slots.
@@ -196,14 +234,18 @@ class QueuedMover(ABC):
         Returns False where such a copy has not been submitted to the device yet: then there is
         nothing to wait for on the device, and the slot must be left alone until its report.
         """
-        wanted = np.asarray(slots, dtype=np.int64)
-        wanted = wanted[wanted >= 0]
-        last = int(self._last_batch[wanted].max(initial=0))
+        if not self._jobs:
+            return True
+        wanted = [slot for slot in np.asarray(slots).tolist() if slot >= 0]
+        if not wanted:
+            return True
+        # Few as a rule: a loop takes a fraction of the calls of NumPy.
+        last = max(map(self._last_batch.item, wanted))
         if self._flying and last >= self._flying[0].number:
             # They leave the device's slots in the order of their numbers.
             batch = self._flying[last - self._flying[0].number]
             stream_waits(stream, self._device_done(batch))
-        if self._last_job[wanted].max(initial=0) <= self._begun:
+        if max(map(self._last_job.item, wanted)) <= self._begun:
             return True
         waiting = (self._device_slots(job.copy)[..., job.next :] for job in self._jobs if job.left)
         return not any(np.isin(touched, wanted).any() for touched in waiting)
@@ -218,9 +260,10 @@ class QueuedMover(ABC):
         manifest.slots[:, :count] = copy.source_slots[..., batch.part]
         manifest.targets[:, :count] = copy.target_slots[..., batch.part]
         if copy.purpose is not Purpose.DUPLICATE:
-            manifest.seeds[:count] = key_seeds(copy.keys[batch.part])
+            self._calls.write_seeds(copy.keys[batch.part], manifest)
         self._last_batch[self._device_slots(copy)[..., batch.part]] = batch.number
         self._launch(batch, self.steps.event_of(job.step))
+        self._calls.make()
 
     @property
     @abstractmethod
@@ -241,7 +284,7 @@ class QueuedMover(ABC):
 
     @abstractmethod
     def _launch(self, batch: Batch, step: Event | None) -> None:
-        """Submits the work of a batch, behind a step where the device's slots are touched."""
+        """Writes down the work of a batch, behind a step where the device's slots are touched."""
 
     @abstractmethod
     def _land(self, batch: Batch) -> None:

@@ -2,11 +2,12 @@
 
 Plain integers and lists: a batch has few runs, and calls of NumPy for each would take longer
 than the copies' own. The one rule: what goes in comes out, every byte once and in order.
+`calls.c` cuts by the same rule.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,58 +20,66 @@ _PAGE_BYTES = 4096
 
 
 Turn: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Extents that go over the link in one call: where they start in staging and in host memory, and
-their lengths."""
+"""Extents that go over the link in one call: targets, sources and lengths."""
 
 
-def run_ends(slots: NDArray[np.int32], *, run_slots: int) -> list[int]:
-    """For each position the end of its run of slots that follow each other.
+class Road(NamedTuple):
+    """Which blocks of a copy follow each other in host memory."""
 
-    No run crosses a multiple of `run_slots`.
-    """
-    begins = np.ones(len(slots), dtype=bool)
-    begins[1:] = (np.diff(slots) != 1) | (slots[1:] % run_slots == 0)
-    firsts = np.append(np.flatnonzero(begins), len(slots))
-    ends: list[int] = np.repeat(firsts[1:], np.diff(firsts)).tolist()
-    return ends
+    slots: list[int]
+    ends: list[int] | None
+    """For each block the end of its run; `None` where all of them are one."""
+    alone: bool = False
+    """Whether no block follows another."""
+
+    @classmethod
+    def survey(cls, slots: NDArray[np.int32], *, run_slots: int) -> Road:
+        """Looks for slots that follow each other and do not cross a multiple of `run_slots`."""
+        found: list[int] = slots.tolist()
+        first, last = found[0], found[-1]
+        # As a pool gives them while it fills; other ways to find out take several times as long.
+        if first // run_slots == last // run_slots and found == list(range(first, last + 1)):
+            return cls(found, None)
+        begins = np.ones(len(slots) + 1, dtype=bool)
+        begins[1:-1] = (slots[1:] - slots[:-1] != 1) | (slots[1:] % run_slots == 0)
+        if begins.all():
+            return cls(found, list(range(1, len(found) + 1)), alone=True)
+        firsts = np.flatnonzero(begins)
+        ends: list[int] = np.repeat(firsts[1:], np.diff(firsts)).tolist()
+        return cls(found, ends)
+
+    def runs(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The runs among some of the blocks: where each begins, and how many blocks it has."""
+        if self.ends is None:
+            return [(first, end - first)]
+        runs: list[tuple[int, int]] = []
+        while first < end:
+            stop = min(self.ends[first], end)
+            runs.append((first, stop - first))
+            first = stop
+        return runs
 
 
 def in_turns(extents: Iterable[tuple[int, int, int]], turn_bytes: int) -> list[Turn]:
-    """Extents (staging, host memory, length) in turns of at most so many bytes.
+    """Extents (target, source, length) in turns of at most so many bytes.
 
     Long ones are cut into about equal parts.
     """
     turns: list[Turn] = []
     room = 0
-    for staged, host, length in extents:
+    for target, source, length in extents:
         step = length if length <= turn_bytes else _part_bytes(length, turn_bytes)
         for at in range(0, length, step):
             part = min(step, length - at)
             if part > room:
                 turns.append(([], [], []))
                 room = turn_bytes
-            starts, hosts, lengths = turns[-1]
-            starts.append(staged + at)
-            hosts.append(host + at)
+            targets, sources, lengths = turns[-1]
+            targets.append(target + at)
+            sources.append(source + at)
             lengths.append(part)
             room -= part
     return turns
-
-
-def equal_in_turns(
-    staged: int, pitch: int, hosts: list[int], length: int, turn_bytes: int
-) -> list[Turn]:
-    """The same for extents of one length, at equal distances in staging and anywhere else.
-
-    A tenth of the time a block, for host slots in no order.
-    """
-    count = max(1, turn_bytes // length)
-    starts = list(range(staged, staged + len(hosts) * pitch, pitch))
-    lengths = [length] * count
-    return [
-        (starts[at : at + count], hosts[at : at + count], lengths[: len(hosts) - at])
-        for at in range(0, len(hosts), count)
-    ]
 
 
 def _part_bytes(length: int, most_bytes: int) -> int:

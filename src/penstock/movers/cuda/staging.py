@@ -22,7 +22,7 @@ import torch
 
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.pinned import PinnedMemory
-from penstock.movers.cuda.streams import End, Event
+from penstock.movers.cuda.streams import Event
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.streams import Stream
     from penstock.vocabulary.layout import Layout
 
@@ -100,15 +101,25 @@ class Manifest:
     """
 
     __slots__ = (
-        *("_device", "_host", "_length", "count", "ended", "ready", "seeds", "seeds_address"),
-        *("slots", "slots_address", "targets", "targets_address", "told", "told_address"),
+        *("_device", "_host", "_length", "count", "ended", "ready"),
+        *(
+            "seeds",
+            "seeds_address",
+            "seeds_host_address",
+            "slots",
+            "slots_address",
+            "targets",
+            "targets_address",
+            "told",
+            "told_address",
+        ),
     )
 
     def __init__(self, host: PinnedMemory, start: int, device: int, sizes: Sizes) -> None:
         self.count = 0
         self.ready = Event()
         """The batch is packed (saves) or has arrived (loads) in staging."""
-        self.ended = End()
+        self.ended = Event()
         at = start
 
         def portion(kind: str, shape: tuple[int, ...]) -> tuple[NDArray[Any], int]:
@@ -125,13 +136,14 @@ class Manifest:
         self.slots_address = device + slots_at
         self.targets_address = device + targets_at
         self.seeds_address = device + seeds_at
+        self.seeds_host_address = self._host + seeds_at
         self.told, told_at = portion("<i4", (sizes.blocks,))
         """How many cells of each block were found wrong: written by the device."""
         self.told_address = host.address + start + told_at
 
-    def send(self, stream: Stream) -> None:
+    def send(self, calls: Calls, stream: Stream) -> None:
         """Brings slots and seeds to the device."""
-        stream.copy_extents([self._host], [self._device], [self._length])
+        calls.copy(stream, self._device, self._host, self._length)
 
     def close(self) -> None:
         """Gives the events back."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from cuda.bindings import runtime
 
+from penstock.cache.nodes import NOWHERE
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -61,12 +62,13 @@ def checked(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what the call ret
 class Event:
     """A point in a stream's work."""
 
-    __slots__ = ("handle",)
+    __slots__ = ("handle", "number")
 
     flags: ClassVar[int] = runtime.cudaEventDisableTiming
 
     def __init__(self) -> None:
         self.handle = checked(runtime.cudaEventCreateWithFlags(self.flags))
+        self.number = int(self.handle)
 
     def record(self, stream: object) -> None:
         """Marks what was submitted to the stream so far."""
@@ -91,22 +93,6 @@ class Event:
     def close(self) -> None:
         """Gives the event back."""
         checked(runtime.cudaEventDestroy(self.handle))
-
-
-class End(Event):
-    """A point that the CPU can wait for.
-
-    The device interrupts the CPU when it gets there: for the end of a batch, not for every turn
-    of it.
-    """
-
-    __slots__ = ()
-
-    flags: ClassVar[int] = runtime.cudaEventDisableTiming | runtime.cudaEventBlockingSync
-
-    def wait(self) -> None:
-        """Blocks this thread until the device has got there; costs no CPU meanwhile."""
-        checked(runtime.cudaEventSynchronize(self.handle))
 
 
 class TimedEvent(Event):
@@ -220,7 +206,8 @@ class Steps:
     """
 
     def __init__(self, slot_count: int) -> None:
-        self._last = np.zeros(slot_count, dtype=np.int64)
+        # One more, for `NOWHERE`, which no step touches.
+        self._last = np.zeros(slot_count + 1, dtype=np.int64)
         self._floor = 0
         self._number = 0
         self._in_flight: deque[_Step] = deque()
@@ -240,13 +227,20 @@ class Steps:
         if slots is None:
             self._floor = self._number
         else:
-            self._last[np.asarray(slots, dtype=np.int64)] = self._number
+            self._last[np.asarray(slots)] = self._number
+            self._last[NOWHERE] = 0
+        return self._number
+
+    @property
+    def newest(self) -> int:
+        """The number of the last step that was submitted."""
         return self._number
 
     def last_of(self, slots: NDArray[np.int32]) -> int:
         """The last step that could have touched any of the slots; 0 if none could."""
-        wanted = slots[slots >= 0]
-        return max(self._floor, int(self._last[wanted].max())) if wanted.size else 0
+        if not slots.size:
+            return 0
+        return max(self._floor, int(self._last[slots].max()))
 
     def event_of(self, step: int) -> Event | None:
         """What to wait for to be behind a step; `None` once it has ended."""

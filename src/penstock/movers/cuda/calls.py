@@ -1,0 +1,282 @@
+"""The calls that a batch takes: written down first, then made all at once by compiled code.
+
+    calls.copy(…); calls.wait(…); calls.launch(…); calls.send(link, …); calls.record(…)
+    calls.make()
+
+`CompiledCalls` writes words, which `calls.c` reads: one call of a foreign function a batch, in
+place of some thirty, each of which costs the engine's thread several microseconds from Python.
+`PlainCalls` makes each call at once, where nothing can be compiled. Both are told the same, by
+the same code of the movers, so that who waits for whom is said in one place.
+
+The one rule: calls are made in the order in which they were told.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import UnavailableError
+from penstock.movers.cuda.library import load_library
+from penstock.movers.cuda.runs import in_turns
+from penstock.vocabulary.checksums import key_seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from penstock.movers.cuda.library import CallsLibrary
+    from penstock.movers.cuda.link import Link
+    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.staging import Manifest
+    from penstock.movers.cuda.streams import Event, Stream
+
+logger = logging.getLogger(__name__)
+
+HIDDEN_MAX = 2
+"""Triton adds pointers to scratch memory, one or two by version, which our kernels do not use."""
+_told: set[str] = set()
+"""Why calls are made from Python, as far as it was logged."""
+
+
+class Word(IntEnum):
+    """Operations, as `calls.c` numbers them."""
+
+    WAIT = 1
+    RECORD = 2
+    COPY = 3
+    CLEAR = 4
+    LAUNCH = 5
+    FOLLOW = 6
+    MARK = 7
+    TURNS = 8
+
+
+# Plain integers: an attribute of an enum takes longer than what is done with it.
+_WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS = map(int, Word)
+
+
+class Calls(Protocol):
+    """What a batch asks of the device."""
+
+    without: str
+    """Why calls are made from Python; empty where they are compiled."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Has a stream wait on the device for an event."""
+        ...
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Marks what the stream was given so far."""
+        ...
+
+    def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
+        """Copies one extent."""
+        ...
+
+    def clear(self, stream: Stream, address: int, length: int) -> None:
+        """Writes zeros."""
+        ...
+
+    def launch(
+        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+    ) -> None:
+        """Launches a grid of `rows × blocks` programs."""
+        ...
+
+    def follow(self, link: Link, event: Event) -> None:
+        """What is sent over the link from now on waits for an event."""
+        ...
+
+    def mark(self, event: Event, link: Link) -> None:
+        """Marks what was sent over the link so far."""
+        ...
+
+    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+        """Copies extents in turns: target, source and length of each, one after the other."""
+        ...
+
+    def make(self) -> None:
+        """Makes the calls that were written down.
+
+        Raises:
+            UnavailableError: one failed; the device may be lost.
+        """
+        ...
+
+    def reached(self, events: Sequence[Event]) -> int:
+        """How many of these events, which are reached in order, the CPU can see were."""
+        ...
+
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
+        """Puts the seeds of a batch's keys into its manifest."""
+        ...
+
+
+class PlainCalls:
+    """Each call at once, from Python."""
+
+    def __init__(self, without: str = "") -> None:
+        self.without = without
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Has a stream wait on the device for an event."""
+        stream.wait_for(event)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Marks what the stream was given so far."""
+        event.record(stream.handle)
+
+    def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
+        """Copies one extent."""
+        stream.copy_extents([source], [target], [length])
+
+    def clear(self, stream: Stream, address: int, length: int) -> None:
+        """Writes zeros."""
+        stream.clear(address, length)
+
+    def launch(
+        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+    ) -> None:
+        """Launches a grid of `rows × blocks` programs."""
+        kernel.launch(rows, blocks, arguments, stream.number)
+
+    def follow(self, link: Link, event: Event) -> None:
+        """What is sent over the link from now on waits for an event."""
+        link.next_stream.wait_for(event)
+
+    def mark(self, event: Event, link: Link) -> None:
+        """Marks what was sent over the link so far."""
+        event.record(link.stream.handle)
+
+    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+        """Copies extents in turns."""
+        triples = zip(extents[0::3], extents[1::3], extents[2::3], strict=True)
+        for targets, sources, lengths in in_turns(triples, turn_bytes):
+            link.take_turn(targets, sources, lengths)
+
+    def make(self) -> None:
+        """Nothing is left to be made."""
+
+    def reached(self, events: Sequence[Event]) -> int:
+        """How many of these events, which are reached in order, were."""
+        for number, event in enumerate(events):
+            if not event.reached:
+                return number
+        return len(events)
+
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
+        """Puts the seeds of a batch's keys into its manifest."""
+        manifest.seeds[: len(keys)] = key_seeds(keys)
+
+
+class CompiledCalls:
+    """Words for `calls.c`.
+
+    Args:
+        library: Makes the calls.
+        kernels: All that will be launched.
+
+    Raises:
+        UnavailableError: a kernel takes other parameters than we know of.
+    """
+
+    without = ""
+
+    def __init__(self, library: CallsLibrary, kernels: Iterable[Kernel]) -> None:
+        self._library = library
+        self._words: list[int] = []
+        self._launches = {kernel.function: self._launch_of(kernel) for kernel in kernels}
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Has a stream wait on the device for an event."""
+        self._words += (_WAIT, stream.number, event.number)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Marks what the stream was given so far."""
+        self._words += (_RECORD, stream.number, event.number)
+
+    def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
+        """Copies one extent."""
+        self._words += (_COPY, stream.number, target, source, length)
+
+    def clear(self, stream: Stream, address: int, length: int) -> None:
+        """Writes zeros."""
+        self._words += (_CLEAR, stream.number, address, length)
+
+    def launch(
+        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+    ) -> None:
+        """Launches a grid of `rows × blocks` programs."""
+        shape, hidden = self._launches[kernel.function]
+        self._words += (_LAUNCH, stream.number, kernel.function, rows, blocks)
+        self._words += shape
+        self._words += arguments
+        self._words += hidden
+
+    def follow(self, link: Link, event: Event) -> None:
+        """What is sent over the link from now on waits for an event."""
+        self._words += (_FOLLOW, link.address, event.number)
+
+    def mark(self, event: Event, link: Link) -> None:
+        """Marks what was sent over the link so far."""
+        self._words += (_MARK, link.address, event.number)
+
+    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+        """Copies extents in turns."""
+        self._words += (_TURNS, link.address, turn_bytes, len(extents) // 3)
+        self._words += extents
+
+    def make(self) -> None:
+        """Makes the calls that were written down."""
+        words = array("q", self._words)
+        self._words.clear()
+        self._library.make(words)
+
+    def reached(self, events: Sequence[Event]) -> int:
+        """How many of these events, which are reached in order, were."""
+        return self._library.reached(array("q", [event.number for event in events]))
+
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
+        """Puts the seeds of a batch's keys into its manifest."""
+        if not self._library.write_seeds(keys, manifest.seeds_host_address):
+            manifest.seeds[: len(keys)] = key_seeds(keys)
+
+    def _launch_of(self, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """Threads, shared memory and parameters of a kernel, and what its hidden ones are given."""
+        count = self._library.parameter_count(kernel.function)
+        hidden = count - kernel.argument_count
+        if not 0 <= hidden <= HIDDEN_MAX or kernel.scratch_bytes:
+            least = kernel.argument_count
+            raise UnavailableError(
+                f"a kernel takes {count} parameters and {kernel.scratch_bytes} bytes of scratch, "
+                f"must take {least} to {least + HIDDEN_MAX} and none"
+            )
+        return (kernel.threads, kernel.shared_bytes, count), (0,) * hidden
+
+
+def compiled_calls(kernels: Iterable[Kernel]) -> CompiledCalls:
+    """Calls by compiled code, for these kernels.
+
+    Raises:
+        UnavailableError: nothing can be compiled here, or the kernels take something unknown.
+    """
+    return CompiledCalls(load_library(), kernels)
+
+
+def plain_calls(kernels: Iterable[Kernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
+    """Calls from Python, whatever the kernels."""
+    return PlainCalls()
+
+
+def choose_calls(kernels: Iterable[Kernel]) -> Calls:
+    """Compiled calls where they can be had; else plain ones, which is logged once."""
+    try:
+        return compiled_calls(kernels)
+    except UnavailableError as error:
+        without = str(error)
+    if without not in _told:
+        _told.add(without)
+        logger.warning("copies are submitted from Python, which takes longer: cause=%s", without)
+    return PlainCalls(without)

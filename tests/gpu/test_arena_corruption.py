@@ -1,0 +1,240 @@
+"""A thousand of every kind of damage in the host arena of a cache on a GPU, end to end.
+
+All are found, counted and dropped from their tier; none is served, and the requests compute what
+they lack. The arena is damaged as a stray write would. A prompt is a few blocks and a token; which
+of its blocks are damaged is left to chance.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+import penstock
+from penstock.machine.kv_events import BlocksRemoved
+from penstock.movers.cuda.device import CudaTier
+from penstock.testing.tier_suite import read_slots, write_slots
+from penstock.tiers.host import HostTier
+from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
+from penstock.vocabulary.layers import GroupKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from penstock.runtime.leases import Lease
+
+pytestmark = pytest.mark.gpu
+
+DAMAGED = 1000
+PROMPTS, BLOCKS = 250, 8
+COUNT = PROMPTS * BLOCKS
+AT_ONCE = 25
+"""Requests that run at the same time; the device has room for no more."""
+DEVICE_BLOCKS = AT_ONCE * (BLOCKS + 1)
+HOST_BLOCKS = COUNT + 2 * DEVICE_BLOCKS
+LAYERS, TOKENS, ROW_BYTES = 4, 4, 256
+DEADLINE_S = 30.0
+
+CONFIG = f"""
+version = 1
+model.name = "none"
+cache = {{ block_tokens = {TOKENS}, blocks = {DEVICE_BLOCKS} }}
+tiers = [{{ name = "host", kind = "host", blocks = {HOST_BLOCKS}, huge_pages = "never" }}]
+"""
+
+
+class Engine:
+    """KV on the GPU, opaque blocks of one row a layer, and a cache over it with a host arena."""
+
+    def __init__(self, *, layerwise: bool = False) -> None:
+        shape = (DEVICE_BLOCKS, ROW_BYTES)
+        self.kv = [torch.zeros(shape, dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+        layers = [
+            TensorLayer(number=number, planes=[Held.opaque(tensor, "test")])
+            for number, tensor in enumerate(self.kv)
+        ]
+        group = TensorGroup(kind=GroupKind.OPAQUE, layers=layers)
+        tier = TensorTier.of([group], block_tokens=TOKENS)
+        device = CudaTier(tier, layerwise=layerwise)
+        self.cache = penstock.open(penstock.parse_config(CONFIG), kv=device)
+        (store,) = self.cache._driver.crew.carrier.stores[1:]
+        assert isinstance(store, HostTier)
+        self.host = store
+        self.random = np.random.default_rng(3)
+        self.contents = self._draw()
+        self.older = self.host_bytes(), self.host_sums()
+
+    def fill(self) -> None:
+        """Computes every prompt; in the end all of them lie in the host tier and nowhere else."""
+        self.serve(range(PROMPTS))
+        self.contents = np.concatenate((self.contents, self.contents[:AT_ONCE] ^ 255))
+        self.serve(range(PROMPTS, PROMPTS + AT_ONCE))
+        self.slot_of = self._find_slots()
+        self.damaged = self.random.permutation(COUNT)[:DAMAGED]
+
+    def fill_and_age(self) -> None:
+        """The same, after an earlier life of which every slot has kept bytes and sums."""
+        self.fill()
+        self.older = self.host_bytes(), self.host_sums()
+        self.cache.reset("new weights")
+        self.contents = self._draw()
+        self.fill()
+
+    def serve(self, prompts: range) -> list[tuple[int, Lease]]:
+        """Requests for these prompts, some at a time; what is not cached is computed."""
+        served: list[tuple[int, Lease]] = []
+        for first in range(prompts.start, prompts.stop, AT_ONCE):
+            batch = range(first, min(first + AT_ONCE, prompts.stop))
+            leases = [(number, self.cache.acquire(_prompt(number))) for number in batch]
+            self._step_until(lambda: all(_ready(lease) for _, lease in leases))  # noqa: B023
+            for number, lease in leases:
+                self._compute(number, lease)
+                lease.release()
+            self._step_until(lambda: not self.cache.busy)
+            served += leases
+        return served
+
+    def host_bytes(self) -> NDArray[np.uint8]:
+        return read_slots(self.host, range(HOST_BLOCKS))
+
+    def host_sums(self) -> NDArray[np.uint64]:
+        return self.host.sums(np.arange(HOST_BLOCKS, dtype=np.int32)).copy()
+
+    def damage(self, slots: NDArray[np.intp], blocks: NDArray[np.uint8]) -> None:
+        write_slots(self.host, slots.tolist(), blocks)
+
+    def damage_sums(self, slots: NDArray[np.intp], sums: NDArray[np.uint64]) -> None:
+        self.host.keep_sums(slots.astype(np.int32), sums)
+
+    @property
+    def bad_slots(self) -> NDArray[np.intp]:
+        return self.slot_of[self.damaged]
+
+    def good_blocks(self, number: int) -> int:
+        """How many blocks of a prompt come before the first that is damaged."""
+        own = range(number * BLOCKS, (number + 1) * BLOCKS)
+        damaged = set(self.damaged.tolist())
+        return next((at for at, block in enumerate(own) if block in damaged), BLOCKS)
+
+    def _draw(self) -> NDArray[np.uint8]:
+        """The KV of every prompt's blocks; no two are alike, and none has a zero in it."""
+        size = (PROMPTS, BLOCKS, LAYERS * ROW_BYTES)
+        return self.random.integers(1, 255, size=size, dtype=np.uint8)
+
+    def _compute(self, number: int, lease: Lease) -> None:
+        """What is cached is right; the rest is computed, and said to be."""
+        slots = torch.from_numpy(np.asarray(lease.block_table[:BLOCKS])).long().cuda()
+        content = torch.from_numpy(self.contents[number]).view(BLOCKS, LAYERS, ROW_BYTES).cuda()
+        cached = lease.cached_tokens // TOKENS
+        for layer, kv in enumerate(self.kv):
+            assert torch.equal(kv[slots[:cached]], content[:cached, layer])
+            kv[slots[cached:]] = content[cached:, layer]
+        stream = torch.cuda.current_stream().cuda_stream
+        self.cache.steps.submitted(stream, lease.block_table)
+        lease.commit_prompt(BLOCKS * TOKENS + 1)
+
+    def _find_slots(self) -> NDArray[np.intp]:
+        """Where the blocks of each prompt lie in the arena."""
+        lying = {block.tobytes(): slot for slot, block in enumerate(self.host_bytes())}
+        blocks = self.contents[:PROMPTS].reshape(COUNT, -1)
+        return np.array([lying[block.tobytes()] for block in blocks])
+
+    def _step_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        self.cache.step()
+        while not done():
+            assert self.cache.wait(deadline)
+            self.cache.step()
+
+
+def _prompt(number: int) -> list[int]:
+    return [number, *range(BLOCKS * TOKENS)]
+
+
+def _ready(lease: Lease) -> bool:
+    return lease.state is penstock.LeaseState.READY
+
+
+def flip_bits(engine: Engine) -> None:
+    engine.fill()
+    blocks = engine.host_bytes()[engine.bad_slots]
+    at = engine.random.integers(blocks.shape[1], size=DAMAGED)
+    bits = (1 << engine.random.integers(8, size=DAMAGED)).astype(np.uint8)
+    blocks[np.arange(DAMAGED), at] ^= bits
+    engine.damage(engine.bad_slots, blocks)
+
+
+def exchange_slots(engine: Engine) -> None:
+    """With their sums: bytes and sums agree, and only the key tells."""
+    engine.fill()
+    others = np.roll(engine.bad_slots, 1)
+    blocks, sums = engine.host_bytes()[others], engine.host_sums()[others]
+    engine.damage(engine.bad_slots, blocks)
+    engine.damage_sums(engine.bad_slots, sums)
+
+
+def bring_back_older(engine: Engine) -> None:
+    """What lay in the slot in an earlier life, whole and with its sums."""
+    engine.fill_and_age()
+    blocks, sums = engine.older
+    engine.damage(engine.bad_slots, blocks[engine.bad_slots])
+    engine.damage_sums(engine.bad_slots, sums[engine.bad_slots])
+
+
+def exchange_layers(engine: Engine) -> None:
+    """Half of them with their sums."""
+    engine.fill()
+    slots = engine.bad_slots
+    layers = engine.host_bytes()[slots].reshape(DAMAGED, LAYERS, -1)
+    sums = engine.host_sums()[slots].reshape(DAMAGED, LAYERS, -1)
+    for number in range(DAMAGED):
+        pair = engine.random.permutation(LAYERS)[:2]
+        layers[number, pair] = layers[number, pair[::-1]]
+        if number % 2:
+            sums[number, pair] = sums[number, pair[::-1]]
+    engine.damage(slots, layers.reshape(DAMAGED, -1))
+    engine.damage_sums(slots, sums.reshape(DAMAGED, -1))
+
+
+def zero_tails(engine: Engine) -> None:
+    engine.fill()
+    blocks = engine.host_bytes()[engine.bad_slots]
+    starts = engine.random.integers(blocks.shape[1], size=DAMAGED)
+    blocks[np.arange(blocks.shape[1]) >= starts[:, np.newaxis]] = 0
+    engine.damage(engine.bad_slots, blocks)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    "damage", [flip_bits, exchange_slots, bring_back_older, exchange_layers, zero_tails]
+)
+def test_a_thousand_damaged_blocks_are_found_dropped_and_computed_anew(
+    damage: Callable[[Engine], None], *, layerwise: bool
+) -> None:
+    engine = Engine(layerwise=layerwise)
+    damage(engine)
+    engine.cache.take_kv_events()
+
+    served = engine.serve(range(PROMPTS))
+    told = engine.cache.take_kv_events()
+    again = engine.serve(range(PROMPTS))
+
+    found = [lease.cached_tokens // TOKENS for _, lease in served]
+    good = [engine.good_blocks(number) for number in range(PROMPTS)]
+    reasons = {lease.miss.reason for _, lease in served if lease.cached_tokens < BLOCKS * TOKENS}
+    removed = [each for each in told if isinstance(each, BlocksRemoved) and each.tier == "host"]
+    statistics = engine.cache.statistics()
+    assert found == good
+    assert reasons == {penstock.MissReason.CORRUPT}
+    assert statistics.blocks_corrupt == DAMAGED
+    assert statistics.tokens_not_delivered == (COUNT - sum(good)) * TOKENS
+    assert len({key for each in removed for key in each.keys}) == DAMAGED
+    assert {lease.cached_tokens for _, lease in again} == {BLOCKS * TOKENS}
+    engine.cache.audit()
+    engine.cache.close(1.0)

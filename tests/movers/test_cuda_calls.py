@@ -1,0 +1,344 @@
+"""The calls of a batch by compiled code: made as they were told, against a driver that records.
+
+What they do on a device is tested in `tests/gpu`, for compiled and plain calls alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from penstock.errors import UnavailableError
+from penstock.movers.compiling import cache_folder, compiled, find_compiler
+from penstock.movers.cuda import calls as module
+from penstock.movers.cuda import library
+from penstock.movers.cuda.calls import CompiledCalls, PlainCalls, choose_calls
+from penstock.movers.cuda.library import CallsLibrary
+from penstock.movers.cuda.runs import in_turns
+from penstock.vocabulary.checksums import key_seeds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+COMPILER = find_compiler()
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+
+SOURCE = library.source()
+DOUBLE = Path(__file__).with_name("recording_driver.c")
+
+
+class Recorder:
+    """Compiled calls on a driver that writes down what it is told."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.path = folder / "libcuda.so"
+        assert COMPILER is not None
+        command = [COMPILER, "-shared", "-fPIC", *flags, str(DOUBLE), "-o", str(self.path)]
+        subprocess.run(command, check=True, timeout=60)
+        self.driver = ctypes.CDLL(str(self.path))
+        self.driver.recorded.restype = ctypes.c_char_p
+        self.library = CallsLibrary(compiled("calls", SOURCE, folder), driver=str(self.path))
+
+    @property
+    def told(self) -> list[str]:
+        found: bytes = self.driver.recorded()
+        return found.decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    return Recorder(tmp_path_factory.mktemp("calls"))
+
+
+@pytest.fixture
+def recorder(made: Recorder) -> Iterator[Recorder]:
+    made.driver.forget()
+    yield made
+    made.driver.forget()
+
+
+def numbered(number: int) -> Any:
+    """A stream or an event, as calls know it."""
+    return SimpleNamespace(number=number)
+
+
+def kernel(function: int, *, argument_count: int, scratch_bytes: int = 0) -> Any:
+    return SimpleNamespace(
+        function=function,
+        argument_count=argument_count,
+        threads=128,
+        shared_bytes=512,
+        scratch_bytes=scratch_bytes,
+    )
+
+
+class Streams:
+    """A link: streams 1 and 2, whose turns end with events 11 and 12."""
+
+    def __init__(self) -> None:
+        self._words = array("q", [1, 2, 11, 12])
+        self.address = self._words.buffer_info()[0]
+
+
+def test_nothing_is_called_before_all_was_told(recorder: Recorder) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    calls.wait(numbered(5), numbered(6))
+
+    before = recorder.told
+    calls.make()
+
+    assert before == []
+    assert recorder.told == ["wait 5 6 0"]
+
+
+def test_calls_are_made_in_the_order_in_which_they_were_told_and_once(recorder: Recorder) -> None:
+    pack = kernel(5, argument_count=3)
+    calls = CompiledCalls(recorder.library, [pack])
+    link: Any = Streams()
+
+    calls.copy(numbered(5), 1 << 40, 70, 80)
+    calls.wait(numbered(5), numbered(6))
+    calls.clear(numbered(5), 90, 4)
+    calls.launch(pack, 1000, 64, (1 << 40, -1, 7), numbered(5))
+    calls.record(numbered(8), numbered(5))
+    calls.follow(link, numbered(8))
+    calls.send(link, (100, 200, 50), 100)
+    calls.mark(numbered(9), link)
+    calls.make()
+    calls.make()
+
+    assert recorder.told == [
+        f"copy {1 << 40} 70 80 5",
+        "wait 5 6 0",
+        "clear 90 0 4 5",
+        f"launch 5 1000,64,1 128,1,1 512 5 0: {1 << 40} -1 7 0 0",
+        "record 8 5",
+        # The next turn is that of the stream which did not have the last one.
+        *("wait 2 8 0", "wait 2 11 0", "copy 100 200 50 2", "record 12 2"),
+        "record 9 2",
+    ]
+
+
+def test_turns_change_streams_and_each_follows_the_one_before(recorder: Recorder) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    link: Any = Streams()
+
+    calls.send(link, (0, 1000, 300), 100)
+    calls.make()
+    calls.send(link, (0, 1000, 10), 100)
+    calls.make()
+
+    assert recorder.told == [
+        *("wait 2 11 0", "copy 0 1000 100 2", "record 12 2"),
+        *("wait 1 12 0", "copy 100 1100 100 1", "record 11 1"),
+        *("wait 2 11 0", "copy 200 1200 100 2", "record 12 2"),
+        *("wait 1 12 0", "copy 0 1000 10 1", "record 11 1"),
+    ]
+
+
+def turns_of(told: list[str]) -> list[list[tuple[int, int, int]]]:
+    """What was copied between each wait and the record after it."""
+    turns: list[list[tuple[int, int, int]]] = []
+    for line in told:
+        word, _, rest = line.partition(" ")
+        if word == "wait":
+            turns.append([])
+        elif word == "copy":
+            target, source, length, _ = map(int, rest.split())
+            turns[-1].append((target, source, length))
+        elif word == "batch":
+            for extent in rest.partition(": ")[2].split():
+                target, _, more = extent.partition("<")
+                source, _, length = more.partition(":")
+                turns[-1].append((int(target), int(source), int(length)))
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("lengths", "turn_bytes"),
+    [
+        ([128 << 20], 14 << 20),
+        ([2 << 20] * 64, 14 << 20),
+        ([2 << 20] * 64, 1 << 20),
+        ([40, 40, 40, 100, 40], 100),
+        ([40, 40, 40, 100, 40], 1),
+        ([10_001, 3, 9_999, 20_000, 4096], 4096),
+        ([10_001, 3, 9_999, 20_000, 4096], 10_000),
+        ([10_001, 3, 9_999, 20_000, 4096], 100),
+        ([1], 10_000),
+    ],
+)
+def test_extents_are_cut_into_the_same_turns_as_by_python(
+    recorder: Recorder, lengths: list[int], turn_bytes: int
+) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    extents = [(7 << 40 | at << 28, at << 28, length) for at, length in enumerate(lengths)]
+    link: Any = Streams()
+
+    calls.send(link, [word for extent in extents for word in extent], turn_bytes)
+    calls.make()
+
+    wanted = [list(zip(*turn, strict=True)) for turn in in_turns(extents, turn_bytes)]
+    assert turns_of(recorder.told) == wanted
+
+
+def test_the_extents_of_a_turn_go_in_one_call_in_the_order_of_the_stream(
+    recorder: Recorder,
+) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    link: Any = Streams()
+
+    calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
+    calls.make()
+
+    assert recorder.told[1] == "batch 2 in order 1 from 0 of 1: 100<1000:40 200<3000:60"
+
+
+def test_a_driver_without_batches_is_given_one_extent_after_the_other(tmp_path: Path) -> None:
+    older = Recorder(tmp_path, "-DWITHOUT_BATCHES")
+    calls = CompiledCalls(older.library, [])
+    link: Any = Streams()
+
+    calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
+    calls.make()
+
+    assert older.told[1:3] == ["copy 100 1000 40 2", "copy 200 3000 60 2"]
+
+
+def test_nothing_is_called_after_a_call_that_failed(recorder: Recorder) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    calls.wait(numbered(5), numbered(6))
+    calls.record(numbered(7), numbered(5))
+    calls.wait(numbered(5), numbered(8))
+    recorder.driver.fail_after(1)
+
+    with pytest.raises(UnavailableError, match="CUDA: error 700 of operation 2 at word 3"):
+        calls.make()
+
+    assert recorder.told == ["wait 5 6 0", "record 7 5"]
+    calls.make()
+    assert len(recorder.told) == 2
+
+
+def test_words_that_make_no_sense_are_refused(recorder: Recorder) -> None:
+    with pytest.raises(UnavailableError, match="error 65535 of operation 99 at word 0"):
+        recorder.library.make(array("q", [99, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("events", "reached"),
+    [([], 0), ([1, 2, 3], 3), ([1, 200, 3], 1), ([200], 0), ([1, 200, 900], 1)],
+)
+def test_events_are_asked_for_until_one_is_not_reached(
+    recorder: Recorder, events: list[int], reached: int
+) -> None:
+    calls = CompiledCalls(recorder.library, [])
+
+    assert calls.reached([numbered(event) for event in events]) == reached
+
+
+def test_an_event_of_a_lost_device_is_an_error(recorder: Recorder) -> None:
+    calls = CompiledCalls(recorder.library, [])
+
+    with pytest.raises(UnavailableError, match="CUDA: error 719 of an event"):
+        calls.reached([numbered(1), numbered(900)])
+
+
+@pytest.mark.parametrize(
+    ("function", "argument_count", "scratch_bytes"), [(2, 3, 0), (6, 3, 0), (4, 3, 128)]
+)
+def test_kernels_with_parameters_that_we_do_not_know_are_refused(
+    recorder: Recorder, function: int, argument_count: int, scratch_bytes: int
+) -> None:
+    unknown = kernel(function, argument_count=argument_count, scratch_bytes=scratch_bytes)
+
+    with pytest.raises(UnavailableError, match=f"a kernel takes {function} parameters"):
+        CompiledCalls(recorder.library, [unknown])
+
+
+@pytest.mark.parametrize("key_bytes", [0, 1, 8, 16, 20, 32, 64, 104, 105, 300])
+def test_seeds_are_those_of_the_definition_whatever_the_keys(
+    recorder: Recorder, key_bytes: int
+) -> None:
+    calls = CompiledCalls(recorder.library, [])
+    random = np.random.default_rng(key_bytes)
+    keys = [random.bytes(key_bytes) for _ in range(70)]
+    seeds = np.zeros(100, dtype=np.uint64)
+    manifest: Any = SimpleNamespace(seeds=seeds, seeds_host_address=seeds.ctypes.data)
+
+    calls.write_seeds(keys, manifest)
+
+    assert seeds.tolist() == key_seeds(keys) + [0] * 30
+
+
+def test_keys_of_different_lengths_are_refused(recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match="keys have different lengths"):
+        recorder.library.write_seeds([b"one", b"another"], 0)
+
+
+def test_a_source_is_compiled_once(tmp_path: Path) -> None:
+    first = compiled("calls", SOURCE, tmp_path)
+    made_at = first.stat().st_mtime_ns
+    again = compiled("calls", SOURCE, tmp_path)
+    other = compiled("calls", SOURCE + b"\n", tmp_path)
+
+    assert again == first
+    assert again.stat().st_mtime_ns == made_at
+    assert other != first
+    assert sorted(tmp_path.iterdir()) == sorted([first, other])
+
+
+def test_a_source_that_cannot_be_compiled_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"failed: .*error"):
+        compiled("calls", b"this is not C", tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = cache_folder()
+    assert own is not None
+    own.chmod(0o777)
+
+    assert own == tmp_path / "penstock"
+    assert cache_folder() is None
+
+
+def test_without_a_compiler_calls_are_made_from_python_which_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(module, "_told", set())
+    library.load_library.cache_clear()
+
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        found = [choose_calls([]) for _ in range(3)]
+
+    assert all(isinstance(calls, PlainCalls) for calls in found)
+    assert "there is no C compiler" in found[0].without
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("copies are submitted from Python, which takes longer: cause=there is")
+
+
+def test_a_driver_that_lacks_a_function_is_refused(recorder: Recorder, tmp_path: Path) -> None:
+    assert recorder.library
+    made = compiled("calls", SOURCE, tmp_path)
+
+    with pytest.raises(UnavailableError, match=r"libm\.so\.6 lacks 7 of the functions"):
+        CallsLibrary(made, driver="libm.so.6")
+    with pytest.raises(UnavailableError, match=r"libnothing\.so is not there"):
+        CallsLibrary(made, driver="libnothing.so")
