@@ -7,7 +7,7 @@ from statistics import median_high
 
 import pytest
 
-from penstock.cache.rates import SAMPLE_COUNT, HopMeter, MovingMedian
+from penstock.cache.rates import SAMPLE_COUNT, STEPS_TO_TELL, HopMeter, MovingMedian
 
 
 def test_nothing_was_measured_at_first() -> None:
@@ -66,9 +66,9 @@ def test_a_copy_alone_is_measured_from_its_start_to_its_end(meter: HopMeter) -> 
     meter.begin(10, now=1.0)
     meter.end(10, now=3.0, whole=True)
 
-    meter.sample()
+    meter.tick()
 
-    assert meter.rate.value(3.0) == 5.0
+    assert meter.seen.value(3.0) == 5.0
     assert meter.queued == 0
 
 
@@ -78,9 +78,9 @@ def test_copies_that_wait_for_each_other_are_measured_together(meter: HopMeter) 
     meter.end(10, now=2.0, whole=True)
     meter.end(10, now=2.0 + 1e-6, whole=True)
 
-    meter.sample()
+    meter.tick()
 
-    assert meter.rate.value(2.0) == pytest.approx(10.0)
+    assert meter.seen.value(2.0) == pytest.approx(10.0)
 
 
 def test_idle_time_does_not_count(meter: HopMeter) -> None:
@@ -89,10 +89,10 @@ def test_idle_time_does_not_count(meter: HopMeter) -> None:
     meter.begin(10, now=50.0)
     meter.end(10, now=51.0, whole=True)
 
-    meter.sample()
+    meter.tick()
 
-    assert meter.rate.value(51.0) == 10.0
-    assert meter.rate.sample_count == 2
+    assert meter.seen.value(51.0) == 10.0
+    assert meter.seen.sample_count == 2
 
 
 def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> None:
@@ -100,11 +100,11 @@ def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> N
     for step in range(1, 5):
         meter.begin(10, now=float(step))
         meter.end(10, now=float(step), whole=True)
-        meter.sample()
+        meter.tick()
 
     assert meter.queued == 10
-    assert meter.rate.value(4.0) == 10.0
-    assert meter.rate.sample_count == 4
+    assert meter.seen.value(4.0) == 10.0
+    assert meter.seen.sample_count == 4
 
 
 def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
@@ -113,18 +113,61 @@ def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
     meter.end(10, now=1.0, whole=True)
     meter.end(10, now=30.0, whole=False)
 
-    meter.sample()
+    meter.tick()
 
-    assert meter.rate.value(30.0) is None
+    assert meter.seen.value(30.0) is None
     assert meter.queued == 0
 
 
 def test_what_took_no_time_tells_nothing(meter: HopMeter) -> None:
     meter.begin(10, now=1.0)
     meter.end(10, now=1.0, whole=True)
-    meter.sample()
+    meter.tick()
     meter.begin(10, now=2.0)
     meter.end(10, now=3.0, whole=True)
-    meter.sample()
+    meter.tick()
 
-    assert meter.rate.value(3.0) == 10.0
+    assert meter.seen.value(3.0) == 10.0
+
+
+def test_a_copy_that_ends_within_a_few_steps_decides_nothing(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    for _ in range(STEPS_TO_TELL - 1):
+        meter.tick()
+
+    meter.end(10, now=1.0, whole=True)
+    meter.tick()
+
+    assert meter.seen.value(1.0) == 10.0
+    assert meter.bound.value(1.0) is None
+
+
+def test_a_copy_that_takes_longer_than_a_few_steps_decides(meter: HopMeter) -> None:
+    meter.begin(10, now=0.0)
+    for _ in range(STEPS_TO_TELL):
+        meter.tick()
+
+    meter.end(10, now=1.0, whole=True)
+    meter.tick()
+
+    assert meter.bound.value(1.0) == 10.0
+
+
+def test_copies_one_after_the_other_are_not_overdue_together(meter: HopMeter) -> None:
+    for step in range(20):
+        meter.begin(10, now=float(step))
+        meter.tick()
+        if step:
+            meter.end(10, now=float(step), whole=True)
+
+    assert meter.seen.sample_count > 10
+    assert meter.bound.value(20.0) is None
+
+
+def test_a_backlog_that_the_hop_does_not_work_off_decides(meter: HopMeter) -> None:
+    for step in range(1, 20):
+        meter.begin(20, now=float(step))
+        meter.tick()
+        meter.end(10, now=float(step), whole=True)
+
+    assert meter.bound.value(20.0) == 10.0

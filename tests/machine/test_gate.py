@@ -12,11 +12,13 @@ import pytest
 
 from penstock.cache.departed import MissReason
 from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.rates import STEPS_TO_TELL
 from penstock.cache.settings import Gate
 from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.machine.gate import LOAD_WAIT_S
 
 if TYPE_CHECKING:
     from tests.machine.conftest import Driver, MakeDriver
@@ -35,6 +37,8 @@ def compute_at(driver: Driver, tokens_per_s: float) -> None:
 def measure(driver: Driver, purpose: Purpose, blocks_per_s: float) -> None:
     """The open copy of a purpose takes as long as it does at such a rate."""
     copy = driver.copy(purpose)
+    for _ in range(STEPS_TO_TELL):
+        driver.tick()
     driver.now += len(copy.keys) / blocks_per_s
     driver.complete(copy)
     driver.tick()
@@ -217,6 +221,25 @@ def test_a_hit_below_the_floor_is_not_loaded(
 
     assert granted.cached_tokens == loaded
     assert (granted.miss.reason is MissReason.RECOMPUTE) == (not loaded)
+
+
+@pytest.mark.parametrize(("share", "loaded"), [(1.0, 8), (1.001, 0)])
+def test_by_default_a_load_saves_at_least_what_is_prefilled_in_a_moment(
+    make_driver: MakeDriver, share: float, loaded: int
+) -> None:
+    driver = make_driver(host=8)
+    driver.discover(1, "abcd")
+    compute_at(driver, share * 8 / LOAD_WAIT_S)
+
+    assert driver.acquire("abcd").cached_tokens == loaded
+
+
+def test_a_gate_that_is_off_has_no_floor_of_its_own(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=8, load_gate=Gate.OFF)
+    driver.discover(1, "abcd")
+    compute_at(driver, QUICK)
+
+    assert driver.acquire("abcd").cached_tokens == 8
 
 
 def test_a_gate_that_is_off_loads_whatever_is_slower(make_driver: MakeDriver) -> None:

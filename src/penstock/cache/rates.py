@@ -57,6 +57,12 @@ class MovingMedian:
         return now - self._at > self._age_s
 
 
+STEPS_TO_TELL = 5
+"""Steps of the engine in which any copy is told to have ended, however quick it was. It is asked
+for before one, waits on the device for the two that may be under way, and is seen to have ended
+in the next, or, where ranks are heard with the engine's own messages, in the one after that."""
+
+
 class HopMeter:
     """Measures one hop: how many blocks a second arrive while any are under way.
 
@@ -64,45 +70,85 @@ class HopMeter:
     again or, while it stays busy, with every tick after which something arrived. So copies
     that wait for each other are counted together, as are those that are reported in the same
     step, and idle time is not counted at all.
+
+    A copy is seen to end at the border of a step, so one that took a moment seems to have taken
+    a step. Where steps are long, a quick hop looks slow by that; were it believed, everything
+    would be computed, and steps would stay long. So there are two rates. `seen` is of all
+    stretches, for people. `bound` decides, and is of those in which a copy was *overdue*: under
+    way for more than `STEPS_TO_TELL` ticks, so that the hop, not the step, was waited for.
     """
 
-    __slots__ = ("_arrived", "_last", "_since", "queued", "rate")
+    __slots__ = (
+        "_arrived",
+        "_asked",
+        "_asked_by_tick",
+        "_last",
+        "_over",
+        "_overdue",
+        "_since",
+        "bound",
+        "seen",
+    )
 
     def __init__(self, *, age_s: float) -> None:
-        self.rate = MovingMedian(age_s=age_s)
-        """Blocks a second."""
-        self.queued = 0
-        """Blocks that were asked for, and that some rank may still be copying."""
+        self.seen = MovingMedian(age_s=age_s)
+        """Blocks a second, of all stretches."""
+        self.bound = MovingMedian(age_s=age_s)
+        """Blocks a second, of those that the hop and not the engine's steps held up."""
+        self._asked = 0
+        """Blocks that were ever asked for, and, next, those of them that nobody copies any more."""
+        self._over = 0
+        self._asked_by_tick: deque[int] = deque((0,) * STEPS_TO_TELL, maxlen=STEPS_TO_TELL)
+        """How many had been asked for at the last ticks, oldest first."""
         self._since = 0.0
         self._last = 0.0
         self._arrived = 0
+        self._overdue = False
+
+    @property
+    def queued(self) -> int:
+        """Blocks that were asked for, and that some rank may still be copying."""
+        return self._asked - self._over
 
     def begin(self, block_count: int, now: float) -> None:
         """A copy was asked for."""
         if not self.queued:
-            self.sample()
-            self._since = now
-            self._arrived = 0
-        self.queued += block_count
+            self._sample()
+            self._forget(now)
+        self._asked += block_count
 
     def end(self, block_count: int, now: float, *, whole: bool) -> None:
         """Every rank is through with a copy; how long one took that is not whole tells nothing."""
-        self.queued -= block_count
+        overdue = self._asked_by_tick[0] > self._over
+        self._over += block_count
         if whole:
             self._arrived += block_count
             self._last = now
+            self._overdue |= overdue
         else:
-            self._arrived = 0
-            self._since = now
+            self._forget(now)
 
-    def sample(self) -> None:
-        """Ends a stretch, if anything arrived in it."""
-        seconds = self._last - self._since
-        if self._arrived and seconds > 0:
-            self.rate.add(self._arrived / seconds, self._last)
-            self._since = self._last
-            self._arrived = 0
+    def tick(self) -> None:
+        """A step of the engine: ends a stretch, if anything arrived in it."""
+        self._sample()
+        self._asked_by_tick.append(self._asked)
 
     def freeze(self) -> tuple[object, ...]:
         """All that decides."""
-        return (self.queued, self._since, self._last, self._arrived, self.rate.freeze())
+        late = tuple(max(0, asked - self._over) for asked in self._asked_by_tick)
+        times = (self._since, self._last, self._arrived, self._overdue)
+        return (self.queued, late, times, self.seen.freeze(), self.bound.freeze())
+
+    def _sample(self) -> None:
+        seconds = self._last - self._since
+        if not self._arrived or seconds <= 0:
+            return
+        self.seen.add(self._arrived / seconds, self._last)
+        if self._overdue:
+            self.bound.add(self._arrived / seconds, self._last)
+        self._forget(self._last)
+
+    def _forget(self, now: float) -> None:
+        self._since = now
+        self._arrived = 0
+        self._overdue = False

@@ -146,9 +146,9 @@ class CacheSettings:
     """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
     load_gate: Gate = Gate.MEASURED
     """Whether a load must be quicker than computing."""
-    load_tokens_min: int = 1
-    """A load that saves fewer tokens than this is not worth its wait for the next step. The
-    least possible value lets everything pass: which number is right depends on the step."""
+    load_tokens_min: int = 0
+    """A load that saves fewer tokens than this is not worth its wait for the next step. 0: as
+    many as the engine prefills in `LOAD_WAIT_S`, and any number while its speed is not known."""
     rate_age_s: float = 60.0
     """A rate is believed for so long after its last sample. Long enough for a lull between
     requests, short enough that a tier which was slow for a while is soon tried again."""
@@ -169,7 +169,8 @@ class CacheSettings:
             raise ConfigError("operation_timeout_s", f"is {self.operation_timeout_s}, must be > 0")
         if not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError("pin_share", f"is {self.pin_share}, must be from 0 to 1")
-        _require_at_least_one("load_tokens_min", self.load_tokens_min)
+        if self.load_tokens_min < 0:
+            raise ConfigError("load_tokens_min", f"is {self.load_tokens_min}, must be at least 0")
         if not self.rate_age_s > 0:
             raise ConfigError("rate_age_s", f"is {self.rate_age_s}, must be > 0")
         if self.block_bytes < 0:

@@ -31,6 +31,9 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_cached: int
     """Tokens that requests found here."""
     blocks_evicted: int
+    ready_s: float | None = None
+    """How long it took until its memory could be used, on the slowest rank: made or mapped, and
+    registered. `None` for the device."""
 
 
 class HopStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +78,8 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     blocks_corrupt: int
     saves_refused: int
     reports_late: int
+    reports_lost: int = 0
+    """Reports of ranks elsewhere that never came, although later ones did."""
     leases_lost: int
     tokens_computed_instead: int
     """Tokens that were found below the device, but were quicker to compute than to load."""
@@ -134,7 +139,7 @@ def gather(books: Books) -> CacheStatistics:
 
 def _hop(books: Books, source: int, target: int, meter: HopMeter) -> HopStatistics:
     settings = books.settings
-    blocks_per_s = meter.rate.value(books.now)
+    blocks_per_s = meter.seen.value(books.now)
     block_bytes = settings.block_bytes
     return HopStatistics(
         source=_name(books, source),
