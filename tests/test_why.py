@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
 
-MAY_START_PROCESSES = ("runtime/supervisor/", "testing/", "bench/")
-"""The supervisor, for the engine; what measures and tests, for itself."""
-MAY_HAVE_THREADS = ("testing/", "bench/")
+MAY_START_PROCESSES = ("runtime/supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/")
+"""The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
+it, for itself."""
+MAY_HAVE_THREADS = ("testing/", "bench/", "demo/")
 """Nothing that runs in an engine: a benchmark shows what they would cost there."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"

@@ -26,6 +26,7 @@ from penstock.machine.statistics import CacheStatistics as CacheStatistics
 from penstock.runtime.facts import RankFacts as RankFacts
 from penstock.runtime.health import Health as Health
 from penstock.runtime.leases import Lease as Lease
+from penstock.runtime.leases import Verdict as Verdict
 from penstock.runtime.managed import Cache as Cache
 from penstock.runtime.managed import Pin as Pin
 from penstock.runtime.offload import Offload as Offload

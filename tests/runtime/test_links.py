@@ -120,7 +120,7 @@ def test_a_report_of_blocks_that_an_operation_does_not_have_is_the_end_of_a_rank
     moved = Moved(plan.copies[0].operation, ((2, BlockFault.CORRUPT),))
     life = linked.fleet.ranks[1].facts.life
 
-    linked.far[1].send(encode_report(RankReport(1, life, plan.incarnation, [moved])))
+    linked.far[1].send(encode_report(RankReport(1, life, plan.incarnation, 1, [moved])))
     linked.owner.step()
 
     (reason,) = linked.owner.health().reasons

@@ -384,7 +384,9 @@ def test_faults_at_blocks_that_there_are_not_are_refused(make_fleet: MakeFleet) 
     fleet: Fleet = make_fleet()
     (operation,) = fleet.owner.save(fleet.keys(2), [0, 1], cause="save").operations
     moved = [Moved(operation, ((2, BlockFault.CORRUPT),))]
-    message = encode_report(RankReport(0, fleet.ranks[0].facts.life, operation.incarnation, moved))
+    message = encode_report(
+        RankReport(0, fleet.ranks[0].facts.life, operation.incarnation, 1, moved)
+    )
 
     with pytest.raises(PeerError, match="rank 0 reports a fault at position 2"):
         fleet.owner.hear(message)

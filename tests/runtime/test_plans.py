@@ -75,6 +75,8 @@ def plans(draw: st.DrawFn) -> Plan:
         draw(st.integers(1, 2**53)),
         draw(st.lists(copies(incarnation), max_size=4)),
         [OperationId(incarnation, epoch, sequence) for epoch, sequence in abandoned],
+        draw(st.lists(BITS_64, max_size=2)),
+        [OperationId(incarnation, epoch, sequence) for epoch, sequence in reversed(abandoned)],
     )
 
 
@@ -90,7 +92,9 @@ def reports(draw: st.DrawFn) -> RankReport:
         )
         for _ in range(draw(st.integers(0, 4)))
     ]
-    return RankReport(draw(st.integers(0, 4095)), draw(BITS_64), incarnation, moved)
+    return RankReport(
+        draw(st.integers(0, 4095)), draw(BITS_64), incarnation, draw(st.integers(1, 2**40)), moved
+    )
 
 
 def facts_of(copy: Copy) -> tuple[object, ...]:
@@ -128,7 +132,7 @@ def test_a_report_is_read_as_it_was_written(report: RankReport) -> None:
 @given(message=st.binary(max_size=200))
 def test_garbage_is_refused_by_one_kind_of_error(message: bytes) -> None:
     for read in (decode_plan, decode_report):
-        for head in (b"", b"P\x01", b"R\x01"):
+        for head in (b"", b"P" + bytes([VERSION]), b"R" + bytes([VERSION])):
             try:
                 read(head + message)
             except PeerError:
@@ -139,15 +143,15 @@ def test_garbage_is_refused_by_one_kind_of_error(message: bytes) -> None:
     "body",
     [
         b"\xdd\xff\xff\xff\xff",
-        b"\x95\x01\x01\xdd\xff\xff\xff\xff",
-        b"\x95\x01\x01\x90\xdd\xff\xff\xff\xff\x92\x01\x01",
-        b"\x95\x01\x01\x91\x9b\x00\x01\xa4load\x01\x00\xc6\xff\xff\xff\xff",
+        b"\x96\x01\x01\xdd\xff\xff\xff\xff",
+        b"\x96\x01\x01\x90\xdd\xff\xff\xff\xff\x92\x01\x01",
+        b"\x96\x01\x01\x91\x9b\x00\x01\xa4load\x01\x00\xc6\xff\xff\xff\xff",
     ],
     ids=["message", "copies", "abandoned", "keys"],
 )
 def test_a_message_that_promises_billions_is_refused_without_making_room(body: bytes) -> None:
     with pytest.raises(PeerError, match="truncated"):
-        decode_plan(b"P\x01" + body)
+        decode_plan(b"P" + bytes([VERSION]) + body)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -187,11 +191,11 @@ def test_a_plan_that_was_cut_or_has_more_behind_it_is_refused(
     [
         (decode_plan, b"", "a plan begins with b'', must begin with b'P': it is something else"),
         (decode_plan, b"R\x01", "a plan begins with b'R', must begin with b'P'"),
-        (decode_report, b"P\x01", "a report begins with b'P', must begin with b'R'"),
-        (decode_plan, b"P", "a plan is of version none, must be of 01"),
-        (decode_plan, b"P\x02\x90", "a plan is of version 02, must be of 01: owner and ranks"),
+        (decode_report, b"P" + bytes([VERSION]), "a report begins with b'P', must begin with b'R'"),
+        (decode_plan, b"P", "a plan is of version none, must be of 02"),
+        (decode_plan, b"P\x01\x90", "a plan is of version 01, must be of 02: owner and ranks"),
         (decode_plan, b"P" * (MESSAGE_BYTES_MAX + 1), "a plan has 16777217 bytes, must have at"),
-        (decode_plan, b"P\x01\x90", "a plan cannot be read"),
+        (decode_plan, b"P" + bytes([VERSION]) + b"\x90", "a plan cannot be read"),
     ],
 )
 def test_what_is_wrong_with_a_message_is_said(
@@ -213,23 +217,29 @@ ROW = [0, 1, "load", 1, 0, bytes(32), 0, bytes(8), 0, bytes(8), "r"]
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ((1, 1, [], [], [], "more"), "at most length 5"),
-        ((1, 1, [], []), "at least length 5"),
-        ((1, 0, [], [], []), ">= 1"),
-        ((-1, 1, [], [], []), ">= 0"),
-        ((1, 1, [[*ROW, 0]], [], []), "at most length 11"),
-        ((1, 1, [[0, 1, "steal", *ROW[3:]]], [], []), "Invalid enum value 'steal'"),
-        ((1, 1, [[*ROW[:5], b"", *ROW[6:]]], [], []), "has 0 bytes of keys, must have 16 for each"),
-        ((1, 1, [[*ROW[:5], bytes(31), *ROW[6:]]], [], []), "has 31 bytes of keys"),
-        ((1, 1, [[*ROW[:7], bytes(4), *ROW[8:]]], [], []), "has 4 bytes of slots, must have 4 for"),
-        ((1, 1, [[*ROW[:6], 3, *ROW[7:]]], [], []), "each of 2 blocks in 3 rows"),
-        ((1, 1, [[*ROW[:10], "r" * (TEXT_MAX + 1)]], [], []), f"length <= {TEXT_MAX}"),
+        ((1, 1, [], [], [], [], "more"), "at most length 6"),
+        ((1, 1, [], [], []), "at least length 6"),
+        ((1, 0, [], [], [], []), ">= 1"),
+        ((-1, 1, [], [], [], []), ">= 0"),
+        ((1, 1, [[*ROW, 0]], [], [], []), "at most length 11"),
+        ((1, 1, [[0, 1, "steal", *ROW[3:]]], [], [], []), "Invalid enum value 'steal'"),
+        (
+            (1, 1, [[*ROW[:5], b"", *ROW[6:]]], [], [], []),
+            "has 0 bytes of keys, must have 16 for each",
+        ),
+        ((1, 1, [[*ROW[:5], bytes(31), *ROW[6:]]], [], [], []), "has 31 bytes of keys"),
+        (
+            (1, 1, [[*ROW[:7], bytes(4), *ROW[8:]]], [], [], []),
+            "has 4 bytes of slots, must have 4 for",
+        ),
+        ((1, 1, [[*ROW[:6], 3, *ROW[7:]]], [], [], []), "each of 2 blocks in 3 rows"),
+        ((1, 1, [[*ROW[:10], "r" * (TEXT_MAX + 1)]], [], [], []), f"length <= {TEXT_MAX}"),
     ],
 )
 def test_a_plan_with_something_wrong_in_it_is_refused(
     fields: tuple[object, ...], problem: str
 ) -> None:
-    decode_plan(wire(1, 1, [ROW], [], []))
+    decode_plan(wire(1, 1, [ROW], [], [], []))
 
     with pytest.raises(PeerError) as refusal:
         decode_plan(wire(*fields))

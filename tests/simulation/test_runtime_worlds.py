@@ -11,6 +11,7 @@ from penstock.runtime import rank as rank_module
 from penstock.runtime.carrier import Carrier
 from penstock.runtime.crew import Lost
 from penstock.runtime.driver import Driver
+from penstock.runtime.inquiry import Inquiry
 from penstock.runtime.links import LinkedCrew
 from penstock.runtime.plans import decode_plan
 from penstock.runtime.rank import Rank
@@ -142,11 +143,17 @@ def plant_careless_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "_cancel", lambda *_: [])
 
 
+def plant_owner_that_never_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report that is lost is not missed by anybody."""
+    monkeypatch.setattr(Inquiry, "due", lambda *_: ())
+
+
 PLANTED = [
     pytest.param(plant_unnoticed_loss, id="unnoticed loss"),
     pytest.param(plant_orders_of_an_earlier_life, id="orders of an earlier life"),
     pytest.param(plant_plans_taken_twice, id="plans taken twice"),
     pytest.param(plant_lost_plans_unnoticed, id="copies forgotten"),
+    pytest.param(plant_owner_that_never_asks, id="lost reports are not missed"),
     pytest.param(plant_blind_checksums, id="blind checksums"),
     pytest.param(plant_careless_close, id="careless close"),
 ]

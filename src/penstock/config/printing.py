@@ -71,6 +71,8 @@ def _cache(config: Config) -> dict[str, Value]:
         "load_gate": cache.load_gate.value,
         "load_tokens_min": cache.load_tokens_min,
         "rate_age_s": cache.rate_age_s,
+        "layer_wise": config.layer_wise,
+        "device_wait_s": config.device_wait_s,
         "blocks": 0,
     }
     if cache.device is not None:

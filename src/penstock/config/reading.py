@@ -106,6 +106,8 @@ def _read_config(document: dict[str, object]) -> Config:
         hash=table.word("hash"),
         tier_kinds=kinds,
         equal_ranks=table.flag("equal_ranks"),
+        layer_wise=table.word("layer_wise"),
+        device_wait_s=table.number("device_wait_s"),
         engine=_read_engine(document),
         serve=_read_serve(document),
     )
@@ -120,6 +122,8 @@ def _read_engine(document: dict[str, object]) -> EngineTable | None:
         role=table.word("role"),
         prefill_tp=table.whole("prefill_tp"),
         decode_tp=table.whole("decode_tp"),
+        prefill_at=table.word("prefill_at"),
+        decode_at=table.word("decode_at"),
         dtype=table.word("dtype"),
         device=table.word("device"),
         threads=table.whole("threads"),
@@ -140,6 +144,8 @@ def _read_serve(document: dict[str, object]) -> ServeTable | None:
         instances=table.whole("instances"),
         body_bytes_max=table.whole("body_bytes_max"),
         requests_max=table.whole("requests_max"),
+        router=table.word("router"),
+        number=table.whole("number"),
     )
 
 

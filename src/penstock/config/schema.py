@@ -32,6 +32,8 @@ TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve")
 RESERVED_TABLES = ("handoff",)
 """They may be there, so that a file can be prepared; they have no settings yet."""
 
+LAYER_WISE = ("auto", "off")
+"""Whether a step may compute on loads that are still arriving, layer by layer."""
 BLOCKS_MAX = 2**31 - 1
 """Slot numbers are kept in 32-bit integers."""
 UNSIZED_BLOCKS = BLOCKS_MAX
@@ -167,8 +169,10 @@ CACHE_KEYS: Mapping[str, Key] = {
     "event_count": Whole(minimum=1, maximum=COUNT_MAX, default=8_192),
     "pin_share": Number(minimum=0, maximum=1, default=0.5),
     "load_gate": Word(default="measured", choices=tuple(gate.value for gate in Gate)),
-    "load_tokens_min": Whole(minimum=1, maximum=COUNT_MAX, default=1),
+    "load_tokens_min": Whole(minimum=0, maximum=COUNT_MAX, default=0),
     "rate_age_s": Number(minimum=0.001, maximum=86_400, default=60.0),
+    "layer_wise": Word(default="off", choices=LAYER_WISE),
+    "device_wait_s": Number(minimum=0.001, maximum=3_600, default=30.0),
     "blocks": Whole(minimum=0, maximum=BLOCKS_MAX, default=0),
     **ROOM_KEYS,
 }
@@ -195,9 +199,11 @@ TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
 
 ENGINE_KEYS: Mapping[str, Key] = {
     "model": Word(default=""),
-    "role": Word(default="both", choices=("both", "prefill", "decode")),
+    "role": Word(default="both", choices=("both", "prefill", "decode", "router")),
     "prefill_tp": Whole(minimum=0, maximum=1_024, default=0),
     "decode_tp": Whole(minimum=0, maximum=1_024, default=0),
+    "prefill_at": Word(default=""),
+    "decode_at": Word(default=""),
     "dtype": Word(default="float32", choices=("float32", "bfloat16", "float16")),
     "device": Word(default="cpu"),
     "threads": Whole(minimum=0, maximum=1_024, default=0),
@@ -213,6 +219,8 @@ SERVE_KEYS: Mapping[str, Key] = {
     "instances": Whole(minimum=1, maximum=16, default=1),
     "body_bytes_max": Whole(minimum=1_024, maximum=1 << 30, default=1 << 20),
     "requests_max": Whole(minimum=1, maximum=65_536, default=512),
+    "router": Word(default=""),
+    "number": Whole(minimum=0, maximum=1_023, default=0),
 }
 
 STARTER_TOML = """\

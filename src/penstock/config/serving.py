@@ -6,11 +6,37 @@ does.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from penstock.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+PORT_MAX = 65_535
+_ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
+_ANYWHERE = frozenset({"0.0.0.0", "[::]"})
+
+
+def require_address(key: str, address: str, *, ports: int = 1) -> tuple[str, int]:
+    """Host and port of an address that others dial.
+
+    Args:
+        key: what the setting is called.
+        address: the setting.
+        ports: so many ports are taken, this one and those after it.
+
+    Raises:
+        ConfigError: nobody could dial it.
+    """
+    found = _ADDRESS.fullmatch(address)
+    host, port = (found["host"], int(found["port"])) if found else ("", 0)
+    if host in {"", *_ANYWHERE} or not 1 <= port <= PORT_MAX + 1 - ports:
+        raise ConfigError(
+            key,
+            f"is {address!r}, must be tcp://HOST:PORT, with a host that the others can dial and a "
+            f"port from 1 to {PORT_MAX + 1 - ports}",
+        )
+    return host, port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +50,11 @@ class EngineTable:
     """Ranks of an instance that computes prompts for another one; 0: each computes its own."""
     decode_tp: int = 0
     """Ranks of an instance that answers what another one has computed."""
+    prefill_at: str = ""
+    """Where the scheduler of that first one listens for the other, and its ranks on the ports
+    after it; empty: both are started by one command."""
+    decode_at: str = ""
+    """Where the scheduler of the other one listens."""
     dtype: str = "float32"
     device: str = "cpu"
     threads: int = 0
@@ -39,6 +70,10 @@ class EngineTable:
                 f"is {self.prefill_tp} with engine.decode_tp {self.decode_tp}, must both be 0 or "
                 "both be given: prompts that one instance computes, another one answers",
             )
+        if self.prefill_at:
+            require_address("engine.prefill_at", self.prefill_at, ports=1 + self.prefill_tp)
+        if self.decode_at:
+            require_address("engine.decode_at", self.decode_at)
         if self.step_tokens < self.step_requests:
             raise ConfigError(
                 "engine.step_tokens",
@@ -57,3 +92,11 @@ class ServeTable:
     instances: int = 1
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
+    router: str = ""
+    """Where a router lets instances in that other commands start; empty: only its own."""
+    number: int = 0
+    """Which of the router's instances, or pairs, this one is."""
+
+    def __post_init__(self) -> None:
+        if self.router:
+            require_address("serve.router", self.router)

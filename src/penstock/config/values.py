@@ -6,6 +6,8 @@
     ├── cache       CacheSettings     device tier and the tiers below it
     ├── tier_kinds  TierKind, …       what each tier below the device is made of
     ├── equal_ranks bool              whether ranks hold equal bytes, and share a hub
+    ├── layer_wise  str               whether steps may compute on loads that still arrive
+    ├── device_wait_s float           how long a device is waited for
     ├── engine      EngineTable       how `penstock serve` computes, if the file says
     └── serve       ServeTable        whom it answers, if the file says
 
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.config.printing import print_toml
-from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
+from penstock.config.schema import LAYER_WISE, TIER_KINDS, UNSIZED_BLOCKS
 from penstock.errors import ConfigError
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
@@ -110,6 +112,12 @@ class Config:
     """One for each of `cache.tiers`, in the same order."""
     equal_ranks: bool = False
     """Whether all ranks hold equal bytes, as with latent attention: then they share one hub."""
+    layer_wise: str = "off"
+    """`auto`: loads fill layer by layer where the device can wait for a layer, and a step may
+    compute on those whose layers will arrive in time; `off`: a request waits until its loads have
+    ended, which are made whole."""
+    device_wait_s: float = 30.0
+    """A device that ends none of its copies for so long while somebody waits counts as stuck."""
     engine: EngineTable | None = None
     serve: ServeTable | None = None
 
@@ -117,6 +125,11 @@ class Config:
         if self.hash not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
             raise ConfigError("hash", f"is {self.hash!r}, must be one of {known}")
+        if self.layer_wise not in LAYER_WISE:
+            known = ", ".join(LAYER_WISE)
+            raise ConfigError("layer_wise", f"is {self.layer_wise!r}, must be one of {known}")
+        if not self.device_wait_s > 0:
+            raise ConfigError("device_wait_s", f"is {self.device_wait_s}, must be more than 0")
         if len(self.tier_kinds) != len(self.cache.tiers):
             raise ConfigError(
                 "tier_kinds",

@@ -9,10 +9,13 @@ then on nothing here touches its slots.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.cache.settings import DEVICE, HUB
 from penstock.errors import UnavailableError
+from penstock.movers.base import WAIT_S, WaitsForDevice
 from penstock.movers.table import mover_between
 from penstock.runtime.engine_steps import EngineSteps
 
@@ -28,15 +31,6 @@ if TYPE_CHECKING:
 DEVICE_SHARE = 16
 """A byte that a device copies counts as so much less of a step's budget: 64 MiB of it are 1 GiB
 for a GPU, which PCIe 5 moves in 20 ms. The movers bound what is in flight themselves."""
-
-
-@runtime_checkable
-class WaitsForDevice(Protocol):
-    """A mover whose copies go on by themselves once they are submitted to a device."""
-
-    def wait(self) -> None:
-        """Blocks until what was submitted to the device has ended; bounded by its staging."""
-        ...
 
 
 @runtime_checkable
@@ -60,14 +54,25 @@ class RegistersHosts(Protocol):
 class Carrier:
     """The tiers and movers of one rank. A tier that is `None` cannot be used here."""
 
-    def __init__(self, stores: Sequence[SlotStore | None], algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        stores: Sequence[SlotStore | None],
+        algorithm: Algorithm,
+        *,
+        device_wait_s: float = WAIT_S,
+    ) -> None:
         self.stores: tuple[SlotStore | None, ...] = tuple(stores)
         self.algorithm = algorithm
         self.refused: dict[int, str] = {}
         """Tiers that nothing here can reach, although they are there, and why."""
+        self.connect_s: dict[int, float] = {}
+        """How long it took to have the device's copies reach each tier, by its index."""
         self._movers = self._connect()
         self.steps = EngineSteps(self._movers)
         """What the engine tells and asks around its steps."""
+        self._device_wait_s = device_wait_s
+        self._waits_since: float | None = None
+        """Since when somebody has waited for the device without seeing any of its copies end."""
         self._mover_of: dict[OperationId, Mover] = {}
 
     @property
@@ -79,6 +84,15 @@ class Carrier:
     def busy(self) -> bool:
         """Whether copies are under way."""
         return bool(self._mover_of)
+
+    @property
+    def copy_count(self) -> int:
+        """How many copies are under way."""
+        return len(self._mover_of)
+
+    def has(self, operation: OperationId) -> bool:
+        """Whether a copy is under way that `collect` will tell of."""
+        return operation in self._mover_of
 
     def submit(self, copy: Copy) -> None:
         """Takes a copy in; its work is done in `collect`."""
@@ -106,37 +120,67 @@ class Carrier:
             moved, spent = mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
             budget_bytes -= spent // cheaper
             for ended in moved:
+                self._waits_since = None
                 del self._mover_of[ended.operation]
                 yield ended
 
-    def wait(self) -> bool:
-        """Waits for copies that a device makes; returns False if none but those are out.
+    def wait(self, deadline: float) -> bool:
+        """Waits for copies that a device makes; returns False if no copies are out.
 
-        Where the CPU has copies to make there is nothing to wait for: True at once.
+        Where the CPU has copies to make there is nothing to wait for: True at once. At
+        `deadline`, on the monotonic clock, it is True as well: copies are under way.
+
+        Raises:
+            UnavailableError: the device has ended none of them for `device_wait_s`.
         """
         busy = [mover for mover in self._movers.values() if mover.busy]
-        if not all(isinstance(mover, WaitsForDevice) for mover in busy):
-            return True
-        for mover in busy:
-            if isinstance(mover, WaitsForDevice):
-                mover.wait()
-                return True
-        return False
+        if not busy:
+            return False
+        waiting = [mover for mover in busy if isinstance(mover, WaitsForDevice)]
+        if len(waiting) == len(busy):
+            self._wait_for(waiting[0], deadline)
+        return True
 
     def fence(self) -> list[Moved]:
-        """Abandons every copy and waits until none touches a slot any more."""
+        """Abandons every copy and waits until none touches a slot any more.
+
+        Raises:
+            UnavailableError: the device has ended none of them for `device_wait_s`: they may
+                still touch their slots.
+        """
         moved: list[Moved] = []
         for operation in list(self._mover_of):
             self.abandon(operation)
+        self._waits_since = None
         while self._mover_of:
             for mover in self._movers.values():
-                if isinstance(mover, WaitsForDevice):
-                    mover.wait()
+                if isinstance(mover, WaitsForDevice) and mover.busy:
+                    self._wait_for(mover, math.inf)
             moved += self.collect(budget_bytes=0)
         return moved
 
+    def _wait_for(self, mover: WaitsForDevice, deadline: float) -> None:
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        stuck_at = self._waits_since + self._device_wait_s
+        try:
+            mover.wait(max(0.0, min(deadline, stuck_at) - now))
+        except UnavailableError as error:
+            if time.monotonic() < stuck_at:
+                return  # Whoever waits has something else to do by now.
+            raise UnavailableError(
+                f"the device has ended none of {len(self._mover_of)} copies for "
+                f"{self._device_wait_s:g} s: {error}"
+            ) from error
+
     def close(self) -> None:
-        """Fences, then gives movers and tiers back. Once closed it stays so."""
+        """Fences, then gives movers and tiers back. Once closed it stays so.
+
+        Raises:
+            UnavailableError: the device does not end its copies. Nothing is given back: they
+                may still touch it.
+        """
         self.fence()
         for each in (*self._movers.values(), *self.stores):
             _give_back(each)
@@ -152,12 +196,15 @@ class Carrier:
             lower = max(source, target)
             if read is None or write is None or {source, target} & self.refused.keys():
                 continue
+            began = time.perf_counter()
             try:
                 movers[source, target] = mover_between(read, write, self.algorithm)
             except UnavailableError as error:
                 if lower == DEVICE:
                     raise
                 self.refused[lower] = str(error)
+            taken_s = time.perf_counter() - began
+            self.connect_s[lower] = self.connect_s.get(lower, 0.0) + taken_s
         for pair in [pair for pair in movers if {*pair} & self.refused.keys()]:
             _give_back(movers.pop(pair))
         self._give_back_refused()

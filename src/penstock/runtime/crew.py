@@ -13,12 +13,20 @@ has ended".
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.machine.events import Report
-from penstock.runtime.plans import Plan, copy_bytes, decode_report, encode_plan
+from penstock.runtime.inquiry import Numbers
+from penstock.runtime.plans import (
+    NAME_BYTES_MAX,
+    Plan,
+    copy_bytes,
+    decode_report,
+    encode_plan,
+)
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -46,8 +54,17 @@ class Lost(NamedTuple):
 class Crew(Protocol):
     """The ranks of one engine."""
 
+    @property
+    def roll(self) -> RollCall | None:
+        """Whose reports have come; `None` where none can be lost."""
+        ...
+
     def order(self, effect: Copy | Abandon) -> None:
         """Has every rank do something; returns at once."""
+        ...
+
+    def ask(self, operation: OperationId) -> None:
+        """Has every rank say whether it still has an operation in hand."""
         ...
 
     def collect(self, *, budget_bytes: int) -> Iterator[Report | Lost]:
@@ -59,7 +76,11 @@ class Crew(Protocol):
         ...
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
-        """Waits until there is something to do, or until `deadline`: then False."""
+        """Waits until there is something to do, or until `deadline`: then False.
+
+        Raises:
+            UnavailableError: copies that this process makes do not come to their end.
+        """
         ...
 
     def drop(self, rank: int) -> None:
@@ -72,7 +93,12 @@ class Crew(Protocol):
         ...
 
     def release(self) -> None:
-        """Gives back what it has of memory and channels."""
+        """Gives back what it has of memory and channels.
+
+        Raises:
+            UnavailableError: copies that this process makes do not come to their end, and may
+                still touch the memory: nothing is given back.
+        """
         ...
 
 
@@ -80,6 +106,7 @@ class LocalCrew:
     """The one rank of an engine that runs in the owner's own process."""
 
     own_way = True
+    roll = None
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -90,6 +117,9 @@ class LocalCrew:
             self.carrier.submit(effect)
         else:
             self.carrier.abandon(effect.operation)
+
+    def ask(self, operation: OperationId) -> None:
+        """Nothing is told that could be lost on the way."""
 
     def collect(self, *, budget_bytes: int) -> Iterator[Report | Lost]:
         """Lets the movers work, and tells what has ended."""
@@ -106,8 +136,14 @@ class LocalCrew:
         """Nothing has to be sent."""
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
-        """At once where the CPU has copies to make; else for a device or a descriptor."""
-        return self.carrier.wait() or bool(wait_any((), descriptors, deadline=deadline).descriptors)
+        """At once where the CPU has copies to make; else for a device or a descriptor.
+
+        Raises:
+            UnavailableError: the device does not end its copies.
+        """
+        if self.carrier.wait(deadline):
+            return True
+        return bool(wait_any((), descriptors, deadline=deadline).descriptors)
 
     def drop(self, rank: int) -> None:
         """Nothing leads to it that could be let go."""
@@ -124,10 +160,16 @@ class Outbox:
         self._roll = roll
         self._orders: deque[tuple[Copy | Abandon, tuple[int, ...]]] = deque()
         """With the lives of the ranks at that time: later ones are not told."""
+        self._asked: dict[OperationId, None] = {}
+        """In order, each once, however often it is asked for until the next plan is taken."""
         self._sequence = 0
 
     def __bool__(self) -> bool:
-        return bool(self._orders)
+        return bool(self._orders or self._asked)
+
+    def ask(self, operation: OperationId) -> None:
+        """Has ranks say whether they still have an operation in hand."""
+        self._asked[operation] = None
 
     def put(self, effect: Copy | Abandon) -> None:
         """Adds something; the machine bounds what is under way, and so this."""
@@ -135,11 +177,12 @@ class Outbox:
 
     def take_plan(self) -> bytes | None:
         """The next plan, if there is anything to say."""
+        if not self:
+            return None
         copies: list[Copy] = []
         abandoned: list[OperationId] = []
         size = 0
-        incarnation = None
-        lives = self._orders[0][1] if self._orders else ()
+        lives = self._orders[0][1] if self._orders else self._roll.lives
         while self._orders and size < PLAN_BYTES:
             effect, told = self._orders[0]
             if told != lives:
@@ -150,21 +193,33 @@ class Outbox:
                     break
                 copies.append(effect)
             else:
+                size += NAME_BYTES_MAX
                 abandoned.append(effect.operation)
-            incarnation = effect.operation.incarnation
             self._orders.popleft()
-        if incarnation is None:
-            return None
+        asked = self._take_asked(PLAN_BYTES - size)
         self._sequence += 1
-        return encode_plan(Plan(incarnation, self._sequence, copies, abandoned, lives))
+        incarnation = self._roll.incarnation
+        return encode_plan(Plan(incarnation, self._sequence, copies, abandoned, lives, asked))
+
+    def _take_asked(self, room_bytes: int) -> list[OperationId]:
+        """Questions come after the copies they are about, so only when all of those are told."""
+        if self._orders:
+            return []
+        taken = list(islice(self._asked, max(1, room_bytes // NAME_BYTES_MAX)))
+        for operation in taken:
+            del self._asked[operation]
+        return taken
 
 
 class RollCall:
     """Which life of each rank counts: what any other one says is not heard."""
 
     def __init__(self, ranks: Iterable[RankFacts], incarnation: int) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
+        """The life of the owner."""
         self._life = {facts.rank: facts.life for facts in ranks}
+        self.heard = {rank: Numbers() for rank in self._life}
+        """Which reports have come from the life that counts, of each rank."""
         self._earlier: dict[int, deque[int]] = {
             rank: deque(maxlen=LIVES_REMEMBERED) for rank in self._life
         }
@@ -185,6 +240,7 @@ class RollCall:
             )
         self._earlier[rank].append(self._life[rank])
         self._life[rank] = life
+        self.heard[rank] = Numbers()
         self.lives = self._in_order()
 
     def read(self, message: bytes) -> list[Report | Lost]:
@@ -195,15 +251,16 @@ class RollCall:
                 not.
         """
         report = decode_report(message)
-        if report.incarnation != self._incarnation:
+        if report.incarnation != self.incarnation:
             raise PeerError(
                 f"a report is for owner {report.incarnation:016x}, must be for "
-                f"{self._incarnation:016x}"
+                f"{self.incarnation:016x}"
             )
         life = self._life.get(report.rank)
         if life is None:
             raise PeerError(f"a report is from rank {report.rank}, must be below {len(self._life)}")
         if report.life == life:
+            self.heard[report.rank].add(report.sequence)
             return [
                 Report(
                     operation=each.operation,
@@ -234,6 +291,10 @@ class RemoteCrew:
     def order(self, effect: Copy | Abandon) -> None:
         """Puts it into the next plan."""
         self._outbox.put(effect)
+
+    def ask(self, operation: OperationId) -> None:
+        """Puts the question into a next plan."""
+        self._outbox.ask(operation)
 
     def take_plan(self) -> bytes | None:
         """The next plan for every rank, if there is anything to say."""

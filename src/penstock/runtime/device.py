@@ -51,7 +51,7 @@ def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTi
         ConfigError: the configuration does not fit the memory.
         ValueError: the memory cannot be used, or does not fit the layout.
     """
-    tier = _tier(kv, layout, block_tokens=config.cache.block_tokens)
+    tier = _tier(config, kv, layout)
     algorithm = ALGORITHMS.get(tier.medium)
     if algorithm is None:
         raise ValueError(f"kv lies on {tier.medium!r}, must be on one of {', '.join(ALGORITHMS)}")
@@ -76,13 +76,14 @@ def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTi
     return tier, algorithm
 
 
-def _tier(kv: Kv, layout: Layout | None, *, block_tokens: int) -> DeviceTier:
+def _tier(config: Config, kv: Kv, layout: Layout | None) -> DeviceTier:
+    block_tokens = config.cache.block_tokens
     if _MOVERS_OF_GPUS in sys.modules and (given := _given_cuda_tier(kv, layout)) is not None:
         return given
     if "torch" in sys.modules:
         tier = _tensor_tier(kv, layout, block_tokens=block_tokens)
         if tier is not None:
-            return _on_its_device(tier)
+            return _on_its_device(tier, layer_wise=config.layer_wise == "auto")
     arrays = _arrays(kv)
     if layout is None:
         layout = opaque_layout(arrays, block_tokens=block_tokens)
@@ -99,7 +100,7 @@ def _given_cuda_tier(kv: object, layout: Layout | None) -> CudaTier | None:
     return None
 
 
-def _on_its_device(tier: TensorTier) -> DeviceTier:
+def _on_its_device(tier: TensorTier, *, layer_wise: bool) -> DeviceTier:
     if tier.medium != "cuda":
         return tier
     try:
@@ -108,7 +109,7 @@ def _on_its_device(tier: TensorTier) -> DeviceTier:
         raise UnavailableError(
             f"kv lies on {tier.device}: there is no module {error.name!r} to move blocks there"
         ) from error
-    return CudaTier(tier)
+    return CudaTier(tier, layerwise=layer_wise)
 
 
 def _require_no_layout(layout: Layout | None) -> None:

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.errors import PeerError, UnavailableError
@@ -25,8 +29,10 @@ from penstock.machine.events import (
     TierOn,
 )
 from penstock.machine.machine import CacheMachine
+from penstock.runtime.copy_log import CopyLog
 from penstock.runtime.crew import Lost
 from penstock.runtime.health import HealthLog
+from penstock.runtime.inquiry import Inquiry
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.shutdown import Drained
 
@@ -34,11 +40,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.cache.settings import CacheSettings
+    from penstock.machine.statistics import CacheStatistics
     from penstock.runtime.crew import Crew
     from penstock.runtime.health import Health
 
 _WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
 """What is worth waiting for at the end: it keeps blocks that would be lost."""
+STUCK = "the device is stuck"
 FENCE_S = 1.0
 """How long a close waits for ranks elsewhere to say that they have stopped: a few steps of theirs.
 One that has not answered by then fences its own slots before it gives them back."""
@@ -64,6 +72,13 @@ class Driver:
             incarnation = draw_incarnation()
         self.machine = CacheMachine(settings, incarnation=incarnation)
         self.crew = crew
+        self.inquiry = None if crew.roll is None else Inquiry(crew.roll.heard)
+        """What ranks elsewhere are asked when a report of theirs did not come."""
+        self.ready_s: dict[str, float] = {}
+        """How long it took until each tier below the device could be used, by its name."""
+        # Where an engine keeps its own device blocks, the first tier is nobody's.
+        names = ("device" if tier is None else tier.name for tier in self.machine.books.tiers)
+        self.copies = CopyLog(tuple(names))
         self._clock = clock
         self._health = HealthLog()
         self._closed: Drained | None = None
@@ -78,6 +93,22 @@ class Driver:
         """What is lost or off now, and why."""
         return self._health.health
 
+    def fail_health(self, thing: str, why: str) -> None:
+        """Something that the cache depends on is lost; it is told once."""
+        self._health.fail(thing, why)
+
+    def statistics(self) -> CacheStatistics:
+        """Counts and sizes; what the machine cannot know is added."""
+        found = self.machine.statistics()
+        return msgspec.structs.replace(
+            found,
+            reports_lost=0 if self.inquiry is None else self.inquiry.reports_lost,
+            tiers=tuple(
+                msgspec.structs.replace(tier, ready_s=self.ready_s.get(tier.name))
+                for tier in found.tiers
+            ),
+        )
+
     def deadline(self, timeout_s: float | None) -> float | None:
         """The time so many seconds from now, on the machine's clock."""
         if timeout_s is None:
@@ -91,14 +122,20 @@ class Driver:
         if self._closed is not None:
             raise UnavailableError("the cache is closed")
         told: list[ef.Effect] = []
-        for effect in self.machine.handle(event, self._clock()):
+        now = self._clock()
+        for effect in self.machine.handle(event, now):
             match effect:
-                case ef.Copy() | ef.Abandon():
+                case ef.Copy():
+                    self.copies.begin(effect, now)
+                    self.crew.order(effect)
+                case ef.Abandon():
                     self.crew.order(effect)
                 case ef.Drop():
                     pass  # Tiers in memory keep no headers that would have to be struck out.
                 case _:
                     told.append(effect)
+        if self.copies.has_running:
+            self.copies.look(self.machine.books.ledger.operations, now)
         return told
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
@@ -107,6 +144,7 @@ class Driver:
         Returns the effects for the engine.
         """
         told = self.handle(Tick())
+        self._ask()
         told += self._exchange(budget_bytes)
         return told
 
@@ -125,11 +163,21 @@ class Driver:
         return told
 
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
-        """Waits until there is something to do, or until `deadline`: then False."""
-        due = self.machine.next_deadline()
-        until = deadline if due is None else min(deadline, due)
-        found = self.crew.wait(until, descriptors=descriptors)
-        return found or (due is not None and self._clock() >= due)
+        """Waits until there is something to do, or until `deadline`: then False.
+
+        Raises:
+            UnavailableError: the device does not end its copies; `health` says so from now on.
+        """
+        due = self.next_due()
+        found = self._wait_for_crew(min(deadline, due), descriptors)
+        return found or self._clock() >= due
+
+    def _wait_for_crew(self, deadline: float, descriptors: Sequence[int]) -> bool:
+        try:
+            return self.crew.wait(deadline, descriptors=descriptors)
+        except UnavailableError as error:
+            self._health.fail(STUCK, str(error))
+            raise
 
     def lose_rank(self, rank: int, why: str) -> list[ef.Effect]:
         """A rank is dead: what it had to do has failed, and device blocks are gone."""
@@ -182,17 +230,38 @@ class Driver:
             cancelled=cut_short + failed,
             unsettled=len(ledger.operations),
         )
-        self.crew.release()
+        try:
+            self.crew.release()
+        except UnavailableError as error:
+            # Its memory stays: the device may still write to it.
+            self._health.fail(STUCK, str(error))
         return self._closed
 
     def audit(self) -> None:
         """Checks every invariant of the whole state."""
         audit(self.machine.books)
 
+    def next_due(self) -> float:
+        """When time alone gives us something to do."""
+        due = self.machine.next_deadline()
+        asks_at = math.inf
+        if self.inquiry is not None:
+            asks_at = self.inquiry.next_due(self.machine.books.ledger.operations)
+        return asks_at if due is None else min(due, asks_at)
+
+    def _ask(self) -> None:
+        """Asks ranks about what they should have reported on by now."""
+        if self.inquiry is not None:
+            operations = self.machine.books.ledger.operations
+            for operation in self.inquiry.due(operations, self._clock()):
+                self.crew.ask(operation)
+
     def _exchange(self, budget_bytes: int) -> list[ef.Effect]:
         """Hears what ranks report, and sends them what was ordered."""
         told: list[ef.Effect] = []
         for heard in self.crew.collect(budget_bytes=budget_bytes):
+            if isinstance(heard, Report):
+                self._health.mend(STUCK)
             told += self._take_in(self._sense_of(heard))
         self.crew.dispatch()
         return told
@@ -232,10 +301,11 @@ class Driver:
 
     def _run_until(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
         """Steps for as long as copies are under way and end by our steps alone."""
-        while self.crew.own_way and self.busy and self._clock() < deadline:
-            hear(self.step())
-            if self.busy:
-                self.wait(deadline)
+        with suppress(UnavailableError):  # The device is stuck: `health` says so.
+            while self.crew.own_way and self.busy and self._clock() < deadline:
+                hear(self.step())
+                if self.busy:
+                    self.wait(deadline)
 
     def _fence(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
         """Hears ranks until none of them has anything in hand.
@@ -243,10 +313,11 @@ class Driver:
         The time does not go on for the machine: with a tick it would have more blocks written
         down to keep free slots, and nobody would be left to say how that ended.
         """
-        while self.crew.own_way and self.busy and self._clock() < deadline:
-            hear(self._exchange(STEP_BUDGET_BYTES))
-            if self.busy:
-                self.crew.wait(deadline, descriptors=())
+        with suppress(UnavailableError):  # The device is stuck: `health` says so.
+            while self.crew.own_way and self.busy and self._clock() < deadline:
+                hear(self._exchange(STEP_BUDGET_BYTES))
+                if self.busy:
+                    self._wait_for_crew(deadline, ())
 
     def _name(self, tier: int) -> str:
         return self.machine.books.tier(tier).name

@@ -62,6 +62,16 @@ class FillsLayers(Protocol):
         ...
 
 
+@runtime_checkable
+class CallsDevice(Protocol):
+    """A mover that tells a device what to do, by compiled calls where they can be had."""
+
+    @property
+    def without(self) -> str:
+        """Why the calls are made from Python; empty where they are compiled."""
+        ...
+
+
 class EngineSteps:
     """The engine's steps, as the movers of its device have to know them."""
 
@@ -79,6 +89,12 @@ class EngineSteps:
             if isinstance(mover, KnowsSteps):
                 mover.step_submitted(stream, slots)
                 return
+
+    @property
+    def without(self) -> str:
+        """Why the device's copies are submitted from Python, which takes longer; else empty."""
+        callers = [mover for mover in self._movers if isinstance(mover, CallsDevice)]
+        return next((mover.without for mover in callers if mover.without), "")
 
     def guard(self, stream: int, slots: ArrayLike) -> bool:
         """What is submitted to the stream from now on may write these device blocks again.

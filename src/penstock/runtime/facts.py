@@ -10,16 +10,20 @@ what it holds is told anew.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from penstock.runtime.framing import framed, unframed
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _FACTS = b"F"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class TierFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +36,8 @@ class TierFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the rank starts anew, and for all ranks that share them."""
     off: str = ""
     """Why it cannot be used here; empty if it can."""
+    ready_s: Seconds = 0.0
+    """From its beginning until blocks could be copied to it: made or mapped, and registered."""
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +74,15 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             PeerError: the message is something else, of another version, or damaged.
         """
         return unframed(_FACTS, "message with facts", message, _decoder)
+
+
+def slowest_ready_s(ranks: Iterable[RankFacts]) -> dict[str, float]:
+    """How long each tier took until it could be used, on the rank that took longest."""
+    found: dict[str, float] = {}
+    for facts in ranks:
+        for tier in facts.tiers:
+            found[tier.name] = max(tier.ready_s, found.get(tier.name, 0.0))
+    return found
 
 
 _decoder = msgspec.msgpack.Decoder(RankFacts)

@@ -19,7 +19,7 @@ import msgspec
 from penstock.errors import PeerError
 from penstock.transport.base import FRAME_BYTES_MAX
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX
 """A longer message is refused: it would not fit into a frame of a channel."""
 TEXT_MAX = 1000

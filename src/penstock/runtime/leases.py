@@ -6,6 +6,7 @@ through the desk to the machine first, and is taken in here when the machine has
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,17 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.vocabulary.ids import LeaseId, OperationId
     from penstock.vocabulary.keys import Item, Tokens
+
+
+class Verdict(Enum):
+    """What becomes of what a request computed on loads that had not ended."""
+
+    HOLD = "hold"
+    """Not every rank has said that what was loaded is right: nothing leaves the step."""
+    KEEP = "keep"
+    """All of it is right: the token may go out, and be committed."""
+    ROLL_BACK = "roll back"
+    """Blocks were not what their keys name: what was computed beyond `cached_tokens` is void."""
 
 
 class Desk:
@@ -87,7 +99,39 @@ class Lease:
         self._items = items
         self._chain = chain
         self._published = granted.cached_tokens // chain.block_tokens
+        self._joined: int | None = None
         desk.leases[self.id] = self
+
+    def join(self) -> None:
+        """The engine's next step computes on what this lease's loads bring, as they bring it.
+
+        On the rank that computes, `steps.join` has its layers wait for them. From now on
+        `take_verdict` says what becomes of the result.
+
+        Raises:
+            LeaseError: there are no loads to join: the lease waits for something else, or for
+                nothing.
+        """
+        self._require_open()
+        if not self.loads:
+            raise LeaseError(
+                f"lease {self.id} of {self.request!r} is {self.state.name}, must be LOADING and "
+                "wait for loads alone to be joined"
+            )
+        if self._joined is None:
+            self._joined = self.cached_tokens
+
+    def take_verdict(self) -> Verdict:
+        """What becomes of what was computed since `join`; asked until it is not `HOLD`.
+
+        After `ROLL_BACK` the request computes again from `cached_tokens` on, or, where the lease
+        is `LOST`, from the beginning with another one.
+        """
+        if self.state is LeaseState.LOADING:
+            return Verdict.HOLD
+        joined, self._joined = self._joined, None
+        right = self.state is LeaseState.READY and (joined is None or self.cached_tokens >= joined)
+        return Verdict.KEEP if right else Verdict.ROLL_BACK
 
     @property
     def loads(self) -> tuple[OperationId, ...]:

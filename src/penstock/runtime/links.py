@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.machine.events import Report
     from penstock.runtime.rank import Rank
     from penstock.transport.base import Channel
+    from penstock.vocabulary.ids import OperationId
 
 BACKLOG_PLANS_MAX = 4096
 """So many plans may wait for a rank that takes none, beside those that its channel holds: minutes
@@ -38,6 +39,10 @@ FRAMES_MAX = 1024
 RETRY_S = 0.05
 """When a channel is full, another attempt is made so soon: no descriptor tells when there is room
 again. It takes an end that has not listened for a thousand messages."""
+
+
+LAST_WORDS_S = 1.0
+"""So long a rank that ends tries to have its last report taken, beside what it may drain."""
 
 
 def meet(channel: Channel, *, deadline: float) -> RankFacts:
@@ -60,16 +65,25 @@ def meet(channel: Channel, *, deadline: float) -> RankFacts:
             raise UnavailableError(f"the rank behind channel {channel.name!r} is lost: {cause}")
 
 
-def serve(channel: Channel, rank: Rank, *, until: float, descriptors: Sequence[int] = ()) -> str:
+def serve(
+    channel: Channel,
+    rank: Rank,
+    *,
+    until: float,
+    descriptors: Sequence[int] = (),
+    drain_s: float = 0.0,
+) -> str:
     """Executes what arrives on a channel, in the process of a rank; returns why it ended.
 
     It ends when the owner closes the channel or is lost, at `until` on the monotonic clock, or
-    when one of `descriptors` can be read, such as that of a `StopSignal`. The rank stays open,
-    but is not served again: close it, and the channel.
+    when one of `descriptors` can be read, such as that of a `StopSignal`. Where the owner is
+    still there it hears the end: copies may end for `drain_s`, the rest is cut short, and the
+    last report is sent. The rank stays open, but is not served again: close it, and the channel.
 
     Raises:
         PeerError: the owner said what makes no sense to this rank. As with any other error here,
             the channel is closed: the owner must not wait for a rank that does nothing more.
+        UnavailableError: the device does not end its copies.
         ValueError: the rank was served before.
     """
     if rank.served:
@@ -80,17 +94,28 @@ def serve(channel: Channel, rank: Rank, *, until: float, descriptors: Sequence[i
     rank.served = True
     with ExitStack() as undo:
         undo.callback(channel.close)
-        why = _serve(channel, rank, until, descriptors)
+        why, reports = _serve(channel, rank, until, descriptors)
+        if why in _OWN_ENDS:
+            _tell_the_end(channel, rank, reports, drain_s)
         undo.pop_all()
     return why
 
 
-def _serve(channel: Channel, rank: Rank, until: float, descriptors: Sequence[int]) -> str:
+STOPPED = "it was asked to stop"
+OVER = "its time was over"
+_OWN_ENDS = frozenset({STOPPED, OVER})
+"""After these the owner is still there, and hears what became of its copies."""
+
+
+def _serve(
+    channel: Channel, rank: Rank, until: float, descriptors: Sequence[int]
+) -> tuple[str, deque[bytes]]:
+    """Why it ended, and the reports that were not sent yet."""
     reports = deque([rank.facts.to_bytes()])
     while True:
         ended = take_plans(channel, rank)
         if ended:
-            return ended
+            return ended, reports
         report = rank.step()
         if report is not None:
             reports.append(report)
@@ -100,9 +125,21 @@ def _serve(channel: Channel, rank: Rank, until: float, descriptors: Sequence[int
             continue  # What has happened to the owner, the next `receive` tells.
         rank.wait(min(until, retry_at), channels=[channel], descriptors=descriptors)
         if wait_any((), descriptors, deadline=None).descriptors:
-            return "it was asked to stop"
+            return STOPPED, reports
         if time.monotonic() >= until:
-            return "its time was over"
+            return OVER, reports
+
+
+def _tell_the_end(channel: Channel, rank: Rank, reports: deque[bytes], drain_s: float) -> None:
+    """Drains and fences, and sends what there is to say within the same deadline, and a while."""
+    deadline = time.monotonic() + drain_s + LAST_WORDS_S
+    last = rank.finish(drain_s)
+    if last is not None:
+        reports.append(last)
+    with suppress(UnavailableError):  # The owner is lost, and needs to hear nothing.
+        while not send_all(channel, reports) and time.monotonic() < deadline:
+            # No descriptor tells when there is room; the channel's own may, and costs nothing.
+            wait_any([channel], (), deadline=min(deadline, time.monotonic() + RETRY_S))
 
 
 class LinkedCrew:
@@ -122,6 +159,10 @@ class LinkedCrew:
     def order(self, effect: Copy | Abandon) -> None:
         """Puts it into the next plan."""
         self._outbox.put(effect)
+
+    def ask(self, operation: OperationId) -> None:
+        """Puts the question into a next plan."""
+        self._outbox.ask(operation)
 
     def collect(self, *, budget_bytes: int) -> Iterator[Report | Lost]:  # noqa: ARG002
         """What has arrived from the ranks, without waiting."""

@@ -7,6 +7,7 @@ file spells it, such as `tiers[0].gib`, whichever layer found the fault.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import CacheSettings, TierSettings
     from penstock.config import Config, TierKind
+    from penstock.runtime.kept_arenas import KeptArenas
     from penstock.tiers.arena import Kernel
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.layout import Layout
@@ -40,6 +42,8 @@ class LowerTiers(NamedTuple):
     """Why a tier is `None`, by its index, counted from the device on."""
     arenas: dict[str, int]
     """The descriptor of each host tier, by name."""
+    ready_s: dict[int, float]
+    """How long it took to make or to map each, by its index."""
 
 
 def build_lower_tiers(
@@ -49,6 +53,7 @@ def build_lower_tiers(
     kernel: Kernel | None = None,
     arenas: Mapping[str, int] | None = None,
     writes: bool = True,
+    kept: KeptArenas | None = None,
 ) -> LowerTiers:
     """Makes the tiers below a device with this layout, on the machine that `kernel` speaks for.
 
@@ -59,6 +64,8 @@ def build_lower_tiers(
         arenas: Descriptors of host tiers that exist already, by name: they are attached.
         writes: Without it the hub is mapped read-only, and nothing is made below it: another
             rank carries blocks between the hub and the tiers below.
+        kept: What an earlier life of the rank left; host tiers that are not in `arenas` are
+            mapped again, or made and kept.
 
     Raises:
         ConfigError: a tier does not fit the blocks or the machine, or `arenas` names no host tier.
@@ -76,22 +83,29 @@ def build_lower_tiers(
     _require_host_tiers(orders, arenas)
     stores: list[SlotStore | None] = []
     off: dict[int, str] = {}
+    ready_s: dict[int, float] = {}
     for tier, order in enumerate(orders, start=HUB):
         stores.append(None)
         if tier != HUB and not writes:
             continue
+        began = time.perf_counter()
+        given = arenas.get(order.tier.name)
         try:
-            stores[-1] = _made(order, arenas.get(order.tier.name), writes=writes)
+            if kept is not None and given is None and order.kind.name == "host":
+                stores[-1] = _made_or_kept(order, tier, kept)
+            else:
+                stores[-1] = _made(order, given, writes=writes)
         except UnavailableError as error:
             if order.kind.required:
                 raise
             off[tier] = str(error)
+        ready_s[tier] = time.perf_counter() - began
     made = {
         order.tier.name: store.arena.fd
         for order, store in zip(orders, stores, strict=True)
         if isinstance(store, HostTier)
     }
-    return LowerTiers(settings, stores, off, made)
+    return LowerTiers(settings, stores, off, made, ready_s)
 
 
 class _Order(NamedTuple):
@@ -133,11 +147,27 @@ def _require_host_tiers(orders: list[_Order], arenas: Mapping[str, int]) -> None
             raise ConfigError("arenas", f"has {name!r}, must be a tier of kind 'host': {known}")
 
 
+def _made_or_kept(order: _Order, index: int, kept: KeptArenas) -> SlotStore:
+    """The tier of an earlier life, where there is one that fits; else a new one, to be kept."""
+    fd = kept.descriptor(index)
+    if fd is not None:
+        try:
+            return _attached(order, fd, writes=True)
+        except (UnavailableError, ValueError) as error:
+            logger.warning("kept arena left: name=%s cause=%s", order.tier.name, error)
+    tier = BUILDERS[order.kind.name](order)
+    if isinstance(tier, HostTier):
+        kept.keep(index, tier.arena.fd)
+    return tier
+
+
 def _made(order: _Order, fd: int | None, *, writes: bool) -> SlotStore:
     if fd is None and not writes:
         raise UnavailableError("the rank that writes it has no memory to share")
-    if fd is None:
-        return BUILDERS[order.kind.name](order)
+    return BUILDERS[order.kind.name](order) if fd is None else _attached(order, fd, writes=writes)
+
+
+def _attached(order: _Order, fd: int, *, writes: bool) -> SlotStore:
     tier = HostTier.attach(fd, order.layout, order.tier.slot_count, writable=writes)
     logger.info(
         "host tier attached: name=%s blocks=%d gib=%.2f writes=%s",

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
+from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.runtime.watched import Watched
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.runtime.returning import Muster
     from penstock.vocabulary.ids import Key, OperationId
+
+
+POLL_MAX = 4096
+"""A call of `poll` tells at most so much, so that a step has a bound: far more than one ends."""
+TOLD_MAX = 65_536
+"""So much may wait to be polled; then nothing more is begun. An engine that never polls would
+never learn which of its slots are quiet."""
 
 
 class Offload(Watched):
@@ -81,6 +89,7 @@ class Offload(Watched):
         Raises:
             ValueError: the slots do not fit the keys.
             UnavailableError: a rank is lost.
+            CapacityError: tens of thousands of results were not polled.
         """
         placed = self._slots(slots)
         return self._ask(
@@ -114,6 +123,7 @@ class Offload(Watched):
         Raises:
             ValueError: the slots do not fit the keys, or something is no key.
             UnavailableError: a rank is lost.
+            CapacityError: tens of thousands of results were not polled.
         """
         _require_keys(keys)
         event = ev.Save(
@@ -131,16 +141,24 @@ class Offload(Watched):
     def prefetch(
         self, keys: Sequence[Key], *, cause: str, deadline: float | None = None
     ) -> ef.Started:
-        """Brings blocks that lie further down up to where they can be loaded from."""
+        """Brings blocks that lie further down up to where they can be loaded from.
+
+        Raises:
+            CapacityError: tens of thousands of results were not polled.
+        """
         return self._ask(ev.Prefetch(keys=keys, cause=cause, deadline=deadline), ef.Started)
 
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles."""
         self._hear(self._driver.handle(ev.Cancel(operation=operation)))
 
-    def poll(self) -> list[ef.Ended | ef.Settled]:
-        """What has ended since the last call: each operation once."""
-        told, self._told = self._told, []
+    def poll(self, *, most: int = POLL_MAX) -> list[ef.Ended | ef.Settled]:
+        """What has ended since the last call, oldest first: each operation once.
+
+        Args:
+            most: So many at a time; the rest comes with the next call.
+        """
+        told, self._told = self._told[:most], self._told[most:]
         return told
 
     def reset(self, why: str) -> None:
@@ -165,16 +183,18 @@ class Offload(Watched):
                     f"slots of KV group {group} name slot {wrong[0]}, must be from 0 to "
                     f"{slot_count - 1}, or {NOWHERE} where a load is not needed"
                 )
-            named, counts = np.unique(row[row != NOWHERE], return_counts=True)
-            if len(named) and counts.max() > 1:
+            named = row[row != NOWHERE].tolist()
+            if len(set(named)) != len(named):
+                twice = next(slot for slot in named if named.count(slot) > 1)
                 raise ValueError(
-                    f"slots of KV group {group} name slot {named[counts.argmax()]} twice, must "
-                    "name each once"
+                    f"slots of KV group {group} name slot {twice} twice, must name each once"
                 )
         # Always a copy: the engine may use its own array for something else at once.
         return given.astype(np.int32, copy=True)
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
+        if len(self._told) > TOLD_MAX and kind is ef.Started:
+            raise CapacityError(tier="results to poll", wanted=1, available=0)
         told = self._driver.handle(event)
         self._hear(told)
         return ef.answer(told, kind)

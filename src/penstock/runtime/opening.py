@@ -22,7 +22,8 @@ from penstock.runtime.carrier import Carrier
 from penstock.runtime.crew import LocalCrew, RemoteCrew
 from penstock.runtime.device import device_tier
 from penstock.runtime.driver import Driver, draw_incarnation
-from penstock.runtime.facts import RankFacts, TierFacts
+from penstock.runtime.facts import RankFacts, TierFacts, slowest_ready_s
+from penstock.runtime.kept_arenas import KeptArenas
 from penstock.runtime.links import LinkedCrew
 from penstock.runtime.lower_tiers import build_lower_tiers
 from penstock.runtime.managed import Cache
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.runtime.agreement import Agreement
     from penstock.runtime.device import Kv
     from penstock.runtime.lower_tiers import LowerTiers
+    from penstock.runtime.supervisor.keeping import Keeper
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
     from penstock.vocabulary.layout import Layout
@@ -47,7 +49,11 @@ WRITER = 0
 
 
 def open(  # noqa: A001 - read as penstock.open, which is what it does
-    config: Config | Path | str, *, kv: Kv, layout: Layout | None = None
+    config: Config | Path | str,
+    *,
+    kv: Kv,
+    layout: Layout | None = None,
+    keeper: Keeper | None = None,
 ) -> Cache:
     """Opens a cache that manages the device blocks in `kv`.
 
@@ -56,6 +62,9 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
         kv: The engine's KV: arrays or tensors, one or one a layer, blocks along the first axis;
             or a `TensorTier`.
         layout: How the blocks lie in `kv`; without it a block is opaque bytes.
+        keeper: Who keeps the memory of host tiers for the next life of this process, where a
+            supervisor does: `keeping.keeper()`. What they hold is not known in that life; the
+            time to make them is saved.
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the memory or the machine.
@@ -65,11 +74,17 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     config = _read(config)
     _require_managed(config, "penstock.open_offload")
     _require_one_rank(config)
-    rank = open_rank(config, rank=0, kv=kv, layout=layout)
+    rank = open_rank(config, rank=0, kv=kv, layout=layout, keeper=keeper)
     return Cache(config, _drive_here(agree(config, [rank.facts]), rank))
 
 
-def open_offload(config: Config | Path | str, *, kv: Kv, layout: Layout | None = None) -> Offload:
+def open_offload(
+    config: Config | Path | str,
+    *,
+    kv: Kv,
+    layout: Layout | None = None,
+    keeper: Keeper | None = None,
+) -> Offload:
     """Opens the tiers below the device blocks in `kv`, which the engine manages itself.
 
     Raises:
@@ -80,7 +95,7 @@ def open_offload(config: Config | Path | str, *, kv: Kv, layout: Layout | None =
     config = _read(config)
     _require_offload(config, "penstock.open")
     _require_one_rank(config)
-    rank = open_rank(config, rank=0, kv=kv, layout=layout)
+    rank = open_rank(config, rank=0, kv=kv, layout=layout, keeper=keeper)
     agreement = agree(config, [rank.facts])
     return Offload(_drive_here(agreement, rank), agreement.device_slots)
 
@@ -92,6 +107,7 @@ def open_rank(
     kv: Kv,
     layout: Layout | None = None,
     arenas: Mapping[str, int] | None = None,
+    keeper: Keeper | None = None,
 ) -> Rank:
     """Opens one rank: its part of the device blocks, and its tiers below them.
 
@@ -102,6 +118,8 @@ def open_rank(
         layout: How the blocks lie in `kv`; without it a block is opaque bytes.
         arenas: Descriptors of host tiers that exist already, by name. With `cache.equal_ranks`
             every rank but the first needs them: they are `arenas` of the first rank.
+        keeper: Who keeps the memory of host tiers for the next life of this rank, where a
+            supervisor does: `keeping.keeper()`. An owner that lived on finds its blocks again.
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the memory or the machine.
@@ -113,33 +131,45 @@ def open_rank(
     _require_rank(config, rank, arenas)
     device, algorithm = device_tier(config, kv, layout)
     writes = not config.equal_ranks or rank == WRITER
-    lower = build_lower_tiers(config, device.layout, arenas=arenas, writes=writes)
-    carrier = Carrier([device, *lower.stores], algorithm)
-    off = {**carrier.refused, **lower.off}
+    kept = KeptArenas(keeper, rank) if keeper is not None and writes else None
+    lower = build_lower_tiers(config, device.layout, arenas=arenas, writes=writes, kept=kept)
+    stores = [device, *lower.stores]
+    carrier = Carrier(stores, algorithm, device_wait_s=config.device_wait_s)
     try:
         _require_required(config, carrier.refused)
     except UnavailableError:
         carrier.close()
         raise
-    life = draw_incarnation()
-    facts = RankFacts(
-        rank=rank,
-        life=life,
-        block_tokens=device.layout.block_tokens,
-        block_bytes=device.layout.block_bytes,
-        cell_count=len(device.layout.cells),
-        device_slots=tuple(group.block_count for group in device.layout.groups),
-        tiers=_tier_facts(lower, off, life),
-        algorithm=algorithm.value,
-        form=Form(layout=device.layout, checksum=algorithm).fingerprint,
-        shares=config.equal_ranks,
-    )
+    facts = _facts(config, rank, device.layout, lower, carrier)
     shared = {tier.name for tier in facts.tiers if not tier.off}
     made = {name: fd for name, fd in lower.arenas.items() if name in shared}
     return Rank(carrier, facts, arenas=made, writes=writes)
 
 
-def _tier_facts(lower: LowerTiers, off: Mapping[int, str], life: int) -> tuple[TierFacts, ...]:
+def _facts(
+    config: Config, rank: int, layout: Layout, lower: LowerTiers, carrier: Carrier
+) -> RankFacts:
+    """What the owner must know of a rank that was just opened."""
+    life = draw_incarnation()
+    algorithm = carrier.algorithm
+    off = {**carrier.refused, **lower.off}
+    return RankFacts(
+        rank=rank,
+        life=life,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        cell_count=len(layout.cells),
+        device_slots=tuple(group.block_count for group in layout.groups),
+        tiers=_tier_facts(lower, off, life, carrier.connect_s),
+        algorithm=algorithm.value,
+        form=Form(layout=layout, checksum=algorithm).fingerprint,
+        shares=config.equal_ranks,
+    )
+
+
+def _tier_facts(
+    lower: LowerTiers, off: Mapping[int, str], life: int, connect_s: Mapping[int, float]
+) -> tuple[TierFacts, ...]:
     tiers = zip(lower.settings.tiers, lower.stores, strict=True)
     return tuple(
         TierFacts(
@@ -147,6 +177,7 @@ def _tier_facts(lower: LowerTiers, off: Mapping[int, str], life: int) -> tuple[T
             slot_count=tier.slot_count,
             memory="" if index in off else _memory_of(store, life),
             off=off.get(index, ""),
+            ready_s=lower.ready_s.get(index, 0.0) + connect_s.get(index, 0.0),
         )
         for index, (tier, store) in enumerate(tiers, start=1)
     )
@@ -201,6 +232,7 @@ def open_offload_owner(
 
 def _drive_here(agreement: Agreement, rank: Rank) -> Driver:
     driver = Driver(agreement.settings, LocalCrew(rank.carrier))
+    driver.ready_s = slowest_ready_s([rank.facts])
     _switch_off(driver, agreement)
     return driver
 
@@ -220,6 +252,7 @@ def _drive_elsewhere(
     else:
         crew = LinkedCrew(ranks, channels, incarnation)
     driver = Driver(agreement.settings, crew, incarnation=incarnation)
+    driver.ready_s = slowest_ready_s(ranks)
     _switch_off(driver, agreement)
     return driver, Muster(config, agreement, driver, crew, ranks)
 

@@ -1,13 +1,15 @@
 """Plans and reports as bytes: all that an owner and its ranks say to each other.
 
-    owner ── plan: copies, abandoned operations ──→ every rank
-    owner ←── report: what has ended ────────────── each rank
+    owner ── plan: copies, abandoned and asked operations ──→ every rank
+    owner ←── report: what has ended ──────────────────────── each rank
 
 Slots travel as little-endian 32-bit integers and keys as one string of bytes, so a plan costs
 about as much as copying it. Deadlines stay with the owner: its clock means nothing elsewhere, and
 what comes too late it abandons. So do drops: no tier of a rank keeps headers to strike out.
 
 The one rule: every copy of a plan is reported once, by its operation's name, by every rank.
+Where that report was lost, the owner asks: a rank that has nothing to do with an operation any
+more says so.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 ROW_BYTES_MAX = 128 + 4 * TEXT_MAX
 """What a copy costs on the wire beside its keys and slots, at most."""
+NAME_BYTES_MAX = 19
+"""What the name of an operation costs on the wire, at most."""
 
 _PLAN, _REPORT = b"P", b"R"
 _SLOT = np.dtype("<i4")
@@ -55,6 +59,9 @@ class Plan(NamedTuple):
     lives: Sequence[int] = ()
     """The life of each rank that it is for, in the order of ranks. Another life makes none of the
     copies, and reports that they failed: the owner has given up on them there."""
+    asked: Sequence[OperationId] = ()
+    """Operations that the owner has waited for too long. A rank that does not have one in hand
+    reports that it failed there: what it told before did not arrive."""
 
 
 class RankReport(NamedTuple):
@@ -65,6 +72,8 @@ class RankReport(NamedTuple):
     """64 random bits that the rank drew when it started."""
     incarnation: int
     """Which life of the owner had asked for it."""
+    sequence: int
+    """Reports of one life are numbered from 1 on, without gaps."""
     moved: Sequence[Moved]
 
 
@@ -93,6 +102,7 @@ class _PlanRow(_Row, array_like=True, frozen=True, forbid_unknown_fields=True, g
     copies: list[_CopyRow]
     abandoned: list[tuple[Count, Count]]
     lives: list[Count]
+    asked: list[tuple[Count, Count]]
 
 
 class _MovedRow(_Row, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -106,6 +116,7 @@ class _ReportRow(_Row, array_like=True, frozen=True, forbid_unknown_fields=True,
     rank: Count
     life: Count
     incarnation: Count
+    sequence: Annotated[int, msgspec.Meta(ge=1)]
     moved: list[_MovedRow]
 
 
@@ -126,6 +137,7 @@ def encode_plan(plan: Plan) -> bytes:
         [_copy_row(copy) for copy in plan.copies],
         [(operation.epoch, operation.sequence) for operation in plan.abandoned],
         list(plan.lives),
+        [(operation.epoch, operation.sequence) for operation in plan.asked],
     )
     return framed(_PLAN, row)
 
@@ -143,6 +155,7 @@ def decode_plan(message: bytes) -> Plan:
         [_copy(row.incarnation, each) for each in row.copies],
         [OperationId(row.incarnation, epoch, number) for epoch, number in row.abandoned],
         row.lives,
+        [OperationId(row.incarnation, epoch, number) for epoch, number in row.asked],
     )
 
 
@@ -170,7 +183,8 @@ def encode_report(report: RankReport) -> bytes:
         )
         for each in report.moved
     ]
-    return framed(_REPORT, _ReportRow(report.rank, report.life, report.incarnation, moved))
+    row = _ReportRow(report.rank, report.life, report.incarnation, report.sequence, moved)
+    return framed(_REPORT, row)
 
 
 def decode_report(message: bytes) -> RankReport:
@@ -188,7 +202,7 @@ def decode_report(message: bytes) -> RankReport:
         )
         for each in row.moved
     ]
-    return RankReport(row.rank, row.life, row.incarnation, moved)
+    return RankReport(row.rank, row.life, row.incarnation, row.sequence, moved)
 
 
 def _copy_row(copy: Copy) -> _CopyRow:

@@ -11,6 +11,7 @@ and reported once.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from penstock.runtime.facts import RankFacts
     from penstock.runtime.plans import Plan
     from penstock.transport.base import Channel
+    from penstock.vocabulary.ids import OperationId
+
+logger = logging.getLogger(__name__)
 
 STEP_BUDGET_BYTES = 64 << 20
 """A step copies at most so much: about ten milliseconds of one core's memory bandwidth."""
@@ -59,7 +63,11 @@ class Rank:
         self._writes = writes
         self._owner: int | None = None
         self._last_plan = 0
+        self._last_report = 0
         self._ended: list[Moved] = []
+        self._finishing = False
+        self._finished = 0
+        self._cut_short = 0
         self._closed: Drained | None = None
 
     @property
@@ -73,9 +81,11 @@ class Rank:
         Raises:
             PeerError: it is no plan, one is missing before it, it comes from another owner, or
                 it names what this rank does not have. Nothing of it was taken.
-            UnavailableError: the rank is closed.
+            UnavailableError: the rank is closed, or about to be.
         """
         self._require_open()
+        if self._finishing:
+            raise UnavailableError(f"rank {self.facts.rank} takes no plan: it comes to its end")
         decoded = decode_plan(plan)
         if self._owner not in {None, decoded.incarnation}:
             raise PeerError(
@@ -102,6 +112,8 @@ class Rank:
                 self._ended.append(Moved(copy.operation))
         for operation in decoded.abandoned:
             self.carrier.abandon(operation)
+        if ours:
+            self._answer(decoded.asked)
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> bytes | None:
         """Moves blocks for at most `budget_bytes`; returns a report if something has ended."""
@@ -110,8 +122,7 @@ class Rank:
         moved += self.carrier.collect(budget_bytes=budget_bytes)
         if not moved:
             return None
-        assert self._owner is not None
-        return encode_report(RankReport(self.facts.rank, self.facts.life, self._owner, moved))
+        return self._report(moved)
 
     def wait(
         self, deadline: float, *, channels: Sequence[Channel] = (), descriptors: Sequence[int] = ()
@@ -122,28 +133,62 @@ class Rank:
             deadline: After it, False is returned.
             channels: What arrives on them is something to do.
             descriptors: So is what can be read there.
+
+        Raises:
+            UnavailableError: the device does not end its copies: the rank is of no use any more.
         """
         self._require_open()
-        if self._ended or self.carrier.wait():
+        if self._ended or self.carrier.wait(deadline):
             return True
         ready = wait_any(channels, descriptors, deadline=deadline)
         return bool(ready.channels or ready.descriptors)
+
+    def finish(self, deadline_s: float = 0.0) -> bytes | None:
+        """Drains and fences: copies may end for so long, the rest is cut short.
+
+        Returns the last report: send it to the owner, then `close`. No plan is taken any more.
+
+        Raises:
+            UnavailableError: the device does not end its copies, which may still touch the
+                engine's memory.
+        """
+        self._require_open()
+        self._finishing = True
+        deadline = time.monotonic() + deadline_s
+        moved, self._ended = self._ended, []
+        before = len(moved)
+        while self.carrier.busy and time.monotonic() < deadline:
+            self.carrier.wait(deadline)
+            moved += self.carrier.collect(budget_bytes=STEP_BUDGET_BYTES)
+        self._finished += len(moved) - before
+        cut_short = self.carrier.fence()
+        self._cut_short += len(cut_short)
+        # A mover tells of what was abandoned without a failure: whoever abandoned it knows. Here
+        # the owner does not, and must not take half a copy for a whole one.
+        failure = f"rank {self.facts.rank} ended before it was made"
+        moved += [each._replace(failure=each.failure or failure) for each in cut_short]
+        return self._report(moved) if moved else None
 
     def close(self, deadline_s: float = 0.0) -> Drained:
         """Drains, fences, releases: copies may end for so long, the rest is cut short.
 
         After it nothing touches the engine's memory any more. A second call changes nothing.
+        What ended last is not told: an owner that is to hear of it gets the report of `finish`
+        before. Where the device does not end its copies nothing is released, and `unsettled`
+        says how many they are.
         """
         if self._closed is not None:
             return self._closed
-        deadline = time.monotonic() + deadline_s
-        finished = 0
-        while self.carrier.busy and time.monotonic() < deadline:
-            self.carrier.wait()
-            finished += sum(1 for _ in self.carrier.collect(budget_bytes=STEP_BUDGET_BYTES))
-        cut_short = len(self.carrier.fence())
-        self.carrier.close()
-        self._closed = Drained(finished=finished, cancelled=cut_short, unsettled=0)
+        unsettled = 0
+        try:
+            self.finish(deadline_s)
+            self.carrier.close()
+        except UnavailableError as error:
+            logger.error("rank not released: rank=%d cause=%s", self.facts.rank, error)  # noqa: TRY400
+            unsettled = self.carrier.copy_count
+        self._closed = Drained(
+            finished=self._finished, cancelled=self._cut_short + unsettled, unsettled=unsettled
+        )
         return self._closed
 
     def __enter__(self) -> Self:
@@ -160,6 +205,21 @@ class Rank:
     def _require_open(self) -> None:
         if self._closed is not None:
             raise UnavailableError(f"rank {self.facts.rank} is closed")
+
+    def _answer(self, asked: Sequence[OperationId]) -> None:
+        """Says of what it does not have in hand that it failed: that may have been told before."""
+        told_next = {each.operation for each in self._ended}
+        for operation in asked:
+            if operation not in told_next and not self.carrier.has(operation):
+                failure = f"the report of rank {self.facts.rank} on it was lost"
+                self._ended.append(Moved(operation, failure=failure))
+
+    def _report(self, moved: Sequence[Moved]) -> bytes:
+        assert self._owner is not None
+        self._last_report += 1
+        facts = self.facts
+        told = RankReport(facts.rank, facts.life, self._owner, self._last_report, moved)
+        return encode_report(told)
 
     def _is_mine(self, copy: Copy) -> bool:
         """Whether it is not another rank's part to write into the memory that all of them share."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.runtime.agreement import require_fit
+from penstock.runtime.facts import slowest_ready_s
 from penstock.runtime.links import LinkedCrew
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Muster:
         if channel is not None and isinstance(self._crew, LinkedCrew):
             self._crew.join(facts.rank, channel)
         before, self._facts[facts.rank] = self._facts[facts.rank], facts
+        self._driver.ready_s = slowest_ready_s(self._facts.values())
         told += self._driver.regain_rank(facts.rank)
         for index, (old, new) in enumerate(zip(before.tiers, facts.tiers, strict=True)):
             told += self._take_over(index, kept=old.memory == new.memory)

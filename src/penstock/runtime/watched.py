@@ -7,7 +7,7 @@ elsewhere, plans go out and reports come in; where the cache comes to its end, s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.machine.events import Computed
 from penstock.runtime.crew import LocalCrew, RemoteCrew
@@ -21,14 +21,23 @@ if TYPE_CHECKING:
     from penstock.machine import effects as ef
     from penstock.machine.kv_events import KvEvent, Snapshot
     from penstock.machine.statistics import CacheStatistics
+    from penstock.runtime.copy_log import CopyTimes
     from penstock.runtime.driver import Driver
     from penstock.runtime.engine_steps import EngineSteps
     from penstock.runtime.facts import RankFacts
     from penstock.runtime.health import Health
     from penstock.runtime.returning import Muster
     from penstock.runtime.shutdown import Drained
-    from penstock.transport.base import Channel
+    from penstock.transport.base import Channel, Failed
     from penstock.vocabulary.ids import Key
+
+
+class Supervises(Protocol):
+    """A supervisor, as far as its loss matters."""
+
+    def look(self) -> Failed | None:
+        """Why it is lost, if it is now."""
+        ...
 
 
 class Watched(ABC):
@@ -37,6 +46,7 @@ class Watched(ABC):
     def __init__(self, driver: Driver, muster: Muster | None = None) -> None:
         self._driver = driver
         self._muster = muster
+        self._supervisor: Supervises | None = None
 
     @abstractmethod
     def _hear(self, told: list[ef.Effect]) -> None:
@@ -61,11 +71,15 @@ class Watched(ABC):
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes, as a frozen value."""
-        return self._driver.machine.statistics()
+        return self._driver.statistics()
 
     def story(self, of: Key | str) -> tuple[str, ...]:
         """What last happened to a block (by key) or a request (by name)."""
         return self._driver.machine.story(of)
+
+    def copies(self) -> list[CopyTimes]:
+        """The copies that ended last, oldest first, with their times: some thousands."""
+        return self._driver.copies.ended()
 
     def take_kv_events(self) -> list[KvEvent]:
         """KV events since the last call, for routers."""
@@ -80,8 +94,18 @@ class Watched(ABC):
         self._driver.audit()
 
     def health(self) -> Health:
-        """Whether every rank and tier is there, and why not."""
+        """Whether every rank and tier is there, and the supervisor if there is one; why not."""
+        if self._supervisor is not None and (lost := self._supervisor.look()) is not None:
+            self._driver.fail_health("the supervisor is lost", lost.cause)
         return self._driver.health
+
+    def supervised_by(self, supervisor: Supervises) -> None:
+        """Makes the health of the cache depend on the supervisor of its processes.
+
+        A supervisor that is lost took ranks and store processes along, starts none anew, and
+        holds no memory any more: only the engine itself is left, and is to be started again.
+        """
+        self._supervisor = supervisor
 
     def step(self) -> None:
         """Moves blocks and deals with deadlines; call it once per engine iteration."""

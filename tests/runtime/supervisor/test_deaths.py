@@ -220,7 +220,7 @@ def test_the_supervisor_stays_for_the_engine_to_drain(lab: Lab, number: signal.S
 
 def test_no_process_begins_without_its_supervisor() -> None:
     told, report = os.pipe()
-    command = ["penstock.runtime.supervisor.child", "rank", "1", str(report), "", "timeit"]
+    command = ["penstock.runtime.supervisor.child", "rank", "1", str(report), "", "", "", "timeit"]
 
     status = subprocess.call([sys.executable, "-m", *command], pass_fds=[report])
 

@@ -17,9 +17,11 @@ PACKAGE = Path(__file__).resolve().parents[3] / "src" / "penstock"
 SUPERVISOR = "runtime/supervisor/"
 OTHERS = {
     "bench/": "starts what it measures against: peers, and designs that need a second process",
+    "demo/": "starts the server that it shows, as its user would",
+    "movers/compiling.py": "asks the C compiler, once, and waits for it: nothing lives on",
     "testing/": "runs simulated worlds on all cores, and peers that a test may kill",
 }
-"""Who else may, and why: neither is part of an engine. One that does not fails the test, too."""
+"""Who else may, and why: none leaves one in an engine. One that does not fails the test, too."""
 
 MODULES = {"subprocess", "multiprocessing", "pty", "concurrent.futures.process"}
 NAMES = re.compile(r"fork(pty)?|posix_spawnp?|spawn[lv]p?e?|exec[lv]p?e?|system|popen")

@@ -1,6 +1,9 @@
 """How a supervised process begins, before it runs its module.
 
-    python -m penstock.runtime.supervisor.child NAME SUPERVISOR REPORT name=FD,… MODULE ARGUMENT…
+    python -m penstock.runtime.supervisor.child NAME SUPERVISOR REPORT WISHES GIVEN KEPT MODULE …
+
+GIVEN and KEPT list descriptors as name=FD,…: those of its spec, and those that an earlier life
+of it had the supervisor keep. Where its spec says that it keeps, WISHES is the socket to ask by.
 
 It binds its life to the supervisor's, looks for the module, says on the pipe REPORT how that
 went, and becomes the module. The one rule: it ends when the supervisor ends, even if that was
@@ -16,7 +19,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from penstock.runtime.supervisor import inherited, report
+from penstock.runtime.supervisor import inherited, keeping, report
 from penstock.runtime.supervisor.descriptors import make_private
 
 NOT_STARTED = 127
@@ -27,10 +30,12 @@ _PR_SET_PDEATHSIG = 1
 
 def main(argv: list[str]) -> None:
     """Runs the module that the command line names."""
-    _name, supervisor, told_on, descriptors, module, *arguments = argv
+    _name, supervisor, told_on, asked_on, given, kept, module, *arguments = argv
     told = int(told_on)
     make_private((told,))
-    inherited.keep(descriptors)
+    inherited.take_over(given)
+    if asked_on:
+        keeping.take_over(kept, int(asked_on))
     problem = _bind_life_to(int(supervisor)) or _missing(module)
     report.tell(told, problem)
     if problem:

@@ -200,6 +200,13 @@ class Supervisor:
         end = self._link.end
         return end if isinstance(end, Failed) else None
 
+    def look(self) -> Failed | None:
+        """Why the supervisor is lost, if it is now; events that have come wait for `events`."""
+        self._require_owner()
+        while isinstance(answer := self._link.take(None), Answer):
+            self._keep(answer)
+        return self.lost
+
     # The end.
 
     def close(self, *, deadline: float | None = None) -> None:

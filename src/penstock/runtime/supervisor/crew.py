@@ -32,6 +32,7 @@ from penstock.runtime.supervisor.process import Exit, Process
 from penstock.runtime.supervisor.refusing import RefusedError, require_room
 from penstock.runtime.supervisor.restarts import RestartHistory
 from penstock.runtime.supervisor.spec import READY_S, OnFailure
+from penstock.runtime.supervisor.wishes import Heard, hear_wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ class Crew:
         """The processes that are, or may again be, started with a descriptor."""
         return [name for name, each in self._members.items() if descriptor in each.spec.descriptors]
 
-    def watched(self) -> Iterator[tuple[int, Callable[[float], None]]]:
+    def watched(self) -> Iterator[tuple[int, Callable[[float], object]]]:
         """Descriptors, and what to call with the time when one is readable."""
         for member in self._members.values():
             process = member.process
@@ -159,6 +160,8 @@ class Crew:
             yield process.pidfd, partial(self._exited, member)
             if process.report is not None:
                 yield process.report, partial(self._reported, member)
+            if process.wishes is not None:
+                yield process.wishes.fileno(), partial(self._wished, member)
 
     def due(self) -> float:
         """When `advance` is to be called, if nothing happens before."""
@@ -179,9 +182,9 @@ class Crew:
     # What happens to one.
 
     def _spawn(self, member: Member, now: float) -> None:
-        names = member.spec.descriptors
-        descriptors = {name: self._holdings.fetch(name) for name in names}
-        member.process = Process.spawn(member.spec, descriptors)
+        spec = member.spec
+        given = {name: self._holdings.fetch(name) for name in spec.descriptors}
+        member.process = Process.spawn(spec, given, self._holdings.kept_by(spec.name))
         member.state, member.due, member.problem = State.STARTING, now + READY_S, ""
 
     def _restart(self, member: Member, now: float) -> None:
@@ -205,8 +208,20 @@ class Crew:
             self._answer(Done(request=member.starter, pid=process.pid))
             member.starter = None
 
+    def _wished(self, member: Member, _now: float) -> bool:
+        """Takes in a wish of the process; whether there was one."""
+        process = member.process
+        if process is None or process.wishes is None:
+            return False
+        heard = hear_wish(process.wishes, self._holdings, member.spec.name)
+        if heard is Heard.END:
+            process.end_wishes()
+        return heard is Heard.WISH
+
     def _exited(self, member: Member, now: float) -> None:
         self._reported(member, now)
+        while self._wished(member, now):  # What it asked for last counts as well.
+            pass
         process = member.process
         assert process is not None
         ended = process.reap()
@@ -259,6 +274,7 @@ class Crew:
 
     def _remove(self, member: Member, now: float) -> None:
         del self._members[member.spec.name]
+        self._holdings.forget_kept_by(member.spec.name)
         for request in member.stoppers:
             self._answer(Done(request=request))
         if self._in_order:

@@ -1,5 +1,8 @@
 """Descriptors that are kept by name, so that what they stand for outlives who made it.
 
+The engine has descriptors held; a process has descriptors kept for its own next life, under names
+that no other process and not the engine can say.
+
 The one rule: a descriptor that some process is to be started with stays. Its restart must not
 fail for want of an arena.
 """
@@ -30,6 +33,27 @@ class Holdings:
                 blame="world",
             )
         self._descriptors[name] = fd
+
+    def keep(self, process: str, name: str, fd: int) -> None:
+        """Keeps a process's own descriptor, in place of the one of that name, if there is one."""
+        owned = f"{process}/{name}"
+        if owned in self._descriptors:
+            self.forget(owned)
+        self.hold(owned, fd)
+
+    def kept_by(self, process: str) -> dict[str, int]:
+        """What a process had kept, by the names that it gave; they stay ours."""
+        prefix = f"{process}/"
+        return {
+            name.removeprefix(prefix): fd
+            for name, fd in self._descriptors.items()
+            if name.startswith(prefix)
+        }
+
+    def forget_kept_by(self, process: str) -> None:
+        """Closes what a process had kept: it has no next life."""
+        for name in self.kept_by(process):
+            self.forget(f"{process}/{name}")
 
     def fetch(self, name: str) -> int:
         """The descriptor of a name; it stays ours."""

@@ -27,10 +27,17 @@ def descriptor(name: str) -> int:
     return _descriptors[name]
 
 
-def keep(listed: str) -> None:
-    """Takes over what the command line lists, as `name=number,…`."""
+def take_over(listed: str) -> None:
+    """Takes over what the command line lists."""
+    _descriptors.update(read_listed(listed))
+
+
+def read_listed(listed: str) -> dict[str, int]:
+    """Descriptors that a command line lists, as `name=number,…`."""
+    found: dict[str, int] = {}
     for item in filter(None, listed.split(",")):
         name, _, number = item.partition("=")
-        _descriptors[name] = int(number)
+        found[name] = int(number)
     # Ours, and not to be found by accident in programs that this one starts.
-    make_private(_descriptors.values())
+    make_private(found.values())
+    return found

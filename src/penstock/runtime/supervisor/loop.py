@@ -91,9 +91,9 @@ class Loop:
 
     # Waiting.
 
-    def _wait(self) -> list[Callable[[float], None]]:
+    def _wait(self) -> list[Callable[[float], object]]:
         poller = select.poll()
-        callbacks: dict[int, Callable[[float], None]] = {}
+        callbacks: dict[int, Callable[[float], object]] = {}
         for fd, callback in self._crew.watched():
             poller.register(fd, select.POLLIN)
             callbacks[fd] = callback

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.runtime.supervisor.descriptors import make_inheritable, make_private
 from penstock.runtime.supervisor.report import hear
+from penstock.runtime.supervisor.wire import channel_pair
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping
     from typing import Self
 
@@ -35,34 +37,42 @@ class Exit(NamedTuple):
 class Process:
     """A process of our own, in a group of its own."""
 
-    def __init__(self, pid: int, pidfd: int, report: int) -> None:
+    def __init__(self, pid: int, pidfd: int, report: int, wishes: socket.socket | None) -> None:
         self.pid = pid
         self.pidfd = pidfd
+        self.wishes = wishes
+        """Where it asks to have descriptors kept for its next life; absent if it cannot."""
         self.report: int | None = report
         """Where it says, once, whether it runs; absent when it has."""
 
     @classmethod
-    def spawn(cls, spec: ProcessSpec, descriptors: Mapping[str, int]) -> Self:
-        """Starts a process that has the given descriptors and no others but its output.
+    def spawn(cls, spec: ProcessSpec, given: Mapping[str, int], kept: Mapping[str, int]) -> Self:
+        """Starts a process that has these descriptors and no others but its output.
+
+        Args:
+            spec: What it is to be.
+            given: What the engine gives it.
+            kept: What an earlier life of it had kept.
 
         Raises:
             OSError: the machine does not let us.
         """
-        report, told = os.pipe()
-        try:
-            pid = _spawn(spec, descriptors, told)
-        except OSError:
-            os.close(report)
-            raise
-        finally:
-            os.close(told)
-        try:
-            return cls(pid, os.pidfd_open(pid), report)
-        except OSError:
-            os.close(report)
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise
+        with ExitStack() as undo:
+            report, told = os.pipe()
+            undo.callback(os.close, report)
+            wishes, asked = channel_pair() if spec.keeps else (None, None)
+            if wishes is not None:
+                undo.callback(wishes.close)
+            try:
+                pid = _spawn(spec, given, kept, told, asked)
+            finally:
+                os.close(told)
+                if asked is not None:
+                    asked.close()
+            undo.callback(_end, pid)
+            process = cls(pid, os.pidfd_open(pid), report, wishes)
+            undo.pop_all()
+            return process
 
     def read_report(self) -> str:
         """Why it does not run, empty if it does; to be asked once, when `report` is readable."""
@@ -95,20 +105,40 @@ class Process:
             return Exit(code=result.si_status, signal=None)
         return Exit(code=None, signal=result.si_status)
 
+    def end_wishes(self) -> None:
+        """It asks for nothing more."""
+        if self.wishes is not None:
+            self.wishes.close()
+            self.wishes = None
+
     def close(self) -> None:
         """Gives the descriptors back."""
         os.close(self.pidfd)
+        self.end_wishes()
         if self.report is not None:
             os.close(self.report)
             self.report = None
 
 
-def _spawn(spec: ProcessSpec, descriptors: Mapping[str, int], told: int) -> int:
-    passed = (told, *descriptors.values())
+def _end(pid: int) -> None:
+    """Ends a process that nobody could watch."""
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _spawn(
+    spec: ProcessSpec,
+    given: Mapping[str, int],
+    kept: Mapping[str, int],
+    told: int,
+    asked: socket.socket | None,
+) -> int:
+    wishes = () if asked is None else (asked.fileno(),)
+    passed = (told, *wishes, *given.values(), *kept.values())
     arguments = [
         *(sys.executable, "-P", "-m", "penstock.runtime.supervisor.child"),
-        *(spec.name, str(os.getpid()), str(told)),
-        ",".join(f"{name}={fd}" for name, fd in descriptors.items()),
+        *(spec.name, str(os.getpid()), str(told), ",".join(map(str, wishes))),
+        *(_listed(given), _listed(kept)),
         *(spec.module, *spec.arguments),
     ]
     try:
@@ -126,3 +156,7 @@ def _spawn(spec: ProcessSpec, descriptors: Mapping[str, int], told: int) -> int:
         )
     finally:
         make_private(passed)
+
+
+def _listed(descriptors: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={fd}" for name, fd in descriptors.items())

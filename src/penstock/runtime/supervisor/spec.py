@@ -65,6 +65,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Added to the environment that the engine had when it started the supervisor."""
     descriptors: tuple[str, ...] = ()
     """Names of held descriptors; the process finds them with `inherited.descriptor`."""
+    keeps: bool = False
+    """Whether it may have descriptors kept for its next life, by `keeping.keeper`."""
     restart: Never | OnFailure = Never()
     stop_s: float = 5.0
     """From SIGTERM to SIGKILL, when it is to end."""

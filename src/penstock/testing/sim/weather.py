@@ -191,7 +191,7 @@ def _with_gate(rng: Random, settings: CacheSettings) -> CacheSettings:
     return replace(
         settings,
         load_gate=rng.choice((Gate.MEASURED, Gate.MEASURED, Gate.MEASURED, Gate.OFF)),
-        load_tokens_min=rng.choice((1, 1, 1, 3, 6)),
+        load_tokens_min=rng.choice((0, 0, 1, 3, 6)),
         rate_age_s=rng.choice((0.5, 60.0)),
     )
 

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 
-from penstock.runtime.supervisor import inherited
+from penstock.errors import UnavailableError
+from penstock.runtime.supervisor import inherited, keeping
 
 LINE = socket.socket(fileno=inherited.descriptor("line"))
 
@@ -70,6 +71,41 @@ def count_in_arena(crashes: str) -> None:
     if found < int(crashes):
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+def keep_an_arena(crashes: str) -> None:
+    """Makes an arena in its first life, and counts its lives there; all but the last crash."""
+    from penstock.tiers.arena import Arena  # noqa: PLC0415  (the others shall start quickly)
+
+    keeper = keeping.keeper()
+    assert keeper is not None
+    fd = keeper.kept("arena")
+    arena = Arena.create(4096, huge_pages=False) if fd is None else Arena.attach(fd)
+    if fd is None:
+        keeper.keep("arena", arena.fd)
+    found = int(arena.bytes[0])
+    arena.bytes[0] = found + 1
+    say("found", found, os.fstat(arena.fd).st_ino)
+    if found < int(crashes):
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def keep_too_much(name: str) -> None:
+    """Keeps its line under more and more names, until it is told that this is enough."""
+    keeper = keeping.keeper()
+    assert keeper is not None
+    try:
+        for number in range(10_000):
+            keeper.keep(f"line-{number}", LINE.fileno())
+    except UnavailableError as error:
+        say(name, "kept", number, "then", error)
+    keeper.keep("line-0", LINE.fileno())  # In place of the first: that needs no room.
+    say(name, "kept one anew")
+
+
+def keep_without_asking(name: str) -> None:
+    say(name, "has a keeper" if keeping.keeper() else "has none")
 
 
 def leave_somebody_behind(name: str) -> None:

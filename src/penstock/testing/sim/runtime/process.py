@@ -13,7 +13,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.carrier import Carrier
 from penstock.runtime.facts import RankFacts, TierFacts
 from penstock.runtime.links import send_all, take_plans
-from penstock.runtime.plans import decode_report
+from penstock.runtime.plans import decode_plan, decode_report
 from penstock.runtime.rank import Rank
 from penstock.testing.sim.checkers import SimulationError
 from penstock.testing.sim.runtime.memory import ALGORITHM, RankMemory
@@ -55,6 +55,8 @@ class RankProcess:
         self.lacking = lacking
         """The tiers, by index, that its machine did not give it."""
         self.alive = True
+        self.misses_a_plan = False
+        """Whether a plan to it was lost, which it will notice with the next one."""
         self.channel: SimChannel | None = None
         """Its end, where it is reached over a channel."""
         self.post = Post(world)
@@ -85,6 +87,8 @@ class RankProcess:
         """A plan arrives with a message of the engine."""
         if not self.alive:
             return
+        if decode_plan(plan).asked:
+            self._world.note("rank is asked about what it should have told")
         try:
             self.rank.take(plan)
         except PeerError:
@@ -145,7 +149,7 @@ class RankProcess:
         while self._reports:
             report = self._reports.popleft()
             if not self.post.send(world.hear, report, in_order=False):
-                world.restart_later(self.number)
+                world.note("report lost")
 
 
 def _facts(

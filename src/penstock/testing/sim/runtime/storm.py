@@ -40,8 +40,8 @@ class RuntimeStorm(Storm):
                 raise SimulationError(
                     "liveness", f"nobody was told that rank {process.number} died"
                 )
-            if process.number in world.suspects:
-                process.kill("messages to or from it were lost")
+            if process.misses_a_plan:
+                process.kill("a plan to it was lost")
             if process.lacking:
                 process.kill("it lacks a tier")
             if not process.alive or process.number in world.ranks.lost:
@@ -75,12 +75,6 @@ class RuntimeStorm(Storm):
             return
         world.facade.rank_lost(rank, "its process is seen dead")
 
-    def restart(self, rank: int) -> None:
-        """The engine starts a rank anew: it has heard nothing sensible from it for a while."""
-        world = self._runtime
-        if rank in world.suspects and not world.closing:
-            world.ranks.processes[rank].kill("it is silent")
-
     def bury(self, rank: int) -> None:
         """The owner knows of a loss: a new process comes in a while."""
         pause = self._a_while() * self._rng.choice((0.02, 1.0))
@@ -95,7 +89,6 @@ class RuntimeStorm(Storm):
     def _revive(self, rank: int) -> None:
         world = self._runtime
         old = world.ranks.processes[rank]
-        world.suspects.discard(rank)
         process = world.ranks.revive(rank)
         world.connect_again(process)
         if process.lacking:
@@ -153,7 +146,6 @@ class RuntimeStorm(Storm):
         operation = self._rng.choice(running)
         beyond = ((len(operation.keys), BlockFault.CORRUPT),)
         incarnation = self._runtime.incarnation
-        told = RankReport(
-            process.number, process.facts.life, incarnation, [Moved(operation.id, beyond)]
-        )
+        moved = [Moved(operation.id, beyond)]
+        told = RankReport(process.number, process.facts.life, incarnation, 1, moved)
         return encode_report(told)

@@ -12,6 +12,7 @@ The one rule that must not break: nothing here depends on anything but the seed.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, ModelSettings, TierKind
@@ -82,21 +83,22 @@ class RuntimeWorld(World):
         self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
     ) -> None:
         self.closing = False
-        self.suspects: set[int] = set()
-        """Ranks to or from which a message was lost, although nobody can know."""
         self._owner_called = False
+        self._due_at = math.inf
         super().__init__(seed, audited=audited, teller=teller)
         self._open()
 
     def run(self) -> None:
         """Lives the world to its end; losses that it makes itself are not worth a log line."""
-        log = logging.getLogger("penstock.runtime.health")
-        level = log.level
-        log.setLevel(logging.ERROR)
+        logs = [logging.getLogger(f"penstock.runtime.{name}") for name in ("health", "inquiry")]
+        levels = [log.level for log in logs]
+        for log in logs:
+            log.setLevel(logging.ERROR)
         try:
             super().run()
         finally:
-            log.setLevel(level)
+            for log, level in zip(logs, levels, strict=True):
+                log.setLevel(level)
 
     def _draw_weather(self) -> Weather:
         weather, self.ways = draw_runtime_weather(self.rng)
@@ -165,12 +167,7 @@ class RuntimeWorld(World):
         if told.life != self.ranks.processes[told.rank].facts.life:
             self.note("report from an earlier life")
         self.facade.hear(report)
-
-    def restart_later(self, rank: int) -> None:
-        """A message was lost: after a while somebody notices that a rank is stuck."""
-        self.suspects.add(rank)
-        timeout_s = self.weather.settings.operation_timeout_s
-        self.after(self.rng.uniform(0.5, 2.0) * timeout_s, self.storm.restart, rank)
+        self.call_owner()
 
     def process_gone(self, rank: int) -> None:
         """A process has ended, for whatever reason."""
@@ -209,6 +206,21 @@ class RuntimeWorld(World):
         self._post_plans()
         if self.ways.way is Way.HERE and self.facade.busy:
             self.call_owner()
+        self._ask_in_time()
+
+    def _ask_in_time(self) -> None:
+        """An owner with nothing to do wakes when its ranks are to be asked something."""
+        inquiry = self.driver.inquiry
+        if inquiry is None:
+            return
+        due = inquiry.next_due(self.machine.books.ledger.operations)
+        if due < self._due_at:
+            self._due_at = due
+            self.after(max(0.0, due - self.now), self._wake_owner)
+
+    def _wake_owner(self) -> None:
+        self._due_at = math.inf
+        self.call_owner()
 
     def _post_plans(self) -> None:
         if self.ways.way is not Way.MESSAGES:
@@ -216,7 +228,8 @@ class RuntimeWorld(World):
         while (plan := self.facade.take_plan()) is not None:
             for process in self.ranks.processes:
                 if not process.post.send(process.take, plan, in_order=True):
-                    self.restart_later(process.number)
+                    self.note("plan lost")
+                    process.misses_a_plan = True
 
     def _connect(self, process: RankProcess) -> SimChannel:
         """A new channel to a process; returns the owner's end."""

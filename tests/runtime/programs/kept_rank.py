@@ -1,0 +1,32 @@
+"""A rank for the tests of its memory: it has its arena kept, and serves its owner.
+
+    python -m kept_rank CONFIG RANK SEED ADDRESS
+
+A SIGTERM ends it in good order: what it has begun is told.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+import penstock
+from penstock.runtime.links import serve
+from penstock.runtime.supervisor.keeping import keeper
+from penstock.transport.zeromq import connect
+
+
+def main(text: str, number: str, seed: str, address: str) -> None:
+    kv = np.random.default_rng(int(seed)).random((8, 4, 16))
+    config = penstock.parse_config(text)
+    rank = penstock.open_rank(config, rank=int(number), kv=kv, keeper=keeper())
+    with penstock.StopSignal() as stop, rank:
+        channel = connect(address, name=f"rank {number}", deadline=time.monotonic() + 60)
+        until = time.monotonic() + 300
+        serve(channel, rank, until=until, descriptors=[stop.descriptor], drain_s=5.0)
+        channel.close()
+
+
+main(*sys.argv[1:])
