@@ -1,16 +1,21 @@
-"""The handoff on a CUDA device: progress by events, parts through pinned staging."""
+"""The handoff on a CUDA device: progress by events, parts by pack kernels or through staging."""
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.bench.handoff_cuda import LAYERS, CudaPair
+from penstock.bench.handoff_cuda import LAYERS, WAYS, CudaPair
+from penstock.handoff.effects import Take
+from penstock.handoff.grid import cut
 from penstock.handoff.names import Life, WriteId
-from penstock.runtime.handoff.moving import PartGather
+from penstock.runtime.handoff.device_parts import DeviceReader, DeviceTaker
+from penstock.runtime.handoff.moving import PartGather, PartScatter
 from penstock.runtime.handoff.parts import RouteParts
 from penstock.runtime.handoff.progress import LayerEvents
 from penstock.runtime.handoff.tensors import TensorReader, TorchEvent
@@ -23,40 +28,204 @@ from penstock.vocabulary.layers import HeadRange
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.reshard import plan_reshard
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.handoff.grid import Grid
+
+    Opened = Callable[["T"], "T"]
+
+T = TypeVar("T")
 pytestmark = pytest.mark.gpu
 
+TOKENS = 88
+SLOTS = [7, 2, 9, 0, 11, 5]
 
-def test_a_part_is_packed_on_the_device_as_on_the_cpu() -> None:
-    layout = Layout.split(
-        layers=range(2),
-        heads=HeadRange.all_of(4),
+
+def split(first: int, count: int, *, tokens: int, scaled: bool = False) -> Layout:
+    return Layout.split(
+        layers=range(3),
+        heads=HeadRange(first=first, count=count, total=4),
         channels=64,
-        dtype=DType.BF16,
-        block_tokens=16,
-        block_count=32,
+        dtype=DType.FP8_E4M3 if scaled else DType.BF16,
+        scale_dtype=DType.FP32 if scaled else None,
+        block_tokens=tokens,
+        block_count=12,
     )
+
+
+def tiers_of(layout: Layout, seed: int) -> tuple[TensorTier, ArrayTier]:
+    """The same bytes on the device and on the CPU."""
     sizes = layout.buffer_bytes
-    chance = np.random.default_rng(1)
+    chance = np.random.default_rng(seed)
     arrays = [chance.integers(0, 256, sizes[at], dtype=np.uint8) for at in sorted(sizes)]
     tensors = [torch.from_numpy(array).cuda() for array in arrays]
     tier = TensorTier(layout, [each.untyped_storage() for each in tensors])
+    return tier, ArrayTier(layout, arrays)
+
+
+def bytes_of(tier: TensorTier) -> list[bytes]:
+    numbers = range(len(tier.layout.buffer_bytes))
+    return [bytes(tier.numbers(n, torch.uint8).cpu().numpy()) for n in numbers]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Closes what it is given, also after a failure: pinned memory must not outlive its pin."""
+    with ExitStack() as stack:
+
+        def keep(one: T) -> T:
+            stack.callback(one.close)
+            return one
+
+        yield keep
+
+
+def write_of(part: int) -> WriteId:
+    return WriteId(Life("target", 1), 1, 0, "a", 1, part, 0)
+
+
+def take_of(grid: Grid, part: int, sums: bytes) -> Take:
+    return Take(
+        handoff="a",
+        epoch=1,
+        source=Life("source", 1),
+        generation=1,
+        berth=0,
+        grid=grid,
+        part=part,
+        attempt=0,
+        sums=sums,
+    )
+
+
+def taken(taker: DeviceTaker) -> list[tuple[Take, bool]]:
+    found: list[tuple[Take, bool]] = []
+    while taker.busy:
+        torch.cuda.synchronize()
+        found += taker.ended()
+    return found
+
+
+@pytest.mark.parametrize("where", ["device", "pinned"])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("source_tokens", "target_tokens"), [(16, 16), (32, 16), (16, 32)])
+def test_kernels_move_the_same_bytes_and_sums_as_the_cpu_does(
+    opened: Opened,
+    where: str,
+    scaled: bool,  # noqa: FBT001 - a case
+    source_tokens: int,
+    target_tokens: int,
+) -> None:
+    source = split(0, 4, tokens=source_tokens, scaled=scaled)
+    target = split(1, 2, tokens=target_tokens, scaled=scaled)
+    forms = Form(layout=source), Form(layout=target)
+    plan = plan_reshard([forms[0]], [forms[1]])
+    parts = RouteParts(plan, plan.routes[0], *forms)
+    (there, plain_there), (here, wanted) = tiers_of(source, 1), tiers_of(target, 2)
+    grid = cut(
+        layers=parts.layers,
+        blocks=range(-(-TOKENS // plan.unit_tokens)),
+        cell_bytes=parts.layer_bytes_max,
+        block_tokens=plan.unit_tokens,
+        berth_bytes=2 * parts.layer_bytes_max,
+        part_bytes_min=0,
+    )
+    reader = opened(DeviceReader(there, part_bytes=grid.part_bytes))
+    taker = opened(DeviceTaker(here, part_bytes=grid.part_bytes))
+
+    for part in range(grid.part_count):
+        place = parts.place(grid, part, TOKENS)
+        keys = [b"key %d" % n for n in place.source_blocks]
+        from_slots = [SLOTS[n] for n in place.source_blocks]
+        to_slots = [SLOTS[-n - 1] for n in place.target_blocks]
+        plain = np.zeros(place.size, dtype=np.uint8)
+        berth = torch.zeros(place.size, dtype=torch.uint8)
+        berth = berth.cuda() if where == "device" else berth.pin_memory()
+        torch.cuda.synchronize()
+        assert reader.read(write_of(part), place.form, from_slots, keys, berth) is None
+        torch.cuda.synchronize()
+        ((_, sums),) = reader.ended()
+        gather = PartGather(place.form, plain_there, Algorithm.MIX64)
+        assert sums == gather.gather(from_slots, keys, plain)
+        assert bytes(berth.cpu().numpy()) == bytes(plain)
+        take = take_of(grid, part, sums)
+        assert taker.take(take, parts, place.form, berth, keys, to_slots) is None
+        assert taken(taker) == [(take, True)]
+        scatter = PartScatter(parts, place.form, wanted, Algorithm.MIX64)
+        assert scatter.scatter(plain, keys, sums, to_slots)
+
+    assert bytes_of(here) == [bytes(each) for each in wanted.blocks(()).buffers.values()]
+
+
+def test_a_part_that_was_changed_in_its_berth_is_told_so(opened: Opened) -> None:
+    layout = split(0, 4, tokens=16)
     form = Form(layout=layout)
     plan = plan_reshard([form], [form])
     parts = RouteParts(plan, plan.routes[0], form, form)
-    part = parts.form_of(0, 1)
-    slots, keys = [5, 1, 30, 31], [b"a", b"b", b"c", b"d"]
+    part = parts.form_of(1, 2)
+    there, _ = tiers_of(layout, 1)
+    here, _ = tiers_of(layout, 2)
+    grid = cut(layers=range(3), blocks=range(4), cell_bytes=1, block_tokens=16, berth_bytes=64)
+    berth = torch.zeros(4 * part.block_bytes, dtype=torch.uint8, device="cuda")
+    reader = opened(DeviceReader(there, part_bytes=len(berth)))
+    taker = opened(DeviceTaker(here, part_bytes=len(berth)))
+    keys = [b"a", b"b", b"c", b"d"]
+    torch.cuda.synchronize()
+    reader.read(write_of(0), part, [5, 1, 10, 11], keys, berth)
+    torch.cuda.synchronize()
+    ((_, sums),) = reader.ended()
+
+    berth[3 * part.block_bytes + 77] ^= 4
+    torch.cuda.synchronize()
+    taker.take(take_of(grid, 0, sums), parts, part, berth, keys, [0, 1, 2, 3])
+    changed = [intact for _, intact in taken(taker)]
+    berth[3 * part.block_bytes + 77] ^= 4
+    torch.cuda.synchronize()
+    taker.take(take_of(grid, 1, sums), parts, part, berth, keys, [0, 1, 2, 3])
+    again = [intact for _, intact in taken(taker)]
+    taker.take(take_of(grid, 2, sums), parts, part, berth, keys[::-1], [0, 1, 2, 3])
+    exchanged = [intact for _, intact in taken(taker)]
+
+    assert (changed, again, exchanged) == ([False], [True], [False])
+    assert taker.take(take_of(grid, 3, b"short"), parts, part, berth, keys, [0]) is False
+
+
+def test_nothing_is_copied_any_more_for_a_write_that_was_given_up(opened: Opened) -> None:
+    layout = split(0, 4, tokens=16)
+    form = Form(layout=layout)
+    plan = plan_reshard([form], [form])
+    part = RouteParts(plan, plan.routes[0], form, form).form_of(0, 1)
+    tier, _ = tiers_of(layout, 1)
+    berth = torch.zeros(part.block_bytes, dtype=torch.uint8, device="cuda")
+    reader = opened(DeviceReader(tier, part_bytes=len(berth)))
+    torch.cuda.synchronize()
+
+    reader.read(write_of(0), part, [3], [b"key"], berth)
+    reader.forget(write_of(0))
+    reached = reader._reading[0].batch.manifest.ended.reached
+
+    assert reached
+    assert reader.ended() == []
+    assert reader.has_room
+
+
+def test_a_part_is_staged_on_the_device_as_on_the_cpu() -> None:
+    layout = split(0, 4, tokens=16)
+    tier, plain_tier = tiers_of(layout, 1)
+    form = Form(layout=layout)
+    plan = plan_reshard([form], [form])
+    part = RouteParts(plan, plan.routes[0], form, form).form_of(0, 1)
+    slots, keys = [5, 1, 10, 11], [b"a", b"b", b"c", b"d"]
     berth, plain = (np.zeros(4 * part.block_bytes, dtype=np.uint8) for _ in range(2))
     reader = TensorReader(tier, Algorithm.XXH3, part_bytes=len(berth))
-    write = WriteId(Life("target", 1), 1, 0, "a", 1, 0, 0)
 
-    reader.read(write, part, slots, keys, berth)
+    reader.read(write_of(0), part, slots, keys, berth)
     torch.cuda.synchronize()
     ((ended, sums),) = reader.ended()
 
-    assert ended == write
-    assert sums == PartGather(part, ArrayTier(layout, arrays), Algorithm.XXH3).gather(
-        slots, keys, plain
-    )
+    assert ended == write_of(0)
+    assert sums == PartGather(part, plain_tier, Algorithm.XXH3).gather(slots, keys, plain)
     assert bytes(berth) == bytes(plain)
 
 
@@ -76,12 +245,39 @@ def test_an_event_is_told_after_its_layer_and_not_before() -> None:
     assert [(each.layer, each.tokens) for each in found] == [(0, 16)]
 
 
-def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed() -> None:
-    pair = CudaPair()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed(
+    opened: Opened, way: str
+) -> None:
+    pair = opened(CudaPair(way=way))
 
     _, exposed_s = pair.run(by_layers=True)
-    pair.run(by_layers=False)
+    torch.cuda.synchronize()
 
     assert exposed_s > 0
-    assert pair.target.machine.counts["parts taken"] >= 2 * LAYERS
+    assert pair.target.machine.counts["parts taken"] == LAYERS
     assert "parts spoiled" not in pair.target.machine.counts
+    there, here = map(bytes_of, pair.pools)
+    assert there == here
+
+
+def test_a_part_that_is_spoiled_on_its_way_is_asked_for_again(opened: Opened) -> None:
+    pair = opened(CudaPair())
+    begin = pair.taker.take
+    spoiled: list[Take] = []
+
+    def spoil_once(take, route, form, memory, keys, slots):  # noqa: ANN001, ANN202
+        if take.part == 3 and not spoiled:
+            spoiled.append(take)
+            memory[100] ^= 1
+            torch.cuda.synchronize()
+        return begin(take, route, form, memory, keys, slots)
+
+    pair.taker.take = spoil_once
+    pair.run(by_layers=True)
+    torch.cuda.synchronize()
+
+    assert pair.target.machine.counts["parts spoiled"] == 1
+    assert pair.target.machine.counts["parts taken"] == LAYERS
+    there, here = map(bytes_of, pair.pools)
+    assert there == here

@@ -115,6 +115,31 @@ def test_p19_a_fence_that_nobody_asked_for_is_refused(make_world: type[World]) -
         world.parties["d0"].fenced(world.parties["p0"].life, 1, 0.0)
 
 
+def test_p18_an_area_without_memory_fails_the_handoff_over_and_is_free_at_once(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    source = world.parties["p0"].life
+
+    world.do("d0", lambda d: d.area_failed(source, 1, 0.0, why="full"))
+    world.run_messages()
+    world.fence_holds()
+
+    assert world.outcome("D") == ["failed_over"]
+    assert world.ended["D"][0].why == "no landing area for p0: full"
+    assert world.parties["d0"].statistics().retired_bytes == 0
+
+
+def test_p18_an_area_that_is_not_open_cannot_fail(make_world: type[World]) -> None:
+    world = make_world().busy()
+    before = world.parties["d0"].freeze()
+
+    with pytest.raises(ValueError, match="area 2 of p0#0000000000000002 is not open"):
+        world.parties["d0"].area_failed(world.parties["p0"].life, 2, 0.0, why="full")
+
+    assert world.parties["d0"].freeze() == before
+
+
 def test_p18_what_lands_in_a_retired_area_is_not_believed(make_world: type[World]) -> None:
     world = make_world().busy()
     world.land()

@@ -9,12 +9,14 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.transport.inproc_remote import InprocFabric
-from penstock.transport.remote import WriteDone
+from penstock.transport.remote import Span, WriteDone
 from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_writer import connect_shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from penstock.transport.remote import Area, Target, WriterLink
 
@@ -84,3 +86,69 @@ def test_a_closed_link_has_no_window(ends: Ends) -> None:
 
     with pytest.raises(UnavailableError):
         link.window(0, 10)
+
+
+def test_shared_memory_is_pinned_on_both_sides_until_it_goes() -> None:
+    pinned: list[tuple[str, int]] = []
+
+    def pin_as(side: str) -> Callable[[NDArray[np.uint8]], Callable[[], None]]:
+        def pin(memory: NDArray[np.uint8]) -> Callable[[], None]:
+            pinned.append((side, len(memory)))
+            return lambda: pinned.remove((side, len(memory)))
+
+        return pin
+
+    target = SharedTarget(huge_pages=False, pin=pin_as("target"))
+    area = target.open_area("writer", 5000)
+    link = connect_shared(area.description, pin=pin_as("writer"))
+    target.notices()
+    window = link.window(0, 5000)
+
+    both = [side for side, _ in pinned]
+    link.close()
+    one = [side for side, _ in pinned]
+    target.close()
+
+    assert window is not None
+    assert (both, one, pinned) == (["target", "writer"], ["target"], [])
+
+
+def test_memory_that_cannot_be_pinned_is_no_way_to_the_area() -> None:
+    def refuse(memory: NDArray[np.uint8]) -> Callable[[], None]:
+        raise UnavailableError(f"{len(memory)} bytes cannot be pinned")
+
+    target = SharedTarget(huge_pages=False)
+    area = target.open_area("writer", 5000)
+    link = connect_shared(area.description, pin=refuse)
+    target.notices()
+
+    with pytest.raises(UnavailableError, match="5000 bytes cannot be pinned"):
+        link.window(0, 5000)
+
+    link.close()
+    target.close()
+
+
+def test_an_area_of_other_memory_is_written_through_windows_alone() -> None:
+    made: list[memoryview] = []
+
+    def allocate(size: int) -> memoryview:
+        made.append(memoryview(bytearray(size)))
+        return made[-1]
+
+    fabric = InprocFabric()
+    target = fabric.target(allocate)
+    area = target.open_area("writer", 1000)
+    link = fabric.connect(area.description)
+    window = link.window(300, 200)
+    assert window is not None
+
+    window[0] = 7
+    number = link.post((), b"there")
+    observed, _ = link.observe(budget_bytes=1)
+
+    assert observed == [WriteDone(number)]
+    assert made[0][300] == 7
+    assert [each.payload for each in target.notices()] == [b"there"]
+    with pytest.raises(ValueError, match="pack into a window"):
+        link.post([Span(np.zeros(1, dtype=np.uint8), 0)], b"")

@@ -7,6 +7,7 @@ ZeroMQ and shared memory.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import sys
@@ -40,6 +41,8 @@ from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
 PROGRAM = "from penstock.bench.handoff_rank import main; main()"
 SETTINGS = HandoffSettings(
@@ -109,6 +112,14 @@ def directory_of(shape: BenchShape, prefix: str) -> Directory:
     return Directory(prefill=prefill, decode=decode, model="bench", weights="v1")
 
 
+def _pool(size: int) -> NDArray[np.uint8]:
+    """Memory that begins with a page, as tensors and arenas do, and was touched."""
+    memory = np.ones(size + mmap.PAGESIZE, dtype=np.uint8)
+    first = -memory.ctypes.data % mmap.PAGESIZE
+    pool: NDArray[np.uint8] = memory[first : first + size]
+    return pool
+
+
 def keys_of(name: str, count: int) -> list[bytes]:
     """The keys of a prompt's blocks."""
     return [f"{name} {n}".encode() for n in range(count)]
@@ -142,9 +153,11 @@ class SourceRank:
         layout = shape.layout()
         chance = np.random.default_rng(1)
         sizes = layout.buffer_bytes
-        self.arrays = [chance.integers(0, 256, sizes[at], dtype=np.uint8) for at in sorted(sizes)]
+        self.arrays = [_pool(sizes[at]) for at in sorted(sizes)]
+        for array in self.arrays:
+            array[:] = chance.integers(0, 256, len(array), dtype=np.uint8)
         self.slots = [int(slot) for slot in chance.permutation(shape.block_count)]
-        self.copy = [np.ones_like(array) for array in self.arrays]
+        self.copy = [_pool(len(array)) for array in self.arrays]
         self.events = LayerEvents(ClockEvent)
         directory = directory_of(shape, orders.prefix)
         route = directory.route("prefill/0", "decode/0")
@@ -265,7 +278,7 @@ class TargetRank:
     def __init__(self, orders: BenchOrders) -> None:
         layout = orders.shape.layout()
         sizes = layout.buffer_bytes
-        arrays = [np.ones(sizes[at], dtype=np.uint8) for at in sorted(sizes)]
+        arrays = [_pool(sizes[at]) for at in sorted(sizes)]
         directory = directory_of(orders.shape, orders.prefix)
         self.driver = DecodeRankDriver(
             directory,

@@ -26,6 +26,7 @@ from penstock.handoff.statistics import DecodeRankStatistics
 if TYPE_CHECKING:
     from penstock.handoff.effects import AnyEffect, Take
     from penstock.handoff.identity import Identity
+    from penstock.handoff.names import Life
     from penstock.handoff.party import Frozen, TimerKey
     from penstock.handoff.settings import HandoffSettings
 
@@ -77,6 +78,24 @@ class DecodeRank(Landing):
                 key, f"part {take.part} of {take.source.name} was not intact {attempts} times"
             )
         self._after_take(key, take)
+        return self.effects
+
+    def area_failed(self, peer: Life, generation: int, now: float, *, why: str) -> list[AnyEffect]:
+        """There was no memory for an area: the handoffs that need it fail over (P18).
+
+        Nothing was given away, so its fence holds at once; the next handoff tries another area.
+
+        Raises:
+            ValueError: no such area is open.
+        """
+        area = self.areas.get(peer.name)
+        if area is None or not area.open or (area.peer, area.generation) != (peer, generation):
+            raise ValueError(f"area {generation} of {peer} is not open")
+        self._start(now)
+        self._count("areas failed")
+        self._retire(peer.name)
+        for key in self._waiting_for(peer.name):
+            self._fail(key, f"no landing area for {peer.name}: {why}")
         return self.effects
 
     def statistics(self) -> DecodeRankStatistics:

@@ -5,7 +5,7 @@
 | `Send`     | all             | the control channel to `message.target` | nothing: P3          |
 | `Write`    | prefill rank    | the transport, with the notice attached | `write_done/_failed` |
 | `Take`     | decode rank     | verify, then the rank's own mover       | `part_taken/_spoiled` |
-| `OpenArea` | decode rank     | memory that one peer can write to       | at once              |
+| `OpenArea` | decode rank     | memory that one peer can write to       | at once; `area_failed` |
 | `Fence`    | decode rank     | the transport's `fence`, until it holds | `fenced`             |
 | `FreeArea` | decode rank     | that memory is given back               | at once              |
 | `Ended`    | both schedulers | the engine: what it held comes back     | at once              |

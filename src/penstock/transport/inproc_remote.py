@@ -23,11 +23,9 @@ from penstock.transport.posted import Delivery, PostedWrites, require_within
 from penstock.transport.remote import Fenced, Notice, NotYet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from penstock.transport.remote import Area, Span, WriteEnd
+    from penstock.transport.remote import Area, Memory, Span, WriteEnd
 
 NOTICES_MAX = 1024
 """So many notices wait for a target before its writers have to wait."""
@@ -35,6 +33,8 @@ NOTICES_MAX = 1024
 
 SPARE_MAX = 8
 """So much freed memory is kept for the next areas; the rest goes back to the system."""
+_NOTHING = np.empty(0, dtype=np.uint8)
+"""What writes without spans are moved into."""
 
 
 class InprocFabric:
@@ -44,9 +44,14 @@ class InprocFabric:
         self._areas: dict[bytes, InprocArea] = {}
         self._next_number = 0
 
-    def target(self) -> InprocTarget:
-        """A new target."""
-        return InprocTarget(self)
+    def target(self, allocate: Callable[[int], Memory] | None = None) -> InprocTarget:
+        """A new target.
+
+        Args:
+            allocate: gives memory for an area of so many bytes; plain memory unless told. Where
+                it is not an array, as on a device, writers pack into windows.
+        """
+        return InprocTarget(self, allocate or _plain_memory)
 
     def connect(self, description: bytes) -> InprocLink:
         """A way to the area that a target described.
@@ -79,7 +84,7 @@ class InprocFabric:
 class InprocArea:
     """A piece of memory, with the notices that were given for it."""
 
-    def __init__(self, fabric: InprocFabric, peer: str, memory: NDArray[np.uint8]) -> None:
+    def __init__(self, fabric: InprocFabric, peer: str, memory: Memory) -> None:
         self.peer = peer
         self.memory = memory
         self.arrived: deque[bytes] = deque()
@@ -100,17 +105,18 @@ class InprocArea:
 class InprocTarget:
     """The side that is written to; see `Target`."""
 
-    def __init__(self, fabric: InprocFabric) -> None:
+    def __init__(self, fabric: InprocFabric, allocate: Callable[[int], Memory]) -> None:
         self._fabric = fabric
+        self._allocate = allocate
         self._areas: Areas[InprocArea] = Areas()
-        self._spare: list[NDArray[np.uint8]] = []
+        self._spare: list[Memory] = []
 
     def open_area(self, peer: str, size: int) -> InprocArea:
         """Memory for one writer; that of an area that was freed, if there is any."""
         if size < 1:
             raise ValueError(f"size is {size}, must be at least 1")
         fitting = [at for at, memory in enumerate(self._spare) if len(memory) == size]
-        memory = self._spare.pop(fitting[0]) if fitting else np.zeros(size, dtype=np.uint8)
+        memory = self._spare.pop(fitting[0]) if fitting else self._allocate(size)
         return self._areas.add(InprocArea(self._fabric, peer, memory))
 
     def notices(self) -> list[Notice]:
@@ -164,18 +170,23 @@ class InprocLink:
         """Begins a write."""
         if self.closed:
             raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        if spans and not isinstance(self._area.memory, np.ndarray):
+            raise ValueError(f"spans are {len(spans)}, must be 0: pack into a window of this area")
         return self._posted.post(spans, notice)
 
-    def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+    def window(self, offset: int, length: int) -> Memory | None:
         """These bytes of the area; see `WriterLink`."""
         if self.closed:
             raise UnavailableError(f"link to {self._area.peer!r} was closed")
         require_within(offset, length, len(self._area.memory))
-        return self._area.memory[offset : offset + length]
+        window: Memory = self._area.memory[offset : offset + length]
+        return window
 
     def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
         """Moves some bytes, and tells which writes have ended."""
-        return self._posted.advance(self._area.memory, budget_bytes, self._area.deliver)
+        memory = self._area.memory
+        array = memory if isinstance(memory, np.ndarray) else _NOTHING
+        return self._posted.advance(array, budget_bytes, self._area.deliver)
 
     @property
     def busy(self) -> bool:
@@ -186,3 +197,7 @@ class InprocLink:
         """Ends the writing task."""
         self.closed = True
         self._posted.fail("closed")
+
+
+def _plain_memory(size: int) -> Memory:
+    return np.zeros(size, dtype=np.uint8)

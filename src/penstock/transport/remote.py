@@ -21,8 +21,9 @@ own *fence* does, and `free` refuses before it holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,6 +84,23 @@ class Notice:
     payload: bytes
 
 
+Pin = Callable[[Any], Callable[[], None]]
+"""Makes memory, an array of bytes, fit for the copies of a device; what it returns undoes that.
+It is undone before the memory goes."""
+
+
+class Memory(Protocol):
+    """Bytes of an area: an array, or a tensor of bytes where they lie on a device."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, at: slice, /) -> Any:  # noqa: ANN401 - of its own kind
+        """Some of them, where they are."""
+        ...
+
+
 class Area(Protocol):
     """Memory of a target that one peer can write to."""
 
@@ -92,8 +110,8 @@ class Area(Protocol):
         ...
 
     @property
-    def memory(self) -> NDArray[np.uint8]:
-        """Its bytes, as they are at this moment."""
+    def memory(self) -> Any:  # noqa: ANN401 - an array, or a tensor where it lies on a device
+        """Its bytes, as they are at this moment: see `Memory`."""
         ...
 
     @property
@@ -164,7 +182,7 @@ class WriterLink(Protocol):
         """
         ...
 
-    def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+    def window(self, offset: int, length: int) -> Memory | None:
         """These bytes of the area, for who packs into them and then posts a write without spans.
 
         Nothing where the area cannot be reached like this, or not yet. The window is not to be

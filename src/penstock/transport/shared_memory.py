@@ -39,10 +39,12 @@ from penstock.transport.shared_greeting import (
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Area
+    from penstock.transport.remote import Area, Pin
 
 CALLERS_MAX = 64
 """So many connections may be open that have not said what they want; older ones are closed."""
@@ -87,18 +89,28 @@ class SharedArea:
 
 
 class SharedTarget:
-    """The side that is written to; see `Target`."""
+    """The side that is written to; see `Target`.
 
-    def __init__(self, *, huge_pages: bool = True) -> None:
+    Args:
+        huge_pages: whether to look for huge pages.
+        pin: makes the memory fit for a device; see `Pin`.
+    """
+
+    def __init__(self, *, huge_pages: bool = True, pin: Pin | None = None) -> None:
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""
         self._huge_pages = huge_pages
+        self._pin = pin
+        self._unpin: dict[int, Callable[[], None]] = {}
+        """How to undo it, by the descriptor of an arena."""
         self._listener, self._address = listen()
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, socket.socket] = {}
         self._areas: Areas[SharedArea] = Areas()
         self._spare: list[Arena] = []
+        self._room = bytearray(len(NOTICE) + NOTICE_BYTES_MAX)
+        """What notices are received into: to take as much anew for each costs more than they."""
 
     def open_area(self, peer: str, size: int) -> SharedArea:
         """Memory for one writer process; that of an area that was freed, if there is any."""
@@ -146,7 +158,7 @@ class SharedTarget:
         known.forget_writer()
         self._spare.append(known.arena)
         if len(self._spare) > SPARE_MAX:
-            self._spare.pop(0).close()
+            self._give_up(self._spare.pop(0))
 
     @property
     def open_bytes(self) -> int:
@@ -163,18 +175,27 @@ class SharedTarget:
         for area in (*self._areas.open, *self._areas.retired):
             area.hang_up()
             area.forget_writer()
-            area.arena.close()
+            self._give_up(area.arena)
         for caller in self._callers.values():
             caller.close()
         for arena in self._spare:
-            arena.close()
+            self._give_up(arena)
         self._callers.clear()
         self._spare.clear()
         self._listener.close()
         self._epoll.close()
 
     def _make(self, size: int) -> Arena:
-        return Arena.create(size, name="landing", huge_pages=self._huge_pages)
+        arena = Arena.create(size, name="landing", huge_pages=self._huge_pages)
+        if self._pin is not None:
+            self._unpin[arena.fd] = self._pin(arena.bytes)
+        return arena
+
+    def _give_up(self, arena: Arena) -> None:
+        unpin = self._unpin.pop(arena.fd, None)
+        if unpin is not None:
+            unpin()
+        arena.close()
 
     def _answer_callers(self) -> None:
         for _ in range(CALLERS_MAX):
@@ -234,11 +255,12 @@ class SharedTarget:
         found: list[bytes] = []
         while len(found) < NOTICES_AT_ONCE:
             try:
-                message, _, flags, _ = connection.recvmsg(len(NOTICE) + NOTICE_BYTES_MAX)
+                length, _, flags, _ = connection.recvmsg_into([self._room])
             except BlockingIOError:
                 break
             except OSError:
-                message, flags = b"", 0
+                length, flags = 0, 0
+            message = bytes(memoryview(self._room)[:length])
             if not message:
                 area.hang_up()  # Its memory stays given: the process may live.
                 break

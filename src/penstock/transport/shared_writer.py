@@ -34,11 +34,11 @@ from penstock.transport.shared_greeting import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Span, WriteEnd
+    from penstock.transport.remote import Pin, Span, WriteEnd
     from penstock.transport.shared_greeting import Description
 
 GRANT_S = 10.0
@@ -48,12 +48,14 @@ GRANT_S = 10.0
 class SharedLink:
     """The way of this process to one area; see `WriterLink`."""
 
-    def __init__(self, description: Description, *, grant_s: float) -> None:
+    def __init__(self, description: Description, *, grant_s: float, pin: Pin | None) -> None:
         self._peer = description.peer
         self._size = description.size
         self._posted = PostedWrites(description.peer, description.size)
         self._connection = call(description)
         self._memory: NDArray[np.uint8] | None = None
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
         self._grant_s = grant_s
         self._grant_deadline = time.monotonic() + grant_s
         self._closed = False
@@ -105,6 +107,9 @@ class SharedLink:
         """Unmaps the memory and hangs up; see `WriterLink`."""
         self._closed = True
         self._posted.fail("closed")
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         self._memory = None
         self._connection.close()
 
@@ -131,8 +136,11 @@ class SharedLink:
             self.failure = f"{self._peer} refused"
             return
         try:
-            self._memory = _map(fds[0], self._size)
-        except (OSError, ValueError) as error:
+            memory = _map(fds[0], self._size)
+            if self._pin is not None:
+                self._unpin = self._pin(memory)
+            self._memory = memory
+        except (OSError, ValueError, UnavailableError) as error:
             self.failure = f"the memory of {self._peer} cannot be mapped: {error}"
         finally:
             os.close(fds[0])
@@ -147,14 +155,21 @@ class SharedLink:
         return Delivery.GIVEN
 
 
-def connect_shared(description: bytes, *, grant_s: float = GRANT_S) -> SharedLink:
+def connect_shared(
+    description: bytes, *, grant_s: float = GRANT_S, pin: Pin | None = None
+) -> SharedLink:
     """A way to the area that a target of another process described.
+
+    Args:
+        description: of the area.
+        grant_s: patience with the target.
+        pin: makes the memory fit for a device; see `Pin`.
 
     Raises:
         ValueError: it is no description of such an area.
         UnavailableError: the target is gone.
     """
-    return SharedLink(decode_description(description), grant_s=grant_s)
+    return SharedLink(decode_description(description), grant_s=grant_s, pin=pin)
 
 
 def _map(fd: int, size: int) -> NDArray[np.uint8]:

@@ -87,7 +87,12 @@ class Listener:
         self._lobby.setsockopt(zmq.MAXMSGSIZE, HELLO_BYTES_MAX)
         self._lobby.setsockopt(zmq.RCVHWM, WAITING_MAX)
         self._lobby.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(self._settings.open_s))
-        self._lobby.bind(private_address(IPC) if address == IPC else address)
+        try:
+            self._lobby.bind(private_address(IPC) if address == IPC else address)
+        except zmq.ZMQError as error:
+            self._lobby.close(linger=0)
+            self._epoll.close()
+            raise UnavailableError(f"cannot listen on {address}: {error.strerror}") from error
         self.address = self._lobby.getsockopt_string(zmq.LAST_ENDPOINT)
         """What a peer has to dial."""
         self._epoll.register(self._lobby.fileno(), select.EPOLLIN)

@@ -223,3 +223,82 @@ def test_one_step_does_a_bounded_share_of_the_work(world: World) -> None:
 
     assert rank.has_work
     assert 0 < first <= 3 * 4096
+
+
+def test_a_landing_area_without_memory_fails_over_at_once_and_the_next_is_tried(
+    world: World,
+) -> None:
+    target = world.targets["decode/0"]
+    open_area, refused = target.open_area, []
+
+    def open_later(peer: str, size: int) -> object:
+        if not refused:
+            refused.append(peer)
+            raise UnavailableError("no memory")
+        return open_area(peer, size)
+
+    target.open_area = open_later  # type: ignore[method-assign,assignment]
+    world.submit("a", 16)
+    world.settle()
+    there, here = world.submit("b", 16, first=8)
+    world.settle()
+    world.compute("b", there, range(16))
+    world.prefill.first_token("b", (7,))
+    world.settle()
+
+    assert world.outcomes("decode") == {"a": "failed_over", "b": "delivered"}
+    assert world.ended["decode"][0].why.endswith(f"{refused[0].split('#')[0]}: no memory")
+    assert world.taking["decode/0"].refused["no memory"] == 1
+    assert world.is_right("b", here, range(16))
+    assert target.retired_bytes == 0
+
+
+def test_berths_are_returned_together_but_soon(make_world: MakeWorld) -> None:
+    wide = HandoffSettings(bounds=HandoffBounds(berth_bytes=1024, berth_count=32))
+    world = make_world(Shape(prefill_ranks=1, decode_ranks=1), settings=wide)
+    rank, said = world.taking["decode/0"], []
+    send = rank._send
+
+    def watch(message: object) -> None:
+        said.append(type(message).__name__)
+        send(message)  # type: ignore[arg-type]
+
+    rank._send = watch  # type: ignore[method-assign,assignment]
+    there, _ = world.submit("a", 8)
+    world.settle()
+    before = said.count("Claim")
+    world.compute("a", there, range(8), range(1))
+    world.settle()
+    kept, due = said.count("Claim") - before, rank.next_deadline()
+    world.now = due or world.now
+    world.settle()
+    returned = said.count("Claim") - before
+    for layer in range(1, LAYERS):
+        world.compute("a", there, range(8), range(layer, layer + 1))
+        world.settle()
+
+    assert rank.parts_taken >= LAYERS
+    assert (kept, returned) == (0, 1)
+    assert said.count("Claim") - before < rank.parts_taken
+    assert not world.sending["prefill/0"].machine.writes
+
+
+@pytest.mark.parametrize("side", ["reader", "taker"])
+def test_a_device_that_cannot_move_a_part_fails_the_handoff_over(world: World, side: str) -> None:
+    def refuse(*arguments: object) -> bytes:
+        raise UnavailableError(f"the device is lost, with {len(arguments)} arguments")
+
+    if side == "reader":
+        rank = world.sending["prefill/0"]
+        rank._reader.read = refuse  # type: ignore[method-assign]
+    else:
+        rank = world.taking["decode/0"]
+        rank._taker.take = refuse  # type: ignore[method-assign]
+
+    there, _ = world.submit("a", 16)
+    world.settle()
+    world.compute("a", there, range(16))
+    world.settle()
+
+    assert world.outcomes("decode") == {"a": "failed_over"}
+    assert rank.refused[side] > 0

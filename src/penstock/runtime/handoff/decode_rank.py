@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.handoff import messages as msg
 from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.effects import Fence, FreeArea, OpenArea, Take
@@ -37,6 +37,17 @@ FENCE_S = 0.05
 """A fence that nothing wakes us for is looked at again after this."""
 TAKING_S = 0.001
 """The same for moves of a device."""
+CLAIM_S = 0.005
+"""So long a berth may be kept back, to be returned together with others in one claim."""
+KEPT_BACK = 2
+"""Of so many berths of a source, at most one is kept back: it has enough to go on with."""
+
+
+class _KeptBack(NamedTuple):
+    """Berths of a source that are free and that it was not told of."""
+
+    berths: int
+    since: float
 
 
 class _Expected(NamedTuple):
@@ -71,7 +82,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         name: str,
         lines: Lines,
         *,
-        taker: PartTaker,
+        taker: PartTaker[Any],
         target: Target,
         incarnation: int,
         settings: HandoffSettings,
@@ -91,6 +102,9 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         """Whose an area of the transport is, by its identity."""
         self._fences: list[Fence] = []
         self._takes: deque[Take] = deque()
+        self._kept_back: dict[str, _KeptBack] = {}
+        self._unopened: deque[tuple[Life, int, str]] = deque()
+        """Areas for which there was no memory, and why."""
         self.parts_taken = 0
         self.bytes_taken = 0
 
@@ -107,6 +121,8 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             soon = self._clock() + TAKING_S
         elif self._fences and not watched:
             soon = self._clock() + FENCE_S
+        elif self._held:
+            soon = CLAIM_S + min(each.since for each in self._kept_back.values())
         else:
             return due
         return soon if due is None else min(soon, due)
@@ -152,14 +168,14 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         memory = area.memory[first : first + place.size]
         sources, targets = place.source_blocks, place.target_blocks
         at, slot = expected.key_first, expected.block_first
-        intact = self._taker.take(
-            take,
-            route,
-            place.form,
-            memory,
-            expected.content.keys[sources.start - at : sources.stop - at],
-            expected.slots[targets.start - slot : targets.stop - slot],
-        )
+        keys = expected.content.keys[sources.start - at : sources.stop - at]
+        slots = expected.slots[targets.start - slot : targets.stop - slot]
+        intact: bool | None
+        try:
+            intact = self._taker.take(take, route, place.form, memory, keys, slots)
+        except UnavailableError as error:  # Of a device that is lost, or cannot do it.
+            self._refuse("taker", take.source.name, str(error))
+            intact = False
         if intact is not None:
             self._taken(take, intact=intact)
         self.bytes_taken += place.size
@@ -169,9 +185,51 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         now = self._clock()
         if intact:
             self.parts_taken += 1
+            kept = self._kept_back.get(take.source.name, _KeptBack(0, now))
+            self._kept_back[take.source.name] = kept._replace(berths=kept.berths + 1)
             self._carry_out(self.machine.part_taken(take, now))
         else:
+            self._kept_back.pop(take.source.name, None)  # It is asked for again at once.
             self._carry_out(self.machine.part_spoiled(take, now))
+
+    def _can_wait(self, claim: msg.Claim) -> bool:
+        """Whether a claim does nothing but return some berths, of which the source has enough.
+
+        One that says that all parts are there does not wait, nor one that asks for something.
+        """
+        name = claim.target.name
+        kept = self._kept_back.get(name)
+        collection = self.machine.collections.get((claim.handoff, claim.epoch))
+        source = None if collection is None else collection.source(name)
+        return (
+            kept is not None
+            and source is not None
+            and not source.is_complete
+            and kept.berths * KEPT_BACK < claim.berth_count
+            and self._clock() < kept.since + CLAIM_S
+        )
+
+    def _say_claims(self) -> None:
+        while self._unopened:
+            peer, generation, why = self._unopened.popleft()
+            area = self.machine.areas.get(peer.name)
+            if (
+                area is not None
+                and area.open
+                and (area.peer, area.generation) == (peer, generation)
+            ):
+                effects = self.machine.area_failed(peer, generation, self._clock(), why=why)
+                self._carry_out(effects)
+        # Nobody can write to an area that is not there.
+        self._claims = {
+            at: claim
+            for at, claim in self._claims.items()
+            if (claim.target, claim.generation) in self._areas
+        }
+        super()._say_claims()
+        if self._kept_back:
+            waiting = {name for name, _ in self._held}
+            self._kept_back = {n: kept for n, kept in self._kept_back.items() if n in waiting}
 
     # What is expected.
 
@@ -247,9 +305,10 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         size = effect.berth_count * effect.berth_bytes
         try:
             area = self._target.open_area(str(effect.peer), size)
-        except (UnavailableError, OSError) as error:
-            # Claims go out without an area, are refused, and the handoff fails over in time.
+        except (UnavailableError, ConfigError, OSError, MemoryError) as error:
+            # The machine is told when the effects of its last input were carried out.
             self._refuse("no memory", effect.peer.name, str(error))
+            self._unopened.append((effect.peer, effect.generation, str(error)))
             return
         self._areas[effect.peer, effect.generation] = area
         self._owners[id(area)] = (effect.peer, effect.generation)

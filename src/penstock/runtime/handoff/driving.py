@@ -57,6 +57,8 @@ class PartyDriver(Generic[MachineT]):
         self._ended: deque[Ended] = deque()
         self._claims: dict[tuple[str, str], msg.Claim] = {}
         """To be said at the end of the step."""
+        self._held: dict[tuple[str, str], msg.Claim] = {}
+        """To be said later, together with what comes until then."""
         self._closed = False
 
     @property
@@ -88,9 +90,13 @@ class PartyDriver(Generic[MachineT]):
         """
         if self.has_work:
             return
+        own = self._descriptors()
+        # Asking the lines takes longer than this look, and `step` asks them anyway.
+        if own and wait_any((), own, deadline=None).descriptors:
+            return
         until = self.next_deadline()
         until = deadline if until is None else min(until, deadline)
-        watched = [*self.lines.descriptors, *self._descriptors(), *descriptors]
+        watched = [*self.lines.descriptors, *own, *descriptors]
         wait_any(self.lines.waitables, watched, deadline=until)
 
     @property
@@ -191,9 +197,16 @@ class PartyDriver(Generic[MachineT]):
                     self._act(effect)
 
     def _say_claims(self) -> None:
-        claims, self._claims = self._claims, {}
-        for claim in claims.values():
-            self._send(claim)
+        claims, self._claims = {**self._held, **self._claims}, {}
+        urgent = {at[0] for at, claim in claims.items() if not self._can_wait(claim)}
+        self._held = {at: claim for at, claim in claims.items() if at[0] not in urgent}
+        for at, claim in claims.items():
+            if at[0] in urgent:
+                self._send(claim)
+
+    def _can_wait(self, claim: msg.Claim) -> bool:  # noqa: ARG002 - for the roles
+        """Whether a claim can be said together with one that will follow soon."""
+        return False
 
     def _over(self, ended: Ended) -> None:
         """A handoff is over on this side."""

@@ -3,8 +3,10 @@
     PartGather:   slots of the source ──→ packed bytes, and their cell sums
     PartScatter:  packed bytes, verified ──→ slots of the target
 
-Both go through a part in pieces of some megabytes: packed, then summed; verified, then put
-away. Consecutive slots are copied in one call, and no Python runs for a single cell.
+Compiled code does it in one pass, block by block (`packing.py`). Where that cannot be had, and
+for blocks of different sizes, NumPy goes through a part in pieces of some megabytes: packed, then
+summed; verified, then put away. Consecutive slots are copied in one call, and no Python runs for
+a single cell. Both ways give the same bytes and sums.
 
 The one rule: no byte is put away before the piece it is in was found intact.
 """
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.runtime.handoff.packing import Packing, load_parts_library
 from penstock.vocabulary.narrowing import narrow, token_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from penstock.runtime.handoff.packing import PartsLibrary
     from penstock.runtime.handoff.parts import PartForm, RouteParts
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
@@ -58,14 +62,32 @@ class _PlanePair(NamedTuple):
 
 
 class PartGather:
-    """Packs blocks of one form out of a tier, prepared once."""
+    """Packs blocks of one form out of a tier, prepared once.
 
-    def __init__(self, form: PartForm, tier: SlotStore, algorithm: Algorithm) -> None:
+    Args:
+        form: of the parts.
+        tier: where the slots are.
+        algorithm: of the sums.
+        library: how to get at the compiled code.
+    """
+
+    def __init__(
+        self,
+        form: PartForm,
+        tier: SlotStore,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
+    ) -> None:
         self._form = form
         self._algorithm = algorithm
         self._pairs: list[_PlanePair] = []
+        self._packing: Packing | None = None
         if form.packed is not None:
-            self._pairs = _pairs(form.packed, narrow(tier.layout, form.source_cuts), tier)
+            source = narrow(tier.layout, form.source_cuts)
+            self._pairs = _pairs(form.packed, source, tier)
+            buffers = tier.blocks(()).buffers
+            self._packing = Packing.of(source, buffers, algorithm, library=library())
         self._step = max(1, PIECE_BYTES // max(1, form.block_bytes))
 
     def gather(
@@ -75,6 +97,9 @@ class PartGather:
         span, size = self._form.span, self._form.block_bytes
         if span is None:
             return b""
+        if self._packing is not None:
+            found = self._packing.pack(slots, keys, memory)
+            return found.astype("<u8", copy=False).tobytes()
         sums = []
         for first in range(0, len(slots), self._step):
             some = slots[first : first + self._step]
@@ -93,20 +118,33 @@ class PartGather:
 
 
 class PartScatter:
-    """Verifies packed blocks of one form and puts them away into a tier, prepared once."""
+    """Verifies packed blocks of one form and puts them away into a tier, prepared once.
+
+    Arguments as of `PartGather`; `parts` is the route.
+    """
 
     def __init__(
-        self, parts: RouteParts, form: PartForm, tier: SlotStore, algorithm: Algorithm
+        self,
+        parts: RouteParts,
+        form: PartForm,
+        tier: SlotStore,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
     ) -> None:
         self._form = form
         self._algorithm = algorithm
         self._source_ratio = parts.source_ratio
         self._target_ratio = parts.target_ratio
         self._windows: list[list[_PlanePair]] = []
+        self._packing: Packing | None = None
         if form.packed is not None:
             target = narrow(tier.layout, form.target_cuts)
             for packed, narrowed in windows_of(form.packed, target):
                 self._windows.append(_pairs(packed, narrowed, tier))
+            if self._source_ratio == self._target_ratio == 1:
+                buffers = tier.blocks(()).buffers
+                self._packing = Packing.of(target, buffers, algorithm, library=library())
         unit_bytes = form.block_bytes * self._source_ratio
         self._step = max(1, PIECE_BYTES // max(1, unit_bytes))
 
@@ -132,6 +170,8 @@ class PartScatter:
         if len(sums) != len(keys) * cells * 8:
             return False
         told = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
+        if self._packing is not None:
+            return self._packing.put_away(memory, keys, told, slots)
         step, targets = self._step * self._source_ratio, self._step * self._target_ratio
         for first in range(0, len(keys), step):
             some = keys[first : first + step]

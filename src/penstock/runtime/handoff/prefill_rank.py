@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -97,7 +97,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         name: str,
         lines: Lines,
         *,
-        reader: PartReader,
+        reader: PartReader[Any],
         connect: Callable[[bytes], WriterLink],
         incarnation: int,
         settings: HandoffSettings,
@@ -256,7 +256,13 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         slots = prompt.slots[blocks.start : blocks.stop]
         keys = prompt.keys[blocks.start : blocks.stop]
         way.reading[name] = write
-        sums = self._reader.read(name, place.form, slots, keys, window)
+        try:
+            sums = self._reader.read(name, place.form, slots, keys, window)
+        except UnavailableError as error:  # Of a device that is lost, or cannot do it.
+            self._refuse("reader", name.target.name, str(error))
+            del way.reading[name]
+            self._fail(name)
+            return 1
         if sums is not None:
             self._packed(name, sums)
         self.bytes_written += place.size

@@ -6,7 +6,7 @@ of a write that was given up, no byte is moved any more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from penstock.runtime.handoff.moving import PartGather
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from penstock.vocabulary.checksums import Algorithm
 
 
-class PartReader(Protocol):
+Window_contra = TypeVar("Window_contra", contravariant=True)
+"""What bytes of a berth are: an array, or a tensor on a device."""
+
+
+class PartReader(Protocol[Window_contra]):
     """Packs parts out of the slots of one rank."""
 
     def read(
@@ -31,7 +35,7 @@ class PartReader(Protocol):
         form: PartForm,
         slots: Sequence[int],
         keys: Sequence[bytes],
-        memory: NDArray[np.uint8],
+        memory: Window_contra,
     ) -> bytes | None:
         """Packs blocks into `memory`: their cell sums if that is done, nothing if it has begun."""
         ...

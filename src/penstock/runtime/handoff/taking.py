@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.runtime.handoff.moving import PartScatter
+from penstock.runtime.handoff.reading import Window_contra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.checksums import Algorithm
 
 
-class PartTaker(Protocol):
+class PartTaker(Protocol[Window_contra]):
     """Puts parts into the slots of one rank."""
 
     @property
@@ -35,7 +36,7 @@ class PartTaker(Protocol):
         take: Take,
         route: RouteParts,
         form: PartForm,
-        memory: NDArray[np.uint8],
+        memory: Window_contra,
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:

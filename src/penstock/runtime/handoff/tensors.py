@@ -109,11 +109,13 @@ class _Staging:
         return _Buffer(scratch, pinned, pinned.numpy(), event)
 
     def stream_context(self) -> Any:  # noqa: ANN401 - torch has no type for it
-        """Copies go into our stream, behind what the engine has submitted."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
+        """Copies go into our stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def follow_engine(self) -> None:
+        """What is submitted from now on comes behind what the engine has submitted."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
 class _PlanePair(NamedTuple):
@@ -243,7 +245,7 @@ class TensorTaker:
         self._tier = tier
         self._algorithm = algorithm
         self._staging = _Staging(tier.device, part_bytes, event)
-        self._windows: dict[PartForm, list[list[_PlanePair]]] = {}
+        self._scatters: dict[PartForm, WindowScatter] = {}
         self._taking: deque[tuple[Take, _Buffer]] = deque()
 
     def take(
@@ -263,35 +265,16 @@ class TensorTaker:
         staging = self._staging
         buffer = staging.free.popleft()
         np.copyto(buffer.host[: len(memory)], memory)
+        scatter = self._scatters.get(form)
+        if scatter is None:
+            scatter = self._scatters[form] = WindowScatter(route, form, self._tier)
+        staging.follow_engine()
         with staging.stream_context():
             buffer.scratch[: len(memory)].copy_(buffer.pinned[: len(memory)], non_blocking=True)
-            self._scatter(route, form, buffer, len(keys), slots)
+            scatter.scatter(buffer.scratch, len(keys), slots)
             buffer.event.record(staging.stream)
         self._taking.append((take, buffer))
         return None
-
-    def _scatter(
-        self, route: RouteParts, form: PartForm, buffer: _Buffer, count: int, slots: Sequence[int]
-    ) -> None:
-        windows = self._windows.get(form)
-        if windows is None:
-            assert form.packed is not None
-            target = narrow(self._tier.layout, form.target_cuts)
-            windows = self._windows[form] = [
-                _pairs(packed, narrowed, self._tier, form.block_bytes)
-                for packed, narrowed in windows_of(form.packed, target)
-            ]
-        numbers = torch.tensor(list(slots), device=self._staging.device)
-        for window, pairs in enumerate(windows):
-            for pair in pairs:
-                packed = pair.packed(buffer.scratch, count, form.block_bytes)
-                some = numbers
-                if route.source_ratio > 1:
-                    packed = packed[window :: len(windows)]
-                    some = numbers[: len(packed)]
-                elif route.target_ratio > 1:
-                    some = numbers[window :: len(windows)]
-                pair.slots.index_copy_(0, some, packed)
 
     @property
     def has_room(self) -> bool:
@@ -311,6 +294,35 @@ class TensorTaker:
     def busy(self) -> bool:
         """Whether a part is under way."""
         return bool(self._taking)
+
+
+class WindowScatter:
+    """Puts packed blocks of one form into the slots of a tier, whatever size its blocks have."""
+
+    def __init__(self, route: RouteParts, form: PartForm, tier: TensorTier) -> None:
+        assert form.packed is not None
+        self._route = route
+        self._block_bytes = form.block_bytes
+        self._device = tier.device
+        target = narrow(tier.layout, form.target_cuts)
+        self._windows = [
+            _pairs(packed, narrowed, tier, form.block_bytes)
+            for packed, narrowed in windows_of(form.packed, target)
+        ]
+
+    def scatter(self, scratch: Any, count: int, slots: Sequence[int]) -> None:  # noqa: ANN401
+        """Copies `count` packed blocks in memory of the tier's device, in torch's stream."""
+        numbers = torch.tensor(list(slots), device=self._device)
+        for window, pairs in enumerate(self._windows):
+            for pair in pairs:
+                packed = pair.packed(scratch, count, self._block_bytes)
+                some = numbers
+                if self._route.source_ratio > 1:
+                    packed = packed[window :: len(self._windows)]
+                    some = numbers[: len(packed)]
+                elif self._route.target_ratio > 1:
+                    some = numbers[window :: len(self._windows)]
+                pair.slots.index_copy_(0, some, packed)
 
 
 def _sums(

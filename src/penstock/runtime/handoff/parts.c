@@ -1,0 +1,366 @@
+/* Packing parts and putting them away, one pass over the bytes each.
+
+   A part is blocks of segments. A segment is what one plane adds to a cell: rows of bytes at equal
+   distances in a slot, one after the other in the packed block. A block is copied and summed before
+   the next one is touched, so that it is in a core's own cache the second time; the sums of a
+   cell's segments are added by halves, as docs/checksums.md says.
+
+   Sums are XXH3 with 64 bits under a seed, of more than 240 bytes: what is shorter goes another way.
+
+   The one rule: no byte of a block is put away before all sums of the block were found right. */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define SECRET_BYTES 192
+#define STRIPE_BYTES 64
+#define STRIPES 16 /* Of a round, after which the lanes are scrambled. */
+#define AHEAD_BYTES 4096 /* So far ahead of a sum the packed part is fetched; found by trial. */
+#define READ_AHEAD_BYTES 2048 /* The same for copies. */
+#define WRITE_AHEAD_BYTES 1024
+#define LONG_BYTES 1024 /* A row of more lines than one or two that are written in part. */
+
+#define P32_1 0x9E3779B1U
+#define P32_2 0x85EBCA77U
+#define P32_3 0xC2B2AE3DU
+#define P64_1 0x9E3779B185EBCA87ULL
+#define P64_2 0xC2B2AE3D27D4EB4FULL
+#define P64_3 0x165667B19E3779F9ULL
+#define P64_4 0x85EBCA77C2B2AE63ULL
+#define P64_5 0x27D4EB2F165667C5ULL
+
+/* The columns of a strip's row: one plane of one layer, all its heads. `packing.py` writes them. */
+typedef struct {
+    int64_t address;      /* Of its first number in slot 0. */
+    int64_t block_stride; /* From one slot to the next. */
+    int64_t heads;
+    int64_t head_stride;
+    int64_t rows; /* Of a head. */
+    int64_t row_stride;
+    int64_t row_bytes;
+    int64_t start;      /* Of the first head in the packed block. */
+    int64_t cell_bytes; /* From one head to the next there; rows follow each other. */
+} strip_t;
+
+/* The columns of a segment's row: one plane and head, as it is summed. */
+typedef struct {
+    int64_t start; /* In the packed block. */
+    int64_t length;
+    int64_t place; /* Layer, plane and head, as one number. */
+    int64_t cell;
+    int64_t strip; /* Of which strip it is a head, */
+    int64_t head;  /* and of which number. */
+} segment_t;
+
+/* The algorithm's own constant: 192 bytes. */
+static const uint64_t secret_words[SECRET_BYTES / 8] = {
+    0xbe4ba423396cfeb8ULL, 0x1cad21f72c81017cULL, 0xdb979083e96dd4deULL, 0x1f67b3b7a4a44072ULL,
+    0x78e5c0cc4ee679cbULL, 0x2172ffcc7dd05a82ULL, 0x8e2443f7744608b8ULL, 0x4c263a81e69035e0ULL,
+    0xcb00c391bb52283cULL, 0xa32e531b8b65d088ULL, 0x4ef90da297486471ULL, 0xd8acdea946ef1938ULL,
+    0x3f349ce33f76faa8ULL, 0x1d4f0bc7c7bbdcf9ULL, 0x3159b4cd4be0518aULL, 0x647378d9c97e9fc8ULL,
+    0xc3ebd33483acc5eaULL, 0xeb6313faffa081c5ULL, 0x49daf0b751dd0d17ULL, 0x9e68d429265516d3ULL,
+    0xfca1477d58be162bULL, 0xce31d07ad1b8f88fULL, 0x280416958f3acb45ULL, 0x7e404bbbcafbd7afULL,
+};
+
+static inline uint64_t read64(const uint8_t *at)
+{
+    uint64_t word;
+    memcpy(&word, at, 8);
+    return word;
+}
+
+static inline uint64_t fold(uint64_t one, uint64_t other)
+{
+    unsigned __int128 product = (unsigned __int128)one * other;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+typedef void (*lanes_t)(uint64_t *, const uint8_t *, int64_t, const uint8_t *, const uint8_t *);
+
+/* All stripes of a segment but the last, into eight lanes. As much from `ahead` on is fetched on the
+   way: one core has only so many loads of far memory under way by itself. */
+static void lanes_plain(uint64_t *acc, const uint8_t *in, int64_t stripes, const uint8_t *secret,
+                        const uint8_t *ahead)
+{
+    (void)ahead;
+    for (int64_t n = 0; n < stripes; n++) {
+        const uint8_t *key = secret + n % STRIPES * 8;
+        for (int i = 0; i < 8; i++) {
+            uint64_t value = read64(in + n * STRIPE_BYTES + 8 * i);
+            uint64_t mixed = value ^ read64(key + 8 * i);
+            acc[i ^ 1] += value;
+            acc[i] += (mixed & 0xFFFFFFFFU) * (mixed >> 32);
+        }
+        if (n % STRIPES == STRIPES - 1)
+            for (int i = 0; i < 8; i++) {
+                uint64_t lane = acc[i] ^ acc[i] >> 47;
+                acc[i] = (lane ^ read64(secret + SECRET_BYTES - STRIPE_BYTES + 8 * i)) * P32_1;
+            }
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void lanes_avx2(uint64_t *acc, const uint8_t *in,
+                                                       int64_t stripes, const uint8_t *secret,
+                                                       const uint8_t *ahead)
+{
+    __m256i lane[2];
+    const __m256i prime = _mm256_set1_epi32((int)P32_1);
+    for (int i = 0; i < 2; i++)
+        lane[i] = _mm256_loadu_si256((const __m256i *)acc + i);
+    for (int64_t n = 0; n < stripes; n++) {
+        const __m256i *key = (const __m256i *)(secret + n % STRIPES * 8);
+        const __m256i *data = (const __m256i *)(in + n * STRIPE_BYTES);
+        _mm_prefetch((const char *)(ahead + n * STRIPE_BYTES), _MM_HINT_T1);
+        for (int i = 0; i < 2; i++) {
+            __m256i value = _mm256_loadu_si256(data + i);
+            __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256(key + i));
+            __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+            lane[i] = _mm256_add_epi64(lane[i], _mm256_shuffle_epi32(value, 0x4E));
+            lane[i] = _mm256_add_epi64(lane[i], product);
+        }
+        if (n % STRIPES == STRIPES - 1) {
+            key = (const __m256i *)(secret + SECRET_BYTES - STRIPE_BYTES);
+            for (int i = 0; i < 2; i++) {
+                __m256i x = _mm256_xor_si256(lane[i], _mm256_srli_epi64(lane[i], 47));
+                x = _mm256_xor_si256(x, _mm256_loadu_si256(key + i));
+                __m256i low = _mm256_mul_epu32(x, prime);
+                __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+                lane[i] = _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
+            }
+        }
+    }
+    for (int i = 0; i < 2; i++)
+        _mm256_storeu_si256((__m256i *)acc + i, lane[i]);
+}
+
+__attribute__((target("avx512f"))) static void lanes_avx512(uint64_t *acc, const uint8_t *in,
+                                                            int64_t stripes, const uint8_t *secret,
+                                                            const uint8_t *ahead)
+{
+    __m512i lane = _mm512_loadu_si512(acc);
+    const __m512i prime = _mm512_set1_epi32((int)P32_1);
+    const __m512i last = _mm512_loadu_si512(secret + SECRET_BYTES - STRIPE_BYTES);
+    for (int64_t n = 0; n < stripes; n++) {
+        _mm_prefetch((const char *)(ahead + n * STRIPE_BYTES), _MM_HINT_T1);
+        __m512i value = _mm512_loadu_si512(in + n * STRIPE_BYTES);
+        __m512i mixed = _mm512_xor_si512(value, _mm512_loadu_si512(secret + n % STRIPES * 8));
+        __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+        lane = _mm512_add_epi64(lane, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)0x4E));
+        lane = _mm512_add_epi64(lane, product);
+        if (n % STRIPES == STRIPES - 1) {
+            __m512i x = _mm512_xor_si512(lane, _mm512_srli_epi64(lane, 47));
+            x = _mm512_xor_si512(x, last);
+            __m512i low = _mm512_mul_epu32(x, prime);
+            __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
+            lane = _mm512_add_epi64(low, _mm512_slli_epi64(high, 32));
+        }
+    }
+    _mm512_storeu_si512(acc, lane);
+}
+#endif
+
+static lanes_t find_lanes(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        return lanes_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        return lanes_avx2;
+#endif
+    return lanes_plain;
+}
+
+static uint64_t sum_of(const uint8_t *in, int64_t length, uint64_t seed, const uint8_t *ahead,
+                       lanes_t lanes)
+{
+    uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    uint64_t words[SECRET_BYTES / 8];
+    const uint8_t *secret = (const uint8_t *)words;
+    for (int i = 0; i < SECRET_BYTES / 8; i += 2) {
+        words[i] = secret_words[i] + seed;
+        words[i + 1] = secret_words[i + 1] - seed;
+    }
+    lanes(acc, in, (length - 1) / STRIPE_BYTES, secret, ahead);
+    /* The last stripe ends with the segment, and has a key of its own. */
+    const uint8_t *end = in + length - STRIPE_BYTES;
+    const uint8_t *key = secret + SECRET_BYTES - STRIPE_BYTES - 7;
+    for (int i = 0; i < 8; i++) {
+        uint64_t value = read64(end + 8 * i);
+        uint64_t mixed = value ^ read64(key + 8 * i);
+        acc[i ^ 1] += value;
+        acc[i] += (mixed & 0xFFFFFFFFU) * (mixed >> 32);
+    }
+    uint64_t sum = (uint64_t)length * P64_1;
+    for (int i = 0; i < 4; i++)
+        sum += fold(acc[2 * i] ^ read64(secret + 11 + 16 * i),
+                    acc[2 * i + 1] ^ read64(secret + 19 + 16 * i));
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
+    return sum ^ sum >> 32;
+}
+
+static inline uint64_t seed_of(uint64_t key_seed, int64_t place)
+{
+    uint64_t x = key_seed + (uint64_t)place * 0x9E3779B97F4A7C15ULL;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ULL;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBULL;
+    return x ^ x >> 31;
+}
+
+static inline void add_by_halves(uint64_t *cell, uint64_t sum)
+{
+    uint64_t high = (*cell >> 32) + (sum >> 32);
+    *cell = high << 32 | (uint32_t)(*cell + sum);
+}
+
+/* Rows of bytes from one grid to another, in the order in which they lie in the slot: its memory is
+   far away, and the packed block is in a near cache. */
+typedef void (*copy_t)(uint8_t *, const uint8_t *, int64_t);
+
+static void copy_plain(uint8_t *to, const uint8_t *from, int64_t length)
+{
+    memcpy(to, from, (size_t)length);
+}
+
+#if defined(__x86_64__)
+/* Out of far memory: what follows is fetched meanwhile, on both sides. */
+__attribute__((target("avx512f"))) static void copy_near(uint8_t *to, const uint8_t *from,
+                                                         int64_t length)
+{
+    int64_t at = 0;
+    for (; at + 64 <= length; at += 64) {
+        _mm_prefetch((const char *)(from + at + READ_AHEAD_BYTES), _MM_HINT_T0);
+        __builtin_prefetch(to + at + WRITE_AHEAD_BYTES, 1);
+        _mm512_storeu_si512(to + at, _mm512_loadu_si512(from + at));
+    }
+    memcpy(to + at, from + at, (size_t)(length - at));
+}
+
+/* Past the caches: nobody reads a slot soon, and its old bytes need not be fetched. Lines that are
+   written in part go through them. */
+__attribute__((target("avx512f"))) static void copy_past(uint8_t *to, const uint8_t *from,
+                                                         int64_t length)
+{
+    int64_t at = -(int64_t)(uintptr_t)to & 63;
+    memcpy(to, from, (size_t)at);
+    for (; at + 64 <= length; at += 64)
+        _mm512_stream_si512((__m512i *)(to + at), _mm512_loadu_si512(from + at));
+    memcpy(to + at, from + at, (size_t)(length - at));
+}
+#endif
+
+/* Whether rows of different heads take turns in a slot. */
+static inline int are_interleaved(const strip_t *strip)
+{
+    return strip->head_stride < strip->row_stride;
+}
+
+static void copy_strip(const strip_t *strip, int64_t slot, uint8_t *packed, int into_slot,
+                       copy_t copy)
+{
+    uint8_t *place = (uint8_t *)(strip->address + slot * strip->block_stride);
+    int rows_outside = are_interleaved(strip);
+    int64_t outer = rows_outside ? strip->rows : strip->heads;
+    int64_t inner = rows_outside ? strip->heads : strip->rows;
+    int64_t row_bytes = strip->row_bytes;
+    for (int64_t i = 0; i < outer; i++)
+        for (int64_t j = 0; j < inner; j++) {
+            int64_t row = rows_outside ? i : j, head = rows_outside ? j : i;
+            uint8_t *far = place + head * strip->head_stride + row * strip->row_stride;
+            uint8_t *near = packed + strip->start + head * strip->cell_bytes + row * row_bytes;
+            if (into_slot)
+                copy(far, near, row_bytes);
+            else
+                copy(near, far, row_bytes);
+        }
+}
+
+/* Sums a packed block. Meanwhile the slot of the next one is fetched (`strips` and `next`), where
+   its rows are too short for the processor to see that they follow each other; or, without strips,
+   what follows in the packed part. */
+static void sum_block(const segment_t *segments, int64_t count, uint64_t key_seed,
+                      const uint8_t *packed, const strip_t *strips, int64_t next, uint64_t *sums,
+                      int64_t cells, lanes_t lanes)
+{
+    memset(sums, 0, (size_t)cells * 8);
+    for (const segment_t *each = segments; each < segments + count; each++) {
+        const uint8_t *in = packed + each->start, *ahead = strips ? in : in + AHEAD_BYTES;
+        if (strips && are_interleaved(strips + each->strip)) {
+            const strip_t *strip = strips + each->strip;
+            ahead = (const uint8_t *)(strip->address + next * strip->block_stride);
+            ahead += each->head * each->length;
+        }
+        uint64_t seed = seed_of(key_seed, each->place);
+        add_by_halves(sums + each->cell, sum_of(in, each->length, seed, ahead, lanes));
+    }
+}
+
+static copy_t copy_out_of_slots(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f"))
+        return copy_near;
+#endif
+    return copy_plain;
+}
+
+/* How a strip's rows go into slots: past the caches where rows are long, or whole lines. */
+static copy_t copy_into_slots(const strip_t *strip)
+{
+#if defined(__x86_64__)
+    int64_t bits = strip->address | strip->block_stride | strip->row_bytes;
+    bits |= strip->heads > 1 ? strip->head_stride : 0;
+    bits |= strip->rows > 1 ? strip->row_stride : 0;
+    int whole = !(bits & 63) || strip->row_bytes >= LONG_BYTES;
+    if (whole && __builtin_cpu_supports("avx512f"))
+        return copy_past;
+#endif
+    (void)strip;
+    return copy_plain;
+}
+
+/* Packs blocks out of their slots. `sums` has `cells` numbers for each block. */
+void penstock_pack(const strip_t *strips, int64_t strip_count, const segment_t *segments,
+                   int64_t segment_count, const int64_t *slots, const uint64_t *key_seeds,
+                   int64_t count, uint8_t *packed, int64_t block_bytes, uint64_t *sums,
+                   int64_t cells)
+{
+    lanes_t lanes = find_lanes();
+    copy_t copy = copy_out_of_slots();
+    for (int64_t block = 0; block < count; block++, packed += block_bytes, sums += cells) {
+        for (int64_t n = 0; n < strip_count; n++)
+            copy_strip(strips + n, slots[block], packed, 0, copy);
+        int64_t next = slots[block + 1 < count ? block + 1 : block];
+        sum_block(segments, segment_count, key_seeds[block], packed, strips, next, sums, cells,
+                  lanes);
+    }
+}
+
+/* Puts blocks away into their slots, and stops at the first whose sums are not those told: returns
+   its number, or -1. `found` has room for the sums of one block. */
+int64_t penstock_put_away(const strip_t *strips, int64_t strip_count, const segment_t *segments,
+                          int64_t segment_count, const int64_t *slots, const uint64_t *key_seeds,
+                          int64_t count, uint8_t *packed, int64_t block_bytes,
+                          const uint64_t *told, uint64_t *found, int64_t cells)
+{
+    lanes_t lanes = find_lanes();
+    int64_t bad = -1;
+    for (int64_t block = 0; block < count; block++, packed += block_bytes, told += cells) {
+        sum_block(segments, segment_count, key_seeds[block], packed, 0, 0, found, cells, lanes);
+        if (memcmp(found, told, (size_t)cells * 8) != 0) {
+            bad = block;
+            break;
+        }
+        for (int64_t n = 0; n < strip_count; n++)
+            copy_strip(strips + n, slots[block], packed, 1, copy_into_slots(strips + n));
+    }
+#if defined(__x86_64__)
+    _mm_sfence(); /* Whoever hears that the part is there sees its bytes. */
+#endif
+    return bad;
+}

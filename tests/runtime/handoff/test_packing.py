@@ -1,0 +1,205 @@
+"""Compiled packing does what NumPy does, to the byte, and refuses what does not fit."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.movers.compiling import compiled
+from penstock.runtime.handoff.moving import PartGather, PartScatter
+from penstock.runtime.handoff.packing import Packing, PartsLibrary, load_parts_library
+from penstock.runtime.handoff.parts import RouteParts
+from penstock.tiers.arrays import ArrayTier
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.form import Form
+from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import Axis
+from penstock.vocabulary.reshard import plan_reshard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.runtime.handoff.parts import PartForm
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="there is no C compiler"
+)
+HEAD_MAJOR = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
+TOKEN_MAJOR = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
+SLOTS, TARGETS = [5, 0, 7, 2], [1, 6, 3, 4]
+KEYS = [b"key %d" % n for n in range(4)]
+
+
+def split(*, channels: int, dtype: DType, order: tuple[Axis, ...], heads: HeadRange) -> Layout:
+    return Layout.split(
+        layers=range(3),
+        heads=heads,
+        channels=channels,
+        dtype=dtype,
+        block_tokens=16,
+        block_count=8,
+        order=order,
+    )
+
+
+ALL, SOME = HeadRange.all_of(4), HeadRange(first=1, count=2, total=4)
+CASES = {
+    "head major": (
+        split(channels=64, dtype=DType.BF16, order=HEAD_MAJOR, heads=ALL),
+        split(channels=64, dtype=DType.BF16, order=HEAD_MAJOR, heads=ALL),
+    ),
+    "token major to some heads": (
+        split(channels=64, dtype=DType.BF16, order=TOKEN_MAJOR, heads=ALL),
+        split(channels=64, dtype=DType.BF16, order=HEAD_MAJOR, heads=SOME),
+    ),
+    "rows of odd length": (
+        split(channels=21, dtype=DType.FP8_E4M3, order=TOKEN_MAJOR, heads=ALL),
+        split(channels=21, dtype=DType.FP8_E4M3, order=TOKEN_MAJOR, heads=ALL),
+    ),
+    "long rows": (
+        split(channels=512, dtype=DType.FP32, order=HEAD_MAJOR, heads=ALL),
+        split(channels=512, dtype=DType.FP32, order=TOKEN_MAJOR, heads=ALL),
+    ),
+    "latent": tuple(
+        Layout.mla(layers=range(3), channels=80, dtype=DType.BF16, block_tokens=16, block_count=8)
+        for _ in range(2)
+    ),
+    "opaque": tuple(
+        Layout.opaque(
+            layers=range(3),
+            block_bytes=1000,
+            block_stride=1024,
+            encoding="some",
+            block_tokens=16,
+            block_count=8,
+        )
+        for _ in range(2)
+    ),
+}
+
+
+def filled(layout: Layout, seed: int, *, shift: int = 0) -> ArrayTier:
+    """A tier of random bytes, in memory that begins so many bytes behind a page."""
+    chance = np.random.default_rng(seed)
+    arrays = []
+    for _, size in sorted(layout.buffer_bytes.items()):
+        memory = np.empty(size + 8192, dtype=np.uint8)
+        first = -memory.ctypes.data % 4096 + shift
+        arrays.append(memory[first : first + size])
+        arrays[-1][:] = chance.integers(0, 256, size, dtype=np.uint8)
+    return ArrayTier(layout, arrays)
+
+
+def bytes_of(tier: ArrayTier) -> list[bytes]:
+    return [bytes(buffer) for buffer in tier.blocks(()).buffers.values()]
+
+
+def route_of(source: Layout, target: Layout) -> tuple[RouteParts, PartForm]:
+    forms = Form(layout=source), Form(layout=target)
+    plan = plan_reshard([forms[0]], [forms[1]])
+    parts = RouteParts(plan, plan.routes[0], *forms)
+    return parts, parts.form_of(1, 3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shift", [0, 16, 3])
+def test_compiled_code_packs_and_puts_away_the_same_bytes(case: str, shift: int) -> None:
+    source, target = CASES[case]
+    parts, form = route_of(source, target)
+    held = filled(source, 1, shift=shift)
+    found, wanted = (filled(target, 2, shift=shift) for _ in range(2))
+    fast, plain = (np.zeros(4 * form.block_bytes, dtype=np.uint8) for _ in range(2))
+    gather = PartGather(form, held, Algorithm.XXH3)
+    scatter = PartScatter(parts, form, found, Algorithm.XXH3)
+    slow_gather = PartGather(form, held, Algorithm.XXH3, library=lambda: None)
+    slow_scatter = PartScatter(parts, form, wanted, Algorithm.XXH3, library=lambda: None)
+
+    sums = gather.gather(SLOTS, KEYS, fast)
+    intact = scatter.scatter(fast, KEYS, sums, TARGETS)
+
+    assert gather._packing is not None
+    assert scatter._packing is not None
+    assert sums == slow_gather.gather(SLOTS, KEYS, plain)
+    assert bytes(fast) == bytes(plain)
+    assert intact
+    assert slow_scatter.scatter(plain, KEYS, sums, TARGETS)
+    assert bytes_of(found) == bytes_of(wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", ["byte", "key", "sum"])
+def test_a_block_that_is_not_intact_is_not_put_away(wrong: str) -> None:
+    source, target = CASES["head major"]
+    parts, form = route_of(source, target)
+    held, found, before = filled(source, 1), filled(target, 2), filled(target, 2)
+    berth = np.zeros(4 * form.block_bytes, dtype=np.uint8)
+    sums = bytearray(PartGather(form, held, Algorithm.XXH3).gather(SLOTS, KEYS, berth))
+    keys = list(KEYS)
+    if wrong == "byte":
+        berth[form.block_bytes + 777] ^= 1
+    elif wrong == "key":
+        keys[1] = b"another"
+    else:
+        sums[8 * form.cell_count + 3] ^= 1
+
+    intact = PartScatter(parts, form, found, Algorithm.XXH3).scatter(
+        berth, keys, bytes(sums), TARGETS
+    )
+
+    assert not intact
+    old, new = before.blocks(()).buffers, found.blocks(()).buffers
+    for plane in (plane for layer in target.groups[0].layers for plane in layer.planes):
+        views = plane.view(old[plane.buffer]), plane.view(new[plane.buffer])
+        np.testing.assert_array_equal(*(view[TARGETS[1:]] for view in views))
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
+    source, _ = CASES["head major"]
+    tier = filled(source, 1)
+    packing = Packing.of(
+        source, tier.blocks(()).buffers, Algorithm.XXH3, library=load_parts_library()
+    )
+    assert packing is not None
+    room = np.zeros(4 * packing.block_bytes, dtype=np.uint8)
+
+    with pytest.raises(ValueError, match="4 slots and 3 keys"):
+        packing.pack(SLOTS, KEYS[:3], room)
+    with pytest.raises(ValueError, match=f"each need {4 * packing.block_bytes}"):
+        packing.pack(SLOTS, KEYS, room[:-1])
+
+    assert not room.any()
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm"),
+    [
+        (split(channels=4, dtype=DType.BF16, order=HEAD_MAJOR, heads=ALL), Algorithm.XXH3),
+        (CASES["head major"][0], Algorithm.MIX64),
+    ],
+)
+def test_short_segments_and_other_sums_are_left_to_numpy(
+    layout: Layout, algorithm: Algorithm
+) -> None:
+    buffers = filled(layout, 1).blocks(()).buffers
+
+    assert Packing.of(layout, buffers, algorithm, library=load_parts_library()) is None
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_no_error_of_ours(tmp_path: Path) -> None:
+    from penstock.errors import UnavailableError  # noqa: PLC0415
+
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+
+    with pytest.raises(UnavailableError, match="cannot be loaded"):
+        PartsLibrary(broken)
+    with pytest.raises(UnavailableError, match="failed"):
+        compiled("parts", b"this is not C", tmp_path)
