@@ -10,7 +10,7 @@ from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.effects import Fence
 from penstock.handoff.landing import Landing
-from penstock.testing.explore import FindingKind, explore
+from penstock.testing.explore import Bounds, FindingKind, explore
 from penstock.testing.handoff.faults import Budget
 from penstock.testing.handoff.worlds import WORLDS, Small
 
@@ -111,8 +111,9 @@ def test_what_is_worked_out_once_is_all_that_decides() -> None:
         memo.check_completeness()
 
 
+@pytest.mark.parametrize("bulk", [False, True])
 def test_without_the_count_of_ranks_the_explorer_finds_a_partial_delivery(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, bulk: bool
 ) -> None:
     def any_rank(scheduler: DecodeScheduler, claimed: Claimed) -> bool:
         del scheduler
@@ -120,14 +121,15 @@ def test_without_the_count_of_ranks_the_explorer_finds_a_partial_delivery(
 
     monkeypatch.setattr(DecodeScheduler, "_every_rank_is_complete", any_rank)
 
-    problem = problem_of(small("count", decode_count=2))
+    problem = problem_of(small("count", decode_count=2, bulk=bulk))
 
     assert problem.startswith("content: a is delivered, but D")
 
 
+@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("fault", ["write", "suspect"])
 def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
-    fault: str, monkeypatch: pytest.MonkeyPatch
+    fault: str, monkeypatch: pytest.MonkeyPatch, *, bulk: bool
 ) -> None:
     retire: Callable[[Landing, str], None] = Landing._retire
 
@@ -140,13 +142,14 @@ def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
 
     monkeypatch.setattr(Landing, "_retire", retire_and_free)
 
-    problem = problem_of(small("fence", budget=Budget(**{fault: 1})))
+    problem = problem_of(small("fence", budget=Budget(**{fault: 1}), bulk=bulk))
 
     assert problem.startswith("given back: D0")
 
 
+@pytest.mark.parametrize("bulk", [False, True])
 def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_claim(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, bulk: bool
 ) -> None:
     def of_any_epoch(
         scheduler: DecodeScheduler, message: msg.Report | msg.Finished | msg.Gone | msg.Closed
@@ -155,7 +158,7 @@ def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_c
 
     monkeypatch.setattr(DecodeScheduler, "_is_current", of_any_epoch)
 
-    problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1)))
+    problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1), bulk=bulk))
 
     assert problem.startswith("content: a is delivered, but D0")
 
@@ -173,4 +176,6 @@ def test_a_rank_that_answers_too_early_is_found_at_work_for_two_lives_of_its_sch
 @pytest.mark.long
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 def test_every_world_of_the_command_is_without_findings(world: Small) -> None:
-    assert world.look().finding is None
+    bounds = Bounds(seconds=100 if world.large else 600)
+
+    assert world.look(bounds).finding is None

@@ -54,8 +54,9 @@ def explore_handoff(
         return
     quiet = json is not None and str(json) == "-"
     results, deadline = [], time.monotonic() + seconds
-    for small in chosen:
-        bounds = Bounds(seconds=max(0.001, deadline - time.monotonic()))
+    for place, small in enumerate(chosen):
+        left_s = (deadline - time.monotonic()) / _sharing(chosen[place:])
+        bounds = Bounds(seconds=max(0.001, left_s))
         result = small.look(bounds)
         results.append((small, result))
         if not quiet:
@@ -77,6 +78,11 @@ def _chosen(names: list[str] | None) -> list[Small]:
                 f"{name!r} is none of {', '.join(known)}", param_hint="--world"
             )
     return [known[name] for name in names] if names else [*WORLDS]
+
+
+def _sharing(worlds: list[Small]) -> int:
+    """How many worlds share the time that is left: large ones do, others end early."""
+    return sum(small.large for small in worlds) if worlds[0].large else 1
 
 
 def _method(small: Small) -> str:

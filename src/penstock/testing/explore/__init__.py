@@ -6,6 +6,7 @@ See docs/explorer.md.
 from __future__ import annotations
 
 from penstock.testing.explore.bounds import Bounds
+from penstock.testing.explore.bulk import explore_in_bulk
 from penstock.testing.explore.result import Finding, FindingKind, Result
 from penstock.testing.explore.search import explore
 from penstock.testing.explore.world import PlainWorld, Violation, World, packed
@@ -19,5 +20,6 @@ __all__ = [
     "Violation",
     "World",
     "explore",
+    "explore_in_bulk",
     "packed",
 ]

@@ -54,7 +54,7 @@ class Watch:
         """Why the search has to stop now; empty when it may go on."""
         if state_count >= self.bounds.state_count:
             return f"{self.bounds.state_count} states"
-        if state_count - self._looked_at < _LOOK_EVERY:
+        if 0 <= state_count - self._looked_at < _LOOK_EVERY:
             return ""
         self._looked_at = state_count
         if self.seconds > self.bounds.seconds:

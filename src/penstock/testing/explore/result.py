@@ -6,8 +6,23 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from penstock.errors import PenstockError
+from penstock.testing.explore.world import Violation
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+DEFECTS = (
+    PenstockError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""How a defect can show itself in a move."""
 
 
 class FindingKind(Enum):
@@ -101,3 +116,8 @@ class Result:
                 "story": list(finding.story),
             },
         }
+
+
+def said_by(defect: Exception) -> str:
+    """Violations speak for themselves; of other exceptions the kind matters, too."""
+    return str(defect) if isinstance(defect, Violation) else f"{type(defect).__name__}: {defect}"

@@ -17,30 +17,17 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic
 
-from penstock.errors import PenstockError
 from penstock.testing.explore.bounds import Bounds, Watch
 from penstock.testing.explore.delays import Delayed
 from penstock.testing.explore.graph import BEGINNING, Graph
 from penstock.testing.explore.reduction import check_independence, islands
-from penstock.testing.explore.result import Finding, FindingKind, Result
+from penstock.testing.explore.result import DEFECTS, Finding, FindingKind, Result, said_by
 from penstock.testing.explore.world import Move, State, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.testing.explore.world import World
-
-DEFECTS = (
-    PenstockError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""How a defect can show itself in a move."""
 
 _CHECKED_EVERY = 97
 """Independence is checked in one state of so many: a prime, so as not to beat with anything."""
@@ -171,7 +158,7 @@ class _Search(Generic[State, Move]):
             successor = self._world.step(state, moves[place])
         except DEFECTS as defect:
             last = self._world.tell(state, moves[place])
-            self._find(FindingKind.VIOLATION, _said_by(defect), number, last=last)
+            self._find(FindingKind.VIOLATION, said_by(defect), number, last=last)
             return False
         reached, fresh = self._enter(successor, parent=number, place=place)
         self._graph.join(number, reached)
@@ -201,8 +188,3 @@ class _Search(Generic[State, Move]):
             told.append(self._world.tell(state, move))
             state = self._world.step(state, move)
         return told
-
-
-def _said_by(defect: Exception) -> str:
-    """Violations speak for themselves; of other exceptions the kind matters, too."""
-    return str(defect) if isinstance(defect, Violation) else f"{type(defect).__name__}: {defect}"

@@ -44,6 +44,9 @@ class Carrying:
         self._purse = self._channels.stop
         self._news = self._purse + 1
         self._budgets: Numbers[tuple[int, ...]] = Numbers()
+        self._tidings: Numbers[int] = Numbers()
+        """Who has yet to hear of a new life: two bits for each channel from the one reborn."""
+        assert self._tidings.of(0) == 0
         self._prefill_place, self._decode_place = place[PREFILL], place[DECODE]
         self._schedulers = (self._prefill_place, self._decode_place)
         self._prefill_ranks = [place[name] for name in scene.prefill_ranks]
@@ -163,20 +166,24 @@ class Carrying:
         )
         reborn = identity_of(name, life.incarnation + 1)
         self._do(after, move.place, casting.deeds.of(do.Rebirth(reborn.life, peers)))
+        news = self._tidings[after[self._news]]
         for index, route in enumerate(casting.routes):
             if route[0] == name:
-                after[self._news] = after[self._news] & ~(3 << 2 * index) | 1 << 2 * index
+                news = news & ~(3 << 2 * index) | 1 << 2 * index
+        after[self._news] = self._tidings.of(news)
 
     def _hear(self, after: list[int], move: Move) -> None:
         deed = self.casting.deeds[move.deed]
         peer = self.casting.names[move.place]
+        news = self._tidings[after[self._news]]
         if isinstance(deed, do.Introduce):
             index = self.casting.routes.index((deed.peer.life.name, peer))
-            after[self._news] &= ~(3 << 2 * index)
+            news &= ~(3 << 2 * index)
         else:
             assert isinstance(deed, do.Suspect)
             index = self.casting.routes.index((deed.name, peer))
-            after[self._news] |= 2 << 2 * index
+            news |= 2 << 2 * index
+        after[self._news] = self._tidings.of(news)
         self._do(after, move.place, move.deed)
 
     # ---------------------------------------------------------------- promises

@@ -270,18 +270,22 @@ class HandoffWorld(Carrying):
         )
 
     def _hearings(self, state: State) -> Iterator[Move]:
-        """Who has yet to hear of a new life: two bits for each channel from the one reborn."""
-        news = state[self._news]
-        for index, (name, peer) in enumerate(self.casting.routes):
-            if not news >> 2 * index & 1:
-                continue
-            place, source = self.casting.place[peer], self.casting.place[name]
-            reborn = self.casting.actor(source, state[source]).identity
-            if self.casting.actor(place, state[place]).machine.life_of(name) == reborn.life:
-                continue  # It was told by the new life itself.
-            yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Introduce(reborn)))
-            if self._suspicious and not news >> 2 * index & 2:
-                yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Suspect(name)))
+        """Who has yet to hear of a new life, and may do so now."""
+        for route in range(len(self.casting.routes)):
+            yield from self._hearings_on(state, route)
+
+    def _hearings_on(self, state: State, route: int) -> Iterator[Move]:
+        news = self._tidings[state[self._news]] >> 2 * route
+        if not news & 1:
+            return
+        name, peer = self.casting.routes[route]
+        place, source = self.casting.place[peer], self.casting.place[name]
+        reborn = self.casting.actor(source, state[source]).identity
+        if self.casting.actor(place, state[place]).machine.life_of(name) == reborn.life:
+            return  # It was told by the new life itself.
+        yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Introduce(reborn)))
+        if self._suspicious and not news & 2:
+            yield Move(MoveKind.HEAR, place, self.casting.deeds.of(do.Suspect(name)))
 
     def _faults(
         self, state: State, local: Sequence[LocalMoves], left: tuple[int, ...], *, quiet: bool
@@ -291,7 +295,7 @@ class HandoffWorld(Carrying):
         if left[Fault.TIMER] and not quiet:
             for mine in local:
                 yield from mine.early
-        for fault, kind in _DISTURBANCES:
+        for fault, kind in DISTURBANCES:
             if left[fault]:
                 yield from (Move(kind, c, 0, fault) for c in self._channels if state[c])
         if left[Fault.CRASH]:
@@ -316,7 +320,7 @@ _OWN = (
 )
 """Deeds of a prefill rank that its local state makes possible; all others come from outside."""
 
-_DISTURBANCES = (
+DISTURBANCES = (
     (Fault.LOSS, MoveKind.LOSE),
     (Fault.DUPLICATE, MoveKind.REPEAT),
     (Fault.OVERTAKE, MoveKind.OVERTAKE),

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from penstock.handoff.grid import Grid
 from penstock.handoff.settings import HandoffBounds, HandoffSettings, HandoffTimes
-from penstock.testing.explore import explore
+from penstock.testing.explore import explore, explore_in_bulk
 from penstock.testing.handoff import deeds as do
 from penstock.testing.handoff.faults import Budget
+from penstock.testing.handoff.rules import RuledWorld
 from penstock.testing.handoff.scene import Prompt, Scene, shares
 from penstock.testing.handoff.world import HandoffWorld
 
@@ -41,7 +42,14 @@ class Small:
     delays: int | None = None
     """At most so many delays; all orders when `None`."""
     reduced: bool = True
-    """Whether what cannot influence each other is not interleaved: see `groups` and `eager`."""
+    """Whether what cannot influence each other is not interleaved: see `groups` and `eager`, or
+    `eagerness` in bulk."""
+    bulk: bool = False
+    """Whether whole arrays of states are followed at a time: see `explore.bulk`."""
+    large: bool = False
+    """Whether it may have more states than there is time for."""
+    batched: bool = True
+    """Whether the engines begin with, compute and claim all prompts in the same steps."""
 
     @property
     def says(self) -> str:
@@ -67,6 +75,28 @@ class Small:
 
     def make(self) -> HandoffWorld:
         """The world at its beginning."""
+        return HandoffWorld(
+            self.scene,
+            self.budget,
+            crashing=self.crashing or self.scene.names,
+            eager=self.eager,
+            suspicious=self.suspicious,
+            grouped=self.reduced,
+        )
+
+    def make_ruled(self) -> RuledWorld:
+        """The same world, to be looked at in bulk."""
+        return RuledWorld(
+            self.scene,
+            self.budget,
+            crashing=self.crashing or self.scene.names,
+            suspicious=self.suspicious,
+            reduced=self.reduced,
+        )
+
+    @property
+    def scene(self) -> Scene:
+        """Who takes part, and what the prompts are."""
         grid = Grid(
             layer_first=0,
             layer_count=self.layer_count,
@@ -83,28 +113,23 @@ class Small:
             )
             for handoff in "abcdefgh"[: self.request_count]
         }
-        scene = Scene(
+        return Scene(
             prefill_count=self.prefill_count,
             decode_count=self.decode_count,
             prompts=prompts,
             settings=_settings(self.berth_count),
-            batched=True,
+            batched=self.batched,
             room=self.room,
             # Which of several requests an engine gives up makes no difference; the first will do.
             doubtful=("a",),
         )
-        return HandoffWorld(
-            scene,
-            self.budget,
-            crashing=self.crashing or scene.names,
-            eager=self.eager,
-            suspicious=self.suspicious,
-            grouped=self.reduced,
-        )
 
     def look(self, bounds: Bounds | None = None) -> Result:
         """Explores the world."""
-        result = explore(self.make(), bounds=bounds, delays=self.delays)
+        if self.bulk:
+            result = explore_in_bulk(self.make_ruled(), bounds=bounds)
+        else:
+            result = explore(self.make(), bounds=bounds, delays=self.delays)
         return replace(result, reduced=self.reduced)
 
     @property
@@ -146,7 +171,7 @@ _EVERYTHING = Budget(
 )
 
 
-def _two_by_two(name: str, budget: Budget) -> Small:
+def _two_by_two(name: str, budget: Budget, *, reduced: bool = True) -> Small:
     return Small(
         name=f"two-by-two-{name}",
         prefill_count=2,
@@ -154,6 +179,8 @@ def _two_by_two(name: str, budget: Budget) -> Small:
         layer_count=2,
         berth_count=1,
         budget=budget,
+        bulk=True,
+        reduced=reduced,
     )
 
 
@@ -167,11 +194,15 @@ def _crash(party: str) -> Small:
         budget=Budget(crash=1),
         crashing=(party,),
         suspicious=False,
+        bulk=True,
+        large=True,
+        # Finding out what is eager costs more than it saves where few states follow a death.
+        reduced=party != "D0",
     )
 
 
-def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget, delays: int) -> Small:
-    """Two requests at the same time, too many states for all orders."""
+def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget) -> Small:
+    """Two requests at the same time."""
     return Small(
         name=f"at-once-{name}",
         prefill_count=ranks[0],
@@ -179,39 +210,61 @@ def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget, del
         request_count=2,
         layer_count=layers,
         room=2,
-        berth_count=layers,
+        berth_count=1,
         budget=budget,
+        suspicious=False,
+        bulk=True,
+        large=True,
+    )
+
+
+def _delayed(name: str, ranks: tuple[int, int], layers: int, budget: Budget, delays: int) -> Small:
+    """The same, with more room and a few delays instead of all orders."""
+    small = _at_once(name, ranks, layers, budget)
+    return replace(
+        small,
+        name=f"delayed-{name}",
+        berth_count=layers,
+        suspicious=True,
+        bulk=False,
         delays=delays,
         reduced=False,
     )
 
 
 WORLDS: tuple[Small, ...] = (
-    Small(name="one-any-fault", prefill_count=1, decode_count=1, budget=_EVERYTHING),
+    Small(
+        name="one-any-fault",
+        prefill_count=1,
+        decode_count=1,
+        budget=_EVERYTHING,
+        bulk=True,
+        reduced=False,
+    ),
     Small(
         name="one-two-faults",
         prefill_count=1,
         decode_count=1,
         budget=Budget(loss=1, duplicate=1, cancel=1, withdraw=1, write=1, spoil=1, total=2),
+        bulk=True,
+        reduced=False,
     ),
     Small(name="two-by-two", prefill_count=2, decode_count=2, layer_count=2),
-    _two_by_two("loss", Budget(loss=1, duplicate=1)),
+    _two_by_two("loss", Budget(loss=1, duplicate=1), reduced=False),
     _two_by_two("cancel", Budget(cancel=1)),
     _two_by_two("timer", Budget(timer=1)),
+    replace(_at_once("nothing", (2, 2), 1, Budget()), reduced=False, large=False),
+    _crash("D0"),
+    _crash("D"),
     _crash("P"),
     _crash("P0"),
-    _crash("D"),
-    _crash("D0"),
-    Small(
-        name="two-requests-cancel",
-        prefill_count=2,
-        decode_count=2,
-        request_count=2,
-        berth_count=1,
-        budget=Budget(cancel=1),
-    ),
-    _at_once("cancel", (2, 2), 1, Budget(cancel=1), delays=2),
-    _at_once("crash", (1, 2), 1, Budget(crash=1), delays=1),
-    _at_once("layers", (2, 2), 2, Budget(), delays=2),
-    _at_once("layers-faults", (2, 2), 2, Budget(loss=1, duplicate=1, cancel=1, total=1), delays=1),
+    _delayed("layers", (2, 2), 2, Budget(), delays=2),
+    _delayed("cancel", (2, 2), 1, Budget(cancel=1), delays=1),
+    _delayed("crash", (1, 2), 1, Budget(crash=1), delays=1),
+    _delayed("faults", (2, 2), 2, Budget(loss=1, duplicate=1, cancel=1, total=1), delays=1),
+    replace(_at_once("in-turn", (2, 2), 1, Budget(cancel=1)), name="in-turn-cancel", room=1),
+    _at_once("cancel", (2, 2), 1, Budget(cancel=1)),
+    replace(_two_by_two("crash", Budget(crash=1)), suspicious=False, large=True),
+    _at_once("crash", (1, 2), 1, Budget(crash=1)),
 )
+"""Large ones last: they share the time that is left, the largest with what others left over."""
