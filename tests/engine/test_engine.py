@@ -153,6 +153,37 @@ def test_a_second_turn_finds_the_first_on_the_device_or_in_host_memory(
     require_right_logits(far, model, longer)
 
 
+def test_the_next_turn_finds_all_full_blocks_of_an_answer(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    engine = make_engine(folder)
+    first = Request(id="first", prompt=prompt(12, 1), max_tokens=30)
+    answer = tokens_of(run(engine, first)["first", 0])
+
+    longer = (*first.prompt, *answer, *prompt(5, 2))
+    again = run(engine, Request(id="again", prompt=longer, max_tokens=1))["again", 0]
+
+    # The KV of the last token was never computed.
+    assert again[0].cached_by_tier[0] == (12 + 30 - 1) // BLOCK * BLOCK
+
+
+def test_two_steps_in_flight_change_no_answer(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(8)]
+    stop = reference(model, prompt(12, 4), 8)[5]
+    requests.append(
+        Request(id="stops", prompt=prompt(12, 4), max_tokens=8, stop_tokens=frozenset({stop}))
+    )
+    engine = make_engine(folder, blocks=18, steps_in_flight=2)
+
+    told = run(engine, *requests)
+
+    assert engine.scheduler.preemptions > 0
+    for request in requests:
+        expected = reference(model, request.prompt, request.max_tokens)
+        ends = expected.index(stop) + 1 if request.stop_tokens else len(expected)
+        assert tokens_of(told[request.id, 0]) == expected[:ends]
+
+
 def test_several_answers_share_their_prompt_and_differ(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     request = Request(

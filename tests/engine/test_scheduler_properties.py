@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.engine.batch import PREVIOUS
 from penstock.engine.engine import Engine
 from penstock.engine.requests import Answer, Output, Reason, Request
 from penstock.engine.sampling import Sampled, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.steps import PREVIOUS, Step, StepResult
+from penstock.engine.steps import Step, StepResult
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:

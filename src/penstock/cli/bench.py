@@ -233,6 +233,52 @@ def _run_on_cuda(report: Report, plan: interference.Plan) -> None:
     run_on_cuda(report, plan, tell=partial(typer.echo, err=True))
 
 
+@commands.command("engine")
+def bench_engine(
+    *,
+    json: JsonOption = None,
+    rounds: RoundsOption = 3,
+    only: Annotated[
+        str,
+        typer.Option("--only", metavar="PARTS", help="chats, decode, hits, latency, by comma."),
+    ] = "chats,decode,hits,latency",
+    graphs: Annotated[
+        bool, typer.Option(help="Whether steps of few tokens are replayed as CUDA graphs.")
+    ] = True,
+    load_gate: Annotated[
+        str, typer.Option("--load-gate", help="measured, or off: whatever is found is loaded.")
+    ] = "measured",
+    check: CheckOption = False,
+) -> None:
+    """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
+    report = Report(version=penstock.__version__, command=_command())
+    parts = tuple(only.split(","))
+    _run_engine(report, rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
+    if json is None or str(json) != "-":
+        report.show(sys.stdout)
+    if json is not None:
+        write_json(json, report.to_builtins())
+    raise typer.Exit(report.exit_code(check=check))
+
+
+def _run_engine(
+    report: Report, *, rounds: int, parts: tuple[str, ...], graphs: bool, load_gate: str
+) -> None:
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError("bench engine needs the 'torch' extra, and CUDA") from error
+    if not torch.cuda.is_available():
+        raise UnavailableError("bench engine needs a CUDA device, and torch sees none")
+    from penstock.bench.engine import run_engine  # noqa: PLC0415 - needs an extra
+    from penstock.bench.engine_plan import PARTS, EnginePlan  # noqa: PLC0415
+
+    if not set(parts) <= set(PARTS):
+        raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")
+    plan = EnginePlan(rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
+    run_engine(report, plan, tell=partial(typer.echo, err=True))
+
+
 def _numbers(text: str, *, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))

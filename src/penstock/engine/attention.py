@@ -3,11 +3,14 @@
 K and V of a layer are one tensor [2, blocks, tokens of a block, heads, channels]. What a step
 computes is written first, then read back together with what was there, so that a prefix from
 the cache and a prefix just computed take the same way.
+
+`PlainAttention` is torch alone, on any device. On a GPU, `penstock.engine.cuda.attention` has
+kernels for the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,12 +19,58 @@ if TYPE_CHECKING:
     from penstock.engine.batch import Batch, DecodeRows, PrefillRows
 
 
-class DecodeAttention(Protocol):
-    """One token of each of several requests, over the blocks of each."""
+class Heads(NamedTuple):
+    """What a layer projected: [tokens, heads, channels] each."""
 
-    def __call__(self, query: torch.Tensor, kv: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-        """Queries and results are [requests, heads, channels]."""
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Turn(NamedTuple):
+    """How the rotary embedding turns each position: [positions, channels] each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Attention(Protocol):
+    """One layer's attention: turns, writes K and V to their places, and reads."""
+
+    def turn(self, angles: Turn, batch: Batch) -> Turn:
+        """Prepares the angles of a batch, once for all layers."""
         ...
+
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What every token reads from the tokens up to it: [tokens, heads, channels]."""
+        ...
+
+
+class PlainAttention:
+    """Attention in plain torch."""
+
+    def turn(self, angles: Turn, batch: Batch) -> Turn:
+        """The angles of the batch's positions, the same for all heads."""
+        return Turn(angles.cos[batch.positions, None], angles.sin[batch.positions, None])
+
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What every token reads from the tokens up to it: [tokens, heads, channels]."""
+        query, key = rotated(heads.query, turn), rotated(heads.key, turn)
+        write_kv(kv, key, heads.value, batch.places)
+        result = torch.empty_like(query)
+        for rows in batch.prefills:
+            part = slice(rows.first, rows.first + rows.length)
+            result[part] = prefill_by_gathering(query[part], kv, rows)
+        if batch.decodes is not None:
+            part = slice(batch.decodes.first, query.shape[0])
+            result[part] = decode_by_gathering(query[part], kv, batch.decodes)
+        return result
+
+
+def rotated(heads: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """The rotary embedding of queries or keys."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * turn.cos + torch.cat((-second, first), dim=-1) * turn.sin
 
 
 def write_kv(
@@ -33,21 +82,8 @@ def write_kv(
     flat[1].index_copy_(0, places, value)
 
 
-def attend(
-    query: torch.Tensor, kv: torch.Tensor, batch: Batch, decode: DecodeAttention
-) -> torch.Tensor:
-    """What every token of the batch reads from the tokens before it: [tokens, heads, channels]."""
-    result = torch.empty_like(query)
-    for rows in batch.prefills:
-        part = slice(rows.first, rows.first + rows.length)
-        result[part] = _prefill(query[part], kv, rows)
-    if batch.decodes is not None:
-        part = slice(batch.decodes.first, query.shape[0])
-        result[part] = decode(query[part], kv, batch.decodes)
-    return result
-
-
-def _prefill(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+def prefill_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+    """One chunk over a copy of its blocks, in token order."""
     key, value = (
         _heads_first(kv[part, rows.table].flatten(0, 1)[: rows.context], query.shape[1])
         for part in (0, 1)
@@ -78,7 +114,7 @@ def _heads_first(gathered: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def decode_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
-    """Decode attention in plain torch: all requests in one call, padded to the longest."""
+    """Decodes in plain torch: all requests in one call, padded to the longest."""
     count, heads, channels = query.shape
     kv_heads = kv.shape[3]
     key, value = (kv[part, rows.tables].flatten(1, 2)[:, : rows.longest] for part in (0, 1))

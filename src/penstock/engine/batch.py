@@ -1,19 +1,34 @@
 """What one step computes: the tokens of several requests, laid end to end.
 
 Chunks of prompts come first, one after the other; then one token of each request that decodes.
-Every rank gets the same batch, so it is made of plain numbers until `on_device`.
+Every rank gets the same spans. `lay_out` turns them into a `Sheet` of plain numbers, which
+travels to the device in one copy and is a `Batch` there.
+
+    spans ── lay_out ──→ Sheet ── sent ──→ Batch
+
+The one rule: a token that the step before chooses is never known here. Its row is filled on the
+device, from that step's own result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+PREVIOUS = -1
+"""In place of a token: the one that the step before chose for the same answer."""
+NOWHERE = -1
+"""In place of a position and of a place: the row is there to fill up a batch."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +76,8 @@ class DecodeRows:
 class Batch:
     """A step's input on the device."""
 
+    packed: torch.Tensor
+    """All of its numbers, one after the other; the others are views of it."""
     tokens: torch.Tensor
     positions: torch.Tensor
     places: torch.Tensor
@@ -69,44 +86,211 @@ class Batch:
     decodes: DecodeRows | None
     outputs: torch.Tensor
     """Rows whose logits are wanted, in the order of the spans that want them."""
+    drawn: torch.Tensor
+    """For each draw, which of those logits it is made from."""
+    unknown: torch.Tensor
+    """Rows whose token the step before chooses, and in `sources`, which of its draws."""
+    sources: torch.Tensor
+    shape: Shape | None = None
+    """What it was filled up to, by rows of no request."""
+
+    def fill(self, chosen: torch.Tensor | None) -> None:
+        """Puts the tokens that the step before chose where they belong."""
+        if len(self.unknown):
+            assert chosen is not None
+            self.tokens.index_copy_(0, self.unknown, chosen[self.sources])
 
 
 def on_device(spans: Sequence[Span], *, block_tokens: int, device: torch.device) -> Batch:
+    """Lays the spans out and sends them; see `lay_out`."""
+    return lay_out(spans, block_tokens=block_tokens).sent(device)
+
+
+def lay_out(
+    spans: Sequence[Span],
+    *,
+    block_tokens: int,
+    draws: Sequence[int] = (),
+    last: Mapping[int, int] | None = None,
+) -> Sheet:
     """Lays the spans out; those of one token after the others, which is where they must be.
 
+    Args:
+        spans: The step's tokens.
+        block_tokens: Tokens of a block.
+        draws: For each token that is to be chosen, the span from whose logits.
+        last: Which draw of the step before was made for each request.
+
     Raises:
-        ValueError: a span has no tokens, a table that ends too early, or stands out of order.
+        ValueError: a span has no tokens, a table that ends too early, or stands out of order;
+            a draw has no logits; or a token is to come from a step that did not choose it.
     """
     _check(spans, block_tokens)
-    tokens: list[int] = []
-    positions: list[int] = []
-    places: list[int] = []
-    outputs: list[int] = []
-    prefills: list[PrefillRows] = []
-    decodes: list[Span] = []
-    for span in spans:
-        first = len(tokens)
-        tokens += span.tokens
-        positions += range(span.start, span.stop)
-        places += [
-            span.table[at // block_tokens] * block_tokens + at % block_tokens
-            for at in range(span.start, span.stop)
-        ]
+    sheet = Sheet(block_tokens)
+    output_of: dict[int, int] = {}
+    for number, span in enumerate(spans):
         if span.wants_output:
-            outputs.append(len(tokens) - 1)
-        if is_decode(span):
-            decodes.append(span)
-        else:
-            table = _integers(span.table[: -(-span.stop // block_tokens)], device)
-            prefills.append(PrefillRows(first, len(span.tokens), span.stop, table))
-    return Batch(
-        tokens=_integers(tokens, device),
-        positions=_integers(positions, device),
-        places=_integers(places, device),
-        prefills=tuple(prefills),
-        decodes=_decode_rows(decodes, len(tokens), block_tokens, device) if decodes else None,
-        outputs=_integers(outputs, device),
-    )
+            output_of[number] = len(output_of)
+        sheet.add(span, last or {})
+    missing = [span for span in draws if span not in output_of]
+    if missing:
+        raise ValueError(f"a token is drawn from span {missing[0]}, which wants no output")
+    sheet.draws = list(draws)
+    sheet.drawn = [output_of[span] for span in draws]
+    return sheet
+
+
+class Shape(NamedTuple):
+    """What a step is filled up to, so that many steps look alike."""
+
+    rows: int
+    """Requests that decode."""
+    blocks: int
+    """Of each of them."""
+    tail_rows: int = 0
+    """Tokens of the one chunk of a prompt that stands before them, if there is any."""
+    tail_blocks: int = 0
+
+
+class Sheet:
+    """A step's input as plain numbers."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.places: list[int] = []
+        self.outputs: list[int] = []
+        self.draws: list[int] = []
+        """For each draw, the span."""
+        self.drawn: list[int] = []
+        """For each draw, which of the outputs."""
+        self.unknown: list[int] = []
+        self.sources: list[int] = []
+        self.prefills: list[Span] = []
+        self.decodes: list[Span] = []
+
+    @property
+    def longest(self) -> int:
+        """The tokens that the longest of the decoding requests attends to."""
+        return max((span.stop for span in self.decodes), default=0)
+
+    def add(self, span: Span, last: Mapping[int, int]) -> None:
+        """Adds the tokens of a request."""
+        tokens, block_tokens, table = span.tokens, self.block_tokens, span.table
+        if PREVIOUS in tokens:
+            if span.request not in last or tokens.index(PREVIOUS) < len(tokens) - 1:
+                raise ValueError(
+                    f"request {span.request} takes a token from the step before, which chose "
+                    "none for it, or not the last one"
+                )
+            tokens = [*tokens[:-1], 0]
+            self.unknown.append(len(self.tokens) + len(tokens) - 1)
+            self.sources.append(last[span.request])
+        self.tokens += tokens
+        at = range(span.start, span.stop)
+        self.positions += at
+        self.places += [table[p // block_tokens] * block_tokens + p % block_tokens for p in at]
+        if span.wants_output:
+            self.outputs.append(len(self.tokens) - 1)
+        (self.decodes if is_decode(span) else self.prefills).append(span)
+
+    def sent(self, device: torch.device, shape: Shape | None = None) -> Batch:
+        """Copies everything to the device, in one piece; filled up, if a shape is wanted."""
+        tables = self._tables(shape)
+        head: list[Sequence[int] | NDArray[np.int64]] = [
+            *(self._filled(each, shape, with_=pad) for each, pad in self._rows()),
+            [span.stop for span in self.decodes] + [0] * (len(tables) - len(self.decodes)),
+            tables.reshape(-1),
+            self.outputs if shape is None else self._all_outputs(shape),
+        ]
+        chunks = self._prefill_tables(shape)
+        drawn = self.drawn if shape is None else self.draws
+        tail = [drawn, [self._moved(row, shape) for row in self.unknown], self.sources]
+        packed, views = _sent([*head, *chunks, *tail], device)
+        tokens, positions, places, lengths, flat, outputs = views[:6]
+        drawn_there, unknown, sources = views[-3:]
+        longest = self.longest if shape is None else shape.blocks * self.block_tokens
+        decodes = DecodeRows(
+            first=len(tokens) - len(tables),
+            tables=flat.view(tables.shape),
+            lengths=lengths,
+            longest=longest,
+        )
+        return Batch(
+            packed=packed,
+            tokens=tokens,
+            positions=positions,
+            places=places,
+            prefills=tuple(self._prefill_rows(views[6:-3], shape)),
+            decodes=decodes if len(tables) else None,
+            outputs=outputs,
+            drawn=drawn_there,
+            unknown=unknown,
+            sources=sources,
+            shape=shape,
+        )
+
+    def slots(self) -> NDArray[np.int64]:
+        """The device blocks that the step reads or writes."""
+        tables = [self._used(span) for span in (*self.prefills, *self.decodes)]
+        return np.array([slot for table in tables for slot in table], dtype=np.int64)
+
+    def _rows(self) -> list[tuple[list[int], int]]:
+        """What there is of each token, and what stands for it in rows that fill up."""
+        return [(self.tokens, 0), (self.positions, NOWHERE), (self.places, NOWHERE)]
+
+    def _filled(self, rows: list[int], shape: Shape | None, *, with_: int) -> list[int]:
+        if shape is None:
+            return rows
+        tail = len(rows) - len(self.decodes)
+        return [
+            *rows[:tail],
+            *[with_] * (shape.tail_rows - tail),
+            *rows[tail:],
+            *[with_] * (shape.rows - len(self.decodes)),
+        ]
+
+    def _moved(self, row: int, shape: Shape | None) -> int:
+        """Where a row is, once others fill up before it."""
+        tail = len(self.tokens) - len(self.decodes)
+        return row if shape is None or row < tail else row - tail + shape.tail_rows
+
+    def _all_outputs(self, shape: Shape) -> list[int]:
+        """Of every span, in order, whether it wants one or not."""
+        tail = len(self.tokens) - len(self.decodes)
+        last = [max(0, tail - 1)] if shape.tail_rows else []
+        return [*last, *range(shape.tail_rows, shape.tail_rows + shape.rows)]
+
+    def _used(self, span: Span) -> list[int]:
+        return span.table[: -(-span.stop // self.block_tokens)]
+
+    def _tables(self, shape: Shape | None) -> NDArray[np.int64]:
+        used = [self._used(span) for span in self.decodes]
+        widest = max(map(len, used), default=0) if shape is None else shape.blocks
+        tables = np.zeros((len(used) if shape is None else shape.rows, widest), dtype=np.int64)
+        for row, table in enumerate(used):
+            tables[row, : len(table)] = table
+        return tables
+
+    def _prefill_tables(self, shape: Shape | None) -> list[list[int]]:
+        used = [self._used(span) for span in self.prefills]
+        if shape is None or not shape.tail_rows:
+            return used
+        table = used[0] if used else []
+        return [[*table, *[0] * (shape.tail_blocks - len(table))]]
+
+    def _prefill_rows(
+        self, tables: Sequence[torch.Tensor], shape: Shape | None
+    ) -> list[PrefillRows]:
+        if shape is not None:
+            context = shape.tail_blocks * self.block_tokens
+            return [PrefillRows(0, shape.tail_rows, context, table) for table in tables]
+        first, found = 0, []
+        for span, table in zip(self.prefills, tables, strict=True):
+            found.append(PrefillRows(first, len(span.tokens), span.stop, table))
+            first += len(span.tokens)
+        return found
 
 
 def is_decode(span: Span) -> bool:
@@ -129,21 +313,15 @@ def _check(spans: Sequence[Span], block_tokens: int) -> None:
         seen_decode = seen_decode or is_decode(span)
 
 
-def _decode_rows(
-    spans: Sequence[Span], row_count: int, block_tokens: int, device: torch.device
-) -> DecodeRows:
-    widest = max(-(-span.stop // block_tokens) for span in spans)
-    tables = torch.zeros((len(spans), widest), dtype=torch.int64)
-    for row, span in enumerate(spans):
-        used = -(-span.stop // block_tokens)
-        tables[row, :used] = torch.tensor(span.table[:used])
-    return DecodeRows(
-        first=row_count - len(spans),
-        tables=tables.to(device),
-        lengths=_integers([span.stop for span in spans], device),
-        longest=max(span.stop for span in spans),
-    )
-
-
-def _integers(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+def _sent(
+    parts: Sequence[Sequence[int] | NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Integers on the device: all of them, and each part."""
+    ends = np.cumsum([0, *map(len, parts)]).tolist()
+    # On the way to a GPU the copy is read from pinned memory, which torch keeps until it ended.
+    pinned = torch.empty(ends[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+    numbers = pinned.numpy()
+    for part, (first, end) in zip(parts, pairwise(ends), strict=True):
+        numbers[first:end] = part
+    packed = pinned.to(device, non_blocking=True)
+    return packed, [packed[first:end] for first, end in pairwise(ends)]

@@ -11,11 +11,13 @@ have finished. It never waits for a copy.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
 from penstock.engine.batch import is_decode
+from penstock.engine.requests import Phase
 from penstock.engine.steps import COPIES_ALONE, Step
 from penstock.errors import UnavailableError
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.engine.requests import Output, Request
     from penstock.engine.scheduler import Scheduler
     from penstock.engine.steps import StepResult
-    from penstock.engine.worker import Worker
+    from penstock.engine.worker import Pending, Worker
     from penstock.transport.base import Channel
 
 
@@ -66,19 +68,19 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """One rank, in this process: a step is computed when it is handed over."""
+    """One rank, in this process: on a CPU, a step is computed when it is handed over."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._done: list[StepResult] = []
+        self._pending: deque[Pending] = deque()
 
     def submit(self, step: Step) -> None:
-        """Computes the step."""
-        self._done.append(self._worker.execute(step))
+        """Computes the step, or has a GPU do so."""
+        self._pending.append(self._worker.submit(step))
 
-    def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - it is there
+    def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - a GPU ends or fails
         """The oldest step's result."""
-        return self._done.pop(0) if self._done else None
+        return self._pending.popleft().result() if self._pending else None
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -114,6 +116,8 @@ class Engine:
         self._workers = workers
         self._step_deadline_s = step_deadline_s
         self._flying: list[_Flight] = []
+        self._finished = 0.0
+        """When the last step was seen to have ended."""
         self.idle = False
         """Whether the last `step` found nothing to do: only news or copies can change that."""
 
@@ -136,6 +140,7 @@ class Engine:
             self.cache.hear(report)
         self.cache.step()
         self.scheduler.hear_handoffs()
+        loading = self.scheduler.count(Phase.LOADING)
         step = self.scheduler.plan()
         outputs = self.scheduler.take_outputs()
         plan = None if self.copies_here else self.cache.take_plan()
@@ -145,6 +150,10 @@ class Engine:
             self._workers.submit(msgspec.structs.replace(step, plan=plan))
         elif plan is not None:
             self._workers.submit(Step(COPIES_ALONE, [], [], plan))
+        if self.copies_here and self.scheduler.count(Phase.LOADING) > loading:
+            # Blocks that were asked for just now set out before anything is waited for.
+            self.cache.step()
+            self.idle = False
         # With room for another step in flight, the newest one need not be waited for.
         if self._flying and (step is None or self._is_full):
             outputs += self._finish()
@@ -170,12 +179,6 @@ class Engine:
     def handoff_outcomes(self) -> dict[str, int]:
         """How many handoffs ended how."""
         return {} if self.handoffs is None else dict(self.handoffs.outcomes)
-
-    @property
-    def handed_bytes(self) -> int:
-        """Bytes that this process moved for handoffs; with several ranks, they do."""
-        rank = None if self.handoffs is None else self.handoffs.rank
-        return 0 if rank is None else rank.bytes_moved
 
     def close(self, deadline_s: float) -> None:
         """Ends what is under way, drains the copies, and lets the ranks go."""
@@ -207,15 +210,18 @@ class Engine:
                 f"step {flight.step.number} was not computed within {self._step_deadline_s} s"
             )
         del self._flying[0]
-        self._tell_speed(flight)
+        self._tell_speed(flight, time.monotonic())
         return self.scheduler.finish(flight.step, result.sampled)
 
-    def _tell_speed(self, flight: _Flight) -> None:
+    def _tell_speed(self, flight: _Flight, now: float) -> None:
         """Lets the cache know how fast prompts are computed, from steps that do little else."""
+        # One that was handed over while another was computed began when that one ended.
+        seconds = now - max(flight.began, self._finished)
+        self._finished = now
         prefilled = sum(len(span.tokens) for span in flight.step.spans if not is_decode(span))
         decoded = sum(is_decode(span) for span in flight.step.spans)
         if prefilled > PREFILL_SHARE * (prefilled + decoded):
-            self.cache.computed(prefilled, max(1e-9, time.monotonic() - flight.began))
+            self.cache.computed(prefilled, max(1e-9, seconds))
 
 
 class _Flight(NamedTuple):

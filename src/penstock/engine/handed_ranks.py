@@ -70,6 +70,12 @@ class HandedRank:
         driver = self._driver
         return driver.bytes_written if isinstance(driver, _Source) else driver.bytes_taken
 
+    @property
+    def parts_verified(self) -> int:
+        """Parts that were taken in: each was compared with its sums."""
+        driver = self._driver
+        return 0 if isinstance(driver, _Source) else driver.parts_taken
+
     def begin(self, step: Step) -> None:
         """A step is about to be computed."""
         driver = self._driver

@@ -14,8 +14,10 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 from penstock.config import parse_config
 from penstock.engine.pairing import SETTINGS, block_keys, directory_of
@@ -38,6 +40,20 @@ if TYPE_CHECKING:
 
 MEET_S = 60.0
 """The ranks are loaded already; then something is wrong."""
+HANDOFFS_KEPT = 4096
+"""So many that have ended are kept, with their times: about half a megabyte."""
+
+
+class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A handoff that has ended on this side, with its times."""
+
+    handoff: str
+    tokens: int
+    """The prompt's tokens whose KV was to be handed over, whole blocks but for the last."""
+    outcome: str
+    began: float
+    """On the monotonic clock, which all processes of a machine share."""
+    ended: float
 
 
 class Over(NamedTuple):
@@ -114,7 +130,13 @@ class Side(ABC):
         if rank is not None:
             rank.between_layers = self.listen
         self._block_tokens = block_tokens
+        self.ended: deque[HandedPrompt] = deque(maxlen=HANDOFFS_KEPT)
+        self.tokens_delivered = 0
+        """Tokens whose KV was handed over."""
+        self.delivered: set[str] = set()
+        """Requests whose prompts were delivered; whoever tells of it takes them out."""
         self._held: dict[str, Answer] = {}
+        self._begun: dict[str, HandedPrompt] = {}
         self._cancelled: set[str] = set()
         self._over: list[Over] = []
 
@@ -146,7 +168,9 @@ class Side(ABC):
             answer = self._held.pop(ended.handoff)
             self._cancelled.discard(ended.handoff)
             delivered = ended.outcome is Outcome.DELIVERED
-            self.outcomes[ended.outcome.value] += 1
+            self._count(self._begun.pop(ended.handoff), ended.outcome)
+            if delivered and answer.phase is not Phase.ENDED:
+                self.delivered.add(answer.request.id)
             self._over.append(Over(answer, ended.tokens if delivered else ()))
 
     def cancel(self, answer: Answer) -> None:
@@ -187,9 +211,20 @@ class Side(ABC):
             self.rank.close()
         self.party.close()
 
-    def _hold(self, answer: Answer) -> None:
+    def _hold(self, answer: Answer, *, tokens: int) -> None:
         answer.held = True
-        self._held[answer.request.handoff] = answer
+        name, now = answer.request.handoff, time.monotonic()
+        self._held[name] = answer
+        self._begun[name] = HandedPrompt(
+            handoff=name, tokens=tokens, outcome="", began=now, ended=now
+        )
+
+    def _count(self, begun: HandedPrompt, outcome: Outcome) -> None:
+        self.outcomes[outcome.value] += 1
+        if outcome is Outcome.DELIVERED:
+            self.tokens_delivered += begun.tokens
+        now = time.monotonic()
+        self.ended.append(msgspec.structs.replace(begun, outcome=outcome.value, ended=now))
 
     def _keys(self, answer: Answer) -> list[bytes]:
         request = answer.request
@@ -236,7 +271,7 @@ class Offers(Side):
         except (ValueError, UnavailableError, CapacityError):
             self.outcomes["refused"] += 1
             return False
-        self._hold(answer)
+        self._hold(answer, tokens=len(answer.request.prompt))
         self._new[name] = Offer(
             name,
             len(answer.request.prompt),
@@ -300,7 +335,7 @@ class Claims(Side):
         except (ValueError, UnavailableError, CapacityError):
             self.outcomes["refused"] += 1
             return True
-        self._hold(answer)
+        self._hold(answer, tokens=tokens - first * self._block_tokens)
         answer.phase = Phase.CLAIMING
         return True
 

@@ -3,6 +3,9 @@
 It loads the model (or meets the ranks that do), dials the server, and then turns in one loop:
 take what the server says, compute a step, tell what came of it. When nothing can run it sleeps
 on its channels.
+
+A server that started it ends it. A server that it joined is dialled again when it is lost: its
+requests end, and what is cached stays.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import deque
-from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,15 +27,19 @@ from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.handoffs import handoffs_of
 from penstock.engine.loading import load_rank
 from penstock.engine.meeting import meet_ranks, nobody
+from penstock.engine.outbox import Outbox, ServerLost
 from penstock.engine.remote import RemoteWorkers
-from penstock.engine.requests import Output, Phase, Request
+from penstock.engine.requests import Output, Request
 from penstock.engine.sampling import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceSpec
+from penstock.engine.telling import answer_to, token_bytes_of
 from penstock.errors import CapacityError, PeerError, UnavailableError
-from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
+from penstock.machine.kv_events import BlocksStored
+from penstock.runtime.supervisor.keeping import keeper
+from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any, wait_readable
-from penstock.transport.zeromq import Listener, connect
+from penstock.transport.zeromq import Listener, connect, dial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,43 +47,21 @@ if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
     from penstock.engine.handoffs import Handoffs
     from penstock.transport.base import Channel, Waitable
+    from penstock.transport.zmq_channel import ZmqChannel
 
 logger = logging.getLogger(__name__)
 
 DIAL_S = 60.0
+DIAL_AGAIN_S = 5.0
+"""A server that an instance joins is dialled anew so often until it answers."""
 RANKS_S = 300.0
 """Loading a large model takes minutes; then something is wrong."""
 IDLE_S = 3600.0
 """With nothing to do it looks up so often; everything else wakes it."""
 DRAIN_S = 5.0
+EVENTS_A_MESSAGE = 512
 SLOW_SERVER_S = 1.0
 """So often a server that has not taken what it was told is looked after."""
-
-
-class Outbox:
-    """What the server is told, in order; what it has no room for waits here."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._frames: deque[bytes] = deque()
-
-    def put(self, message: ms.Message) -> None:
-        """Sends a message, now or when there is room."""
-        self._frames.append(ms.encode(message))
-
-    def flush(self) -> bool:
-        """Sends what there is room for; returns whether that was all.
-
-        Raises:
-            UnavailableError: the server is gone.
-        """
-        while self._frames:
-            try:
-                self._channel.send(self._frames[0])
-            except BacklogError:
-                return False
-            self._frames.popleft()
-        return True
 
 
 class Instance:
@@ -96,6 +80,11 @@ class Instance:
         self._tiers = ["device", *(tier.name for tier in config.cache.tiers)]
         room = config.cache.device.slot_count * config.cache.block_tokens
         self._longest = min(architecture.positions, room)
+        self._token_bytes = token_bytes_of(architecture, spec)
+        self._config = spec.config
+        """As it is now: the weights may be called otherwise than when it started."""
+        self._answers_left: dict[str, int] = {}
+        """Of every request that the server waits for."""
 
     def tell_ready(self, model: str) -> None:
         """Says what it can do; requests may come from now on."""
@@ -104,18 +93,21 @@ class Instance:
                 model=model,
                 positions=self._longest,
                 stop_tokens=list(self._architecture.stop_tokens),
-                config=self._spec.config,
+                config=self._config,
                 tiers=self._tiers,
+                ready_s=[tier.ready_s or 0.0 for tier in self._engine.cache.statistics().tiers],
                 role=self._spec.role.value,
                 partner=self._spec.partner,
             )
         )
+        self._tell_what_is_cached()
 
     def run(self, stop: penstock.StopSignal) -> str:
         """Serves until the server is gone or the process is asked to stop; returns why.
 
         Raises:
-            UnavailableError: a rank, or the server, is lost.
+            ServerLost: the server is lost.
+            UnavailableError: a rank is lost.
             PeerError: a rank or the server said what makes no sense.
         """
         while not stop.stopping:
@@ -127,13 +119,81 @@ class Instance:
                 wait_readable(self._channel.descriptor, time.monotonic() + SLOW_SERVER_S)
                 continue
             for output in self._engine.step():
-                self._outbox.put(_progress(output))
+                handed = self._was_handed(output)
+                self._count(output)
+                self._outbox.put(_progress(output, handed=handed))
             kept = self._engine.cache.take_kv_events()
             if kept:
                 self._outbox.put(ms.Kept(events=kept))  # type: ignore[arg-type]
             if self._outbox.flush():
-                self._wait(stop)
+                self._wait(stop, time.monotonic() + IDLE_S)
         return "it was asked to stop"
+
+    def rejoin(self, stop: penstock.StopSignal) -> bool:
+        """Ends all requests and dials the server until it answers; `False` if we are to stop.
+
+        Handoffs and copies go on meanwhile.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        for name in list(self._answers_left):
+            self._engine.abort(name)
+        self._answers_left.clear()
+        while not stop.stopping:
+            channel = dial(self._spec.server, name=self._spec.name)
+            if self._wait_open(channel, stop):
+                self._outbox = Outbox(channel)
+                return True
+        return False
+
+    def _wait_open(self, channel: ZmqChannel, stop: penstock.StopSignal) -> bool:
+        self._channel = channel
+        deadline = time.monotonic() + DIAL_AGAIN_S
+        while not stop.stopping and time.monotonic() < deadline:
+            self._engine.step()
+            if channel.ready or channel.is_open:
+                break
+            self._wait(stop, deadline)
+        if channel.is_open:
+            return True
+        channel.close()
+        return False
+
+    def _tell_what_is_cached(self) -> None:
+        """A server that comes later hears all of it, as if it had just been stored."""
+        cache = self._engine.cache
+        cache.take_kv_events()  # What they tell is in the snapshot.
+        found = cache.kv_snapshot()
+        stored = [
+            BlocksStored(
+                sequence=found.sequence, epoch=found.epoch, tier=tier, keys=[key], parent=parent
+            )
+            for tier, blocks in found.blocks.items()
+            for key, parent in blocks
+        ]
+        for first in range(0, len(stored), EVENTS_A_MESSAGE):
+            self._outbox.put(ms.Kept(events=list(stored[first : first + EVENTS_A_MESSAGE])))
+
+    def _was_handed(self, output: Output) -> bool:
+        """Whether another instance has computed the prompt of a request that just begins."""
+        handoffs = self._engine.handoffs
+        if handoffs is None or output.request not in handoffs.delivered:
+            return False
+        handoffs.delivered.discard(output.request)
+        return True
+
+    def _count(self, output: Output) -> None:
+        """Forgets requests all of whose answers have ended."""
+        if output.reason is None or output.request not in self._answers_left:
+            return
+        self._answers_left[output.request] -= 1
+        if not self._answers_left[output.request]:
+            del self._answers_left[output.request]
+
+    def hang_up(self) -> None:
+        """Ends the channel to the server; twice does no harm."""
+        self._channel.close()
 
     def close(self) -> None:
         """Drains the copies and gives everything back."""
@@ -143,13 +203,16 @@ class Instance:
         """A rank is lost: gives everything back at once."""
         self._engine.abandon()
 
-    def _wait(self, stop: penstock.StopSignal) -> None:
+    def _wait(self, stop: penstock.StopSignal, deadline: float) -> None:
         engine = self._engine
-        if not engine.idle or (engine.copies_here and engine.cache.busy):
+        if not engine.idle:
+            return
+        if engine.copies_here and engine.cache.busy:
+            # At once where this thread has copies to make; on a GPU, when some have ended.
+            engine.cache.wait(deadline)
             return
         channels: list[Waitable] = [self._channel, *engine.channels]
         descriptors = [stop.descriptor]
-        deadline = time.monotonic() + IDLE_S
         if engine.handoffs is not None:
             if engine.handoffs.has_work:
                 return
@@ -168,7 +231,7 @@ class Instance:
                 case Closed():
                     return "the server closed the channel"
                 case Failed(cause):
-                    raise UnavailableError(f"the server is lost: {cause}")
+                    raise ServerLost(f"the server is lost: {cause}")
 
     def _take(self, message: ms.ToInstance) -> None:
         match message:
@@ -183,14 +246,17 @@ class Instance:
             case ms.Reset(why=why, weights_version=version):
                 if version:
                     self._engine.change_weights(version)
+                    self._config = _with_weights(self._config, version)
                 else:
                     self._engine.cache.reset(why)
             case ms.Ask():
-                self._outbox.put(ms.Told(id=message.id, json=self._answer(message)))
+                told = answer_to(message, self._spec, self._engine, token_bytes=self._token_bytes)
+                self._outbox.put(ms.Told(id=message.id, json=told))
 
     def _submit(self, message: ms.Submit) -> None:
         try:
             self._engine.add(self._request(message))
+            self._answers_left[message.id] = message.answers
         except CapacityError as error:
             self._outbox.put(ms.Refused(id=message.id, kind="busy", problem=str(error)))
         except ValueError as error:
@@ -226,29 +292,13 @@ class Instance:
             first_alone=not message.tells_logprobs and message.answers == 1,
         )
 
-    def _answer(self, ask: ms.Ask) -> bytes:
-        if ask.what == "story":
-            return msgspec.json.encode(self._engine.cache.story(ask.of))
-        if ask.what == "audit":
-            # Raises what no client can mend: the instance ends, with the story.
-            self._engine.cache.audit()
-        return msgspec.json.encode(
-            {
-                "instance": self._spec.name,
-                "cache": self._engine.cache.statistics(),
-                "health": self._engine.cache.health(),
-                "waiting": self._engine.scheduler.count(Phase.WAITING),
-                "loading": self._engine.scheduler.count(Phase.LOADING),
-                "running": self._engine.scheduler.count(Phase.RUNNING),
-                "claiming": self._engine.scheduler.count(Phase.CLAIMING),
-                "preemptions": self._engine.scheduler.preemptions,
-                "handoffs": self._engine.handoff_outcomes,
-                "handed_bytes": self._engine.handed_bytes,
-            }
-        )
+
+def _with_weights(given: str, version: str) -> str:
+    config = penstock.parse_config(given)
+    return replace(config, model=replace(config.model, weights_version=version)).to_toml()
 
 
-def _progress(output: Output) -> ms.Progress:
+def _progress(output: Output, *, handed: bool) -> ms.Progress:
     sampled = output.sampled
     return ms.Progress(
         id=output.request,
@@ -258,6 +308,7 @@ def _progress(output: Output) -> ms.Progress:
         alternatives=[] if sampled is None else sampled.alternatives,
         reason="" if output.reason is None else output.reason.value,
         cached=list(output.cached_by_tier),
+        handed=handed,
     )
 
 
@@ -278,7 +329,8 @@ def build_engine(
         rank = handed_rank(spec, loaded.architecture, loaded.tier, rank=0)
         loaded.worker.handed = rank
         handoffs = handoffs_of(spec, loaded.architecture, rank)
-        cache = penstock.open(loaded.config, kv=loaded.tier)
+        cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
+        loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)
         return Engine(scheduler, LocalWorkers(loaded.worker), handoffs), loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
@@ -299,6 +351,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
         step_tokens=spec.step_tokens,
         step_requests=spec.step_requests,
         waiting_max=spec.waiting_max,
+        steps_in_flight=spec.steps_in_flight,
     )
     config = penstock.parse_config(spec.config).cache
     assert config.device is not None
@@ -319,9 +372,7 @@ def main(given: str) -> int:
         torch.set_num_threads(spec.threads)
     with penstock.StopSignal() as stop:
         try:
-            channel = connect(spec.server, name=spec.name, deadline=time.monotonic() + DIAL_S)
-            with closing(channel):
-                why = _serve(spec, channel, stop)
+            why = _serve(spec, _connect(spec, stop), stop)
         except (PeerError, UnavailableError) as error:
             # The supervisor starts us anew, and our ranks with us.
             logger.error("instance ends: name=%s cause=%s", spec.name, error)  # noqa: TRY400
@@ -330,20 +381,62 @@ def main(given: str) -> int:
     return 0
 
 
-def _serve(spec: InstanceSpec, channel: Channel, stop: penstock.StopSignal) -> str:
+def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
+    """A channel to the server; one that it joins may be started long after it."""
+    while True:
+        patience_s = DIAL_AGAIN_S if spec.joins else DIAL_S
+        try:
+            return connect(spec.server, name=spec.name, deadline=time.monotonic() + patience_s)
+        except UnavailableError:
+            if stop.stopping or not spec.joins:
+                raise
+
+
+def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -> str:
     def tell(rank: int, layers: int, of: int) -> None:
         channel.send(ms.encode(ms.Loading(rank=rank, layers=layers, of=of)))
 
-    engine, architecture = build_engine(spec, progress=tell)
-    instance = Instance(spec, engine, architecture, channel)
-    instance.tell_ready(find_model(spec.model).name)
     try:
-        why = instance.run(stop)
+        engine, architecture = build_engine(spec, progress=tell)
     except (PeerError, UnavailableError):
+        channel.close()
+        raise
+    instance = Instance(spec, engine, architecture, channel)
+    try:
+        why = _answer(spec, instance, stop)
+    except (PeerError, UnavailableError):
+        instance.hang_up()
         instance.abandon()
         raise
     instance.close()
+    instance.hang_up()
     return why
+
+
+def _answer(spec: InstanceSpec, instance: Instance, stop: penstock.StopSignal) -> str:
+    """Serves until it is asked to stop, or until a server that started it is gone."""
+    while True:
+        instance.tell_ready(find_model(spec.model).name)
+        if spec.joins:
+            _announce(spec)
+        try:
+            why = instance.run(stop)
+        except ServerLost as error:
+            if not spec.joins:
+                raise
+            why = str(error)
+        if stop.stopping or not spec.joins:
+            return why
+        logger.warning("server lost: name=%s cause=%s", spec.name, why)
+        instance.hang_up()
+        if not instance.rejoin(stop):
+            return "it was asked to stop"
+
+
+def _announce(spec: InstanceSpec) -> None:
+    """Whoever started it has no other way to know."""
+    sys.stdout.write(f"penstock: ready: {spec.name} has joined {spec.server}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 import penstock
 from penstock.engine.checkpoints import find_model
+from penstock.engine.devices import attention_on, device_of, lane_on
 from penstock.engine.model import Decoder
 from penstock.engine.ranks import Alone, Ranks, Together
 from penstock.engine.sharding import share_of
@@ -52,14 +51,14 @@ def load_rank(
 
     Raises:
         ConfigError: the model or the configuration is wrong, or they do not fit each other.
-        UnavailableError: the default model is not installed.
+        UnavailableError: the default model is not installed, or there is no such device.
     """
     config = penstock.parse_config(spec.config)
     if config.cache.device is None:
         raise ConfigError("cache.blocks", "is 0, must be the blocks that the device has room for")
     architecture, checkpoint = find_model(spec.model).open()
     share = share_of(architecture, rank=rank, ranks=spec.ranks)
-    device = torch.device(spec.device)
+    device = device_of(spec.device, rank)
     weights = RankWeights(
         checkpoint,
         share,
@@ -71,6 +70,7 @@ def load_rank(
         architecture,
         weights,
         _ranks(architecture, share),
+        attention=attention_on(device),
         progress=lambda layers: progress(layers, architecture.layers),
     )
     checkpoint.close()
@@ -84,7 +84,12 @@ def load_rank(
         device=device,
     )
     return Loaded(
-        worker=Worker(decoder, kv, block_tokens=block_tokens),
+        worker=Worker(
+            decoder,
+            kv,
+            block_tokens=block_tokens,
+            lane=lane_on(device, graphs=spec.graphs and spec.ranks == 1),
+        ),
         tier=kv_tier(architecture, share, kv, block_tokens=block_tokens),
         config=config,
         architecture=architecture,

@@ -22,6 +22,8 @@ from penstock.errors import PeerError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 
 VERSION = 1
+What = Literal["statistics", "story", "timeline", "audit"]
+"""What an instance can be asked."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -80,7 +82,7 @@ class Ask(Message, frozen=True, kw_only=True):
     """Tell about yourself."""
 
     id: int
-    what: Literal["statistics", "story", "audit"]
+    what: What
     of: str = ""
     """Whose story."""
 
@@ -104,6 +106,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """The cache's configuration, from which a router makes keys."""
     tiers: list[str]
     """Names of the tiers, device first."""
+    ready_s: list[float] = []
+    """How long the memory of each tier took until it could be used; 0 for the device."""
     role: Literal["both", "prefill", "decode"] = "both"
     partner: str = ""
     """The instance of its pair that has the other role."""
@@ -120,6 +124,8 @@ class Progress(Message, frozen=True, kw_only=True):
     reason: str = ""
     cached: list[int] = []
     """With the first token: prompt tokens that came from each tier."""
+    handed: bool = False
+    """With the first token: whether the prompt's KV came from another instance."""
 
 
 class Refused(Message, frozen=True, kw_only=True):

@@ -16,11 +16,12 @@ import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from penstock.engine.architecture import Architecture, rotary_frequencies
-from penstock.engine.attention import DecodeAttention, attend, decode_by_gathering, write_kv
+from penstock.engine.attention import Heads, PlainAttention, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.engine.attention import Attention
     from penstock.engine.batch import Batch
     from penstock.engine.ranks import Ranks
     from penstock.engine.weights import RankWeights
@@ -54,12 +55,12 @@ class Decoder:
         weights: RankWeights,
         ranks: Ranks,
         *,
-        decode: DecodeAttention = decode_by_gathering,
+        attention: Attention | None = None,
         progress: Callable[[int], None] = _nothing,
     ) -> None:
         self.architecture = architecture
         self._ranks = ranks
-        self._decode = decode
+        self._attention = attention or PlainAttention()
         self._embedding = weights.whole("model.embed_tokens.weight")
         self._layers: list[LayerWeights] = []
         for number in range(architecture.layers):
@@ -74,7 +75,7 @@ class Decoder:
         # Both halves of a head turn by the same angles.
         both = torch.cat((angles, angles), dim=-1)
         placed = {"device": self._embedding.device, "dtype": self._embedding.dtype}
-        self._cos, self._sin = both.cos().to(**placed), both.sin().to(**placed)
+        self._angles = Turn(both.cos().to(**placed), both.sin().to(**placed))
 
     @property
     def device(self) -> torch.device:
@@ -101,10 +102,10 @@ class Decoder:
         arriving; `after_layer` once its KV is computed, for those who wait for it.
         """
         hidden = embedding(batch.tokens, self._embedding)
-        cos, sin = self._cos[batch.positions, None], self._sin[batch.positions, None]
+        turn = self._attention.turn(self._angles, batch)
         for number, layer in enumerate(self._layers):
             before_layer(number)
-            hidden = hidden + self._attention(layer, hidden, kv[number], (cos, sin), batch)
+            hidden = hidden + self._attended(layer, hidden, kv[number], turn, batch)
             after_layer(number)
             hidden = hidden + self._mlp(layer, hidden)
         if not len(batch.outputs):
@@ -112,12 +113,12 @@ class Decoder:
         wanted = self._normed(hidden[batch.outputs], self._norm)
         return self._ranks.gathered(linear(wanted, self._output))
 
-    def _attention(
+    def _attended(
         self,
         layer: LayerWeights,
         hidden: torch.Tensor,
         kv: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        turn: Turn,
         batch: Batch,
     ) -> torch.Tensor:
         share, channels = self._ranks.share, self.architecture.head_dim
@@ -129,9 +130,7 @@ class Decoder:
         )
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._normed(query, layer.query_norm), self._normed(key, layer.key_norm)
-        query, key = _rotated(query, *turn), _rotated(key, *turn)
-        write_kv(kv, key, value, batch.places)
-        found = attend(query, kv, batch, self._decode)
+        found = self._attention.attend(Heads(query, key, value), turn, kv, batch)
         return self._ranks.summed(linear(found.flatten(1), layer.attention_output))
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
@@ -141,11 +140,6 @@ class Decoder:
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, (hidden.shape[-1],), weight, self.architecture.norm_epsilon)
-
-
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _layer_weights(architecture: Architecture, weights: RankWeights, number: int) -> LayerWeights:

@@ -25,6 +25,7 @@ from penstock.engine.meeting import Loading, encode, join
 from penstock.engine.remote import serve_rank
 from penstock.engine.spec import RankSpec
 from penstock.errors import PeerError, UnavailableError
+from penstock.runtime.supervisor.keeping import keeper
 
 if TYPE_CHECKING:
     from penstock.transport.base import Channel
@@ -65,8 +66,9 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
     loaded.worker.handed = handed
     with (
         nullcontext() if handed is None else closing(handed),
-        penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier) as rank,
+        penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier, keeper=keeper()) as rank,
     ):
+        loaded.worker.steps = rank.steps
         # From now on it ends with its scheduler: told to stop before it, it would take the
         # scheduler's last step away.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

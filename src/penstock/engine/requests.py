@@ -93,8 +93,8 @@ class Answer:
     """One answer to a request: its tokens, its blocks, and how far its steps are."""
 
     __slots__ = (
-        *("arrival", "cached_by_tier", "flying", "handed", "held", "lease", "number", "phase"),
-        *("reason", "request", "scheduled", "shares", "tokens", "unknown"),
+        *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease"),
+        *("number", "phase", "reason", "request", "scheduled", "shares", "tokens", "unknown"),
     )
 
     def __init__(self, request: Request, number: int, arrival: int) -> None:
@@ -109,6 +109,8 @@ class Answer:
         """Whether its unfinished block may be another answer's as well, until it grows."""
         self.scheduled = 0
         """The KV of so many tokens is computed, or will be by a step that is under way."""
+        self.computed = 0
+        """The KV of so many tokens is computed, by steps that were seen to end."""
         self.unknown = 0
         """Tokens that a step under way will add."""
         self.flying = 0

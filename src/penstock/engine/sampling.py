@@ -64,25 +64,56 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int
 
 
+class Choice:
+    """Tokens that were chosen, where the logits are; to be read when the device is there.
+
+    `tokens` is what the next step may compute on without anybody having read it.
+    """
+
+    def __init__(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> None:
+        if logits.shape[0] != len(wishes):
+            raise ValueError(f"{len(wishes)} wishes for {logits.shape[0]} rows, must be one each")
+        scores = logits.float().log_softmax(dim=-1)
+        self.tokens = scores.argmax(dim=-1)
+        for row, wish in enumerate(wishes):
+            if wish.temperature > 0:
+                self.tokens[row] = _drawn(logits[row].float(), wish)
+        taken = scores.gather(1, self.tokens[:, None])
+        most = max((wish.logprobs for wish in wishes), default=0)
+        likeliest = scores.topk(most)
+        self._counts = [wish.logprobs for wish in wishes]
+        # In doubles, which hold a token exactly: one copy for all there is to tell.
+        parts = (self.tokens[:, None], taken, likeliest.indices, likeliest.values)
+        self._numbers = _on_the_way_to_the_cpu(torch.cat([part.double() for part in parts], dim=1))
+
+    def tell(self) -> list[Sampled]:
+        """What was chosen, once the device has got there."""
+        told = []
+        for count, numbers in zip(self._counts, self._numbers.tolist(), strict=True):
+            tokens, scores = numbers[2:], numbers[2 + (len(numbers) - 2) // 2 :]
+            named = [
+                (int(token), score)
+                for token, score in zip(tokens[:count], scores[:count], strict=True)
+            ]
+            told.append(Sampled(int(numbers[0]), numbers[1], named))
+        return told
+
+
 def sample(logits: torch.Tensor, wishes: Sequence[Wish]) -> list[Sampled]:
-    """Chooses a token for every row.
+    """Chooses a token for every row of logits on the CPU.
 
     Raises:
         ValueError: there is not one wish for each row.
     """
-    if logits.shape[0] != len(wishes):
-        raise ValueError(f"{len(wishes)} wishes for {logits.shape[0]} rows, must be one each")
-    scores = logits.float().log_softmax(dim=-1)
-    chosen = scores.argmax(dim=-1)
-    for row, wish in enumerate(wishes):
-        if wish.temperature > 0:
-            chosen[row] = _drawn(logits[row].float(), wish)
-    taken = scores.gather(1, chosen[:, None])[:, 0].tolist()
-    tokens = chosen.tolist()
-    return [
-        Sampled(tokens[row], taken[row], _likeliest(scores[row], wish.logprobs))
-        for row, wish in enumerate(wishes)
-    ]
+    return Choice(logits, wishes).tell()
+
+
+def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers in pinned memory; on a GPU they are there when its work so far is done."""
+    if numbers.device.type == "cpu":
+        return numbers
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    return pinned.copy_(numbers, non_blocking=True)
 
 
 def _drawn(logits: torch.Tensor, wish: Wish) -> torch.Tensor:
@@ -94,10 +125,3 @@ def _drawn(logits: torch.Tensor, wish: Wish) -> torch.Tensor:
         probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
     generator = torch.Generator(device=logits.device).manual_seed(wish.seed)
     return torch.multinomial(probabilities, 1, generator=generator)[0]
-
-
-def _likeliest(scores: torch.Tensor, count: int) -> list[tuple[int, float]]:
-    if not count:
-        return []
-    found = scores.topk(count)
-    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))

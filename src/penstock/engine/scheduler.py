@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
-from penstock.engine.batch import Span
+from penstock.engine.batch import PREVIOUS, Span
 from penstock.engine.handoffs import NoHandoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling import Sampled
-from penstock.engine.steps import PREVIOUS, Draw, Step
+from penstock.engine.steps import Draw, Step
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
     from penstock.engine.handoffs import Handoffs
     from penstock.runtime.managed import Cache
+
+
+COMMITTED_BLOCKS = 4
+"""So many blocks of an answer are committed together, or what there is at its end: a block by
+itself costs its step a save of its own, and hardly anybody wants half an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ class Scheduler:
         self.settings = settings
         self.preemptions = 0
         self._handoffs = handoffs or NoHandoffs()
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._block_count = block_count
         self._answers: dict[int, Answer] = {}
         self._by_request: dict[str, list[int]] = {}
@@ -104,7 +109,7 @@ class Scheduler:
         if request.id in self._by_request:
             raise ValueError(f"id is {request.id!r}, must be one that no running request has")
         tokens = len(request.prompt) + request.max_tokens
-        room = self._block_count * self._block_tokens
+        room = self._block_count * self.block_tokens
         if tokens > room:
             raise ValueError(
                 f"prompt and max_tokens come to {tokens} tokens, must be at most {room}, which "
@@ -228,7 +233,7 @@ class Scheduler:
         """Its blocks are there: it can run, unless its prompt comes from elsewhere."""
         assert answer.lease is not None
         answer.phase = Phase.RUNNING
-        answer.scheduled = answer.lease.token_count
+        answer.scheduled = answer.computed = answer.lease.token_count
         if not self._handoffs.begin(answer):
             self._end(answer, Reason.ABORTED)
             self._tell(answer, None)
@@ -242,7 +247,7 @@ class Scheduler:
             # Without the last token's KV its logits are computed here, for who wants to know.
             count = len(answer.request.prompt) - (not first_alone)
             answer.lease.commit_prompt(max(count, answer.lease.token_count))
-        answer.scheduled = answer.lease.token_count
+        answer.scheduled = answer.computed = answer.lease.token_count
         if first_alone and answer.lease.state is LeaseState.READY:
             self._chosen(answer, answer, Sampled(tokens[0], 0.0))
 
@@ -279,7 +284,7 @@ class Scheduler:
             answer.cached_by_tier = answer.lease.cached_by_tier
         if answer.lease.state is LeaseState.LOADING:
             answer.phase = Phase.LOADING
-            answer.scheduled = answer.lease.token_count
+            answer.scheduled = answer.computed = answer.lease.token_count
         else:
             self._begin(answer)
         return True
@@ -287,7 +292,7 @@ class Scheduler:
     def _grown(self, answer: Answer, token_count: int, plan: _Plan) -> bool:
         """Whether the lease has room; others give way for it if they are less urgent."""
         assert answer.lease is not None
-        room = len(answer.lease.block_table) * self._block_tokens
+        room = len(answer.lease.block_table) * self.block_tokens
         if room >= token_count and not answer.shares:
             return True
         while True:
@@ -320,6 +325,7 @@ class Scheduler:
 
     def _preempt(self, answer: Answer) -> None:
         assert answer.lease is not None
+        self._publish(answer)
         answer.lease.preempt()
         answer.shares = False
         answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
@@ -365,7 +371,20 @@ class Scheduler:
         answer.flying -= 1
         if answer.phase is Phase.ENDED or answer.lease is None:
             return
-        answer.lease.commit(answer.tokens[span.start : span.stop])
+        answer.computed = span.stop
+        if span.start < len(answer.request.prompt):
+            answer.lease.commit(answer.tokens[answer.lease.token_count : span.stop])
+        elif span.stop - answer.lease.token_count >= COMMITTED_BLOCKS * self.block_tokens:
+            self._publish(answer)
+
+    def _publish(self, answer: Answer) -> None:
+        """Commits the full blocks of an answer that are not committed yet."""
+        lease = answer.lease
+        if lease is None or lease.state is not LeaseState.READY:
+            return
+        full = answer.computed // self.block_tokens * self.block_tokens
+        if full > lease.token_count:
+            lease.commit(answer.tokens[lease.token_count : full])
 
     def _chosen(self, answer: Answer, origin: Answer, token: Sampled) -> None:
         if answer.phase is Phase.ENDED:
@@ -389,7 +408,7 @@ class Scheduler:
         answer.lease = origin.lease.fork(answer.name)
         answer.shares = origin.shares = True
         answer.phase = Phase.RUNNING
-        answer.scheduled = answer.lease.token_count
+        answer.scheduled = answer.computed = answer.lease.token_count
 
     def _end(self, answer: Answer, reason: Reason) -> None:
         answer.phase, answer.reason = Phase.ENDED, reason
@@ -402,6 +421,7 @@ class Scheduler:
             if answer.phase is not Phase.ENDED or answer.flying or answer.unknown or answer.held:
                 continue
             if answer.lease is not None:
+                self._publish(answer)
                 answer.lease.release()
             del self._answers[arrival]
             numbers = self._by_request[answer.request.id]

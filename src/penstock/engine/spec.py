@@ -48,6 +48,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The cache's configuration, as TOML."""
     server: str
     """The address at which the server lets instances in."""
+    joins: bool = False
+    """Whether the server belongs to another command: it is waited for, and survived."""
     ranks: int = 1
     scheduler: str = ""
     """The address at which the instance lets its ranks in, if it has several."""
@@ -56,6 +58,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Who hands KV to whom, if it does not do everything itself."""
     dtype: str = "float32"
     device: str = "cpu"
+    graphs: bool = True
+    """Whether a GPU replays decode steps as CUDA graphs."""
     step_tokens: int = 512
     step_requests: int = 64
     waiting_max: int = 1024
@@ -81,6 +85,14 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return ""
         prefills = self.role is Role.PREFILL
         return self.pair.decode.name if prefills else self.pair.prefill.name
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Two on a GPU: the next step waits there while what came of the last one is read.
+
+        Several ranks answer step by step, since only the first of them knows the tokens.
+        """
+        return 2 if self.device.startswith("cuda") and self.ranks == 1 else 1
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,8 +10,6 @@ from penstock.engine.sampling import Sampled, Wish  # noqa: TC001
 
 COPIES_ALONE = 0
 """The number of a step that computes nothing; real ones are counted from 1."""
-PREVIOUS = -1
-"""In place of a token: the one that the step before chose for the same answer."""
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):

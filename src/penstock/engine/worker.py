@@ -1,29 +1,39 @@
-"""One rank at work: carries out a step, and the copies that travel with it.
+"""One rank at work: carries out a step, and tells the copies of its blocks about it.
 
-The forward pass and the copies share the rank's thread. On a CPU a step is computed when
-`execute` returns; copies advance after it, by a budget, as everywhere.
+    pending = worker.submit(step)       # computed on the CPU; under way on a GPU
+    result = pending.result()           # waits for a GPU
+
+On a GPU, `submit` returns when the step's work is in the GPU's queue. The next step may be
+submitted before anybody has read what this one chose: its tokens stay on the device for it.
+
+The one rule: copies of a block wait for the last step that touches it, so every step is told,
+with its blocks, right after it was submitted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.engine.batch import on_device
-from penstock.engine.sampling import sample
+from penstock.engine.batch import lay_out
+from penstock.engine.sampling import Choice
 from penstock.engine.steps import StepResult
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from penstock.engine.architecture import Architecture
+    from penstock.engine.batch import Batch, Sheet
     from penstock.engine.handed_ranks import HandedRank
     from penstock.engine.model import Decoder
     from penstock.engine.sharding import Share
     from penstock.engine.steps import Step
+    from penstock.runtime.engine_steps import EngineSteps
 
 
 def allocate_kv(
@@ -58,30 +68,133 @@ def kv_tier(
     return TensorTier.of([group], block_tokens=block_tokens)
 
 
+class Lane(Protocol):
+    """Where a rank's steps run, one after the other."""
+
+    stream: int
+    """The CUDA stream as a number; 0 where there is none."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """What is called inside runs there."""
+        ...
+
+    def send(self, sheet: Sheet) -> Batch:
+        """A step's input on the device, for what is called next."""
+        ...
+
+    def forward(
+        self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The logits of a step that nobody watches."""
+        ...
+
+    def mark(self) -> Mark:
+        """A point behind all that was called so far."""
+        ...
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    def wait(self) -> None:
+        """Blocks this thread until the lane has got there."""
+        ...
+
+
+class Here:
+    """The CPU: what was called is done."""
+
+    stream = 0
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Nothing has to be arranged."""
+        return nullcontext()
+
+    def send(self, sheet: Sheet) -> Batch:
+        """A step's input."""
+        return sheet.sent(torch.device("cpu"))
+
+    def forward(
+        self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The logits of a step that nobody watches."""
+        return decoder.forward(batch, kv)
+
+    def mark(self) -> Mark:
+        """The point is reached."""
+        return self
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class Pending:
+    """A step under way."""
+
+    def __init__(self, number: int, choice: Choice | None, mark: Mark) -> None:
+        self.number = number
+        self._choice = choice
+        self._mark = mark
+
+    def result(self) -> StepResult:
+        """What came of it; waits until it is computed."""
+        self._mark.wait()
+        return StepResult(self.number, [] if self._choice is None else self._choice.tell())
+
+
 class Worker:
     """A rank's model and its blocks."""
 
-    def __init__(self, decoder: Decoder, kv: Sequence[torch.Tensor], *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Sequence[torch.Tensor],
+        *,
+        block_tokens: int,
+        lane: Lane | None = None,
+    ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._block_tokens = block_tokens
+        self._lane: Lane = lane or Here()
+        self._chosen: torch.Tensor | None = None
+        self._last: dict[int, int] = {}
+        """What the last step chose, and which of it for which answer."""
+        self.steps: EngineSteps | None = None
+        """Who must know of steps: the copies of its blocks, once there are any."""
         self.handed: HandedRank | None = None
         """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:
         """Computes a step; the first rank answers with the tokens it chose."""
-        batch = on_device(step.spans, block_tokens=self._block_tokens, device=self._decoder.device)
+        return self.submit(step).result()
+
+    def submit(self, step: Step) -> Pending:
+        """Has a step computed; what it comes to can be asked for later."""
+        sheet = lay_out(
+            step.spans,
+            block_tokens=self._block_tokens,
+            draws=[draw.span for draw in step.draws],
+            last=self._last,
+        )
+        lane = self._lane
+        with lane.computing():
+            batch = lane.send(sheet)
+            batch.fill(self._chosen)
+            logits = self._forward(step, batch)
+            choice = None
+            if logits is not None and step.draws:
+                choice = Choice(logits[batch.drawn], [draw.wish for draw in step.draws])
+            mark = lane.mark()
+        if self.steps is not None:
+            self.steps.submitted(lane.stream, sheet.slots())
+        self._chosen = None if choice is None else choice.tokens
+        self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
+        return Pending(step.number, choice, mark)
+
+    def _forward(self, step: Step, batch: Batch) -> torch.Tensor | None:
         if self.handed is None:
-            logits = self._decoder.forward(batch, self._kv)
-        else:
-            self.handed.begin(step)
-            told = self.handed.layer_computed
-            logits = self._decoder.forward(batch, self._kv, after_layer=told)
-        if logits is None or not step.draws:
-            return StepResult(step.number, [])
-        rows: dict[int, int] = {}
-        for index, span in enumerate(step.spans):
-            if span.wants_output:
-                rows[index] = len(rows)
-        drawn = logits[torch.tensor([rows[draw.span] for draw in step.draws])]
-        return StepResult(step.number, sample(drawn, [draw.wish for draw in step.draws]))
+            return self._lane.forward(self._decoder, batch, self._kv)
+        self.handed.begin(step)
+        told = self.handed.layer_computed
+        return self._decoder.forward(batch, self._kv, after_layer=told)

@@ -1,0 +1,194 @@
+"""Attention on a GPU: the same as `PlainAttention`, without copies of long contexts.
+
+| tokens                              | read by                                             |
+|-------------------------------------|-----------------------------------------------------|
+| one of each request (decodes)       | `attend_parts`, all requests in one launch          |
+| the few that follow a long prefix   | `attend_parts`, where K and V lie                   |
+| a chunk of a prompt                 | SDPA's flash attention over gathered blocks         |
+| a chunk in float32                  | SDPA with a mask: for comparisons, not for speed    |
+
+The one rule: nothing here waits for the device, and the grid of a decode depends on its shapes
+alone, so that it can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.engine.attention import prefill_by_gathering
+from penstock.engine.cuda import kernels
+
+if TYPE_CHECKING:
+    from penstock.engine.attention import Heads, Turn
+    from penstock.engine.batch import Batch, PrefillRows
+
+TAIL_TOKENS_MAX = 64
+"""So many tokens after a prefix are read for where the prefix lies: more are worth a copy."""
+TILE_ROWS = 64
+"""Queries of a tile: tokens × query heads of a KV head."""
+KEY_TILE = 64
+TAIL_KEY_TILE = 32
+"""Where a tile has several tokens, it has less room for keys."""
+HEAD_TILE = 8
+PART_TOKENS_MAX = 2048
+"""A part is no longer, or one long request would keep all others of its step waiting."""
+PART_TOKENS_MIN = 128
+PARTS_MAX = 64
+PROGRAMS = 528
+"""Four for each multiprocessor of an H100 or H200: enough to keep its memory busy."""
+
+
+class CudaAttention:
+    """Attention by kernels over blocks that lie anywhere."""
+
+    def turn(self, angles: Turn, batch: Batch) -> Turn:  # noqa: ARG002 - the kernel has positions
+        """The angles of all positions: the kernel looks up those it needs."""
+        return angles
+
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """What every token reads from the tokens up to it: [tokens, heads, channels]."""
+        query = _turned_and_written(heads, turn, kv, batch)
+        result = torch.empty_like(query)
+        for rows in batch.prefills:
+            part = slice(rows.first, rows.first + rows.length)
+            if rows.length <= TAIL_TOKENS_MAX < rows.context:
+                read_in_place(
+                    query[part],
+                    kv,
+                    rows.table,
+                    batch.positions[part],
+                    result[part],
+                    longest=rows.context,
+                    table_stride=0,
+                    tokens=max(1, TILE_ROWS // (query.shape[1] // kv.shape[3])),
+                )
+            else:
+                result[part] = _chunk(query[part], kv, rows)
+        if batch.decodes is not None:
+            part = slice(batch.decodes.first, query.shape[0])
+            tables = batch.decodes.tables
+            read_in_place(
+                query[part],
+                kv,
+                tables,
+                batch.positions[part],
+                result[part],
+                longest=batch.decodes.longest,
+                table_stride=tables.stride(0),
+                tokens=1,
+            )
+        return result
+
+
+def _turned_and_written(heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    rows, count, channels = heads.query.shape
+    kv_heads = heads.key.shape[1]
+    turned = torch.empty((rows, count, channels), dtype=kv.dtype, device=kv.device)
+    grid = (rows, -(-count // HEAD_TILE) + -(-kv_heads // HEAD_TILE))
+    kernels.turn_and_write[grid](
+        *heads,
+        *(each.stride(0) for each in heads),
+        *turn,
+        batch.positions,
+        batch.places,
+        turned,
+        kv[0],
+        kv[1],
+        count,
+        kv_heads,
+        CHANNELS=channels,
+        HALF_TILE=_power(channels // 2),
+        HEAD_TILE=HEAD_TILE,
+        num_warps=2,
+    )
+    return turned
+
+
+def read_in_place(
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    result: torch.Tensor,
+    *,
+    longest: int,
+    table_stride: int,
+    tokens: int,
+) -> None:
+    """Attention of a few tokens over K and V where they lie.
+
+    Args:
+        query: [tokens, heads, channels], of one request, or one token of each.
+        kv: The layer's blocks.
+        tables: Blocks in token order: one row for all tokens, or one for each.
+        positions: The position of each token; a negative one has no result.
+        result: Where to write.
+        longest: No position is higher.
+        table_stride: From one tile's row of `tables` to the next; 0 where all have the same.
+        tokens: Tokens of a tile.
+    """
+    rows, heads, channels = query.shape
+    kv_heads = kv.shape[3]
+    group = heads // kv_heads
+    tiles = -(-rows // tokens)
+    key_tile = KEY_TILE if tokens == 1 else TAIL_KEY_TILE
+    # Tiles of one request read the same keys, and may have nothing in them.
+    count = part_count((tiles if tokens == 1 else 1) * kv_heads, longest)
+    span = -(-longest // (count * key_tile)) * key_tile
+    split = count > 1
+    parts = marks = result
+    if split:
+        parts = torch.empty((count, rows, heads, channels), dtype=torch.float32, device=kv.device)
+        marks = torch.empty((2, count, rows, heads), dtype=torch.float32, device=kv.device)
+    kernels.attend_parts[tiles, kv_heads, count](
+        *(query, kv[0], kv[1], tables, positions, result, parts, marks),
+        *(rows, table_stride, span, kv_heads),
+        math.log2(math.e) / math.sqrt(channels),
+        TOKENS=tokens,
+        GROUP=group,
+        CHANNELS=channels,
+        CHANNEL_TILE=max(16, _power(channels)),
+        BLOCK=kv.shape[2],
+        KEY_TILE=key_tile,
+        ROW_TILE=max(16, _power(tokens * group)),
+        SPLIT=split,
+        num_warps=4,
+        num_stages=2,
+    )
+    if split:
+        kernels.put_together[rows, heads](
+            *(parts, marks, result, rows, heads, count),
+            CHANNELS=channels,
+            CHANNEL_TILE=max(16, _power(channels)),
+            PART_TILE=_power(count),
+            num_warps=4,
+        )
+
+
+def part_count(programs: int, longest: int) -> int:
+    """Into how many parts contexts are cut: a power of two, from shapes alone."""
+    wanted = max(-(-PROGRAMS // programs), -(-longest // PART_TOKENS_MAX))
+    most = max(1, longest // PART_TOKENS_MIN)
+    return min(_power(wanted), _power(most + 1) // 2, PARTS_MAX)
+
+
+def _chunk(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+    if query.dtype is torch.float32:
+        return prefill_by_gathering(query, kv, rows)
+    # [tokens, KV heads, channels] in token order: flash attention takes one KV head for several
+    # query heads as it is.
+    key, value = (kv[part, rows.table].flatten(0, 1)[: rows.context] for part in (0, 1))
+    # Its causal mask ends with the last key, which `is_causal` of SDPA itself does not say: the
+    # operator behind it is called, as `torch.nn.attention.bias` does.
+    found = torch.ops.aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+        *(each.transpose(0, 1)[None] for each in (query, key, value)), is_causal=True
+    )
+    return found[0][0].transpose(0, 1)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(0, number - 1).bit_length()

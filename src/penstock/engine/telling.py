@@ -1,0 +1,93 @@
+"""What an instance tells about itself when it is asked: statistics, a story, its times.
+
+Everything here is asked for, so it may cost a little; nothing here changes anything but the
+audit, which ends the instance if the books do not add up.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.config import parse_config
+from penstock.engine.requests import Phase
+
+if TYPE_CHECKING:
+    from penstock.engine.architecture import Architecture
+    from penstock.engine.engine import Engine
+    from penstock.engine.messages import Ask
+    from penstock.engine.spec import InstanceSpec
+
+PHASES = (Phase.WAITING, Phase.LOADING, Phase.RUNNING, Phase.CLAIMING)
+
+
+def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int) -> bytes:
+    """The answer to a question, as JSON.
+
+    Args:
+        ask: the question.
+        spec: of the instance.
+        engine: of the instance.
+        token_bytes: the KV of one token, over all layers and ranks.
+
+    Raises:
+        InvariantViolation: an audit was asked for, and something is wrong.
+    """
+    match ask.what:
+        case "story":
+            return msgspec.json.encode(engine.cache.story(ask.of))
+        case "timeline":
+            return msgspec.json.encode(_timeline(spec, engine, token_bytes))
+        case "audit":
+            engine.cache.audit()
+        case "statistics":
+            pass
+    return msgspec.json.encode(_statistics(spec, engine, token_bytes))
+
+
+def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
+    """The KV of one token, over all layers and heads."""
+    heads = 2 * architecture.layers * architecture.kv_heads
+    return heads * architecture.head_dim * int(spec.torch_dtype.itemsize)
+
+
+def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:
+    handoffs = engine.handoffs
+    rank = None if handoffs is None else handoffs.rank
+    return {
+        "instance": spec.name,
+        "role": spec.role.value,
+        "cache": engine.cache.statistics(),
+        "health": engine.cache.health(),
+        **{phase.value: engine.scheduler.count(phase) for phase in PHASES},
+        "preemptions": engine.scheduler.preemptions,
+        "handoffs": engine.handoff_outcomes,
+        "handed_bytes": _handed_bytes(engine, token_bytes),
+        "handed_parts_verified": 0 if rank is None else rank.parts_verified,
+        "token_bytes": token_bytes,
+    }
+
+
+def _handed_bytes(engine: Engine, token_bytes: int) -> int:
+    """What the rank in this process moved; of ranks elsewhere, what follows from the prompts."""
+    handoffs = engine.handoffs
+    if handoffs is None:
+        return 0
+    if handoffs.rank is not None:
+        return handoffs.rank.bytes_moved
+    return handoffs.tokens_delivered * token_bytes
+
+
+def _timeline(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:
+    """The last copies and handoffs that have ended, on this machine's monotonic clock."""
+    handoffs = engine.handoffs
+    return {
+        "instance": spec.name,
+        "role": spec.role.value,
+        "now": time.monotonic(),
+        "block_bytes": parse_config(spec.config).cache.block_tokens * token_bytes,
+        "copies": engine.cache.copies(),
+        "handoffs": [] if handoffs is None else list(handoffs.ended),
+    }
