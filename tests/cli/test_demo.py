@@ -1,4 +1,4 @@
-"""`penstock demo`."""
+"""`penstock demo --cache-only`; what it does with a model is in `tests/demo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.cli import demo
+from penstock.cli import demo_cache
 from penstock.cli.app import run
 from penstock.testing.demo import Demonstration, run_demo
 
@@ -34,7 +34,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     path: Path = tmp_path_factory.mktemp("demo") / "demo.json"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = run(["demo", "--seed", str(SEED), "--json", str(path)])
+        status = run(["demo", "--cache-only", "--seed", str(SEED), "--json", str(path)])
     return Shown(status=status, text=printed.getvalue(), document=json.loads(path.read_text()))
 
 
@@ -88,9 +88,9 @@ def test_a_finding_ends_the_demonstration_with_status_one(
     played: Demonstration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = "acme/ada turn 2: the KV of 16 of 320 tokens is not what the model computes"
-    monkeypatch.setattr(demo, "run_demo", lambda _seed: replace(played, findings=(finding,)))
+    monkeypatch.setattr(demo_cache, "run_demo", lambda _seed: replace(played, findings=(finding,)))
 
-    status = run(["demo"])
+    status = run(["demo", "--cache-only"])
 
     printed = capsys.readouterr().out
     assert status == 1
@@ -101,9 +101,14 @@ def test_a_finding_ends_the_demonstration_with_status_one(
 def test_json_to_standard_output_is_alone(
     played: Demonstration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "run_demo", lambda _seed: played)
+    monkeypatch.setattr(demo_cache, "run_demo", lambda _seed: played)
 
-    status = run(["demo", "--json", "-"])
+    status = run(["demo", "--cache-only", "--json", "-"])
 
     assert status == 0
     assert json.loads(capsys.readouterr().out)["seed"] == SEED
+
+
+def test_a_seed_without_cache_only_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", "--seed", "1"]) == 2
+    assert "--cache-only" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_checkpoint(folder: Path) -> None:
+def make_checkpoint(folder: Path, *, positions: int = 512) -> None:
     tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -58,7 +58,7 @@ def make_checkpoint(folder: Path) -> None:
         num_attention_heads=6,
         num_key_value_heads=3,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         tie_word_embeddings=False,
@@ -83,7 +83,7 @@ class Running:
         self.address = address
         self.client = httpx.Client(base_url=address, timeout=60.0)
 
-    def complete(self, prompt: str, **wishes: Any) -> Any:
+    def complete(self, prompt: str | list[int], **wishes: Any) -> Any:
         wishes = {"temperature": 0, "max_tokens": 8, **wishes}
         answer = self.client.post("/v1/completions", json={"prompt": prompt, **wishes})
         assert answer.status_code == 200, answer.text

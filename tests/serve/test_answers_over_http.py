@@ -143,6 +143,14 @@ def test_log_probabilities_come_with_each_token(client: openai.OpenAI) -> None:
     assert told.text_offset[:2] == [0, len(told.tokens[0])]
 
 
+def test_tokens_are_told_by_number_too(server: Running) -> None:
+    found = server.complete("Which tokens?", logprobs=2)["choices"][0]["logprobs"]
+
+    again = server.complete(found["token_ids"], logprobs=0)
+
+    assert again["usage"]["prompt_tokens"] == len(found["token_ids"]) == len(found["tokens"])
+
+
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["small-model"]
     assert client.models.retrieve("small-model").owned_by == "penstock"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
-from tests.serve.conftest import eventually, serving
+from tests.serve.conftest import command, descendants, eventually, serving
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -35,12 +35,27 @@ def completed(running: Running) -> Any:
     return answer.json()
 
 
+def arenas(running: Running) -> dict[str, set[int]]:
+    """The host memory of each rank, by the numbers that its files have."""
+    found: dict[str, set[int]] = {}
+    for name, pid in running.children().items():
+        if "rank" in name:
+            links = list(Path(f"/proc/{pid}/fd").iterdir())
+            found[name] = {os.stat(each).st_ino for each in links if _is_arena(each)}
+    return found
+
+
+def _is_arena(link: Path) -> bool:
+    return "memfd:penstock-" in os.readlink(link)
+
+
 def test_a_killed_rank_ends_its_instance_which_comes_back_with_all_ranks(
     model_folder: Path,
 ) -> None:
     with serving(model_folder, "--tp", "2", "--api-key", "secret", *SIZES) as running:
         before = completed(running)
         children = running.children()
+        memory = arenas(running)
         refused = running.client.post("/v1/completions", json={"prompt": "x"})
 
         with running.client.stream("POST", "/v1/completions", json=LONG, headers=KEY) as answer:
@@ -60,13 +75,16 @@ def test_a_killed_rank_ends_its_instance_which_comes_back_with_all_ranks(
         assert lost.json()["error"]["type"] == "service_unavailable"
         assert after["choices"][0]["text"] == before["choices"][0]["text"]
         assert not set(children.values()) & set(running.children().values())
+        # The memory outlived the ranks: nobody had to make it anew.
+        assert all(len(numbers) == 1 for numbers in memory.values())
+        assert arenas(running) == memory
 
-        _killed_server_leaves_nothing(running)
+        killed_server_leaves_nothing(running, processes=3)
 
 
-def _killed_server_leaves_nothing(running: Running) -> None:
-    pids = running.children().values()
-    assert len(pids) == 3
+def killed_server_leaves_nothing(running: Running, *, processes: int) -> None:
+    pids = [pid for pid in descendants(running.process.pid) if "penstock.engine" in command(pid)]
+    assert len(pids) == processes
     watched = [os.pidfd_open(pid) for pid in pids]
 
     running.process.kill()

@@ -117,3 +117,14 @@ def test_a_large_crowd_is_served_or_refused_and_leaves_nothing_behind(
     model_folder: Path, tmp_path: Path
 ) -> None:
     survive(model_folder, tmp_path, clients=200, blocks=280)
+
+
+@pytest.mark.long
+def test_a_large_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--prefill-tp", "2", "--decode-tp", "1")
+
+    ends = survive(model_folder, tmp_path, *options, clients=200, blocks=280)
+
+    assert ends["delivered"] > 0

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app, run
+from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
 from penstock.serve.plan import Wishes, instances_of, settle
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILE = """
 version = 1
@@ -98,13 +97,18 @@ def test_no_process_is_told_the_key(model_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("wishes", "told"),
     [
-        ({"role": "prefill"}, "engine.role: is 'prefill', must be 'both'"),
+        ({"role": "prefill"}, "engine.prefill_at: is '', must be where"),
         ({"prefill_tp": 7}, "tp: is 7, must be at most 6"),
         ({"role": "cook"}, "engine.role: is 'cook', must be one of both"),
         ({"dtype": "int8"}, "engine.dtype: is 'int8', must be one of float32"),
         ({"tp": 7}, "tp: is 7, must be at most 6"),
         ({"blocks": 2**40}, "cache.blocks: is 1099511627776, must be a whole number"),
-        ({"device": "cuda"}, "engine.device: is 'cuda', must be 'cpu'"),
+        ({"device": "tpu"}, "engine.device: is 'tpu', must be 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "cuda:0", "tp": 2}, "engine.device: is 'cuda:0', must be 'cuda' for several"),
+        (
+            {"device": "cuda", "prefill_tp": 1, "decode_tp": 1},
+            "engine.device: is 'cuda', must be 'cpu' for the instances of a pair",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(
@@ -169,3 +173,10 @@ def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> Non
 
     assert spec.threads == max(1, cores // 2)
     assert told.threads == 3
+
+
+def test_every_option_is_in_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    names = [name.replace("_", "-") for name in inspect.signature(serve).parameters]
+
+    assert [name for name in names if f"`--{name}" not in page] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,38 @@ def test_only_what_decode_does_not_have_is_handed_over(server: Running, pair: Ru
     assert found["usage"]["cached_by_tier"]["device"] >= 24
 
 
+def test_a_timeline_and_a_story_tell_of_both_instances(pair: Running) -> None:
+    began = time.monotonic()
+    prompt = "Whoever looks for time finds where it went. " * 4
+
+    answer = told(pair, prompt)
+
+    handed = {
+        each["instance"]: [each for each in each["handoffs"] if each["began"] >= began]
+        for each in pair.client.get("/cache/timeline").json()["instances"]
+    }
+    [claimed] = handed["decode-0"]
+    assert claimed["handoff"] == f"{answer['id']}/1"
+    assert (claimed["outcome"], claimed["ended"] > claimed["began"]) == ("delivered", True)
+    eventually(lambda: len(of_prefill(pair)["handoffs"]) > 0, wanted=True)
+    story = pair.client.get("/cache/story", params={"request": answer["id"]}).json()["story"]
+    assert any(f"{answer['id']}/1" in line for line in story)
+    assert any(f"{answer['id']}/1" not in line for line in story)
+
+
+def test_a_prompt_that_was_delivered_counts_so_on_both_sides(pair: Running) -> None:
+    before = handoffs(pair)["prefill-0"]
+
+    told(pair, "What one side calls an end, the other one does, too. " * 4)
+
+    def more() -> dict[str, int]:
+        now = handoffs(pair)["prefill-0"]
+        return {end: count - before.get(end, 0) for end, count in now.items()}
+
+    eventually(lambda: more().get("delivered"), 1)
+    assert more().get("cancelled", 0) == 0
+
+
 def test_a_prefill_instance_that_is_killed_in_a_handoff_is_not_missed(
     server: Running, pair: Running
 ) -> None:
@@ -146,6 +179,11 @@ def test_a_decode_instance_that_is_killed_comes_back_and_is_handed_prompts(
 
 def everybody(running: Running) -> Any:
     return running.client.get("/cache").json()["instances"]
+
+
+def of_prefill(running: Running) -> Any:
+    [found] = running.client.get("/cache", params={"instance": "prefill-0"}).json()["instances"]
+    return found
 
 
 def of_decode(running: Running) -> Any:

@@ -97,6 +97,19 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
     played(play)
 
 
+def test_an_instance_that_tells_what_it_caches_too_early_is_left() -> None:
+    async def play(_router: Router, _one: Instance, _two: Instance) -> None:
+        near, far = channel_pair("server", "early")
+        link = Link(near, on_change=lambda _: None)
+        far.send(ms.encode(ms.Kept(events=[])))
+        await settled()
+
+        assert "before it was ready" in link.lost
+        far.close()
+
+    played(play)
+
+
 def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         two.keep(16)

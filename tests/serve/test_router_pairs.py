@@ -65,6 +65,26 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
     played(play)
 
 
+def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
+    async def play(router: Router, prefill: Instance, decode: Instance) -> None:
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+        [there], _ = prefill.heard(), decode.heard()
+
+        decode.say(ms.Progress(id="r", answer=0, token=7, handed=True))
+        decode.say(ms.Progress(id="r", answer=0, token=8, reason="length"))
+        await task
+        await settled()
+        assert prefill.heard() == []
+        prefill.say(ms.Progress(id=there.id, answer=0, token=7, reason="length"))
+        await settled()
+
+        assert (prefill.heard(), decode.heard()) == ([], [])
+        assert prefill.link.load == 0
+
+    played(play)
+
+
 @pytest.mark.parametrize("fate", ["refuses", "gives up", "dies"])
 def test_who_answers_is_told_when_nobody_computes_its_prompt(fate: str) -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:

@@ -1,124 +1,113 @@
-"""`penstock demo`: a whole cache at work on the CPU, and every byte it reads back verified."""
+"""`penstock demo`: a real model, served, asked by several clients, and every answer checked."""
 
 from __future__ import annotations
 
 import sys
-import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 import penstock
-from penstock.cache.departed import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, SeedOption, write_json
-from penstock.testing.demo import run_demo
-from penstock.testing.demo.result import REASONS_IN_WORDS
+from penstock.cli.demo_cache import show_cache_demo
+from penstock.cli.demo_table import PIPED_WIDTH, print_played
+from penstock.cli.serve import ModelOption, require_extras
 
 if TYPE_CHECKING:
-    from penstock.testing.demo import Demonstration
+    from penstock.demo import Played
 
-PIPED_WIDTH = 110
-"""Wide enough for every row where there is no terminal that knows better."""
-INDENT = 3
+CacheOnlyOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--cache-only",
+        help="Without a model: a toy engine over two tiers, and every byte compared.",
+    ),
+]
+ChatsOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Conversations.")
+]
+TurnsOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Turns of each.")
+]
+ClientsOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Clients that hold them.")
+]
+TokensOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")
+]
+BlocksOption: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each instance.")
+]
+PictureOption: TypeAlias = Annotated[
+    Path, typer.Option(metavar="FILE", help="Where the timeline goes, as HTML.")
+]
 
-INTRODUCTION = """\
-A toy engine on the CPU: its KV lies in NumPy arrays (the "device"), Penstock manages the blocks \
-and keeps two memory tiers below them. Its model computes KV that depends on every token before, \
-so each byte that comes back from the cache can be compared with a fresh computation."""
 
+def show_demo(
+    *,
+    cache_only: CacheOnlyOption = False,
+    model: ModelOption = None,
+    chats: ChatsOption = None,
+    turns: TurnsOption = None,
+    clients: ClientsOption = None,
+    tokens: TokensOption = None,
+    blocks: BlocksOption = None,
+    picture: PictureOption = Path("build/demo.html"),
+    seed: SeedOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Serve a model by a pair of instances, talk to it, and check every answer.
 
-def show_demo(*, seed: SeedOption = None, json: JsonOption = None) -> None:
-    """Run a multi-turn workload over two memory tiers and verify every byte it reads back.
-
-    Chats that need more room than the device has, a fork, a preemption, bit rot in host memory
-    and a change of weights. Ends with status 1 if a byte differs or the books do not add up.
+    Conversations with shared system prompts, with the cache and without; each answer is
+    compared with a fresh computation. Ends with status 1 if anything is not as it should be.
+    `--seed` goes with `--cache-only`.
     """
-    started = time.perf_counter()
-    shown = run_demo(seed or 0)
-    seconds = time.perf_counter() - started
+    if cache_only:
+        show_cache_demo(seed=seed or 0, json=json)
+    if seed is not None:
+        raise typer.BadParameter("goes with --cache-only", param_hint="--seed")
+    require_extras()
+    wishes = {
+        "chats": chats,
+        "turns": turns,
+        "clients": clients,
+        "max_tokens": tokens,
+        "blocks": blocks,
+    }
+    played = play_stage(model, {name: wish for name, wish in wishes.items() if wish is not None})
+    _write_picture(picture, played)
     if json is None or str(json) != "-":
-        _print(shown, seconds)
+        print_played(_console(), played, picture)
     if json is not None:
-        document = {"penstock": penstock.__version__, "seconds": round(seconds, 3)}
-        write_json(json, document | shown.document())
-    raise typer.Exit(ExitStatus.FINDING if shown.findings else ExitStatus.FINE)
+        write_json(json, {"penstock": penstock.__version__} | played.document())
+    raise typer.Exit(ExitStatus.FINDING if played.findings else ExitStatus.FINE)
 
 
-def _print(shown: Demonstration, seconds: float) -> None:
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
-    console.print(f"[bold]penstock demo[/bold], seed {shown.seed}\n\n{INTRODUCTION}\n")
-    for number, act in enumerate(shown.acts, start=1):
-        _print_section(console, f"{number}. {act.title}", *act.told)
-    _print_section(console, "Prompt tokens, by where they were found", _hits(shown))
-    _print_section(console, "Why requests found no more", _misses(shown))
-    _print_section(console, "Blocks, tier by tier", _tiers(shown))
-    _print_section(console, "One miss, explained", shown.explained)
-    _print_section(console, f"The story of {shown.story_of!r}, by the engine's clock", *shown.story)
-    _print_verdict(console, shown, seconds)
+def play_stage(model: str | None, wishes: dict[str, int]) -> Played:
+    """Plays it with these wishes, and tells on standard error how it goes on."""
+    from penstock.demo import Stage, play  # noqa: PLC0415  (needs the extras)
+
+    try:
+        stage = Stage(model=model, **wishes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    progress = Console(stderr=True, highlight=False)
+    return play(stage, lambda line: progress.print(line, style="dim", soft_wrap=True))
 
 
-def _print_section(console: Console, title: str, *parts: str | Table) -> None:
-    console.print(Text(title, style="bold"))
-    for part in parts:
-        content = Text(part) if isinstance(part, str) else part
-        console.print(Padding(content, (0, 0, 0, INDENT), expand=False))
-    console.print()
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
 
 
-def _hits(shown: Demonstration) -> Table:
-    statistics = shown.statistics
-    asked = statistics.tokens_asked
-    table = _table("", ">tokens", ">share")
-    for tier in statistics.tiers:
-        table.add_row(tier.name, f"{tier.tokens_cached:,}", f"{tier.tokens_cached / asked:.1%}")
-    missing = asked - statistics.tokens_cached
-    table.add_row("nowhere: computed", f"{missing:,}", f"{missing / asked:.1%}")
-    table.add_row("asked for, in all", f"{asked:,}", "")
-    return table
+def _write_picture(path: Path, played: Played) -> None:
+    from penstock.demo.picture import html_of  # noqa: PLC0415
 
-
-def _misses(shown: Demonstration) -> Table:
-    table = _table("reason", ">requests", "in words", "for example")
-    for reason in MissReason:
-        count = shown.statistics.misses[reason.value]
-        if count:
-            example = shown.misses[reason.value]
-            place = f"{example.request}, block {example.miss.block}"
-            table.add_row(reason.value, f"{count}", REASONS_IN_WORDS[reason], place)
-    return table
-
-
-def _tiers(shown: Demonstration) -> Table:
-    table = _table("tier", ">slots", ">stored", ">left", ">there now")
-    for tier in shown.traffic:
-        counts = (tier.slots, tier.stored, tier.removed, tier.present)
-        table.add_row(tier.tier, *(f"{count:,}" for count in counts))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    """A table; a column whose name begins with `>` holds numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
-    return table
-
-
-def _print_verdict(console: Console, shown: Demonstration, seconds: float) -> None:
-    statistics = shown.statistics
-    console.print(
-        f"{statistics.requests} requests, {shown.preemptions} preemptions, "
-        f"{statistics.blocks_evicted:,} evictions, {shown.tokens_computed:,} tokens computed.\n"
-        f"{shown.bytes_verified:,} bytes of KV compared with a fresh computation. "
-        f"{shown.sums_made:,} blocks written with their checksums, {shown.sums_checked:,} checked "
-        f"when they were read, {statistics.blocks_corrupt} found corrupt "
-        f"({shown.bytes_damaged} damaged on purpose).\n"
-    )
-    if not shown.findings:
-        console.print(f"[bold green]All bytes were right[/bold green], in {seconds:.1f} s.")
-        return
-    _print_section(console, f"{len(shown.findings)} findings", *shown.findings)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html_of(played), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{path} cannot be written: {error.strerror}", param_hint="--picture"
+        ) from error

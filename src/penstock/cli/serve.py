@@ -15,6 +15,7 @@ from penstock.config import load_config
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
@@ -58,7 +59,26 @@ DecodeTpOption: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Ranks of the instance that answers them."),
 ]
-RoleOption: TypeAlias = Annotated[str | None, typer.Option(help="What an instance computes: both.")]
+RoleOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="What to start: both (everything), prefill, decode or router."),
+]
+RouterOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the router lets instances in: tcp://HOST:PORT."),
+]
+PrefillAtOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the prefill instance is: tcp://HOST:PORT."),
+]
+DecodeAtOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the decode instance is: tcp://HOST:PORT."),
+]
+NumberOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=0, help="Which of the router's instances or pairs this is."),
+]
 HostOption: TypeAlias = Annotated[
     str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")
 ]
@@ -86,6 +106,10 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     role: RoleOption = None,
     prefill_tp: PrefillTpOption = None,
     decode_tp: DecodeTpOption = None,
+    router: RouterOption = None,
+    prefill_at: PrefillAtOption = None,
+    decode_at: DecodeAtOption = None,
+    number: NumberOption = None,
     host: HostOption = None,
     port: PortOption = None,
     api_key: ApiKeyOption = None,
@@ -94,10 +118,10 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.
 
-    Options change what the file of `--config` says. Everything runs on this machine and ends
-    with this command.
+    Options change what the file of `--config` says. Everything that this command starts ends
+    with it.
     """
-    _require_extras()
+    require_extras()
     from penstock.serve.plan import Wishes, settle  # noqa: PLC0415  (needs the extras)
 
     wishes = Wishes(
@@ -115,6 +139,10 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
         role=role,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
+        router=router,
+        prefill_at=prefill_at,
+        decode_at=decode_at,
+        number=number,
     )
     settled = settle(load_config(config) if config else None, wishes)
     if print_config:
@@ -123,7 +151,8 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     _serve(settled)
 
 
-def _require_extras() -> None:
+def require_extras() -> None:
+    """Raises `UnavailableError` if something is missing that the engine or the server needs."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(
@@ -160,18 +189,26 @@ class Bars:
             self._tasks[name] = self._progress.add_task(name, total=of)
         self._progress.update(self._tasks[name], completed=layers)
 
-    def ready(self, address: str) -> None:
-        """The bars go; one line is left."""
+    def waiting(self, address: str, router: str) -> None:
+        """One line says where everybody is expected."""
+        print(f"penstock: router at {address}/v1, waits for instances at {router}", flush=True)
+
+    def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
+        """The bars go; one line is left, which says how long the memory of each tier took."""
         self._progress.stop()
         config = self._config
+        if config.engine is not None and config.engine.role == "router":
+            print(f"penstock: ready: {config.model.name} at {address}/v1", flush=True)
+            return
         assert config.cache.device is not None
         assert config.serve is not None
         tiers = [
             f"{config.cache.device.slot_count} device blocks of {config.cache.block_tokens} tokens"
         ]
-        for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
+        taken_s = [*ready_s[1:], *(0.0 for _ in config.cache.tiers)]  # The device comes first.
+        for tier, kind, each_s in zip(config.cache.tiers, config.tier_kinds, taken_s, strict=False):
             size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
-            tiers.append(f"{tier.name} {size}")
+            tiers.append(f"{tier.name} {size} ready in {each_s:.2f} s")
         print(
             f"penstock: ready: {config.model.name} at {address}/v1 "
             f"({_who(config)}; {' → '.join(tiers)})",

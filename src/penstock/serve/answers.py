@@ -170,6 +170,7 @@ class Form:
             return {"content": rows, "refusal": None}
         return {
             "tokens": [row["token"] for row in rows],
+            "token_ids": [row["token_id"] for row in rows],
             "token_logprobs": [row["logprob"] for row in rows],
             "top_logprobs": [
                 {top["token"]: top["logprob"] for top in row["top_logprobs"]} for row in rows
@@ -190,7 +191,12 @@ def _row(progress: ms.Progress, text: Text) -> dict[str, Any]:
 
 def _named(token: int, logprob: float, text: Text) -> dict[str, Any]:
     said = text.decode([token])
-    return {"token": said, "logprob": logprob, "bytes": list(said.encode())}
+    return {
+        "token": said,
+        "token_id": token,
+        "logprob": logprob,
+        "bytes": list(said.encode()),
+    }
 
 
 def _reason(reason: str) -> str:

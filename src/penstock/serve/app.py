@@ -9,6 +9,7 @@
 | `GET  /metrics`               | for Prometheus                                                |
 | `GET  /cache`                 | statistics of every instance, and why requests missed         |
 | `GET  /cache/story?request=`  | what happened to a request's blocks                           |
+| `GET  /cache/timeline`        | when the last copies and handoffs began and ended             |
 | `POST /admin/reset`           | voids everything cached                                       |
 | `POST /admin/weights`         | the weights changed: everything cached under the old is void  |
 | `POST /admin/audit`           | has every instance check its books                            |
@@ -24,7 +25,7 @@ import hmac
 import json
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -35,6 +36,7 @@ from penstock.engine import messages as ms
 from penstock.serve import errors
 from penstock.serve.answers import Form, Reader
 from penstock.serve.generating import Admission, Generating
+from penstock.serve.router import handoffs_of
 from penstock.serve.shapes import (
     TOKENS_DEFAULT,
     BadRequest,
@@ -98,6 +100,7 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/cache", self.cache),
             Route("/cache/story", self.story),
+            Route("/cache/timeline", self.timeline),
             Route("/admin/reset", self.reset, methods=["POST"]),
             Route("/admin/weights", self.weights, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
@@ -224,8 +227,18 @@ class Server:
         name = http.query_params.get("request", "")
         if not name:
             raise BadRequest("request is empty, must be the id of an answer", param="request")
-        found = [line for told in await self._told("story", name) for line in told]
+        # Where prompts are computed for others, each attempt is a request of its own.
+        names = [name, *handoffs_of(name)]
+        found = [
+            line for each in names for told in await self._told("story", each) for line in told
+        ]
         return JSONResponse({"request": name, "story": found})
+
+    async def timeline(self, http: HttpRequest) -> Response:
+        """`GET /cache/timeline`, or `GET /cache/timeline?instance=NAME`."""
+        self._require_key(http)
+        name = http.query_params.get("instance", "")
+        return JSONResponse({"instances": await self._told("timeline", only=name)})
 
     async def reset(self, http: HttpRequest) -> Response:
         """`POST /admin/reset`."""
@@ -250,9 +263,7 @@ class Server:
         told = await self._told("audit")
         return JSONResponse({"in_order": [each["instance"] for each in told]})
 
-    async def _told(
-        self, what: Literal["statistics", "story", "audit"], of: str = "", *, only: str = ""
-    ) -> list[Any]:
+    async def _told(self, what: ms.What, of: str = "", *, only: str = "") -> list[Any]:
         asked = [link for link in self._router.ready if only in ("", link.name)]
         return [json.loads(await link.ask(what, of)) for link in asked]
 

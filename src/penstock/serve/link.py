@@ -16,8 +16,8 @@ from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
-    from typing import Literal
 
+    from penstock.engine.messages import What
     from penstock.machine.kv_events import KvEvent
     from penstock.transport.base import Channel
 
@@ -96,7 +96,7 @@ class Link:
                 # The reader went away: nobody waits for the rest.
                 self.send(ms.Abort(id=submit.id))
 
-    async def ask(self, what: Literal["statistics", "story", "audit"], of: str = "") -> bytes:
+    async def ask(self, what: What, of: str = "") -> bytes:
         """What the instance tells about itself, as JSON.
 
         Raises:
@@ -188,7 +188,10 @@ class Link:
                 if queue is not None:
                     queue.put_nowait(message)
             case ms.Kept():
-                self.on_kept(self, [*message.events])
+                if self.ready is None:
+                    self._lose(f"instance {self.name!r} told what it caches before it was ready")
+                else:
+                    self.on_kept(self, [*message.events])
             case ms.Told():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():

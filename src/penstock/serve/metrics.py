@@ -28,6 +28,7 @@ COUNTS = {
     "blocks_dropped_unsaved": "Blocks evicted before they were written down",
     "saves_refused": "Blocks that no lower tier had room for",
     "operations_started": "Copies that were begun",
+    "reports_lost": "Reports of ranks that never came",
 }
 TIER_COUNTS = {
     "tokens_cached": "Tokens found here",
@@ -102,6 +103,7 @@ class _Behind:
             for why, count in told["cache"]["misses"].items():
                 misses.add_metric([told["instance"], why], count)
         yield misses
+        yield from self._of_rates()
         yield from self._of_tiers()
 
     def _of_engines(self) -> Iterator[Metric]:
@@ -131,6 +133,32 @@ class _Behind:
             preempted.add_metric([who], told["preemptions"])
         yield from (now, healthy, leases, preempted, handoffs)
 
+    def _of_rates(self) -> Iterator[Metric]:
+        """What decides between loading and computing; what was not measured lately is not there."""
+        prefill = GaugeMetricFamily(
+            "penstock_prefill_tokens_per_second",
+            "Moving median of what the engine told",
+            labels=["instance"],
+        )
+        labels = ["instance", "source", "target"]
+        tokens = GaugeMetricFamily(
+            "penstock_hop_tokens_per_second", "Moving median of a hop", labels=labels
+        )
+        size = GaugeMetricFamily(
+            "penstock_hop_bytes_per_second", "The same on each rank", labels=labels
+        )
+        queued = GaugeMetricFamily(
+            "penstock_hop_blocks_queued", "Blocks asked for that have not arrived", labels=labels
+        )
+        for told in self._instances:
+            _add_known(prefill, [told["instance"]], told["cache"]["prefill_tokens_per_s"])
+            for hop in told["cache"]["hops"]:
+                which = [told["instance"], hop["source"], hop["target"]]
+                _add_known(tokens, which, hop["tokens_per_s"])
+                _add_known(size, which, hop["bytes_per_s"])
+                queued.add_metric(which, hop["blocks_queued"])
+        yield from (prefill, tokens, size, queued)
+
     def _of_tiers(self) -> Iterator[Metric]:
         labels = ["instance", "tier"]
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
@@ -148,3 +176,18 @@ class _Behind:
                 for name, family in families.items():
                     family.add_metric([told["instance"], tier["name"]], tier[name])
         yield from families.values()
+        ready_s = GaugeMetricFamily(
+            "penstock_tier_ready_seconds",
+            "Until its memory could be used, when it was opened, on the slowest rank",
+            labels=labels,
+        )
+        for told in self._instances:
+            for tier in told["cache"]["tiers"]:
+                _add_known(ready_s, [told["instance"], tier["name"]], tier["ready_s"])
+        yield ready_s
+
+
+def _add_known(family: GaugeMetricFamily, labels: Sequence[str], value: float | None) -> None:
+    """Adds what there is: a rate that nobody knows is no zero."""
+    if value is not None:
+        family.add_metric(labels, value)

@@ -7,13 +7,17 @@ started.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import torch
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import Config, ModelSettings, TierKind, parse_config
 from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
-from penstock.config.serving import EngineTable, ServeTable
+from penstock.config.serving import EngineTable, ServeTable, require_address
 from penstock.config.values import DEVICE_NAME
 from penstock.engine.checkpoints import find_model
 from penstock.engine.sharding import share_of
@@ -28,6 +32,8 @@ BLOCKS = 512
 """With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
 HOST_GIB = 1.0
 HOST_TIER = "host"
+ROUTER = "router"
+"""The role of a command that starts no instance and lets those of others in."""
 TableT = TypeVar("TableT", EngineTable, ServeTable)
 
 
@@ -49,6 +55,10 @@ class Wishes:
     role: str | None = None
     prefill_tp: int | None = None
     decode_tp: int | None = None
+    prefill_at: str | None = None
+    decode_at: str | None = None
+    router: str | None = None
+    number: int | None = None
 
 
 def settle(config: Config | None, wishes: Wishes) -> Config:
@@ -62,7 +72,9 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
         (config and config.engine) or EngineTable(),
         model=wishes.model,
         role=wishes.role,
-        **_pair_of(wishes),
+        **_pair_of(wishes, config.engine if config else None),
+        prefill_at=wishes.prefill_at,
+        decode_at=wishes.decode_at,
         dtype=wishes.dtype,
         device=wishes.device,
     )
@@ -72,6 +84,8 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
         port=wishes.port,
         api_key=wishes.api_key,
         instances=wishes.instances,
+        router=wishes.router,
+        number=wishes.number,
     )
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
@@ -84,44 +98,81 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
     return settled
 
 
-def _pair_of(wishes: Wishes) -> dict[str, int | None]:
-    """Who names the ranks of one role leaves the other one a single rank."""
-    given = wishes.prefill_tp is not None or wishes.decode_tp is not None
+def _pair_of(wishes: Wishes, table: EngineTable | None) -> dict[str, int | None]:
+    """Who names one role, or the ranks of one, leaves the other ranks single."""
+    role = wishes.role or (table.role if table else "")
+    alone = role in {Role.PREFILL.value, Role.DECODE.value}
+    given = alone or wishes.prefill_tp is not None or wishes.decode_tp is not None
     return {
-        "prefill_tp": wishes.prefill_tp or (1 if given else None),
-        "decode_tp": wishes.decode_tp or (1 if given else None),
+        "prefill_tp": wishes.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
+        "decode_tp": wishes.decode_tp or (table and table.decode_tp) or (1 if given else None),
     }
 
 
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
-    """The instances of a settled configuration; their addresses are filled in when they start."""
+    """The instances that this command starts; addresses of its own are filled in at the start."""
     assert config.engine is not None
     assert config.serve is not None
-    engine = config.engine
+    engine, serve = config.engine, config.serve
+    if engine.role == ROUTER:
+        return ()
+    if engine.role != Role.BOTH.value:
+        role = Role(engine.role)
+        config = _threaded(config, _ranks_of(engine, role))
+        pair = _pair_elsewhere(engine, serve.number)
+        name = (pair.prefill if role is Role.PREFILL else pair.decode).name
+        return (_instance(config, name, role, pair),)
     # Several processes with a thread on every core each would mostly wait for each other.
     ranks = (engine.prefill_tp + engine.decode_tp) or config.cache.rank_count
-    threads = max(1, len(os.sched_getaffinity(0)) // (ranks * config.serve.instances))
-    config = replace(config, engine=replace(engine, threads=engine.threads or threads))
+    config = _threaded(config, ranks * serve.instances)
     found: list[InstanceSpec] = []
-    for number in range(config.serve.instances if config.serve else 0):
+    for number in range(serve.number, serve.number + serve.instances):
         if not engine.prefill_tp:
-            found.append(_instance(config, f"instance-{number}", Role(engine.role)))
+            found.append(_instance(config, f"instance-{number}", Role.BOTH))
             continue
-        pair = PairSpec(
-            prefill=EngineSpec(name=f"prefill-{number}", ranks=engine.prefill_tp, address=""),
-            decode=EngineSpec(name=f"decode-{number}", ranks=engine.decode_tp, address=""),
-        )
+        pair = _pair(engine, number)
         found.append(_instance(config, pair.prefill.name, Role.PREFILL, pair))
         found.append(_instance(config, pair.decode.name, Role.DECODE, pair))
     return tuple(found)
 
 
+def _threaded(config: Config, ranks: int) -> Config:
+    """So many threads of torch that all ranks together have about one on each core."""
+    assert config.engine is not None
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
+
+
+def _ranks_of(engine: EngineTable, role: Role) -> int:
+    return engine.prefill_tp if role is Role.PREFILL else engine.decode_tp
+
+
+def _pair(engine: EngineTable, number: int) -> PairSpec:
+    return PairSpec(
+        prefill=EngineSpec(name=f"prefill-{number}", ranks=engine.prefill_tp, address=""),
+        decode=EngineSpec(name=f"decode-{number}", ranks=engine.decode_tp, address=""),
+    )
+
+
+def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
+    """The same with the addresses at which the two find each other, whoever starts them."""
+    pair = _pair(engine, number)
+    host, port = require_address(
+        "engine.prefill_at", engine.prefill_at, ports=1 + pair.prefill.ranks
+    )
+    ranks = [f"tcp://{host}:{port + 1 + rank}" for rank in range(pair.prefill.ranks)]
+    change = msgspec.structs.replace
+    return PairSpec(
+        prefill=change(pair.prefill, address=engine.prefill_at, rank_addresses=ranks),
+        decode=change(pair.decode, address=engine.decode_at),
+    )
+
+
 def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = None) -> InstanceSpec:
     engine = config.engine
     assert engine is not None
-    ranks = config.cache.rank_count
-    if pair is not None:
-        ranks = pair.prefill.ranks if role is Role.PREFILL else pair.decode.ranks
+    assert config.serve is not None
+    ranks = config.cache.rank_count if pair is None else _ranks_of(engine, role)
     # What travels to the instances is visible to all who may list processes: no key in it.
     cache = replace(config.cache, rank_count=ranks)
     given = replace(config, engine=None, serve=None, cache=cache).to_toml()
@@ -129,7 +180,8 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
         name=name,
         model=engine.model or None,
         config=given,
-        server="",
+        server=config.serve.router,
+        joins=bool(config.serve.router),
         ranks=ranks,
         role=role,
         pair=pair,
@@ -204,20 +256,65 @@ def _with_host(
 def _require_sense(config: Config, architecture: Architecture) -> None:
     engine = config.engine
     assert engine is not None
-    if engine.role != Role.BOTH.value:
-        raise ConfigError(
-            "engine.role",
-            f"is {engine.role!r}, must be 'both': the two roles are started together, with "
-            "engine.prefill_tp and engine.decode_tp",
-        )
+    _require_role(config)
     for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
         count = ranks or config.cache.rank_count
         for rank in range(count):
             share_of(architecture, rank=rank, ranks=count)
+    _require_device(config)
+
+
+def _require_device(config: Config) -> None:
+    """A GPU must be there, and is for instances that compute their prompts themselves."""
+    engine = config.engine
+    assert engine is not None
     device = engine.device
-    if device != "cpu":
+    if device == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ConfigError("engine.device", f"is {device!r}, must be 'cpu', 'cuda' or 'cuda:N'")
+    if engine.prefill_tp or engine.role != Role.BOTH.value:
         raise ConfigError(
             "engine.device",
-            f"is {device!r}, must be 'cpu': the engine does not put its steps on a GPU in order "
-            "with the copies of its blocks yet",
+            f"is {device!r}, must be 'cpu' for the instances of a pair: what they hand over is "
+            "not put in order with a GPU's steps",
+        )
+    if config.cache.rank_count > 1 and device != "cuda":
+        raise ConfigError(
+            "engine.device", f"is {device!r}, must be 'cuda' for several ranks: each has a GPU"
+        )
+    if config.cache.rank_count > torch.cuda.device_count():
+        raise ConfigError(
+            "engine.device",
+            f"is {device!r} for {config.cache.rank_count} ranks, and torch sees "
+            f"{torch.cuda.device_count()} GPUs",
+        )
+
+
+def _require_role(config: Config) -> None:
+    """Who does not start everything says where the others are."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    alone = engine.role in {Role.PREFILL.value, Role.DECODE.value}
+    places = {"engine.prefill_at": engine.prefill_at, "engine.decode_at": engine.decode_at}
+    for key, place in places.items():
+        if alone and not place:
+            raise ConfigError(
+                key, f"is '', must be where that instance is found: engine.role is {engine.role!r}"
+            )
+        if place and not alone:
+            raise ConfigError(
+                key, f"is {place!r}, must be '' unless engine.role is 'prefill' or 'decode'"
+            )
+    if engine.role != Role.BOTH.value and not serve.router:
+        raise ConfigError(
+            "serve.router",
+            f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",
+        )
+    if alone and serve.instances != 1:
+        raise ConfigError(
+            "serve.instances",
+            f"is {serve.instances}, must be 1: engine.role is {engine.role!r}, and each has an "
+            "address of its own",
         )

@@ -31,6 +31,11 @@ LOAD_BLOCKS = 8
 ATTEMPTS_MAX = 3
 
 
+def handoffs_of(request: str) -> list[str]:
+    """What the handoffs of a request are called, attempt by attempt."""
+    return [f"{request}/{attempt}" for attempt in range(1, ATTEMPTS_MAX + 1)]
+
+
 class Holdings:
     """What one instance has cached, in whatever tier."""
 
@@ -80,9 +85,16 @@ class _Prefill:
             submit, id=submit.handoff, max_tokens=1, answers=1, logprobs=0
         )
         self._task = asyncio.create_task(self._compute(decode, submit.id))
+        self._delivered = False
+
+    def deliver(self) -> None:
+        """It has come: what is left to do, the two instances do without us."""
+        self._delivered = True
 
     def end(self) -> None:
         """Nobody needs it any more; twice does no harm."""
+        if self._delivered:
+            return
         self._task.cancel()
         if not self._link.lost:
             self._link.send(Abort(id=self._submit.id))
@@ -145,8 +157,10 @@ class Router:
             try:
                 async with aclosing(link.generate(asked)) as told:
                     async for progress in told:
-                        if not begun and prefill is not None:
-                            # What it computed has come, or was not needed.
+                        if progress.handed and prefill is not None:
+                            prefill.deliver()
+                        elif not begun and prefill is not None:
+                            # It was not needed, or did not come.
                             prefill.end()
                         begun = True
                         yield progress
@@ -192,7 +206,7 @@ class Router:
         found = [other for other in self.ready if partner and other.name == partner]
         if not found:
             return submit, None
-        handed = msgspec.structs.replace(submit, handoff=f"{submit.id}/{attempt}")
+        handed = msgspec.structs.replace(submit, handoff=handoffs_of(submit.id)[attempt - 1])
         return handed, _Prefill(found[0], link, handed)
 
     def _worth(self, link: Link, submit: ms.Submit) -> int:

@@ -1,10 +1,16 @@
-"""A whole server on one machine: supervisor, instances and their ranks, router, HTTP.
+"""What one command runs: everything, the router alone, or instances that join a router.
 
     penstock serve ─┬─ supervisor ─┬─ instance ─┬─ rank 0
                     │              │            └─ rank 1
                     └─ HTTP, router ═ channels ═ instances
 
-The one rule: everything ends with the server, however it ends; the supervisor sees to it.
+| `engine.role`, `serve.router`       | HTTP and router | instances                     |
+|-------------------------------------|-----------------|-------------------------------|
+| `both`, none                        | here            | here                          |
+| `router`, an address                | here            | those that dial the address   |
+| any other, an address               | there           | here                          |
+
+The one rule: everything ends with its command, however that ends.
 """
 
 from __future__ import annotations
@@ -16,43 +22,30 @@ import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import uvicorn
 
 from penstock.engine.checkpoints import find_model
-from penstock.engine.spec import PairSpec, RankSpec, Role
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.runtime.signals import StopSignal
 from penstock.runtime.supervisor.client import Supervisor
-from penstock.runtime.supervisor.messages import Exited, GaveUp
-from penstock.runtime.supervisor.spec import OnFailure, ProcessSpec
 from penstock.serve.app import Server, ServerSettings
 from penstock.serve.link import Link
 from penstock.serve.metrics import Metrics
-from penstock.serve.plan import instances_of
+from penstock.serve.plan import ROUTER, instances_of
+from penstock.serve.processes import Processes
 from penstock.serve.router import Router
-from penstock.transport.base import Closed, Failed
 from penstock.transport.zeromq import IPC, Listener
-from penstock.transport.zmq_link import private_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from penstock.config import Config
-    from penstock.engine.spec import InstanceSpec
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 15.0
-"""An instance may end its step and drain its copies for so long."""
 GRACE_S = 5
 """Answers under way may end for so long when the server is asked to stop."""
-RANK_STOP_S = 5.0
-"""A rank ends with its instance; so long after it, it is killed."""
-RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
-# The ranks of an instance are on one machine: their sums need not be seen outside.
-RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
 
 
 class Audience(Protocol):
@@ -62,30 +55,33 @@ class Audience(Protocol):
         """A rank has read so many of its layers."""
         ...
 
-    def ready(self, address: str) -> None:
-        """Requests are taken, at this address."""
+    def waiting(self, address: str, router: str) -> None:
+        """HTTP is served at this address; instances that others start may come to the router."""
+        ...
+
+    def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
+        """Requests are taken, at this address.
+
+        Args:
+            address: Where.
+            ready_s: How long the memory of each tier took until it could be used, device first.
+        """
         ...
 
 
 class Serving:
-    """The processes and channels behind an HTTP server."""
+    """The channels behind an HTTP server, and who comes over them."""
 
-    def __init__(
-        self, config: Config, supervisor: Supervisor, audience: Audience, address: str
-    ) -> None:
+    def __init__(self, config: Config, audience: Audience, *, address: str, expected: int) -> None:
         assert config.engine is not None
         assert config.serve is not None
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why nobody can be served any more, once that is so."""
-        self._specs = {spec.name: spec for spec in _addressed(instances_of(config))}
-        self._answering = {n for n, spec in self._specs.items() if spec.role is not Role.PREFILL}
-        self._supervisor = supervisor
+        self._expected = expected
+        """So many instances are started here; 0: whoever comes is from elsewhere."""
         self._audience = audience
         self._address = address
         self._announced = False
-        self._given_up: set[str] = set()
         self._alarm: asyncio.TimerHandle | None = None
-        self._listener = Listener("server", IPC)
+        self._listener = Listener("server", IPC if expected else config.serve.router)
         self.router = Router()
         self.server = Server(
             self.router,
@@ -99,23 +95,24 @@ class Serving:
             ),
         )
 
+    @property
+    def door(self) -> str:
+        """Where instances are let in."""
+        return self._listener.address
+
     def start(self) -> None:
-        """Starts the instances, and lets them in as they come."""
-        for spec in self._specs.values():
-            for process in self._processes(spec):
-                self._supervisor.start_process(process)
+        """Lets instances in as they come."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.descriptor, self._accept)
-        loop.add_reader(self._supervisor.descriptor, self._watch)
-        # What came before, the descriptors do not show.
+        # What came before, the descriptor does not show.
         loop.call_soon(self._accept)
-        loop.call_soon(self._watch)
+        if not self._expected:
+            self._audience.waiting(self._address, self.door)
 
     def stop(self) -> None:
-        """Ends all channels; the processes end with the supervisor."""
+        """Ends all channels."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.descriptor)
-        loop.remove_reader(self._supervisor.descriptor)
         if self._alarm is not None:
             self._alarm.cancel()
         for link in list(self.router.links):
@@ -144,86 +141,26 @@ class Serving:
         if link.ready is None:
             for rank, at in link.loading.items():
                 self._audience.loading(f"{link.name} rank {rank}", at.layers, at.of)
-        elif len(self.router.ready) == len(self._specs) and not self._announced:
+        elif self._complete and not self._announced:
             self._announced = True
-            self._audience.ready(self._address)
+            told = [link.ready.ready_s for link in self.router.links if link.ready is not None]
+            self._audience.ready(self._address, [max(times) for times in zip(*told, strict=False)])
         else:
             logger.info("instance ready: name=%s", link.name)
 
-    def _watch(self) -> None:
-        for event in self._supervisor.events():
-            match event:
-                case Exited():
-                    logger.warning("process ended: %s", event)
-                case GaveUp(name=name):
-                    logger.error("process failed too often: %s", event)
-                    self._given_up.add(name.partition("-rank-")[0])
-                    if self._given_up >= self._answering:
-                        self._fail(f"process {name!r} failed too often; no instance is left")
-                case Closed() | Failed():
-                    self._fail(f"the supervisor is lost: {event}")
-                    return
-                case _:
-                    logger.info("supervisor: %s", event)
-
-    def _fail(self, why: str) -> None:
-        if not self.failed.done():
-            self.failed.set_result(why)
-
-    def _processes(self, spec: InstanceSpec) -> list[ProcessSpec]:
-        """The processes of one instance: stopped in reverse, so that it ends before its ranks."""
-        spec = msgspec.structs.replace(spec, server=self._listener.address)
-        if spec.ranks > 1:
-            spec = msgspec.structs.replace(spec, scheduler=private_address(IPC))
-        whole = ProcessSpec(
-            name=spec.name,
-            module="penstock.engine.instance",
-            arguments=(msgspec.json.encode(spec).decode(),),
-            restart=RESTART,
-            stop_s=STOP_S,
-        )
-        ranks = [
-            ProcessSpec(
-                name=f"{spec.name}-rank-{rank}",
-                module="penstock.engine.rank_process",
-                arguments=(msgspec.json.encode(RankSpec(instance=spec, rank=rank)).decode(),),
-                environment=RANK_ENVIRONMENT,
-                restart=RESTART,
-                stop_s=RANK_STOP_S,
-            )
-            for rank in range(spec.ranks if spec.ranks > 1 else 0)
-        ]
-        return [*ranks, whole]
-
-
-def _addressed(specs: Sequence[InstanceSpec]) -> list[InstanceSpec]:
-    """The instances, and where those that hand KV over find each other in every life."""
-    pairs: dict[str, PairSpec] = {}
-    for spec in specs:
-        if spec.pair is not None and spec.pair.prefill.name not in pairs:
-            ranks = [private_address(IPC) for _ in range(spec.pair.prefill.ranks)]
-            change = msgspec.structs.replace
-            pairs[spec.pair.prefill.name] = PairSpec(
-                prefill=change(
-                    spec.pair.prefill, address=private_address(IPC), rank_addresses=ranks
-                ),
-                decode=change(spec.pair.decode, address=private_address(IPC)),
-            )
-    return [
-        spec
-        if spec.pair is None
-        else msgspec.structs.replace(spec, pair=pairs[spec.pair.prefill.name])
-        for spec in specs
-    ]
+    @property
+    def _complete(self) -> bool:
+        """Whether all are there that are started here; of others, one that answers."""
+        if self._expected:
+            return len(self.router.ready) == self._expected
+        return bool(self.router.answering)
 
 
 @asynccontextmanager
-async def serving(
-    config: Config, supervisor: Supervisor, audience: Audience, address: str
-) -> AsyncIterator[Serving]:
-    """The instances and the router, without HTTP."""
-    found = Serving(config, supervisor, audience, address)
-    found.start()
+async def _processes(config: Config, supervisor: Supervisor, door: str) -> AsyncIterator[Processes]:
+    """The instances of this command, if it starts some."""
+    found = Processes(supervisor, instances_of(config))
+    found.start(door)
     try:
         yield found
     finally:
@@ -231,19 +168,40 @@ async def serving(
 
 
 def serve(config: Config, audience: Audience, *, log_level: str = "warning") -> None:
-    """Serves a settled configuration until the process is asked to stop.
+    """Does what a settled configuration says until the process is asked to stop.
 
     Raises:
-        UnavailableError: the address is taken, or no instance is left.
+        UnavailableError: an address is taken, or no instance is left.
     """
+    assert config.engine is not None
     assert config.serve is not None
     # The supervisor comes before the loop and its threads.
+    if config.engine.role != ROUTER and config.serve.router:
+        with Supervisor.start() as supervisor, _stop_signal() as stop:
+            asyncio.run(_join(config, supervisor, stop))
+        return
     with (
         _bound(config.serve.host, config.serve.port) as bound,
         Supervisor.start() as supervisor,
-        StopSignal((signal.SIGINT, signal.SIGTERM)) as stop,
+        _stop_signal() as stop,
     ):
         asyncio.run(_serve(config, supervisor, audience, bound, stop, log_level))
+
+
+def _stop_signal() -> StopSignal:
+    return StopSignal((signal.SIGINT, signal.SIGTERM))
+
+
+async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> None:
+    """Runs instances that dial the router of another command."""
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_reader(stop.descriptor, asked.set)
+    async with _processes(config, supervisor, "") as processes:
+        processes.failed.add_done_callback(lambda _: asked.set())
+        await asked.wait()
+        asyncio.get_running_loop().remove_reader(stop.descriptor)
+        if processes.failed.done():
+            raise UnavailableError(processes.failed.result())
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -268,22 +226,33 @@ async def _serve(
 ) -> None:
     host, port = bound.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    async with serving(config, supervisor, audience, address) as found:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                found.server.app(),
-                log_level=log_level,
-                lifespan="off",
-                timeout_graceful_shutdown=GRACE_S,
-            )
+    found = Serving(config, audience, address=address, expected=len(instances_of(config)))
+    found.start()
+    try:
+        async with _processes(config, supervisor, found.door) as processes:
+            await _answer(found, processes, bound, stop, log_level)
+    finally:
+        found.stop()
+
+
+async def _answer(
+    found: Serving, processes: Processes, bound: socket.socket, stop: StopSignal, log_level: str
+) -> None:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            found.server.app(),
+            log_level=log_level,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
         )
+    )
 
-        def end(_: asyncio.Future[str]) -> None:
-            server.should_exit = True
+    def end(_: asyncio.Future[str]) -> None:
+        server.should_exit = True
 
-        found.failed.add_done_callback(end)
-        # While it serves, uvicorn takes the signals; what came before, it does not know.
-        server.should_exit = stop.stopping
-        await server.serve(sockets=[bound])
-        if found.failed.done():
-            raise UnavailableError(found.failed.result())
+    processes.failed.add_done_callback(end)
+    # While it serves, uvicorn takes the signals; what came before, it does not know.
+    server.should_exit = stop.stopping
+    await server.serve(sockets=[bound])
+    if processes.failed.done():
+        raise UnavailableError(processes.failed.result())

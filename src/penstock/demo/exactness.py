@@ -1,0 +1,170 @@
+"""Every answer against a fresh computation: one model in this process, no cache, no handoff.
+
+Each prompt goes through the model with its answer in one piece, and what the server said of
+every token is compared with what comes out: its log-probability, and those of the tokens that
+were most probable. Greedy tokens alone would tell little: a model often says the same word
+although a block of its context is wrong.
+
+The one rule: nothing is taken from what is checked. Prompts are encoded anew from their text,
+and the KV is computed from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from penstock.engine.batch import Span, on_device
+from penstock.engine.checkpoints import find_model
+from penstock.engine.model import Decoder
+from penstock.engine.ranks import Alone
+from penstock.engine.sharding import share_of
+from penstock.engine.text import Text
+from penstock.engine.weights import RankWeights
+from penstock.engine.worker import allocate_kv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.demo.asking import Heard, Turn
+
+BOUND = 2e-3
+"""Natural units of log-probability. The same sums in another order, in float32, over thirty layers
+differ by less than a tenth of it; with one wrong block they differ by hundreds of it or more."""
+BLOCK_TOKENS = 16
+_CPU = torch.device("cpu")
+
+
+class Fresh:
+    """A model that remembers nothing."""
+
+    def __init__(self, model: str | None) -> None:
+        found = find_model(model)
+        self.text = Text.of(found.path)
+        self._architecture, checkpoint = found.open()
+        self._share = share_of(self._architecture, rank=0, ranks=1)
+        weights = RankWeights(
+            checkpoint,
+            self._share,
+            head_dim=self._architecture.head_dim,
+            dtype=torch.float32,
+            device=_CPU,
+        )
+        self._decoder = Decoder(self._architecture, weights, Alone(self._share))
+        checkpoint.close()
+
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """What the model thinks of each token of the answer: [tokens, vocabulary]."""
+        # The last token is chosen, but nothing is computed from it.
+        tokens = [*prompt, *answer[:-1]]
+        blocks = -(-len(tokens) // BLOCK_TOKENS)
+        kv = allocate_kv(
+            self._architecture,
+            self._share,
+            block_count=blocks,
+            block_tokens=BLOCK_TOKENS,
+            dtype=torch.float32,
+            device=_CPU,
+        )
+        span = Span(0, 0, tokens, list(range(blocks)))
+        batch = on_device([span], block_tokens=BLOCK_TOKENS, device=_CPU)
+        rows = torch.arange(len(prompt) - 1, len(tokens))
+        logits = self._decoder.forward(replace(batch, outputs=rows), kv)
+        assert logits is not None
+        return logits.log_softmax(-1)
+
+
+class Difference(NamedTuple):
+    """How far an answer is from a fresh computation."""
+
+    largest: float
+    values: int
+    """Log-probabilities that were compared."""
+    near_ties: int
+    """Greedy tokens that differ, where the fresh computation's first two are as good as equal."""
+    findings: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How far all answers are."""
+
+    answers: int
+    tokens: int
+    values: int
+    largest: float
+    bound: float
+    near_ties: int
+    findings: tuple[str, ...]
+
+
+def difference(
+    heard: Sequence[Heard], expected: torch.Tensor, *, name: str, bound: float = BOUND
+) -> Difference:
+    """Compares one answer; `expected` has a row of log-probabilities for each of its tokens."""
+    largest, values, near_ties = 0.0, 0, 0
+    findings: list[str] = []
+    for position, (token, row) in enumerate(zip(heard, expected, strict=True)):
+        off_by = [abs(row[at].item() - value) for at, value in token.logprobs.items()]
+        largest = max(largest, *off_by)
+        values += len(off_by)
+        # Asked this way round, what is no number is a finding, too.
+        if not all(each <= bound for each in off_by):
+            findings.append(
+                f"{name}: log-probabilities of token {position} are off by {max(off_by):.2g}, "
+                f"must be at most {bound:g}"
+            )
+        best = int(row.argmax())
+        if best == token.token:
+            continue
+        gap = (row[best] - row[token.token]).item()
+        if gap < bound:
+            near_ties += 1
+        else:
+            findings.append(
+                f"{name}: token {position} is {token.token}, must be {best}, which is better by "
+                f"{gap:.2g}"
+            )
+    return Difference(largest, values, near_ties, findings)
+
+
+def check(
+    turns: Sequence[Turn],
+    fresh: Fresh,
+    *,
+    bound: float = BOUND,
+    told: Callable[[int], None] = lambda _: None,
+) -> Verdict:
+    """Compares all answers; equal prompts with equal answers are computed once.
+
+    Args:
+        turns: the answers.
+        fresh: the model.
+        bound: how far a log-probability may be off.
+        told: hears after each answer how many are done.
+    """
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
+    found: list[Difference] = []
+    for turn in turns:
+        prompt = tuple(fresh.text.encode_chat(turn.messages))
+        answer = tuple(each.token for each in turn.heard)
+        name = f"{turn.chat}, turn {turn.number + 1}"
+        if len(prompt) != turn.prompt_tokens or not answer:
+            problem = f"{name}: {turn.prompt_tokens} and {len(answer)} tokens of prompt and answer"
+            found.append(Difference(0.0, 0, 0, [f"{problem}, must be {len(prompt)} and some"]))
+            continue
+        if (prompt, answer) not in known:
+            known[prompt, answer] = fresh.logprobs(prompt, answer)
+        found.append(difference(turn.heard, known[prompt, answer], name=name, bound=bound))
+        told(len(found))
+    return Verdict(
+        answers=len(turns),
+        tokens=sum(len(turn.heard) for turn in turns),
+        values=sum(each.values for each in found),
+        largest=max((each.largest for each in found), default=0.0),
+        bound=bound,
+        near_ties=sum(each.near_ties for each in found),
+        findings=tuple(finding for each in found for finding in each.findings),
+    )

@@ -1,0 +1,203 @@
+"""The demonstration from its start to its verdict.
+
+    penstock serve --prefill-tp 2 --decode-tp 1      router, two prefill ranks, one decode rank
+    round 1                                          conversations, with the cache
+    round 2                                          the same prompts, with the cache off
+    the server ends
+    every answer of both rounds against a fresh computation
+
+The one rule: it shows what is, and ends with findings if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.demo.asking import get, post
+from penstock.demo.chats import chats
+from penstock.demo.clients import Talk, hold
+from penstock.demo.exactness import Fresh, check
+from penstock.demo.result import GENERATED_MAX, Played, Round, counted
+from penstock.demo.server import served
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.demo.asking import Turn
+    from penstock.demo.chats import Chat
+    from penstock.demo.exactness import Verdict
+
+ROUNDS = (("with the cache", "use"), ("with the cache off", "off"))
+QUIET_S = 30.0
+"""Requests have ended: what they held is back within this, or never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What is played, and with what.
+
+    Raises:
+        ValueError: more tokens would be generated than the demonstration may.
+    """
+
+    model: str | None = None
+    chats: int = 6
+    turns: int = 3
+    clients: int = 3
+    max_tokens: int = 28
+    prefill_tp: int = 2
+    decode_tp: int = 1
+    blocks: int = 70
+    """On the device of each instance: about half of what all conversations need, so that those
+    that rest are found in host memory."""
+    block_tokens: int = 16
+    host_gib: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.clients <= self.chats:
+            raise ValueError(
+                f"clients is {self.clients}, must be from 1 to the number of chats, {self.chats}"
+            )
+        generated = len(ROUNDS) * self.chats * self.turns * self.max_tokens
+        if generated > GENERATED_MAX:
+            raise ValueError(
+                f"{self.chats} chats of {self.turns} turns with {self.max_tokens} tokens each, "
+                f"{len(ROUNDS)} times, come to {generated} tokens, must be at most {GENERATED_MAX}"
+            )
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `penstock serve`."""
+        model = [] if self.model is None else ["--model", self.model]
+        return [
+            *model,
+            *("--prefill-tp", f"{self.prefill_tp}", "--decode-tp", f"{self.decode_tp}"),
+            *("--blocks", f"{self.blocks}", "--block-tokens", f"{self.block_tokens}"),
+            *("--host-gib", f"{self.host_gib:g}", "--dtype", "float32"),
+        ]
+
+
+def play(stage: Stage, tell: Callable[[str], None]) -> Played:
+    """Plays it; `tell` hears what is going on, one line at a time.
+
+    Raises:
+        UnavailableError: the server does not start, or does not answer.
+    """
+    began = time.monotonic()
+    asked = chats(stage.chats, turns=stage.turns)
+    rounds: list[Round] = []
+    command = f"penstock serve {shlex.join(stage.options)}"
+    tell(command)
+    with served(stage.options) as server:
+        tell(server.line)
+        for title, cache in ROUNDS:
+            said = {(turn.chat, turn.number): turn.text for each in rounds for turn in each.turns}
+            talk = Talk(
+                address=server.address,
+                clients=stage.clients,
+                max_tokens=stage.max_tokens,
+                cache=cache,
+                said=said or None,
+            )
+            rounds.append(_round(talk, asked, title, tell))
+        left = _left_behind(server.address)
+    checking = time.monotonic()
+    verdict = _check(stage, [turn for each in rounds for turn in each.turns], tell)
+    ended = time.monotonic()
+    return Played(
+        command=command,
+        ready_line=server.line,
+        ready_s=server.ready_s,
+        rounds=tuple(rounds),
+        verdict=verdict,
+        check_s=ended - checking,
+        findings=(*verdict.findings, *left, *_not_shown(rounds)),
+        seconds=ended - began,
+    )
+
+
+def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], None]) -> Round:
+    before = get(talk.address, "/cache")["instances"]
+    began = time.monotonic()
+    count = sum(len(chat.questions) for chat in asked)
+    tell(f"{count} requests of {talk.clients} clients, {title}")
+    turns = hold(talk, asked, _nobody)
+    _require_quiet(talk.address)
+    after = get(talk.address, "/cache")["instances"]
+    return Round(
+        title=title,
+        turns=tuple(sorted(turns, key=lambda turn: (turn.chat, turn.number))),
+        statistics=counted(before, after),
+        timeline={
+            told["instance"]: _since(told, began)
+            for told in get(talk.address, "/cache/timeline")["instances"]
+        },
+    )
+
+
+def _since(told: Mapping[str, Any], began: float) -> dict[str, Any]:
+    kept = {
+        name: [each for each in told[name] if each["began"] >= began]
+        for name in ("copies", "handoffs")
+    }
+    return {**told, **kept}
+
+
+def _require_quiet(address: str) -> bool:
+    """Whether all blocks were given back: a request may end a moment after its answer."""
+    deadline = time.monotonic() + QUIET_S
+    while any(_busy(told) for told in get(address, "/cache")["instances"]):
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _busy(told: Mapping[str, Any]) -> bool:
+    cache = told["cache"]
+    return bool(cache["leases"] or cache["operations_running"] or cache["operations_ending"])
+
+
+def _left_behind(address: str) -> list[str]:
+    """What the instances should not have any more, and whether their books add up."""
+    findings = []
+    if not _require_quiet(address):
+        findings.append(f"blocks were not given back within {QUIET_S:g} s")
+    named = {told["instance"] for told in get(address, "/cache")["instances"]}
+    in_order = set(post(address, "/admin/audit")["in_order"])
+    findings += [f"the books of {name} do not add up" for name in sorted(named - in_order)]
+    return findings
+
+
+def _not_shown(rounds: Sequence[Round]) -> list[str]:
+    """What should have happened, and did not."""
+    findings = []
+    for played in rounds:
+        for name, counts in played.statistics.items():
+            if counts["counts"]["blocks_corrupt"]:
+                corrupt = counts["counts"]["blocks_corrupt"]
+                findings.append(f"{name}, {played.title}: {corrupt} blocks were corrupt")
+        ends = [each["handoffs"].get("delivered", 0) for each in played.statistics.values()]
+        if not any(ends):
+            findings.append(f"no prompt was handed over {played.title}")
+    cached = [sum(played.tokens_by_tier().values()) for played in rounds]
+    if not cached[0]:
+        findings.append("no token came from the cache")
+    if any(cached[1:]):
+        findings.append(f"{cached[1]} tokens came from the cache although it was off")
+    return findings
+
+
+def _check(stage: Stage, turns: Sequence[Turn], tell: Callable[[str], None]) -> Verdict:
+    tell(f"{len(turns)} answers against a fresh computation, without cache and handoff")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return check(turns, Fresh(stage.model))
+
+
+def _nobody(_turn: Turn) -> None:
+    """Nobody wants to know."""

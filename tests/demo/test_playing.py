@@ -1,0 +1,152 @@
+"""`penstock demo` in its short form: a small random model, all processes, a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.serve.conftest import make_checkpoint
+
+from penstock.cli import demo
+from penstock.cli.app import run
+from penstock.demo import Played, Stage
+from penstock.demo.chats import CHATS_MAX, chats
+from penstock.demo.result import GENERATED_MAX
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHATS, TURNS, TOKENS = 4, 2, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a run of the command left behind."""
+
+    status: int
+    text: str
+    document: dict[str, Any]
+    picture: str
+    played: Played
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    folder = tmp_path_factory.mktemp("demo")
+    make_checkpoint(folder / "small-model", positions=2048)
+    options = {
+        "model": folder / "small-model",
+        "chats": CHATS,
+        "turns": TURNS,
+        "clients": 2,
+        "tokens": TOKENS,
+        "blocks": 192,
+        "picture": folder / "demo.html",
+        "json": folder / "demo.json",
+    }
+    printed = io.StringIO()
+    kept: list[Played] = []
+    play = demo.play_stage
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(demo, "play_stage", lambda *given: kept.append(play(*given)) or kept[0])
+        status = run(
+            [
+                "demo",
+                *(text for name, value in options.items() for text in (f"--{name}", f"{value}")),
+            ]
+        )
+    return Shown(
+        status=status,
+        text=printed.getvalue(),
+        document=json.loads((folder / "demo.json").read_text()),
+        picture=(folder / "demo.html").read_text(),
+        played=kept[0],
+    )
+
+
+def test_it_ends_well_when_every_answer_is_right(shown: Shown) -> None:
+    assert shown.status == 0, shown.document["findings"]
+    assert "All answers were right" in shown.text
+    exactness = shown.document["exactness"]
+    assert exactness["answers"] == 2 * CHATS * TURNS
+    assert exactness["largest_difference"] < exactness["bound"]
+    assert 0 < shown.document["generated_tokens"] <= 2 * CHATS * TURNS * TOKENS
+
+
+def test_prompts_are_handed_over_and_later_ones_found(shown: Shown) -> None:
+    cached, off = shown.document["rounds"]
+
+    assert cached["instances"]["decode-0"]["handoffs"]["delivered"] > 0
+    assert cached["tokens_by_tier"]["device"] > 0
+    assert off["tokens_by_tier"] == {"device": 0, "host": 0}
+    handed = [each["instances"]["decode-0"]["counts"] for each in (cached, off)]
+    assert 0 < handed[0]["handed_bytes"] < handed[1]["handed_bytes"]
+    assert 0 < handed[0]["handed_parts_verified"] <= handed[1]["handed_parts_verified"]
+
+
+def test_it_says_why_requests_found_no_more(shown: Shown) -> None:
+    cached, off = (each["instances"]["decode-0"]["misses"] for each in shown.document["rounds"])
+
+    assert cached["never seen"] > 0
+    assert off["opted out"] == CHATS * TURNS
+    assert "never seen" in shown.text
+
+
+def test_the_same_prompts_are_sent_again_with_the_cache_off(shown: Shown) -> None:
+    cached, off = ([turn.messages for turn in each.turns] for each in shown.played.rounds)
+
+    assert cached == off
+
+
+def test_the_picture_has_every_client_handoff_and_copy(shown: Shown) -> None:
+    assert shown.picture.startswith("<!DOCTYPE html>")
+    assert "<script" not in shown.picture
+    assert "://" not in shown.picture.replace("http://127.0.0.1", "")
+    for name in ("client 0", "client 1", "prefill-0: handoffs", "decode-0: copies"):
+        assert name in shown.picture
+    bars = shown.picture.count("<rect")
+    handoffs = sum(
+        len(told["handoffs"]) for each in shown.played.rounds for told in each.timeline.values()
+    )
+    copies = sum(
+        len(told["copies"]) for each in shown.played.rounds for told in each.timeline.values()
+    )
+    assert bars == 2 * 2 * CHATS * TURNS + handoffs + copies
+    assert handoffs
+    assert copies
+
+
+def test_a_finding_ends_it_with_status_one(
+    shown: Shown,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    finding = "museum 1, turn 2: log-probabilities of token 3 are off by 1.2, must be at most 0.002"
+    wrong = replace(shown.played, findings=(finding,))
+    monkeypatch.setattr(demo, "play_stage", lambda *_: wrong)
+
+    status = run(["demo", "--picture", str(tmp_path / "demo.html")])
+
+    printed = capsys.readouterr().out
+    assert status == 1
+    assert finding in " ".join(printed.split())
+    assert "All answers were right" not in printed
+
+
+def test_too_many_tokens_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=f"must be at most {GENERATED_MAX}"):
+        Stage(max_tokens=100)
+    with pytest.raises(ValueError, match="clients is 7"):
+        Stage(clients=7)
+
+
+def test_half_of_the_conversations_share_a_system_prompt() -> None:
+    found = chats(CHATS_MAX, turns=3)
+
+    assert len({chat.system for chat in found}) == 2
+    assert len({chat.questions for chat in found}) == len(found) == CHATS_MAX

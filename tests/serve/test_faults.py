@@ -1,0 +1,188 @@
+"""Processes that are killed under load: nobody hangs, nothing leaks, and all come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.serve.conftest import command, descendants, eventually, serving
+from tests.serve.test_lives import killed_server_leaves_nothing
+from tests.serve.test_overload import everybody
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.serve.conftest import Running
+
+# A request takes about 12 blocks of 8 tokens.
+SIZES = ("--blocks", "96", "--block-tokens", "8", "--host-gib", "0.01")
+HANG_S = 180.0
+"""An answer that takes longer on the busiest machine will never come."""
+
+
+class Load:
+    """Clients that ask, one request after the other, until they are told to stop."""
+
+    def __init__(self, address: str, clients: int) -> None:
+        self.address = address
+        self.counts: Counter[str] = Counter()
+        self.strange: list[str] = []
+        """What no client should hear."""
+        self._clients = clients
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        asyncio.run(self._all())
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def answered(self) -> int:
+        return self.counts["200"]
+
+    async def _all(self) -> None:
+        limits = httpx.Limits(max_connections=self._clients)
+        async with httpx.AsyncClient(
+            base_url=self.address, timeout=HANG_S, limits=limits
+        ) as client:
+            await asyncio.gather(*(self._ask(client, seed) for seed in range(self._clients)))
+
+    async def _ask(self, client: httpx.AsyncClient, seed: int) -> None:
+        draw = random.Random(seed)
+        while not self._stop.is_set():
+            words = " ".join(draw.choice(["block", "lease", "tier", "rank"]) for _ in range(30))
+            body = {"prompt": f"{seed} {words}", "max_tokens": 12, "temperature": 0}
+            body["stream"] = draw.random() < 0.5
+            patience_s = draw.uniform(0.05, 1.0) if draw.random() < 0.2 else None
+            self.counts[await self._outcome(client, body, patience_s)] += 1
+
+    async def _outcome(
+        self, client: httpx.AsyncClient, body: dict[str, Any], patience_s: float | None
+    ) -> str:
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = await client.post("/v1/completions", json=body)
+        except TimeoutError:
+            return "gone"
+        except httpx.TimeoutException:
+            return self._call_strange("no answer")
+        except httpx.TransportError:
+            # The server itself is gone.
+            await asyncio.sleep(0.05)
+            return "no server"
+        if answer.status_code == 200:
+            broken = '{"error"' in answer.text
+            return "broken" if broken else "200"
+        if answer.status_code not in {429, 503} or "error" not in answer.json():
+            return self._call_strange(f"{answer.status_code}: {answer.text}")
+        # Whoever is told to come again does not come at once.
+        await asyncio.sleep(0.25)
+        return str(answer.status_code)
+
+    def _call_strange(self, what: str) -> str:
+        self.strange.append(what)
+        return "strange"
+
+
+@contextmanager
+def load_on(running: Running, clients: int) -> Iterator[Load]:
+    load = Load(running.address, clients)
+    thread = threading.Thread(target=load.run)
+    thread.start()
+    try:
+        yield load
+    finally:
+        load.stop()
+        thread.join(2 * HANG_S)
+        assert not thread.is_alive(), "a client hangs"
+
+
+def process_of(running: Running, instance: str, rank: int) -> int:
+    """One rank of an instance that has several."""
+    named = f'"name":"{instance}","model"'
+    [found] = [
+        pid
+        for pid in descendants(running.process.pid)
+        if named in command(pid) and f'"rank":{rank}}}' in command(pid)
+    ]
+    return found
+
+
+def kill_under(load: Load, pid: int) -> None:
+    before = load.answered()
+    eventually(lambda: load.answered() >= before + 10, wanted=True, within_s=HANG_S)
+    os.kill(pid, signal.SIGKILL)
+
+
+def require_back(running: Running, load: Load, names: set[str]) -> None:
+    """All instances are there again, and answer."""
+    eventually(
+        lambda: running.client.get("/health").json()["instances"],
+        dict.fromkeys(names, True),
+        within_s=HANG_S,
+    )
+    before = load.answered()
+    eventually(lambda: load.answered() >= before + 10, wanted=True, within_s=HANG_S)
+
+
+def require_nothing_left(running: Running) -> None:
+    def left() -> set[int]:
+        phases = ("waiting", "loading", "claiming", "running")
+        return {
+            told["cache"]["leases"] + sum(told[phase] for phase in phases)
+            for told in everybody(running)
+        }
+
+    eventually(left, {0}, within_s=HANG_S)
+    assert {told["cache"]["blocks_corrupt"] for told in everybody(running)} == {0}
+    assert running.client.post("/admin/audit").status_code == 200
+
+
+def survive_kills(folder: Path, *, clients: int, rounds: int) -> None:
+    names = {"prefill-0", "decode-0"}
+    options = ("--prefill-tp", "2", "--decode-tp", "2")
+    with serving(folder, *options, *SIZES) as running:
+        with load_on(running, clients) as load:
+            for _ in range(rounds):
+                for victim in ("prefill-0", "decode-0"):
+                    kill_under(load, process_of(running, victim, 1))
+                    eventually(
+                        lambda: len(running.client.get("/health").json()["instances"]) < 2,
+                        wanted=True,
+                    )
+                    require_back(running, load, names)
+
+        require_nothing_left(running)
+        assert load.strange == []
+        assert load.counts["no server"] == 0
+        # Requests on the lost instance, and those that came while there was none.
+        assert load.counts["503"] + load.counts["broken"] > 0
+
+        with load_on(running, clients) as load:
+            eventually(lambda: load.answered() >= 10, wanted=True, within_s=HANG_S)
+            began = time.monotonic()
+            killed_server_leaves_nothing(running, processes=6)
+            eventually(lambda: load.counts["no server"] >= clients, wanted=True)
+        assert time.monotonic() - began < HANG_S
+        assert load.strange == []
+
+
+def test_killed_ranks_and_a_killed_router_hang_nobody_and_leak_nothing(
+    model_folder: Path,
+) -> None:
+    survive_kills(model_folder, clients=12, rounds=1)
+
+
+@pytest.mark.long
+def test_killed_ranks_under_a_large_load_hang_nobody_and_leak_nothing(model_folder: Path) -> None:
+    survive_kills(model_folder, clients=40, rounds=3)

@@ -1,0 +1,180 @@
+"""One command for each role: a router, a prefill and a decode instance that find each other."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.serve.conftest import READY_S, Running, eventually, serving
+from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
+
+from penstock.cli.app import run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def free_port() -> int:
+    """The first of four ports that nobody has now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return min(port, 65_000)
+
+
+@contextmanager
+def command(*options: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli.entry", "serve", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+            process.wait(timeout=10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that a command says; there is none before it is time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], READY_S)
+    assert ready, "the command said nothing"
+    return process.stdout.readline().strip()
+
+
+class Roles:
+    """Addresses on the loopback interface, and the options that go with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = ("--model", str(folder))
+        self.router = f"tcp://127.0.0.1:{free_port()}"
+        self.places = (
+            *("--prefill-at", f"tcp://127.0.0.1:{free_port()}", "--prefill-tp", "1"),
+            *("--decode-at", f"tcp://127.0.0.1:{free_port()}"),
+        )
+
+    def of(self, role: str) -> tuple[str, ...]:
+        own = () if role == "router" else (*self.places, *SIZES)
+        port = ("--port", "0") if role == "router" else ()
+        return (*self.model, "--role", role, "--router", self.router, *own, *port)
+
+
+def test_one_command_for_each_role_does_what_one_for_all_does(
+    server: Running, model_folder: Path
+) -> None:
+    roles = Roles(model_folder)
+    with ExitStack() as stack:
+        # Whoever comes first waits for the others.
+        prefill = stack.enter_context(command(*roles.of("prefill")))
+        decode = stack.enter_context(command(*roles.of("decode")))
+        router = stack.enter_context(command(*roles.of("router")))
+        waits, ready = line_of(router), line_of(router)
+        assert line_of(prefill) == f"penstock: ready: prefill-0 has joined {roles.router}"
+        assert line_of(decode) == f"penstock: ready: decode-0 has joined {roles.router}"
+        address = ready.partition(" at ")[2].split("/v1")[0]
+        running = Running(router, address)
+        stack.callback(running.client.close)
+        both = {"prefill-0": True, "decode-0": True}
+        eventually(lambda: running.client.get("/health").json()["instances"], both)
+
+        found = told(running, STORY, logprobs=5)
+
+        assert waits.endswith(f"waits for instances at {roles.router}")
+        require_same(found, told(server, STORY, logprobs=5, cache="off"))
+        assert of_decode(running)["handoffs"] == {"delivered": 1}
+        again = _router_comes_back(roles, stack, running)
+        require_same(again, told(server, STORY, logprobs=5, cache="off"))
+        assert prefill.poll() is None
+        assert decode.poll() is None
+
+
+def _router_comes_back(roles: Roles, stack: ExitStack, running: Running) -> object:
+    """Kills the router; who joined it joins the next one, with what was cached."""
+    running.process.kill()
+    running.process.wait(timeout=10)
+    router = stack.enter_context(command(*roles.of("router")))
+    line_of(router)
+    address = line_of(router).partition(" at ")[2].split("/v1")[0]
+    anew = Running(router, address)
+    stack.callback(anew.client.close)
+    both = {"prefill-0": True, "decode-0": True}
+    eventually(lambda: anew.client.get("/health").json()["instances"], both)
+
+    found = told(anew, STORY, logprobs=5)
+
+    assert found["usage"]["cached_by_tier"]["device"] > 0
+    assert anew.client.post("/admin/audit").json()["in_order"]
+    eventually(lambda: {each["cache"]["leases"] for each in everybody(anew)}, {0})
+    return found
+
+
+@pytest.mark.long
+def test_instances_that_do_everything_can_join_a_router_too(model_folder: Path) -> None:
+    roles = Roles(model_folder)
+    joined = (*roles.model, "--router", roles.router, *SIZES)
+    with (
+        serving(model_folder, "--role", "router", "--router", roles.router, wait=False) as router,
+        command(*joined, "--number", "4") as instance,
+    ):
+        waits, ready = line_of(router.process), line_of(router.process)
+
+        assert waits.startswith("penstock: router at ")
+        assert ready.startswith("penstock: ready: small-model at http://127.0.0.1:")
+        assert line_of(instance) == f"penstock: ready: instance-4 has joined {roles.router}"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--role", "prefill"), "engine.prefill_at: is '', must be where"),
+        (("--role", "router"), "serve.router: is '', must be where"),
+        (("--prefill-at", "tcp://127.0.0.1:7000"), "must be '' unless engine.role"),
+        (("--role", "router", "--router", "tcp://0.0.0.0:7000"), "a host that the others can dial"),
+        (("--role", "router", "--router", "127.0.0.1:7000"), "must be tcp://HOST:PORT"),
+        (
+            ("--role", "decode", "--prefill-at", "tcp://a:65535", "--decode-at", "tcp://b:7000"),
+            "a port from 1 to 65534",
+        ),
+    ],
+)
+def test_a_role_that_could_not_find_the_others_is_refused(
+    model_folder: Path,
+    options: tuple[str, ...],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["serve", "--model", str(model_folder), *options]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_role_is_printed_as_a_file_that_does_the_same(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Roles(model_folder).of("decode")
+    assert run(["serve", *options, "--number", "3", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    file = tmp_path / "decode.toml"
+    file.write_text(printed, encoding="utf-8")
+
+    assert run(["serve", "--config", str(file), "--print-config"]) == 0
+
+    assert capsys.readouterr().out == printed
+    assert 'role = "decode"' in printed
+    assert "number = 3" in printed
