@@ -70,7 +70,13 @@ class FakeEngine:
     """Scheduler and one worker, in one process, with memory of their own."""
 
     def __init__(
-        self, *, pool: int = 400, host: int = 64, groups: int = 1, announcer: Any = None
+        self,
+        *,
+        pool: int = 400,
+        host: int = 64,
+        groups: int = 1,
+        stay: bool = False,
+        announcer: Any = None,
     ) -> None:
         self.config = penstock.parse_config(
             f"""
@@ -102,6 +108,7 @@ class FakeEngine:
             self.offload,
             Pins(self.pool),
             null_block=NULL,
+            blocks_stay=stay,
             announcer=announcer,
         )
         self.working = Working(self.rank, group_count=groups, stream=lambda: 0)

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.connectors.vllm.keys import RequestKeys, wishes_of
+from penstock.connectors.vllm.keys import CHAINS_KEPT, Chains, RequestKeys, wishes_of
 
 CONFIG = penstock.parse_config(
     'version = 1\nmodel.name = "toy"\n[cache]\nblock_tokens = 4\n'
     '[[tiers]]\nname = "host"\nkind = "memory"\nblocks = 8'
 )
+CHAINS = Chains(CONFIG)
 TOKENS = list(range(50, 63))
 
 
 def keys_of(request: Any) -> list[bytes]:
-    return list(RequestKeys(CONFIG, request).upto(100))
+    return list(RequestKeys(CHAINS, request).upto(100))
 
 
 def lora(name: str, path: str) -> Any:
@@ -40,7 +41,7 @@ def test_the_same_request_has_the_same_keys(make_request: Any) -> None:
 
 def test_keys_come_as_tokens_become_known(make_request: Any) -> None:
     request = make_request("a", TOKENS[:6])
-    keys = RequestKeys(CONFIG, request)
+    keys = RequestKeys(CHAINS, request)
 
     assert len(keys.upto(100)) == 1
     request.all_token_ids += TOKENS[6:]
@@ -58,7 +59,7 @@ def test_no_token_is_hashed_twice(make_request: Any) -> None:
 
     request = make_request("a", TOKENS)
     request.all_token_ids = Once(TOKENS)
-    keys = RequestKeys(CONFIG, request)
+    keys = RequestKeys(CHAINS, request)
 
     for count in (1, 2, 3, 3):
         keys.upto(count)
@@ -128,3 +129,18 @@ def test_a_request_may_stay_out(
     wishes = wishes_of(make_request("a", TOKENS, **how))
 
     assert (wishes.load, wishes.save) == (load, save)
+
+
+def test_chains_of_many_salts_are_bounded_and_the_same_again(make_request: Any) -> None:
+    chains = Chains(CONFIG)
+
+    def keys(salt: str) -> list[bytes]:
+        request = make_request("one", range(16), cache_salt=salt)
+        return list(RequestKeys(chains, request).upto(4))
+
+    first = keys("salt 0")
+    others = [keys(f"salt {number}") for number in range(1, CHAINS_KEPT + 5)]
+
+    assert keys("salt 0") == first
+    assert first not in others
+    assert len(chains._empty) == CHAINS_KEPT

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import zmq
-from tiny_llama import VOCABULARY
+from tiny_llama import HIDDEN, VOCABULARY, make_tiny_adapter
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.lora.request import LoRARequest
 
 from vllm import LLM, SamplingParams
 
@@ -122,8 +124,9 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
         skip_reading_prefix_cache=act.get("skip_reading"),
         extra_args={"kv_transfer_params": act["params"]} if "params" in act else None,
     )
+    prompts = embedded(act) if act.get("embeds") else prompts_of(act)
     rows = []
-    for out in llm.generate(prompts_of(act), sampling, use_tqdm=False):
+    for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter_of(act)):
         answer = out.outputs[0]
         rows.append(
             {
@@ -136,6 +139,23 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {"rows": rows, "metrics": metrics_of(llm)}
+
+
+def embedded(act: dict[str, Any]) -> list[Any]:
+    """Prompts that are embeddings in place of tokens."""
+    draw = torch.Generator().manual_seed(act.get("seed", 3))
+    return [
+        {"prompt_embeds": torch.randn(count, HIDDEN, generator=draw)} for count in act["lengths"]
+    ]
+
+
+def adapter_of(act: dict[str, Any]) -> LoRARequest | None:
+    """The adapter that an act names by a number."""
+    number = act.get("adapter")
+    if number is None:
+        return None
+    folder = make_tiny_adapter(Path(tempfile.gettempdir()) / f"penstock-adapter-{number}", number)
+    return LoRARequest(f"adapter-{number}", number, str(folder))
 
 
 def reset(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class TamperedWorking(Working):
-    def after_forward(self, told: StepPlan) -> None:
+    def after_forward(self, told: StepPlan | None) -> None:
         path = Path(os.environ["PENSTOCK_TAMPER"])
         word = path.read_text() if path.exists() else ""
-        copies = decode_plan(told.plan).copies if word and told.plan is not None else []
+        plan = told.plan if told is not None else None
+        copies = decode_plan(plan).copies if word and plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD and len(copy.keys) > 2]
         device, host = self._rank.carrier.stores
         for load in loads:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.bench.vllm_engine import worker_cores
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,6 +37,7 @@ def test_the_page_leads_to_a_hit_after_eviction(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": worker_cores(),
     }
 
     done = subprocess.run(
@@ -44,7 +47,7 @@ def test_the_page_leads_to_a_hit_after_eviction(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=480,
         check=False,
     )
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from penstock.bench.vllm_engine import worker_cores
+
 pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +89,7 @@ def run(model: Path, way: str, *, ranks: int = 1, sabotage: str = "") -> str:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-1" if ranks == 1 else "0|1",
+        "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else "0|1",
         "PROOF_SABOTAGE": sabotage,
     }
     done = subprocess.run(
@@ -95,7 +97,7 @@ def run(model: Path, way: str, *, ranks: int = 1, sabotage: str = "") -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=480,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -1,6 +1,6 @@
-"""Small models with random weights, one of each kind of KV: nothing is downloaded.
+"""Small models with random weights, one of each kind of KV, and a trained one: all offline.
 
-    python tiny_models.py llama|latent|hybrid FOLDER
+    python tiny_models.py llama|latent|hybrid|smollm2 FOLDER
 
 The weights are wider than usual: with the customary spread the output hardly depends on the
 context, and a test that compares outputs would not notice wrong KV.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smollm2 import make_smollm2
 from tiny_llama import VOCABULARY, make_tiny_llama
 from transformers import (
     DeepseekV2Config,
@@ -78,7 +79,12 @@ def save(model: Any, folder: Path, *, embedding: float) -> None:
     model.to(torch.float32).save_pretrained(folder)
 
 
-MAKERS = {"llama": make_tiny_llama, "latent": make_latent, "hybrid": make_hybrid}
+MAKERS = {
+    "llama": make_tiny_llama,
+    "latent": make_latent,
+    "hybrid": make_hybrid,
+    "smollm2": make_smollm2,
+}
 
 if __name__ == "__main__":
     MAKERS[sys.argv[1]](Path(sys.argv[2]))

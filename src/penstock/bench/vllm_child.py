@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,7 +56,43 @@ def transfer_of(side: str, host_blocks: int, block_bytes: int) -> dict[str, Any]
                 "offload_prompt_only": False,
             },
         }
+    if side == "lmcache":
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": start_lmcache(host_blocks * block_bytes),
+            },
+        }
     return None
+
+
+def start_lmcache(host_bytes: int) -> int:
+    """Starts LMCache's server in a process of its own; returns its port.
+
+    It ends with the group of this process, and is up long before the engine is.
+    """
+    port, http_port = free_port(), free_port()
+    words = ["server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
+    words += ["--l1-size-gb", str(max(1.0, host_bytes / 2**30)), "--eviction-policy", "LRU"]
+    # Blocks as small as everybody else's; copies go through the engine's own process.
+    words += ["--chunk-size", str(BLOCK_TOKENS), "--supported-transfer-mode", "engine_driven"]
+    program = "import sys; from lmcache.cli.main import main; sys.exit(main())"
+    subprocess.Popen(
+        [sys.executable, "-c", program, *words, "--max-workers", "1"],
+        env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
+        stdin=subprocess.DEVNULL,
+    )
+    return port
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def open_engine(told: dict[str, Any]) -> Any:
@@ -101,15 +139,18 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
             prompt_tokens += len(out.prompt_token_ids)
             cached_tokens += out.num_cached_tokens
     seconds = time.monotonic() - began
-    worker_s = sum(llm.collective_rpc("penstock_take"))
+    (worker,) = llm.collective_rpc("penstock_take")
     llm.reset_prefix_cache()
-    steps, scheduler_s = Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text().split()
+    steps, empty_steps, scheduler_s = Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text().split()
     return {
         "first_token_s": first_token_s,
         "tokens_per_s": sum(map(len, answers)) / seconds,
         "hit_rate": cached_tokens / prompt_tokens,
+        "steps": int(steps),
+        "empty_steps": int(empty_steps),
         "scheduler_s": float(scheduler_s) / int(steps),
-        "worker_s": worker_s / int(steps),
+        "worker_s": worker["step"] / int(steps),
+        "connector_s": worker["connector"] / int(steps),
         "answers": answers,
     }
 
@@ -125,6 +166,8 @@ def main(told: dict[str, Any]) -> None:
             seed, reuse = json.loads(line)
             result = run_round(llm, Workload(**told["workload"], reuse=reuse), seed)
             _say(f"ROUND {json.dumps(result)}")
+    # Without waiting for the engine's processes, which would wait for us: they end with this one.
+    os._exit(0)
 
 
 def _say(text: str) -> None:

@@ -11,14 +11,17 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 START_S = 300.0
@@ -37,8 +40,37 @@ class RoundResult:
     scheduler_s: float
     """CPU time of the scheduler's thread a step."""
     worker_s: float
-    """CPU time of a worker's thread in its connector a step."""
+    """CPU time of a worker's thread a step, all of it: on a CPU the model is computed there."""
+    connector_s: float
+    """That part of it which the connector takes."""
+    steps: int
+    empty_steps: int
+    """Steps that computed nothing: they took copies or reports on."""
     answers: list[list[int]]
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Within it, a request to end this process unwinds it: what it has started ends with it."""
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def worker_cores() -> str:
+    """The cores that compute the model: all but one, which the scheduler has.
+
+    Left to itself, vLLM keeps one core more free as soon as there is any connector. On two cores
+    none would be left, and sides with a connector would run on other cores than the one without.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[1:] or cores))
 
 
 class EngineProcess:
@@ -51,6 +83,7 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": worker_cores(),
         }
         self._process = subprocess.Popen(
             [str(python), "-m", "penstock.bench.vllm_child", json.dumps({"side": side, **told})],

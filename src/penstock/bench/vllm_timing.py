@@ -2,8 +2,8 @@
 
 `TimedScheduler` stands in for vLLM's scheduler (`scheduler_cls`), `TimedWorker` is mixed into
 its workers (`worker_extension_cls`). Both count the CPU time of their own thread: the
-scheduler's over putting a step together and taking its results in, the worker's over the calls
-of its connector, whichever connector that is.
+scheduler's over putting a step together and taking its results in, the worker's over its whole
+step, and over the calls of its connector in it, whichever connector that is.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -22,6 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 TOLD = "PENSTOCK_BENCH_STEPS"
 """The environment variable with the file that the scheduler writes its clock to."""
+STEP, CONNECTOR = "step", "connector"
+WORK = ("execute_model", "sample_tokens")
 CALLS = (
     "handle_preemptions",
     "bind_connector_metadata",
@@ -40,6 +42,7 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with a clock."""
 
     steps = 0
+    empty_steps = 0
     spent_s = 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +51,8 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
             self.steps += 1
+        else:
+            self.empty_steps += 1
         self.spent_s += time.thread_time() - began
         return output
 
@@ -60,36 +65,40 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """A round begins or ends: tells the clock, and starts anew."""
-        Path(os.environ[TOLD]).write_text(f"{self.steps} {self.spent_s!r}", encoding="ascii")
-        self.steps, self.spent_s = 0, 0.0
+        told = f"{self.steps} {self.empty_steps} {self.spent_s!r}"
+        Path(os.environ[TOLD]).write_text(told, encoding="ascii")
+        self.steps, self.empty_steps, self.spent_s = 0, 0, 0.0
         return super().reset_prefix_cache(*args, **kwargs)
 
 
 class TimedWorker:
     """What is added to vLLM's worker."""
 
-    penstock_spent_s = 0.0
+    penstock_spent_s: dict[str, float]
 
     def penstock_watch(self) -> None:
-        """From now on the calls of the connector are timed."""
+        """From now on whole steps, and the calls of the connector in them, are timed."""
+        self.penstock_spent_s = dict.fromkeys((STEP, CONNECTOR), 0.0)
+        for name in WORK:
+            setattr(self, name, self._timed(getattr(self, name), STEP))
         if not has_kv_transfer_group():
             return
         connector = get_kv_transfer_group()
         for name in CALLS:
-            setattr(connector, name, self._timed(getattr(connector, name)))
+            setattr(connector, name, self._timed(getattr(connector, name), CONNECTOR))
 
-    def penstock_take(self) -> float:
+    def penstock_take(self) -> dict[str, float]:
         """Seconds since the last call."""
-        spent, self.penstock_spent_s = self.penstock_spent_s, 0.0
+        spent, self.penstock_spent_s = self.penstock_spent_s, dict.fromkeys((STEP, CONNECTOR), 0.0)
         return spent
 
-    def _timed(self, call: Any) -> Any:
+    def _timed(self, call: Any, what: str) -> Any:
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.penstock_spent_s += time.thread_time() - began
+                self.penstock_spent_s[what] += time.thread_time() - began
 
         return timed

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Workload:
     """How many conversations of which size."""
 
-    conversations: int = 12
+    conversations: int = 8
     turns: int = 3
-    system_tokens: int = 256
-    question_tokens: int = 96
+    system_tokens: int = 128
+    question_tokens: int = 160
     answer_tokens: int = 8
     together: int = 2
     """So many requests are under way at the same time."""

@@ -101,7 +101,9 @@ def save(books: Books, event: Save, now: float) -> None:
     _check_offload(books, event.keys, event.slots)
     if event.slots.min(initial=0) < 0:
         raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
-    books.require_no_circle(event.keys, event.parent)
+    if event.parent in event.keys or any(books.nodes.get(key) != NOWHERE for key in event.keys):
+        # A block that is not known comes before none: most saves need not look further.
+        books.require_no_circle(event.keys, event.parent)
     require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     _require_ranks(books)
     hub = books.tier(HUB)
@@ -224,21 +226,36 @@ def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key]) -> list[int]:
 
 
 def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
-    """The nodes of the chosen blocks; unknown ones are made known."""
+    """The nodes of the chosen blocks; unknown ones are made known, a run at a time."""
     tenant = books.tenant(event.tenant)
-    nodes = np.empty(len(positions), dtype=np.int32)
-    for place, position in enumerate(positions):
-        key = event.keys[position]
-        parent = books.parent_node(
-            event.keys[position - 1] if position else event.parent, tenant=tenant
-        )
-        node = books.nodes.get(key)
+    nodes: list[int] = []
+    place = 0
+    while place < len(positions):
+        first = positions[place]
+        before = event.keys[first - 1] if first else event.parent
+        parent = books.parent_node(before, tenant=tenant)
+        node = books.nodes.get(event.keys[first])
         if node == NOWHERE:
-            node = int(books.add_chain([key], parent=parent, tenant=tenant)[0])
+            count = _unknown_run(books, event.keys, positions, place)
+            run = event.keys[first : first + count]
+            nodes += books.add_chain(run, parent=parent, tenant=tenant).tolist()
         else:
+            count = 1
             books.link(node, parent)
-        nodes[place] = node
-    return nodes
+            nodes.append(node)
+        place += count
+    return np.array(nodes, dtype=np.int32)
+
+
+def _unknown_run(books: Books, keys: Sequence[Key], positions: list[int], place: int) -> int:
+    """How many chosen blocks from `place` on are unknown and follow each other."""
+    first = positions[place]
+    count = 1
+    for position in positions[place + 1 :]:
+        if position != first + count or books.nodes.get(keys[position]) != NOWHERE:
+            break
+        count += 1
+    return count
 
 
 def _deadline(books: Books, deadline: float | None, now: float) -> float:

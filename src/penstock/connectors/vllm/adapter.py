@@ -43,7 +43,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from penstock.connectors.vllm import facing
 from penstock.connectors.vllm.events import Announcer
 from penstock.connectors.vllm.layouts import tier_of
-from penstock.connectors.vllm.messages import StepPlan
 from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
 from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.connectors.vllm.engine import Engine
+    from penstock.connectors.vllm.messages import StepPlan
     from penstock.runtime.rank import Rank
     from penstock.tiers.tensors import TensorTier
 
@@ -80,7 +80,7 @@ class Facts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class Metadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells every rank, once a step."""
 
-    step: StepPlan
+    step: StepPlan | None
 
 
 @dataclass
@@ -160,6 +160,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             offload,
             Pins(self._pool),
             null_block=self._pool.null_block.block_id,
+            blocks_stay=self._engine.blocks_stay,
             announcer=self._announcer,
         )
         health = offload.health()
@@ -202,10 +203,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """The plan of this step."""
         if self._scheduling is None:
-            return Metadata(StepPlan())
+            return Metadata(None)
         state = scheduler_output.kv_connector_block_state
         return Metadata(
-            self._scheduling.plan(scheduler_output.num_scheduled_tokens, state.get_block_ids)
+            self._scheduling.plan(
+                scheduler_output.num_scheduled_tokens,
+                state.get_block_ids,
+                scheduler_output.preempted_req_ids or (),
+            )
         )
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from penstock.vocabulary.layers import GroupKind
+
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.vocabulary.layers import GroupKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,12 @@ class Engine:
     def block_tokens(self) -> int:
         """Tokens of a block, the same in every group that can be served."""
         return self.groups[0].block_tokens
+
+    @property
+    def blocks_stay(self) -> bool:
+        """Whether a request keeps every block it was given for as long as it runs."""
+        whole = {GroupKind.ATTENTION, GroupKind.LATENT}
+        return len(self.groups) == 1 and self.groups[0].kind in whole
 
     def why_not(self) -> str:
         """Why nothing can be offered to this engine; empty if something can."""

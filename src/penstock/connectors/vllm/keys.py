@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.keys import KeyChain
 
 NAME_BYTES_MAX = 256
 """A salt or an adapter with a longer name goes by its digest: a client chooses salts, and a
 namespace field is bounded."""
+CHAINS_KEPT = 256
+"""So many salts and adapters are begun with from memory; a client may choose a salt each time."""
 PARAMETER = "penstock"
 """The key of a request's `kv_transfer_params` that is meant for this connector."""
 
@@ -108,14 +111,31 @@ def wishes_of(request: Request) -> Wishes:
     return Wishes(load=load and not request.skip_reading_prefix_cache, save=save)
 
 
+class Chains:
+    """Where the keys of requests begin: most requests begin as the one before did."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._empty: dict[tuple[str, str], KeyChain] = {}
+
+    def begin(self, request: Request) -> KeyChain:
+        """An empty chain for the salt and the adapter of a request."""
+        name = _named("salt", request.cache_salt or ""), _adapter(request.lora_request)
+        empty = self._empty.get(name)
+        if empty is None:
+            while len(self._empty) >= CHAINS_KEPT:
+                del self._empty[next(iter(self._empty))]
+            tenant, adapter = name
+            empty = self._empty[name] = self._config.key_chain(tenant=tenant, adapter=adapter)
+        return empty.fork()
+
+
 class RequestKeys:
     """The keys of one request's blocks, made as its tokens become known."""
 
-    def __init__(self, config: Config, request: Request) -> None:
+    def __init__(self, chains: Chains, request: Request) -> None:
         self._request = request
-        self._chain = config.key_chain(
-            tenant=_named("salt", request.cache_salt or ""), adapter=_adapter(request.lora_request)
-        )
+        self._chain = chains.begin(request)
         self._items = tuple(sorted(map(_item, request.mm_features), key=lambda it: it.position))
 
     @property

@@ -11,7 +11,9 @@ the request was last asked about. Requests that share a prefix load it each for 
 waits for another's load.
 
 The one rule: a block is saved in the step that computes it or a later one, while its request
-or a pin keeps vLLM from giving it to somebody else.
+or a pin keeps vLLM from giving it to somebody else. Where a running request keeps all its blocks,
+it is the request; what is still being read when it ends is pinned then. Where vLLM takes blocks
+from running requests (sliding windows), every save is pinned from its beginning.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
-from penstock.connectors.vllm.keys import RequestKeys, tenant_of, wishes_of
+from penstock.connectors.vllm.keys import Chains, RequestKeys, tenant_of, wishes_of
 from penstock.connectors.vllm.messages import Loading, StepPlan
 from penstock.connectors.vllm.statistics import GAUGE_STEPS, Tally
 from penstock.machine.effects import Ended
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.connectors.vllm.events import Announcer
     from penstock.connectors.vllm.keys import Request
     from penstock.connectors.vllm.pins import Pins
-    from penstock.machine.effects import Found, Settled
+    from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
     from penstock.vocabulary.ids import Key, OperationId
 
@@ -66,6 +68,8 @@ class Tracked:
     saved: int = 0
     """So many leading blocks lie below, are on their way, or were given up."""
     loads: set[OperationId] = field(default_factory=set)
+    saves: dict[OperationId, Sequence[int]] = field(default_factory=dict)
+    """Saves that the request itself keeps the blocks for, and which."""
     failures: int = 0
     voided: bool = False
     """Whether it runs on blocks from before a reset: what it computes from them is not kept."""
@@ -81,12 +85,25 @@ class Scheduling:
         pins: Pins,
         *,
         null_block: int,
+        blocks_stay: bool = False,
         announcer: Announcer | None = None,
     ) -> None:
+        """The half for one engine.
+
+        Args:
+            config: As the engine decided it.
+            offload: The tiers below the device.
+            pins: What is kept from being reused.
+            null_block: What stands in a block table for a block that is not needed.
+            blocks_stay: Whether a request that runs keeps every block it was given.
+            announcer: Who tells routers about blocks, if anybody does.
+        """
         self._offload = offload
         self._config = config
+        self._chains = Chains(config)
         self._pins = pins
         self._null = null_block
+        self._stay = blocks_stay
         self._announcer = announcer
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
@@ -94,7 +111,10 @@ class Scheduling:
         self._requests: dict[str, Tracked] = {}
         self._starting: list[Loading] = []
         self._loading: dict[OperationId, tuple[Tracked, int]] = {}
-        self._saving: dict[OperationId, Sequence[Key]] = {}
+        self._saving: dict[OperationId, tuple[Tracked, Sequence[Key]]] = {}
+        self._stirred = False
+        """Whether anything has happened below since the tiers were last given the time: most
+        steps only decode, and should not pay for tiers that have nothing to do."""
         self._steps = GAUGE_STEPS
         """Since gauges were last told; the first time they are told at once."""
         self.tally = Tally()
@@ -109,6 +129,7 @@ class Scheduling:
     def matched(self, request: Request, computed: int) -> int:
         """How many tokens after the first `computed` can be loaded now. Changes no tier."""
         tracked = self._tracked(request)
+        self._give_up_saves(tracked)
         # vLLM asks when a request begins, for the first time or anew: all it has is recent.
         tracked.voided = False
         tracked.held = computed // self._tokens
@@ -137,6 +158,7 @@ class Scheduling:
         first = tracked.held
         keys = tracked.keys.upto(first + count)[first : first + count]
         slots = self._rows(tables, first, first + count)
+        self._stirred = True
         started = self._offload.load(keys, slots, cause=request.request_id)
         # Nothing leaves the tiers between lookup and load, so nothing is ever missing here;
         # if it were, vLLM would have to know.
@@ -164,13 +186,16 @@ class Scheduling:
         if tracked is None:
             return
         for operation in sorted(tracked.loads):
+            self._stirred = True
             self._offload.cancel(operation)
+        self._pin_saves(tracked)
         if tracked.save and not tracked.voided:
             full = min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
             self.tally.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
 
     def reset(self, why: str) -> None:
         """Voids everything below the device; what is running is kept from refilling it."""
+        self._stirred = True
         self._offload.reset(why)
         for tracked in self._requests.values():
             tracked.voided = True
@@ -179,14 +204,23 @@ class Scheduling:
 
     # ---------------------------------------------------------------- steps go by
 
-    def plan(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> StepPlan:
-        """What every worker is to do in this step.
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        tables: Callable[[str], Tables],
+        preempted: Iterable[str] = (),
+    ) -> StepPlan | None:
+        """What every worker is to do in this step; nothing, in most of them.
 
         Args:
             scheduled: How many tokens of which requests the step computes; vLLM has not
                 counted them as computed yet.
             tables: The block table of a request, one row a KV group.
+            preempted: Requests whose blocks vLLM has taken since the last step.
         """
+        for name in preempted:
+            if (tracked := self._requests.get(name)) is not None:
+                self._give_up_saves(tracked)
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
             if tracked is None or not tracked.save or tracked.voided:
@@ -197,14 +231,20 @@ class Scheduling:
             known = min(request.num_computed_tokens + token_count, request.num_tokens)
             if known // self._tokens > tracked.saved:
                 self._save(tracked, known // self._tokens, tables(name))
-        self._offload.step()
-        loads, self._starting = tuple(self._starting), []
         self._steps += 1
-        return StepPlan(plan=self._offload.take_plan(), loads=loads)
+        if not self._stirred:
+            return None
+        self._offload.step()
+        # One step more after the last copy has ended: then the tiers have heard of its end.
+        self._stirred = self._offload.busy
+        loads, self._starting = tuple(self._starting), []
+        plan = self._offload.take_plan()
+        return StepPlan(plan=plan, loads=loads) if plan is not None or loads else None
 
     def hear(self, reports: Iterable[bytes]) -> None:
         """Takes in what the workers told."""
         for report in reports:
+            self._stirred = True
             self._offload.hear(report)
         told = self._offload.poll()
         if self._announcer is not None:
@@ -235,12 +275,35 @@ class Scheduling:
         if told.purpose is Purpose.LOAD:
             self._loaded(told)
         else:
-            keys = self._saving.pop(operation, ())
+            keys = self._end_save(operation)
             done = told.outcome is Outcome.DONE
             self.tally.add("blocks_saved", len(keys) if done else 0)
             self.tally.add("saves_failed", 0 if done else 1)
             if self._announcer is not None:
                 self._announcer.forget(keys)
+
+    def _end_save(self, operation: OperationId) -> Sequence[Key]:
+        if operation not in self._saving:
+            return ()  # Between tiers further down: no request has to do with it.
+        tracked, keys = self._saving.pop(operation)
+        tracked.saves.pop(operation, None)
+        return keys
+
+    def _pin_saves(self, tracked: Tracked) -> None:
+        """The request ends: what a save still reads is pinned, or the save is given up."""
+        for operation, block_ids in [*tracked.saves.items()]:
+            if len(block_ids) <= self._pins.room:
+                self._pins.add(block_ids, [operation])
+                del tracked.saves[operation]
+        self._give_up_saves(tracked)
+
+    def _give_up_saves(self, tracked: Tracked) -> None:
+        """Nothing keeps the blocks of these saves any more: what they read is not to be found."""
+        for operation, block_ids in [*tracked.saves.items()]:
+            self._stirred = True
+            self.tally.add("blocks_dropped_pinned", len(block_ids))
+            self._offload.cancel(operation)
+        tracked.saves.clear()
 
     def _loaded(self, told: Ended) -> None:
         tracked, blocks = self._loading.pop(told.operation)
@@ -259,16 +322,16 @@ class Scheduling:
         if tracked.keys.stale:
             tracked.save = False
             return
-        room = self._pins.room // self._groups
-        if room <= 0:
-            # Not lost yet: as long as the request runs, it keeps its blocks itself.
-            return
         keys = tracked.keys.upto(full)
         first = self._skip_passed(tracked, full, tables)
-        end = min(full, len(keys), first + room, *(len(row) for row in tables))
+        end = min(full, len(keys), *(len(row) for row in tables))
+        if not self._stay:
+            # What finds no room now is not lost: it is tried again while the request runs.
+            end = min(end, first + self._pins.room // self._groups)
         if end <= first:
             return
         slots = self._rows(tables, first, end)
+        self._stirred = True
         started = self._offload.save(
             keys[first:end],
             slots,
@@ -279,21 +342,29 @@ class Scheduling:
         tracked.saved = end
         if started.miss.reason.value != "none":
             self.tally.add("blocks_dropped_room", end - first - len(started.accepted))
-        if not started.operations:
-            return
+        if started.operations:
+            self._keep(tracked, keys[first:end], slots, started)
+        if self._announcer is not None and started.operations:
+            self._announcer.expect(tracked.request, first, keys[first:end])
+
+    def _keep(
+        self, tracked: Tracked, keys: Sequence[Key], slots: NDArray[np.int32], started: Started
+    ) -> None:
+        """Notes what each save reads, and has it kept for so long."""
         positions = list(started.accepted)
-        self._pins.add(slots[:, positions].ravel().tolist(), started.operations)
-        taken = [keys[first + position] for position in positions]
-        start = 0
+        if not self._stay:
+            self._pins.add(slots[:, positions].ravel().tolist(), started.operations)
+        first = 0
         for operation, size in zip(
             started.operations,
-            _shares(len(taken), len(started.operations), self._most),
+            _shares(len(positions), len(started.operations), self._most),
             strict=True,
         ):
-            self._saving[operation] = taken[start : start + size]
-            start += size
-        if self._announcer is not None:
-            self._announcer.expect(tracked.request, first, keys[first:end])
+            mine = positions[first : first + size]
+            self._saving[operation] = tracked, [keys[position] for position in mine]
+            if self._stay:
+                tracked.saves[operation] = slots[0, mine].tolist()
+            first += size
 
     def _skip_passed(self, tracked: Tracked, full: int, tables: Tables) -> int:
         """The first block to save that every KV group still has."""
@@ -322,7 +393,7 @@ class Scheduling:
             wishes = wishes_of(request)
             tracked = self._requests[request.request_id] = Tracked(
                 request=request,
-                keys=RequestKeys(self._config, request),
+                keys=RequestKeys(self._chains, request),
                 load=wishes.load,
                 save=wishes.save,
                 tenant=tenant_of(request, self._quotas),

@@ -65,8 +65,16 @@ class Working:
         self._received = Received()
         self._reports: list[bytes] = []
 
-    def after_forward(self, told: StepPlan) -> None:
-        """The step was submitted: takes its plan in, and lets the copies get on."""
+    def after_forward(self, told: StepPlan | None) -> None:
+        """The step was submitted: takes its plan in, if any, and lets the copies get on."""
+        if told is not None:
+            self._begin(told)
+        if self._rank.busy and (report := self._rank.step()) is not None:
+            self._reports.append(report)
+            for moved in decode_report(report).moved:
+                self._moved(moved)
+
+    def _begin(self, told: StepPlan) -> None:
         for loading in told.loads:
             waiting = _Waiting(set(loading.operations), set(loading.missing), bool(loading.missing))
             self._waiting[loading.request] = waiting
@@ -77,10 +85,6 @@ class Working:
             # Copies of this plan follow the step that was just submitted.
             self._rank.steps.submitted(self._stream())
             self._rank.take(told.plan)
-        if self._rank.busy and (report := self._rank.step()) is not None:
-            self._reports.append(report)
-            for moved in decode_report(report).moved:
-                self._moved(moved)
 
     def take_received(self) -> Received:
         """What has ended since the last call."""

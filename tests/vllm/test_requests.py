@@ -1,0 +1,125 @@
+"""Requests of every sort, and a trained model: the same output with the connector and without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from comparing import BLOCK, HITS, PENSTOCK, agree, cached, counted, generate
+
+if TYPE_CHECKING:
+    from conftest import Run, Told
+
+pytestmark = pytest.mark.vllm
+
+SORTS: dict[str, Any] = {
+    "options": {
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 8,
+        "enable_prompt_embeds": True,
+    }
+}
+SPECULATIVE: dict[str, Any] = {
+    "options": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    }
+}
+TRAINED: dict[str, Any] = {"pool": 40}
+NONE = [0] * len(HITS)
+
+
+@pytest.fixture(scope="module")
+def plain(run: Run) -> Told:
+    acts = [generate(adapter=1), generate(adapter=1), generate(adapter=2), generate()]
+    return run("llama", [*acts, generate(embeds=True)], **SORTS)[0]
+
+
+@pytest.fixture(scope="module")
+def told(run: Run) -> Told:
+    acts = [
+        generate(adapter=1),
+        generate(adapter=1, forget=True),
+        generate(adapter=2, forget=True),
+        generate(forget=True),
+        generate(embeds=True, forget=True),
+        generate(embeds=True, forget=True),
+    ]
+    return run("llama", acts, connector=PENSTOCK, **SORTS)[0]
+
+
+def test_blocks_of_an_adapter_come_back_for_that_adapter(plain: Told, told: Told) -> None:
+    assert cached(told[0]) == NONE
+    assert agree(told[0], plain[0])
+    assert cached(told[1]) == HITS
+    assert counted(told[1], "tokens_loaded") == sum(HITS)
+    assert agree(told[1], plain[1])
+
+
+def test_blocks_of_an_adapter_are_not_found_by_another_or_by_none(plain: Told, told: Told) -> None:
+    assert cached(told[2]) == cached(told[3]) == NONE
+    assert agree(told[2], plain[2])
+    assert agree(told[3], plain[3])
+    assert not agree(plain[2], plain[0])
+
+
+def test_prompt_embeddings_are_neither_saved_nor_loaded(plain: Told, told: Told) -> None:
+    before, first, second = told[3:6]
+
+    assert cached(first) == cached(second) == NONE
+    assert counted(second, "blocks_saved") == counted(before, "blocks_saved")
+    assert agree(first, plain[4])
+    assert agree(second, plain[4])
+
+
+def test_speculative_decoding_goes_on_from_loaded_blocks(run: Run) -> None:
+    """The answer, drafts and all, is saved and found as far as it was accepted."""
+    long = {"max_tokens": 3 * BLOCK}
+    without, _ = run("llama", [generate(**long), generate(**long)], **SPECULATIVE)
+    acts = [generate(**long), generate(forget=True, **long)]
+
+    told, _ = run("llama", acts, connector=PENSTOCK, **SPECULATIVE)
+
+    assert cached(told[1]) == HITS
+    assert agree(told[0], without[0])
+    assert agree(told[1], without[1])
+    # Prompts and answers: of each the last token has no KV yet.
+    assert counted(told[0], "blocks_saved") >= sum(HITS) // BLOCK + len(HITS) * 2
+
+
+@pytest.fixture(scope="module")
+def trained(run: Run) -> tuple[Told, Told]:
+    """SmolLM2-135M; between the last two acts the device's pool is filled by others."""
+    crowd = generate(lengths=[9 * BLOCK + 5] * 4, seed=9, max_tokens=1)
+    without, _ = run("smollm2", [generate(), generate()], **TRAINED)
+    acts = [generate(), generate(), crowd, generate()]
+    return without, run("smollm2", acts, connector=PENSTOCK, **TRAINED)[0]
+
+
+def test_a_trained_model_says_the_same_when_it_computes(trained: tuple[Told, Told]) -> None:
+    without, told = trained
+
+    assert agree(told[0], without[0])
+
+
+def test_a_trained_model_says_the_same_from_the_device_cache(trained: tuple[Told, Told]) -> None:
+    without, told = trained
+
+    assert cached(told[1]) == cached(without[1]) == HITS
+    assert counted(told[1], "tokens_loaded") == 0
+    assert agree(told[1], without[1])
+
+
+def test_a_trained_model_says_the_same_from_host_memory_after_eviction(
+    trained: tuple[Told, Told],
+) -> None:
+    without, told = trained
+
+    assert cached(told[3]) == HITS
+    assert counted(told[3], "tokens_loaded") > 0
+    assert agree(told[3], without[1])
