@@ -50,7 +50,7 @@ bench: $(READY) ## measure the index; the result is build/bench-index.json
 sim: $(READY) ## simulate the cache from SEEDS seeds
 	@$(BIN)/penstock sim --scenario cache --seeds $(SEEDS) --jobs $(JOBS)
 
-gpu: ## run the CUDA tests with PYTHON as it is, installing nothing
+gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu
 
 clean: ## remove .venv, .venv-vllm, build results and caches
