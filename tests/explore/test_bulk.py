@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.handoff.decode_scheduler import DecodeScheduler
-from penstock.testing.explore import Bounds, FindingKind, explore, explore_in_bulk
+from penstock.testing.explore import Bounds, FindingKind, explore, explore_in_bulk, rules
 from penstock.testing.explore.rules import Look, Phase, Rule
 from penstock.testing.handoff.eagerness import Eagerness
 from penstock.testing.handoff.faults import Budget
@@ -126,6 +126,18 @@ def test_it_stops_at_its_bounds_and_says_so() -> None:
 
     assert not result.exhausted
     assert result.stopped_by == "100 states"
+
+
+def test_it_stops_where_its_columns_are_too_narrow_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "VALUES_MAX", 20)
+
+    result = explore_in_bulk(TWO_AT_ONCE.make_ruled())
+
+    assert not result.exhausted
+    assert result.finding is None
+    assert result.stopped_by.endswith("values of one column")
 
 
 class Clock:

@@ -24,7 +24,7 @@ from penstock.testing.explore.bounds import Bounds, Watch
 from penstock.testing.explore.endings import check_endings
 from penstock.testing.explore.following import Followed, Following, Stuck
 from penstock.testing.explore.result import DEFECTS, Finding, FindingKind, Result, said_by
-from penstock.testing.explore.rules import Broken, Zobrist
+from penstock.testing.explore.rules import VALUES_MAX, Broken, Crowded, Zobrist
 from penstock.testing.explore.tables import Seen
 from penstock.testing.explore.trail import Trail, code_of, move_of
 from penstock.testing.explore.world import Move, Violation
@@ -92,7 +92,11 @@ class _BulkSearch(Generic[Move]):
     def run(self) -> Result:
         stopped_by = ""
         while self._finding is None and not stopped_by and self._refill():
-            self._expand(self._queue.popleft())
+            try:
+                self._expand(self._queue.popleft())
+            except Crowded:
+                stopped_by = f"{VALUES_MAX} values of one column"
+                break
             stopped_by = self._watch.must_stop(len(self._seen))
             self._review()
         if self._finding is None and not stopped_by:

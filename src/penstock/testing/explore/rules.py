@@ -54,6 +54,10 @@ class Broken(PenstockError):  # noqa: N818 - carries a defect to where its story
         self.row, self.rule, self.place, self.defect = row, rule, place, defect
 
 
+class Crowded(PenstockError):  # noqa: N818 - ends a search as a bound does
+    """A column of the world has more values than 16 bits can tell apart."""
+
+
 class Phase(IntEnum):
     """When the moves of a rule are possible."""
 
@@ -238,7 +242,7 @@ class Outcomes(Generic[Move]):
             if before != now and column not in self.columns and column not in appends:
                 raise RuntimeError(f"{self.rule.name} changes column {column}, and must not")
         if max(after) >= VALUES_MAX:
-            raise RuntimeError(f"a column of this world has more than {VALUES_MAX} values")
+            raise Crowded
         number, self._count = self._count, self._count + 1
         if number == len(self.gains):
             self.values, self.tails = _doubled(self.values), _doubled(self.tails)
