@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 START_S = 300.0
 """vLLM takes 20 to 60 s to start; twice as long again where cores are shared."""
 ROUND_S = 300.0
+KILLED_S = 30.0
+"""The kernel takes down a killed process group in less."""
 LINES_KEPT = 40
 
 
@@ -120,7 +122,7 @@ class EngineProcess:
         """Ends the engine and all its processes."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(KILLED_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

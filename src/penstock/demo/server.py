@@ -75,5 +75,5 @@ def _end(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         # Everything it started ends with it.
         process.kill()
-        process.wait()
+        process.wait(STOP_S)
     process.stdout.close()
