@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.testing.channel_suite import receive_end, receive_frame, send_until_full, soon
+from penstock.testing.channel_suite import (
+    receive_end,
+    receive_frame,
+    send_soon,
+    send_until_full,
+    soon,
+)
 from penstock.testing.peer_process import peer_process
 from penstock.transport.base import Closed, Failed
 from penstock.transport.waiting import wait_any
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
 
 QUICK = ChannelSettings(heartbeat_s=0.1, silence_s=0.5)
 PATIENCE_S = QUICK.heartbeat_s + QUICK.silence_s + QUICK.settle_s
-SLACK_S = 5.0
+SLACK_S = 30.0
 """What a busy machine may add to a waiting time."""
 
 # It connects, sends "ready", and then does what its standard input says, line by line.
@@ -56,6 +62,26 @@ for line in sys.stdin:
                     print("flooding", flush=True)
         case ["leave"]:
             sys.exit(0)
+"""
+
+# It is as if the peer were stopped after its first frame and before its pulse was there.
+WITHOUT_PULSE = """
+import socket
+from penstock.transport import zmq_link
+
+silent = []
+
+def call_and_say_nothing(self, address):
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        caller = socket.socket(socket.AF_UNIX)
+        caller.connect(rest.replace("@", "\\0", 1))
+    else:
+        host, _, port = rest.rpartition(":")
+        caller = socket.create_connection((host, int(port)))
+    silent.append(caller)
+
+zmq_link.Pulse.connect = CONNECT_PULSE
 """
 
 
@@ -160,7 +186,7 @@ def test_a_peer_that_takes_nothing_for_long_is_not_given_up(
 
     assert peer.hear() == "taken"
     assert channel.is_open, silent
-    channel.send(b"x")
+    send_soon(channel, b"x")
 
 
 def test_wait_any_wakes_up_for_a_stopped_peer(peer: PeerProcess, channel: ZmqChannel) -> None:
@@ -172,6 +198,27 @@ def test_wait_any_wakes_up_for_a_stopped_peer(peer: PeerProcess, channel: ZmqCha
 
     assert found.channels == (channel,)
     assert time.monotonic() - before < PATIENCE_S + SLACK_S
+
+
+@pytest.mark.parametrize(
+    "connect_pulse",
+    ["lambda self, address: None", "call_and_say_nothing"],
+    ids=["no connection", "no handshake"],
+)
+def test_a_peer_that_is_stopped_before_its_first_heartbeat_is_missed_as_any_other(
+    listener: Listener, connect_pulse: str
+) -> None:
+    """Its frames came; but the connection that tells of its death never did."""
+    program = WITHOUT_PULSE.replace("CONNECT_PULSE", connect_pulse) + PEER
+    with peer_process(program, listener.address) as peer:
+        channel = listener.accept(deadline=soon())
+        assert channel is not None
+        assert receive_frame(channel) == b"ready"
+
+        peer.stop()
+        end = channel.receive(deadline=soon())
+
+        assert end == Failed("rank 0 has not answered for 0.5 s")
 
 
 def test_a_process_survives_that_closes_a_channel_whose_peer_goes_on_sending_and_is_killed(

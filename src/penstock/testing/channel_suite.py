@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.transport.base import Channel, Received
 
-SOON_S = 10.0
+SOON_S = 60.0
 """Longer than anything takes that works, so that a slow machine is no failure."""
 MOMENT_S = 0.05
 

@@ -67,6 +67,7 @@ class ZmqChannel:
         self._lost_at: float | None = None
         self._dialling: Dialling | None = None
         self._open = False
+        self._opened_at = 0.0
         self._open_deadline = time.monotonic() + settings.open_s
         self._closed = False
         self._end: Closed | Failed | None = None
@@ -133,7 +134,11 @@ class ZmqChannel:
             return None
         if not self._open:
             return self._open_deadline
-        return None if self._lost_at is None else self._lost_at + self._settings.settle_s
+        if self._lost_at is not None:
+            return self._lost_at + self._settings.settle_s
+        if self._pulse is not None and not self._pulse.greeted:
+            return self._opened_at + self._settings.silence_s
+        return None
 
     @property
     def is_open(self) -> bool:
@@ -217,7 +222,7 @@ class ZmqChannel:
                 link, pulse = dialling.connect(welcome)
                 self.begin_awaiting(link, pulse, welcome.incarnation, welcome.window)
                 self._post(Kind.OPEN)
-                self._open = True
+                self._begin()
                 dialling.close(self._epoll)
                 self._dialling = None
 
@@ -225,16 +230,24 @@ class ZmqChannel:
         """Gives a peer up whose pulse is lost, once nothing of it arrives any more.
 
         The pulse of one that closed the channel, or died, may be lost a little before its last
-        frames are here and the link is lost, too.
+        frames are here and the link is lost, too. Of a peer that was stopped right after its first
+        frame no pulse was ever felt: heartbeats begin when both ends have answered.
         """
         pulse.look()
-        if not pulse.lost and not pulse.refused:
-            return
         now = time.monotonic()
+        missing = (
+            self._open and not pulse.greeted and now >= self._opened_at + self._settings.silence_s
+        )
+        if not pulse.lost and not pulse.refused and not missing:
+            return
         if self._lost_at is None:
             self._lost_at = now
         elif now >= self._lost_at + self._settings.settle_s:
             self.fail(f"{self.name} has not answered for {self._settings.silence_s} s")
+
+    def _begin(self) -> None:
+        self._open = True
+        self._opened_at = time.monotonic()
 
     def _pump_link(self, link: Link) -> None:
         link.look()
@@ -274,7 +287,7 @@ class ZmqChannel:
     def _act_on(self, frame: Frame) -> None:
         match frame.kind:
             case Kind.OPEN:
-                self._open = True
+                self._begin()
             case Kind.FRAME:
                 self._arrived.append(frame.payload)
                 self._arrived_tally.add(frame.payload)

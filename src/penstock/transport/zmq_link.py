@@ -46,7 +46,13 @@ _NEVER_MS = 3_600_000
 """No connection is made twice; a link is closed long before. (The value that means never has
 ZeroMQ drop messages that had arrived when the connection was lost.)"""
 
-_EVENTS = zmq.Event.ACCEPTED | zmq.Event.CONNECTED | zmq.Event.CLOSED | zmq.Event.DISCONNECTED
+_EVENTS = (
+    zmq.Event.ACCEPTED
+    | zmq.Event.CONNECTED
+    | zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.CLOSED
+    | zmq.Event.DISCONNECTED
+)
 
 _contexts: dict[int, zmq.Context[Socket]] = {}
 
@@ -131,6 +137,8 @@ class MonitoredSocket:
         self._connections: set[int] = set()
         self.connected = False
         """Whether there ever was a connection."""
+        self.greeted = False
+        """Whether the other end ever answered on it; the kernel connects to who is stopped, too."""
         self.lost = False
         """Whether the connection that there was is gone."""
         self.refused = False
@@ -157,6 +165,8 @@ class MonitoredSocket:
                 self.connected = True
                 # Somebody else may have called at our door before; but we call once.
                 self.lost &= not self._binds
+            elif kind == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.greeted = True
             elif kind == zmq.Event.DISCONNECTED:
                 self._connections.discard(fd)
                 self.lost |= not self._connections
