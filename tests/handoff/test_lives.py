@@ -98,6 +98,17 @@ def test_p5_a_misfit_names_what_differs(theirs: dict[str, object], difference: s
     assert str(misfit(ours, other)) == difference
 
 
+def test_p5_a_peer_of_another_version_fails_the_handoff_with_both(make_world: type[World]) -> None:
+    world = strangers(make_world)
+    world.submit_decode()
+
+    world.do("D", lambda d: d.misunderstand("P", 0.0, version=9))
+    world.wire = [m for m in world.wire if m.target.name != "P"]
+    world.run()
+
+    assert world.ended["D"][0].why == "refused: version is '1' here and '9' there"
+
+
 def test_p5_a_peer_that_answers_with_other_facts_is_refused(make_world: type[World]) -> None:
     world = strangers(make_world)
     world.submit_decode()

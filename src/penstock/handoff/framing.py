@@ -20,6 +20,14 @@ _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 _VERSION = bytes([PROTOCOL_VERSION])
 
 
+class VersionError(PeerError):
+    """A frame of another version of the protocol: nothing else of it can be understood."""
+
+    def __init__(self, theirs: int) -> None:
+        self.theirs = theirs
+        super().__init__(f"version is {PROTOCOL_VERSION} here and {theirs} there")
+
+
 def encode(message: AnyMessage) -> bytes:
     """The frame of a message.
 
@@ -37,12 +45,13 @@ def decode(frame: bytes) -> AnyMessage:
     """The message of a frame.
 
     Raises:
+        VersionError: the frame is of another version.
         PeerError: the frame makes no sense here.
     """
     if not 1 < len(frame) <= MESSAGE_BYTES_MAX:
         raise PeerError(f"a frame of {len(frame)} bytes, must be from 2 to {MESSAGE_BYTES_MAX}")
     if frame[0] != PROTOCOL_VERSION:
-        raise PeerError(f"version is {PROTOCOL_VERSION} here and {frame[0]} there")
+        raise VersionError(frame[0])
     try:
         message: AnyMessage = _DECODER.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from penstock.handoff import messages as msg
 from penstock.handoff.effects import Send
-from penstock.handoff.identity import COLLEAGUES, Identity, misfit
+from penstock.handoff.identity import COLLEAGUES, Identity, Misfit, misfit
 from penstock.handoff.names import Life
 from penstock.handoff.states import Role
 
@@ -162,6 +162,18 @@ class Party:
                 self._peer_gone(name)
             else:
                 self._peer_silent(name)
+        return self.effects
+
+    def misunderstand(self, name: str, now: float, *, version: int) -> list[AnyEffect]:
+        """A party speaks another version of the protocol: what needs it fails, at once (P5).
+
+        A life that is open speaks ours, so that one such frame of it is nothing but garbage.
+        """
+        self._start(now)
+        self._refuse("misfit")
+        if not self.is_open(name):
+            problem = Misfit("version", str(self.identity.version), str(version))
+            self._peer_refused(name, why=f"refused: {problem}")
         return self.effects
 
     def clone(self) -> Self:

@@ -213,7 +213,7 @@ class PrefillRank(Writer):
         wants[handoff] = want.merged(have, spoiled)
 
     def _park(self, target: str, handoff: str) -> bool:
-        """Keeps a claim for a prompt that has not come yet, if there is room."""
+        """Keeps a claim for a prompt that has not come yet, if there is room (P23)."""
         parked = sum(timer[0] == "park" for timer in self.timers)
         if parked >= self.settings.bounds.parked_count_max:
             return self._refuse("no room to park a claim")

@@ -240,7 +240,7 @@ class PrefillScheduler(Party):
         return True
 
     def _renew(self, handoff: str) -> None:
-        """Decode still waits for it: the lease begins anew."""
+        """Decode still waits for it: the lease begins anew (P7)."""
         timer = ("lease", handoff)
         if timer in self.timers:
             self._disarm(timer)

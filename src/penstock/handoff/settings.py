@@ -1,6 +1,6 @@
 """How patient the parties of a handoff are, and how much they may hold.
 
-What must not break: everything that can grow has a bound here, and every wait a time.
+What must not break: every wait has a time here (P7), and everything that can grow a bound (P23).
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ The one rule: no peer outlives its `with`, whatever came of the test.
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 """How long a peer may take to end; only failures take so long."""
+HEAR_S = 120.0
+"""A peer that has said nothing for so long says nothing any more."""
+_READ_BYTES = 1 << 16
 
 
 class PeerProcess:
@@ -30,9 +35,13 @@ class PeerProcess:
             [sys.executable, "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             pass_fds=pass_fds,
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._said = b""
+        """What it printed and nobody has heard yet."""
 
     @property
     def pid(self) -> int:
@@ -41,14 +50,36 @@ class PeerProcess:
 
     def tell(self, line: str) -> None:
         """Gives it a line to read from its standard input."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        self._input.write(line.encode() + b"\n")
+        self._input.flush()
+
+    def end_input(self) -> None:
+        """There is nothing more for it to read."""
+        self._input.close()
 
     def hear(self) -> str:
-        """The next line that it prints; empty once it is gone."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip("\n")
+        """The next line that it prints; empty once it is gone.
+
+        Raises:
+            TimeoutError: it says nothing.
+        """
+        said = [self._said]
+        while b"\n" not in said[-1]:
+            found = self._read()
+            if not found:
+                self._said = b""
+                return b"".join(said).decode()
+            said.append(found)
+        line, _, self._said = b"".join(said).partition(b"\n")
+        return line.decode()
+
+    def _read(self) -> bytes:
+        """Some of what it printed; nothing once it is gone."""
+        readable = select.poll()
+        readable.register(self._output, select.POLLIN)
+        if not readable.poll(HEAR_S * 1000):
+            raise TimeoutError(f"the peer said nothing for {HEAR_S:g} s")
+        return os.read(self._output.fileno(), _READ_BYTES)
 
     def stop(self) -> None:
         """Stops it where it is, with all its threads, until `resume`."""
@@ -70,9 +101,9 @@ class PeerProcess:
     def close(self) -> None:
         """Kills it if it is still there, and closes the pipes."""
         self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        with suppress(BrokenPipeError):  # Of what it was told last and did not read.
+            self._input.close()
+        self._output.close()
 
 
 @contextmanager

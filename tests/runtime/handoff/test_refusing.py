@@ -19,7 +19,7 @@ from penstock.runtime.handoff.envelope import (
     seal,
     unseal,
 )
-from penstock.testing.handoff_pair import Shape, directory_of
+from penstock.testing.handoff_pair import Shape, directory_of, keys_of
 
 if TYPE_CHECKING:
     from tests.runtime.handoff.conftest import World
@@ -224,3 +224,54 @@ def test_engines_with_other_ideas_of_the_plan_do_not_hand_off() -> None:
 
     assert facts[0]["plan"] != facts[1]["plan"]
     assert {name for name in facts[0] if facts[0][name] != facts[1][name]} == {"plan"}
+
+
+class OtherVersion:
+    """The lines of a party that speaks another version of the protocol."""
+
+    def __init__(self, lines: Any) -> None:
+        self._lines = lines
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lines, name)
+
+    def send(self, name: str, frame: bytes) -> bool:
+        version_at = 4
+        return self._lines.send(name, frame[:version_at] + b"\x09" + frame[version_at + 1 :])
+
+
+@pytest.mark.parametrize("party", ["prefill", "prefill/0"])
+def test_a_party_of_another_version_fails_the_handoff_at_once_with_both_versions(
+    world: World, party: str
+) -> None:
+    suspect_s = world.settings.times.suspect_s
+    world.pass_time(suspect_s + 1, without=[party])  # Its life is over, for all that is known.
+    other = world.parties[party]
+    other.lines = OtherVersion(other.lines)
+    plan = world.directory.plan
+    slots = range(-(-16 // plan.target_tokens))
+
+    world.decode.submit(
+        "a",
+        token_count=16,
+        cached_tokens=0,
+        slots=dict.fromkeys(world.taking, slots),
+        keys=keys_of("a", 16, plan.source_tokens),
+    )
+    world.settle()
+
+    (ended,) = world.ended["decode"]
+    assert ended.outcome.value == "failed_over"
+    assert ended.why == "refused: version is '1' here and '9' there"
+
+
+def test_one_frame_of_another_version_from_a_peer_that_is_there_is_garbage(world: World) -> None:
+    world.submit("a", 16)
+    world.settle()
+    ping = seal(msg.Ping(sender=world.sending["prefill/0"].life, target=Life("decode/0", 1)))
+
+    OtherVersion(world.sending["prefill/0"].lines).send("decode/0", ping)
+    world.settle()
+
+    assert sum(world.taking["decode/0"].refused.values()) == 1
+    assert world.outcomes("decode") == {}

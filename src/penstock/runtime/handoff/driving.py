@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from penstock.errors import PeerError
 from penstock.handoff import messages as msg
 from penstock.handoff.effects import Ended, Send
+from penstock.handoff.framing import VersionError
 from penstock.handoff.identity import COLLEAGUES
 from penstock.handoff.liveness import Liveness
 from penstock.handoff.names import Life
@@ -100,6 +101,11 @@ class PartyDriver(Generic[MachineT]):
         wait_any(self.lines.waitables, watched, deadline=until)
 
     @property
+    def descriptors(self) -> list[int]:
+        """What to wait for beside `lines.waitables`, for who does not use `wait`."""
+        return [*self.lines.descriptors, *self._descriptors()]
+
+    @property
     def has_work(self) -> bool:
         """Whether the next step has something to do, whatever comes."""
         return bool(self._ended or self._claims)
@@ -157,6 +163,10 @@ class PartyDriver(Generic[MachineT]):
     def _hear(self, name: str, frame: bytes, now: float) -> None:
         try:
             envelope = unseal(frame)
+        except VersionError as error:
+            self._refuse("version", name, str(error))
+            self._carry_out(self.machine.misunderstand(name, now, version=error.theirs))
+            return
         except PeerError as error:
             self._refuse("garbage", name, str(error))
             return

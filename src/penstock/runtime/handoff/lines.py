@@ -17,6 +17,7 @@ the party that the line goes to, and by nobody else.
 
 from __future__ import annotations
 
+import logging
 import select
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.states import Role
-from penstock.transport.base import Empty, Item
+from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.zeromq import Listener, dial
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from penstock.transport.base import Waitable
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.transport.zmq_link import ChannelSettings
+
+_log = logging.getLogger(__name__)
 
 REDIAL_S = 0.1
 FRAMES_A_LINE = 64
@@ -112,6 +115,8 @@ class ZmqLines:
         self._told: set[str] = set()
         """To whom the line is known to be open."""
         self._opened: list[str] = []
+        self._causes: dict[str, tuple[str, str]] = {}
+        """Why each line ended last: told once, however often it is dialled in vain."""
         self._redial_at = dict.fromkeys(self._dials, 0.0)
         self._quiet: dict[str, int] = {}
         """Lines that were found empty and not used since, and their descriptors: asking one
@@ -189,15 +194,25 @@ class ZmqLines:
                     return
                 self._told.add(name)
                 self._opened.append(name)
+                self._causes.pop(name, None)
             match answer:
                 case Item(frame):
                     found.append(Heard(name, frame))
                 case Empty():
                     self._quiet[name] = channel.descriptor
                     return
-                case _:
+                case ended:
+                    self._tell(name, ended, opened=channel.was_open)
                     self._lose(name)
                     return
+
+    def _tell(self, name: str, ended: Closed | Failed, *, opened: bool) -> None:
+        """Why a line ended, or was not opened: the next try looks the same from outside."""
+        why = ended.cause if isinstance(ended, Failed) else "closed there"
+        what = "line lost" if opened else "no line"
+        if self._causes.get(name) != (what, why):
+            _log.info("%s party=%s peer=%s cause=%s", what, self.name, name, why)
+        self._causes[name] = (what, why)
 
     def _silent(self) -> set[str]:
         """The lines that have nothing to tell."""
