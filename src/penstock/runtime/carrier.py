@@ -51,6 +51,14 @@ class RegistersHosts(Protocol):
         ...
 
 
+class _Hand:
+    """A mover, and whether its copies go on by themselves: asked once, and not in every step."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.device = mover if isinstance(mover, WaitsForDevice) else None
+
+
 class Carrier:
     """The tiers and movers of one rank. A tier that is `None` cannot be used here."""
 
@@ -68,6 +76,7 @@ class Carrier:
         self.connect_s: dict[int, float] = {}
         """How long it took to have the device's copies reach each tier, by its index."""
         self._movers = self._connect()
+        self._hands = [_Hand(mover) for mover in self._movers.values()]
         self.steps = EngineSteps(self._movers)
         """What the engine tells and asks around its steps."""
         self._device_wait_s = device_wait_s
@@ -112,12 +121,12 @@ class Carrier:
         Every mover gets on by a block at least, whatever the budget: else a steady stream of
         loads would leave saves, and the slots of abandoned copies, waiting for ever.
         """
-        for mover in self._movers.values():
-            if not mover.busy:
+        for hand in self._hands:
+            if not hand.mover.busy:
                 continue
             # A device copies by itself: submitting a byte costs far less than copying it.
-            cheaper = DEVICE_SHARE if isinstance(mover, WaitsForDevice) else 1
-            moved, spent = mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
+            cheaper = 1 if hand.device is None else DEVICE_SHARE
+            moved, spent = hand.mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
             budget_bytes -= spent // cheaper
             for ended in moved:
                 self._waits_since = None
@@ -133,13 +142,11 @@ class Carrier:
         Raises:
             UnavailableError: the device has ended none of them for `device_wait_s`.
         """
-        busy = [mover for mover in self._movers.values() if mover.busy]
-        if not busy:
-            return False
-        waiting = [mover for mover in busy if isinstance(mover, WaitsForDevice)]
-        if len(waiting) == len(busy):
+        busy = [hand for hand in self._hands if hand.mover.busy]
+        waiting = [hand.device for hand in busy if hand.device is not None]
+        if waiting and len(waiting) == len(busy):
             self._wait_for(waiting[0], deadline)
-        return True
+        return bool(busy)
 
     def fence(self) -> list[Moved]:
         """Abandons every copy and waits until none touches a slot any more.
@@ -153,9 +160,9 @@ class Carrier:
             self.abandon(operation)
         self._waits_since = None
         while self._mover_of:
-            for mover in self._movers.values():
-                if isinstance(mover, WaitsForDevice) and mover.busy:
-                    self._wait_for(mover, math.inf)
+            for hand in self._hands:
+                if hand.device is not None and hand.mover.busy:
+                    self._wait_for(hand.device, math.inf)
             moved += self.collect(budget_bytes=0)
         return moved
 
@@ -185,7 +192,7 @@ class Carrier:
         for each in (*self._movers.values(), *self.stores):
             _give_back(each)
         self.steps.close()
-        self._movers = {}
+        self._movers, self._hands = {}, []
         self.stores = ()
 
     def _connect(self) -> dict[tuple[int, int], Mover]:

@@ -76,7 +76,13 @@ class EngineSteps:
     """The engine's steps, as the movers of its device have to know them."""
 
     def __init__(self, movers: Mapping[tuple[int, int], Mover]) -> None:
-        self._movers = [mover for pair, mover in movers.items() if DEVICE in pair]
+        near = [mover for pair, mover in movers.items() if DEVICE in pair]
+        # Asked once: whether something is of such a kind takes longer to find out than to use.
+        self._knowing = [mover for mover in near if isinstance(mover, KnowsSteps)]
+        self._unaware = [mover for mover in near if not isinstance(mover, KnowsSteps)]
+        self._calling = [mover for mover in near if isinstance(mover, CallsDevice)]
+        filling = (mover for mover in near if isinstance(mover, FillsLayers))
+        self._filling: FillsLayers | None = next(filling, None)
 
     def submitted(self, stream: int, slots: ArrayLike | None = None) -> None:
         """The engine has submitted a step to its stream.
@@ -85,16 +91,13 @@ class EngineSteps:
             stream: The CUDA stream, as a number.
             slots: The device blocks that it reads or writes; without them, it may be any.
         """
-        for mover in self._movers:
-            if isinstance(mover, KnowsSteps):
-                mover.step_submitted(stream, slots)
-                return
+        for mover in self._knowing[:1]:  # It tells the others of its device.
+            mover.step_submitted(stream, slots)
 
     @property
     def without(self) -> str:
         """Why the device's copies are submitted from Python, which takes longer; else empty."""
-        callers = [mover for mover in self._movers if isinstance(mover, CallsDevice)]
-        return next((mover.without for mover in callers if mover.without), "")
+        return next((mover.without for mover in self._calling if mover.without), "")
 
     def guard(self, stream: int, slots: ArrayLike) -> bool:
         """What is submitted to the stream from now on may write these device blocks again.
@@ -102,11 +105,8 @@ class EngineSteps:
         Returns False where it may not yet: a copy of them has not begun. For engines that
         reuse a block before its copy is reported.
         """
-        free = True
-        for mover in self._movers:
-            quiet = mover.guard(stream, slots) if isinstance(mover, KnowsSteps) else not mover.busy
-            free = free and quiet
-        return free
+        begun = [mover.guard(stream, slots) for mover in self._knowing]  # Each has its own waits.
+        return all(begun) and not any(mover.busy for mover in self._unaware)
 
     def joinable(self, loads: Collection[OperationId], *, step_s: float) -> bool:
         """Whether the next step may compute on what these loads bring, while they bring it.
@@ -116,14 +116,14 @@ class EngineSteps:
                 nothing to join.
             step_s: How long the step will take.
         """
-        mover = self._filling()
+        mover = self._filling
         if mover is None or not loads:
             return False
         return all(mover.joinable(operation, step_s=step_s) for operation in loads)
 
     def join(self, loads: Collection[OperationId]) -> None:
         """The next step computes on what these loads bring: all of them, in one call."""
-        mover = self._filling()
+        mover = self._filling
         if mover is not None:
             mover.join(loads)
 
@@ -134,13 +134,11 @@ class EngineSteps:
             layer: Its number in the model.
             stream: The CUDA stream that computes, as a number.
         """
-        mover = self._filling()
+        mover = self._filling
         if mover is not None:
             mover.wait_layer(layer, stream)
 
     def close(self) -> None:
         """Lets go of the movers, which have come to their end: nothing is under way."""
-        self._movers = []
-
-    def _filling(self) -> FillsLayers | None:
-        return next((each for each in self._movers if isinstance(each, FillsLayers)), None)
+        self._knowing, self._unaware, self._calling = [], [], []
+        self._filling = None
