@@ -17,6 +17,7 @@ import torch
 import penstock
 from penstock.machine.kv_events import BlocksRemoved
 from penstock.movers.cuda.device import CudaTier
+from penstock.testing.arena_damage import DAMAGES
 from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.runtime.leases import Lease
+    from penstock.testing.arena_damage import Damageable
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +69,7 @@ class Engine:
         assert isinstance(store, HostTier)
         self.host = store
         self.random = np.random.default_rng(3)
+        self.layer_count = LAYERS
         self.contents = self._draw()
         self.older = self.host_bytes(), self.host_sums()
 
@@ -161,61 +164,10 @@ def _ready(lease: Lease) -> bool:
     return lease.state is penstock.LeaseState.READY
 
 
-def flip_bits(engine: Engine) -> None:
-    engine.fill()
-    blocks = engine.host_bytes()[engine.bad_slots]
-    at = engine.random.integers(blocks.shape[1], size=DAMAGED)
-    bits = (1 << engine.random.integers(8, size=DAMAGED)).astype(np.uint8)
-    blocks[np.arange(DAMAGED), at] ^= bits
-    engine.damage(engine.bad_slots, blocks)
-
-
-def exchange_slots(engine: Engine) -> None:
-    """With their sums: bytes and sums agree, and only the key tells."""
-    engine.fill()
-    others = np.roll(engine.bad_slots, 1)
-    blocks, sums = engine.host_bytes()[others], engine.host_sums()[others]
-    engine.damage(engine.bad_slots, blocks)
-    engine.damage_sums(engine.bad_slots, sums)
-
-
-def bring_back_older(engine: Engine) -> None:
-    """What lay in the slot in an earlier life, whole and with its sums."""
-    engine.fill_and_age()
-    blocks, sums = engine.older
-    engine.damage(engine.bad_slots, blocks[engine.bad_slots])
-    engine.damage_sums(engine.bad_slots, sums[engine.bad_slots])
-
-
-def exchange_layers(engine: Engine) -> None:
-    """Half of them with their sums."""
-    engine.fill()
-    slots = engine.bad_slots
-    layers = engine.host_bytes()[slots].reshape(DAMAGED, LAYERS, -1)
-    sums = engine.host_sums()[slots].reshape(DAMAGED, LAYERS, -1)
-    for number in range(DAMAGED):
-        pair = engine.random.permutation(LAYERS)[:2]
-        layers[number, pair] = layers[number, pair[::-1]]
-        if number % 2:
-            sums[number, pair] = sums[number, pair[::-1]]
-    engine.damage(slots, layers.reshape(DAMAGED, -1))
-    engine.damage_sums(slots, sums.reshape(DAMAGED, -1))
-
-
-def zero_tails(engine: Engine) -> None:
-    engine.fill()
-    blocks = engine.host_bytes()[engine.bad_slots]
-    starts = engine.random.integers(blocks.shape[1], size=DAMAGED)
-    blocks[np.arange(blocks.shape[1]) >= starts[:, np.newaxis]] = 0
-    engine.damage(engine.bad_slots, blocks)
-
-
 @pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize(
-    "damage", [flip_bits, exchange_slots, bring_back_older, exchange_layers, zero_tails]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_thousand_damaged_blocks_are_found_dropped_and_computed_anew(
-    damage: Callable[[Engine], None], *, layerwise: bool
+    damage: Callable[[Damageable], None], *, layerwise: bool
 ) -> None:
     engine = Engine(layerwise=layerwise)
     damage(engine)
