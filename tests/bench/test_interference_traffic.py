@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from penstock.bench.interference import windows
 from penstock.bench.interference.pool import (
     PoolSlots,
     block_keys,
@@ -28,6 +31,7 @@ from penstock.vocabulary.checksums import Algorithm
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from penstock.bench.interference.windows import Side
     from penstock.vocabulary.layout import Layout
 
 MOVED = 12
@@ -171,39 +175,59 @@ def test_a_block_that_is_not_delivered_ends_the_measurement(
         yard.traffic.advance()
 
 
-def test_a_loop_alone_keeps_its_own_time() -> None:
-    loop = CountingLoop()
+class TimedLoop(CountingLoop):
+    """The same on a clock of its own, which stands still but for its pieces."""
 
-    window = run_window(loop, Alone(), seconds=0.05)
+    def __init__(self, piece_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(piece_s)
+        self.now = 100.0
+        monkeypatch.setattr(windows, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def step(self) -> Iterator[None]:
+        for _ in range(self.piece_count):
+            self.now += self.piece_s
+            yield
+
+
+def test_a_loop_alone_keeps_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TimedLoop(1.0, monkeypatch)
+
+    window = run_window(loop, Alone(), seconds=20.0)
 
     assert window.moved_bytes == 0
-    assert window.steps == len(window.step_s) > 5
-    assert sum(window.step_s) == pytest.approx(window.seconds)
+    assert window.step_s == (2.0,) * 10
+    assert (window.steps, window.seconds) == (10, 20.0)
     assert loop.settled
 
 
-def test_a_step_that_takes_far_too_long_is_given_up_in_the_middle() -> None:
-    loop = CountingLoop(piece_s=0.05)
+def test_a_step_that_takes_far_too_long_is_given_up_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = TimedLoop(5.0, monkeypatch)
 
-    window = run_window(loop, Alone(), seconds=0.01)
+    window = run_window(loop, Alone(), seconds=1.0)
 
     assert window.steps == 0.5
     assert window.step_s == ()
 
 
+def side_of(kind: str, yard: Yard, told: list[int]) -> Side:
+    if kind == "polling":
+        return PollingThread([yard.traffic], prepare=lambda: None)
+    if kind == "blocking":
+        return BlockingThreads([(yard.traffic, _Never())], prepare=lambda: None)
+    return AtBoundaries([yard.traffic], gb_per_s=None, step_submitted=lambda: told.append(1))
+
+
 @pytest.mark.parametrize("kind", ["boundaries", "polling", "blocking"])
 def test_every_side_moves_the_right_bytes_and_leaves_nothing_in_flight(kind: str) -> None:
-    yard = Yard()
     told: list[int] = []
-    side = {
-        "boundaries": lambda: AtBoundaries(
-            [yard.traffic], gb_per_s=None, step_submitted=lambda: told.append(1)
-        ),
-        "polling": lambda: PollingThread([yard.traffic], prepare=lambda: None),
-        "blocking": lambda: BlockingThreads([(yard.traffic, _Never())], prepare=lambda: None),
-    }[kind]()
-
-    window = run_window(CountingLoop(), side, seconds=0.1)
+    # On a machine that is busy enough, a thread does nothing at all for a tenth of a second.
+    for seconds in (0.1, 1.0, 30.0):
+        yard = Yard()
+        window = run_window(CountingLoop(), side_of(kind, yard, told), seconds=seconds)
+        if window.moved_bytes and window.step_s:
+            break
 
     assert window.moved_bytes > 0
     assert not yard.mover.busy
@@ -244,14 +268,22 @@ def test_an_error_in_a_thread_is_raised_by_the_engine_and_the_thread_ends() -> N
     def fail() -> None:
         raise InvariantViolation("bench: as told")
 
+    began = threading.Event()
+
     class Failing:
         def wait(self) -> None:
+            began.set()
             fail()
+
+    class Patient(CountingLoop):
+        def step(self) -> Iterator[None]:
+            assert began.wait(60), "the thread did nothing"
+            return super().step()
 
     side = BlockingThreads([(yard.traffic, Failing())], prepare=lambda: None)
 
     with pytest.raises(InvariantViolation, match="as told"):
-        run_window(CountingLoop(), side, seconds=0.02)
+        run_window(Patient(), side, seconds=0.02)
 
 
 def test_saved_loaded_and_written_slots_do_not_meet() -> None:

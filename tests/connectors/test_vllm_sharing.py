@@ -16,7 +16,7 @@ from penstock.errors import UnavailableError
 PEER = """
 import os, sys
 from penstock.connectors.vllm.sharing import fetch
-arenas = fetch(sys.argv[1], patience_s=20.0)
+arenas = fetch(sys.argv[1], patience_s=60.0)
 sys.stdout.write(os.pread(arenas["host"], 5, 0).decode())
 """
 
@@ -33,9 +33,9 @@ def test_every_rank_gets_the_memory_of_the_first(engine: str) -> None:
     command = [sys.executable, "-c", PEER, engine]
     peers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
-    host.hand_out({"host": memory}, patience_s=20.0)
+    host.hand_out({"host": memory}, patience_s=60.0)
 
-    assert [peer.communicate(timeout=20)[0] for peer in peers] == ["bytes", "bytes"]
+    assert [peer.communicate(timeout=60)[0] for peer in peers] == ["bytes", "bytes"]
     os.close(memory)
 
 

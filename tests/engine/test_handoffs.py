@@ -76,7 +76,7 @@ class Pair:
             self.told.setdefault((output.request, output.answer), []).append(output)
 
     def until(self, condition: Callable[[], bool], *, prefill: bool = True) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, self.story()
             self.turn(prefill=prefill)

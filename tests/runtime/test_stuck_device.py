@@ -92,17 +92,20 @@ def test_a_wait_ends_with_an_error_and_the_health_says_why() -> None:
 
 def test_short_waits_add_up() -> None:
     offload = busy_offload()
+    began = time.monotonic()
     waited_well = []
 
     def wait_a_little() -> None:
-        while True:
+        for _ in range(10_000):
+            busy = offload.wait(time.monotonic() + 0.002)
             # There is something under way, and for a while nothing to complain of.
-            waited_well.append(offload.wait(time.monotonic() + 0.02) and offload.health().ok)
+            waited_well.append(busy and offload.health().ok)
 
     with pytest.raises(UnavailableError, match="the device has ended none"):
         wait_a_little()
 
-    assert len(waited_well) > 1
+    # No single wait was long enough; how many it took is a matter of how busy the machine is.
+    assert time.monotonic() - began >= 0.2
     assert all(waited_well)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.runtime.supervisor import client
 from penstock.runtime.supervisor.client import Supervisor
 from penstock.runtime.supervisor.spec import ProcessSpec
 from penstock.transport.base import Closed, Empty, Failed
@@ -102,6 +103,12 @@ class Lab:
         event = self.supervisor.receive(deadline=time.monotonic() + PATIENCE_S)
         assert not isinstance(event, Empty | Closed | Failed), event
         return event
+
+
+@pytest.fixture(autouse=True)
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that answers late on a busy machine is none that is lost."""
+    monkeypatch.setattr(client, "ANSWER_S", PATIENCE_S)
 
 
 @pytest.fixture

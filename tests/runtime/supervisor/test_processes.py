@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.runtime.supervisor.conftest import PATIENCE_S
 
 from penstock.errors import UnavailableError
 from penstock.runtime.supervisor.client import Supervisor
@@ -328,7 +329,8 @@ def test_stopping_all_does_not_wait_for_a_restart(lab: Lab) -> None:
 
     lab.supervisor.close()
 
-    assert time.monotonic() - began < 10
+    # Whoever waits for it gives up after that.
+    assert time.monotonic() - began < PATIENCE_S
 
 
 # Several.
