@@ -127,7 +127,7 @@ def test_without_the_count_of_ranks_the_explorer_finds_a_partial_delivery(
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("fault", ["write", "suspect"])
+@pytest.mark.parametrize("fault", ["write", "suspect", "crash"])
 def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
     fault: str, monkeypatch: pytest.MonkeyPatch, *, bulk: bool
 ) -> None:

@@ -37,6 +37,18 @@ def test_an_input_in_a_known_state_is_not_worked_out_again() -> None:
     assert memo.machine(ends[0][0]).total == 3
 
 
+def test_a_state_knows_how_it_was_first_come_to() -> None:
+    memo = Memo(Adder(), freeze=lambda adder: adder.total, run=Adder.add)
+    one, _ = memo.after(0, 1)
+    three, _ = memo.after(one, 2)
+    memo.after(0, 3)
+
+    assert memo.origin(three) == (one, 2)
+    assert memo.origin(one) == (0, 1)
+    with pytest.raises(ValueError, match="in which the machine began"):
+        memo.origin(0)
+
+
 def test_ways_that_meet_lead_to_one_state() -> None:
     memo = Memo(Adder(), freeze=lambda adder: adder.total, run=Adder.add)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-MEMORY_BYTES_MAX = 6 << 30
+MEMORY_BYTES_MAX = 10 << 30
 
 _LOOK_EVERY = 1 << 12
 """States between two looks at clock and memory: some milliseconds."""

@@ -25,13 +25,22 @@ from penstock.testing.explore.rules import (
 from penstock.testing.explore.world import Move
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.testing.explore.rules import Columns, Look, Marks, Rows, RowState, Zobrist
+    from penstock.testing.explore.rules import (
+        Columns,
+        Look,
+        Marks,
+        Mirroring,
+        Rows,
+        RowState,
+        Zobrist,
+    )
 
 _NO_RULE = -1
+_EVERYWHERE = slice(None)
 
 
 class BulkWorld(Protocol[Move]):
@@ -77,6 +86,10 @@ class BulkWorld(Protocol[Move]):
         """What was appended to a queue."""
         ...
 
+    def mirror(self) -> Mirroring | None:
+        """How the world looks with parties of equal rights exchanged, where it has such."""
+        ...
+
     def rules(self) -> Sequence[Rule[Move]]:
         """All moves, in families."""
         ...
@@ -85,14 +98,11 @@ class BulkWorld(Protocol[Move]):
         """Where it is 0 no move is eager; eager moves may be so anywhere when there is none."""
         ...
 
-    def restart(self) -> None:
-        """A search begins."""
-        ...
+    def review(self) -> Collection[tuple[int, int]]:
+        """Looks at what was taken for granted, to have fewer moves, by all that was seen since.
 
-    def review(self) -> bool:
-        """Whether what was taken for granted, to have fewer moves, still seems to hold.
-
-        If not, the world has learnt, and the search begins anew.
+        Says for which columns and values a move was taken for eager that is none, as the world
+        knows now; states in which such a party moved alone are looked at anew.
         """
         ...
 
@@ -117,10 +127,10 @@ class Followed(Generic[Move]):
     place: int
     rows: Rows
     marks: Marks
-    """Of the states that they lead to."""
+    """Of the states that they lead to, and of their images."""
     outcomes: Outcomes[Move]
     outcome: Rows
-    grown: list[tuple[int, NDArray[np.uint16]]]
+    grown: list[tuple[int, NDArray[np.uint32]]]
     """Queues that grow: the column, and what is in it then, for each row."""
 
     def states(self, columns: Columns, chosen: Rows) -> Columns:
@@ -154,33 +164,46 @@ class Following(Generic[Move]):
         self._wide = [Outcomes(n, r, world, zobrist, wide=True) for n, r in enumerate(rules)]
         self._joins = Joins(world.joined)
         self._quiet: list[Columns] = []
+        self._parties = np.array([rule.reads[0] for rule in rules], dtype=np.int8)
         self.finished_count = 0
+        self.alone: tuple[Rows, NDArray[np.int8]] = (np.zeros(0, np.int64), np.zeros(0, np.int8))
+        """Of the last block, the rows that were followed by an eager move, and the column of the
+        party that moved."""
+
+    def forget_eager(self, failed: Collection[tuple[int, int]]) -> None:
+        """What is eager is worked out anew, for these columns and values."""
+        for outcomes in self._narrow:
+            party = int(self._parties[outcomes.number])
+            outcomes.forget_eager([value for column, value in failed if column == party])
 
     def all_of(
         self, columns: Columns, marks: Marks, *, again: bool = False
     ) -> Iterator[Followed[Move]]:
         """Every move of every state; quiet states are noted, unless it is done again."""
-        rows = np.arange(len(marks))
+        rows = np.arange(columns.shape[1])
         count = np.zeros(len(rows), dtype=np.int64)
         alone = self._eager_rows(columns, rows)
         chosen = np.full(len(rows), _NO_RULE, dtype=np.int16)
-        looked = [*self._phase(Phase.USUAL, columns, rows)]
+        looked = [*self._phase(Phase.USUAL, columns, _EVERYWHERE)]
         for look in looked:
             mine = look.rows[(eager_of(look.entries) > 0) & alone[look.rows]]
             mine = mine[chosen[mine] == _NO_RULE]
             chosen[mine] = look.rule
+        eager = np.flatnonzero(chosen != _NO_RULE)
+        self.alone = (eager, self._parties[chosen[eager]])
         for look in looked:
             yield from self._follow_alone(look, columns, marks, chosen, count)
             yield from self._follow(look, columns, marks, chosen, count)
         moved = count > 0
         quiet = np.flatnonzero(~moved)
         free = rows[chosen == _NO_RULE]
-        for phase, mine in (
+        phases: tuple[tuple[Phase, Rows | slice], ...] = (
             (Phase.QUIET, quiet),
-            (Phase.FAULT, free),
+            (Phase.FAULT, _EVERYWHERE if len(free) == len(rows) else free),
             (Phase.EARLY, free[moved[free]]),
-        ):
-            for look in self._phase(phase, columns, mine):
+        )
+        for phase, where in phases:
+            for look in self._phase(phase, columns, where):
                 yield from self._follow(look, columns, marks, chosen, count)
         if len(quiet) and not again:
             self._note(columns, quiet, count)
@@ -207,13 +230,15 @@ class Following(Generic[Move]):
         if unfinished:
             self._quiet.append(columns[:, unfinished])
 
-    def _phase(self, phase: Phase, columns: Columns, rows: Rows) -> Iterator[_Looked]:
+    def _phase(self, phase: Phase, columns: Columns, rows: Rows | slice) -> Iterator[_Looked]:
         for number, rule in enumerate(self._rules):
             if rule.phase is not phase:
                 continue
             mine = rows
             for look in rule.only:
-                mine = mine[look.at(columns, mine) != 0]
+                mine = look.where(columns, mine)
+            if isinstance(mine, slice):
+                mine = np.arange(columns.shape[1])
             if len(mine):
                 yield _Looked(number, mine, self._narrow[number].entries(columns, mine))
 
@@ -283,7 +308,7 @@ class Following(Generic[Move]):
         rows: Rows,
     ) -> Followed[Move]:
         """Rows that follow one move each, at the same place of the rule."""
-        after = marks[rows] + outcomes.gains[outcome]
+        after = marks[:, rows] + outcomes.gains[outcome].T
         grown = []
         for at, queue in enumerate(outcomes.rule.appends):
             tails = outcomes.tails[outcome, at]
@@ -292,8 +317,8 @@ class Following(Generic[Move]):
                 queues = columns[queue, rows]
                 before = queues[longer]
                 now = self._joins.of(before, tails[longer])
-                table = self._zobrist.of[queue]
-                after[longer] += table[now] - table[before]
+                self._zobrist.know(queue, now)
+                after[:, longer] += self._zobrist.at(queue, now) - self._zobrist.at(queue, before)
                 queues[longer] = now
                 grown.append((queue, queues))
         return Followed(

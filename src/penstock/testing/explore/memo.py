@@ -47,6 +47,7 @@ class Memo(Generic[Machine, Input, Output]):
         self._clone = clone
         self._machines = [machine]
         self._numbers: dict[Hashable, int] = {freeze(machine): 0}
+        self._origins: list[tuple[int, Input] | None] = [None]
         self._after: dict[tuple[int, Input], tuple[int, Output]] = {}
         self._twins: dict[int, Machine] = {}
         """Machines that came to a known state on another way; see `check_completeness`."""
@@ -78,9 +79,21 @@ class Memo(Generic[Machine, Input, Output]):
         if number is None:
             number = self._numbers[frozen] = len(self._machines)
             self._machines.append(machine)
+            self._origins.append((state, given))
         elif number not in self._twins and number != state:
             self._twins[number] = machine
         return number, output
+
+    def origin(self, state: int) -> tuple[int, Input]:
+        """How a state was first come to: from which one, and by which input.
+
+        Raises:
+            ValueError: it is the first state.
+        """
+        origin = self._origins[state]
+        if origin is None:
+            raise ValueError(f"state is {state}, in which the machine began")
+        return origin
 
     def transitions(self) -> dict[int, list[tuple[Input, int, Output]]]:
         """Everything worked out so far: for each state, inputs, where they lead, what comes out."""

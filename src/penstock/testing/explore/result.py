@@ -72,6 +72,8 @@ class Result:
     memory_bytes: int
     """What the process grew by."""
     finding: Finding | None
+    mirrored: bool = False
+    """Whether a state and its mirror image were counted as one."""
 
     @property
     def bytes_a_state(self) -> float:
@@ -88,6 +90,8 @@ class Result:
         how = ["all orders" if self.delays is None else f"at most {self.delays} delays"]
         if self.reduced:
             how.append("partial-order reduction")
+        if self.mirrored:
+            how.append("one of a state and its mirror image")
         end = "exhausted" if self.exhausted else f"not exhausted: stopped by {self.stopped_by}"
         return (
             f"{self.state_count} states, {self.move_count} moves, {', '.join(how)}, {end}, "
@@ -105,6 +109,7 @@ class Result:
             "exhausted": self.exhausted,
             "stopped_by": self.stopped_by,
             "reduced": self.reduced,
+            "mirrored": self.mirrored,
             "delays": self.delays,
             "seconds": self.seconds,
             "memory_bytes": self.memory_bytes,

@@ -13,6 +13,7 @@ an error here; that nothing else is looked at is checked on samples, see `bulk`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -25,19 +26,20 @@ from penstock.testing.explore.tables import MISSING, Lookup, mixed
 from penstock.testing.explore.world import Move
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    Columns = NDArray[np.uint16]
+    Columns = NDArray[np.uint32]
     Rows = NDArray[np.int64]
     Marks = NDArray[np.uint64]
 
 RowState = tuple[int, ...]
 Move_contra = TypeVar("Move_contra", contravariant=True)
 
-VALUES_MAX = 1 << 16
-"""Columns hold 16 bits."""
+_VALUES_FIRST = 1 << 12
+"""Tables by value begin with so many, and are doubled when a column has more."""
+_QUEUE_BITS = np.uint64(32)
 
 _WIDE = -2
 """The outcome depends on the rule's further columns, too."""
@@ -52,10 +54,6 @@ class Broken(PenstockError):  # noqa: N818 - carries a defect to where its story
     def __init__(self, *, row: int, rule: int, place: int, defect: Exception) -> None:
         super().__init__(str(defect))
         self.row, self.rule, self.place, self.defect = row, rule, place, defect
-
-
-class Crowded(PenstockError):  # noqa: N818 - ends a search as a bound does
-    """A column of the world has more values than 16 bits can tell apart."""
 
 
 class Phase(IntEnum):
@@ -75,7 +73,7 @@ class Look:
     def __init__(self, column: int, see: Callable[[int], int]) -> None:
         self.column = column
         self._see = see
-        self._seen = np.full(VALUES_MAX, MISSING, dtype=np.int32)
+        self._seen = np.full(_VALUES_FIRST, MISSING, dtype=np.int32)
 
     def of(self, state: RowState) -> int:
         """What it is in one state."""
@@ -84,12 +82,38 @@ class Look:
     def at(self, columns: Columns, rows: Rows) -> NDArray[np.int32]:
         """What it is in each of these rows; 0 or more."""
         values = columns[self.column, rows]
-        seen: NDArray[np.int32] = self._seen[values]
+        seen = self._known(values)
         if len(seen) and seen.min() == MISSING:
-            for value in {int(value) for value in values[seen == MISSING]}:
-                self._seen[value] = self._see(value)
+            self._look_at(values[seen == MISSING])
             seen = self._seen[values]
         return seen
+
+    def where(self, columns: Columns, rows: Rows | slice) -> Rows:
+        """Those of the rows in which it is not 0."""
+        values = columns[self.column, rows]
+        seen = self._known(values)
+        found = np.flatnonzero(seen)
+        missing = found[seen[found] == MISSING]
+        if len(missing):
+            self._look_at(values[missing])
+            found = np.flatnonzero(self._seen[values])
+        return found if isinstance(rows, slice) else rows[found]
+
+    def _known(self, values: NDArray[np.uint32]) -> NDArray[np.int32]:
+        try:
+            return self._seen[values]
+        except IndexError:
+            self._grow(int(values.max()))
+            return self._seen[values]
+
+    def _look_at(self, values: NDArray[np.uint32]) -> None:
+        for value in {int(value) for value in values}:
+            self._seen[value] = self._see(value)
+
+    def _grow(self, value: int) -> None:
+        more = np.full(2 * value, MISSING, dtype=np.int32)
+        more[: len(self._seen)] = self._seen
+        self._seen = more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +125,7 @@ class Rule(Generic[Move]):
     only: tuple[Look, ...]
     """Where one of these is 0 there are no moves; a cheap way to leave rows out."""
     reads: tuple[int, ...]
+    """The party that moves first, where a move may be eager."""
     views: tuple[Look, ...] = ()
     appends: tuple[int, ...] = ()
     moves: Callable[[RowState], Sequence[Move]]
@@ -128,21 +153,68 @@ class Stepping(Protocol[Move_contra]):
         ...
 
 
+class Mirroring(Protocol):
+    """What a state looks like with parties of equal rights in each other's places."""
+
+    def column(self, column: int) -> int:
+        """Where the image of a column is."""
+        ...
+
+    def value(self, column: int, value: int) -> int:
+        """The image of what is in a column."""
+        ...
+
+
 class Zobrist:
     """A random number for every value of every column; a state's mark is the sum of its own.
 
-    So the mark of a successor follows from the columns that changed. (Zobrist, 1970.)
+    So the mark of a successor follows from the columns that changed. (Zobrist, 1970.) Where a
+    world has a mirror, a state has two marks, its own and that of its image; the lower one is
+    that of both.
     """
 
-    def __init__(self, column_count: int) -> None:
-        places = np.arange(column_count * VALUES_MAX, dtype=np.uint64)
-        self.of = mixed(places).reshape(column_count, VALUES_MAX)
+    def __init__(self, column_count: int, mirror: Mirroring | None = None) -> None:
+        self._column_count, self._mirror = column_count, mirror
+        self.mark_count = 1 if mirror is None else 2
+        self.of: Marks = np.zeros((self.mark_count, column_count, 0), dtype=np.uint64)
+        """For states and images, by column and value; 0 where an image was not asked for yet."""
+        self._fill(_VALUES_FIRST)
+
+    def _fill(self, value_count: int) -> None:
+        before = self.of
+        columns = np.arange(self._column_count, dtype=np.uint64) << np.uint64(32)
+        values = np.arange(value_count, dtype=np.uint64)
+        self.of = np.zeros((self.mark_count, self._column_count, value_count), dtype=np.uint64)
+        self.of[0] = mixed(np.bitwise_or.outer(columns, values))
+        self.of[1:, :, : before.shape[2]] = before[1:]
+
+    def know(self, column: int, values: NDArray[np.integer[Any]]) -> None:
+        """Makes sure that there are numbers for some values of a column, and for their images."""
+        most = int(values.max(initial=0))
+        if most >= self.of.shape[2]:
+            self._fill(2 * most)
+        if self._mirror is not None:
+            for value in {int(value) for value in values[self.of[1, column][values] == 0]}:
+                place, image = self._mirror.column(column), self._mirror.value(column, value)
+                if image >= self.of.shape[2]:
+                    self._fill(2 * image)
+                self.of[1, column, value] = self.of[0, place, image]
+
+    def at(self, column: int, values: NDArray[np.integer[Any]]) -> Marks:
+        """The numbers of some values of a column, and of their images."""
+        numbers: Marks = self.of[:, column][:, values]
+        return numbers
+
+    def keys(self, marks: Marks) -> Marks:
+        """What states are remembered by, given their marks and those of their images."""
+        return marks[0] if self._mirror is None else mixed(np.minimum(marks[0], marks[1]))
 
     def marks(self, columns: Columns) -> Marks:
-        """The marks of whole states."""
-        total = np.zeros(columns.shape[1], dtype=np.uint64)
-        for marks, values in zip(self.of, columns, strict=True):
-            total += marks[values]
+        """The marks of whole states, and of their images."""
+        total = np.zeros((self.mark_count, columns.shape[1]), dtype=np.uint64)
+        for column, values in enumerate(columns):
+            self.know(column, values)
+            total += self.at(column, values)
         return total
 
 
@@ -153,12 +225,12 @@ class Joins:
         self._joined = joined
         self._known = Lookup()
 
-    def of(self, queues: NDArray[np.uint16], more: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    def of(self, queues: NDArray[np.uint32], more: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Each queue with the other behind it."""
         result = more.copy()
         busy = np.flatnonzero(queues)
         if len(busy):
-            pairs = queues[busy].astype(np.uint64) << np.uint64(16) | more[busy]
+            pairs = queues[busy].astype(np.uint64) << _QUEUE_BITS | more[busy]
             keys = mixed(pairs)
             found = self._known.find(keys)
             missing = np.flatnonzero(found == MISSING)
@@ -191,13 +263,15 @@ class Outcomes(Generic[Move]):
         self._wide = wide
         self.columns = (*rule.reads, *rule.wider) if wide else rule.reads
         self._known = Lookup()
+        self._eager_keys: dict[int, list[int]] = defaultdict(list)
+        """Where a move is eager, by the value of the first column that the rule reads."""
         self._count = 0
-        self.values = np.zeros((64, len(self.columns)), dtype=np.uint16)
+        self.values = np.zeros((64, len(self.columns)), dtype=np.uint32)
         """Of each outcome, what is in its columns afterwards."""
-        self.tails = np.zeros((64, len(rule.appends)), dtype=np.uint16)
+        self.tails = np.zeros((64, len(rule.appends)), dtype=np.uint32)
         """Of each outcome, what is appended to each queue."""
-        self.gains = np.zeros(64, dtype=np.uint64)
-        """By how much each outcome changes the mark, queues aside."""
+        self.gains = np.zeros((64, zobrist.mark_count), dtype=np.uint64)
+        """By how much each outcome changes the marks, queues aside."""
 
     def entries(self, columns: Columns, rows: Rows) -> NDArray[np.int64]:
         """For each row its first outcome and their number, or that it needs a wider look."""
@@ -206,17 +280,30 @@ class Outcomes(Generic[Move]):
         missing = np.flatnonzero(found == MISSING)
         if len(missing):
             fresh, first = np.unique(keys[missing], return_index=True)
-            numbers = [self._work_out(columns, int(row)) for row in rows[missing[first]]]
-            self._known.put(fresh, np.array(numbers, dtype=np.int64))
+            worked_out = rows[missing[first]]
+            numbers = np.array([self._work_out(columns, int(row)) for row in worked_out])
+            self._known.put(fresh, numbers)
+            eager = np.flatnonzero(eager_of(numbers))
+            parties = columns[self.columns[0], worked_out[eager]]
+            for value, key in zip(parties.tolist(), fresh[eager].tolist(), strict=True):
+                self._eager_keys[value].append(key)
             found = self._known.find(keys)
         return found
+
+    def forget_eager(self, values: Iterable[int]) -> None:
+        """What is eager is worked out anew where the party that moves has one of these values."""
+        keys = [key for value in values for key in self._eager_keys.pop(value, ())]
+        if keys:
+            self._known.put(
+                np.array(keys, dtype=np.uint64), np.full(len(keys), MISSING, dtype=np.int64)
+            )
 
     def _keys(self, columns: Columns, rows: Rows) -> Marks:
         keys = np.zeros(len(rows), dtype=np.uint64)
         for column in self.columns:
-            keys += self._zobrist.of[column][columns[column, rows]]
+            keys += self._zobrist.of[0, column][columns[column, rows]]
         for view in self.rule.views:
-            keys += self._zobrist.of[view.column][view.at(columns, rows)]
+            keys += self._zobrist.of[0, view.column][view.at(columns, rows)]
         return keys
 
     def _work_out(self, columns: Columns, row: int) -> int:
@@ -241,17 +328,18 @@ class Outcomes(Generic[Move]):
         for column, (before, now) in enumerate(zip(state, after, strict=True)):
             if before != now and column not in self.columns and column not in appends:
                 raise RuntimeError(f"{self.rule.name} changes column {column}, and must not")
-        if max(after) >= VALUES_MAX:
-            raise Crowded
         number, self._count = self._count, self._count + 1
         if number == len(self.gains):
             self.values, self.tails = _doubled(self.values), _doubled(self.tails)
             self.gains = _doubled(self.gains)
         self.values[number] = [after[column] for column in self.columns]
         self.tails[number] = [self._world.tail(state[queue], after[queue]) for queue in appends]
-        marks = self._zobrist.of
-        gain = sum(int(marks[c][after[c]]) - int(marks[c][state[c]]) for c in self.columns)
-        self.gains[number] = gain % (1 << 64)
+        for column in self.columns:
+            if after[column] != state[column]:
+                values = np.array([after[column], state[column]])
+                self._zobrist.know(column, values)
+                now, before = self._zobrist.at(column, values).T
+                self.gains[number] += now - before
 
 
 def counts_of(entries: NDArray[np.int64]) -> NDArray[np.int64]:

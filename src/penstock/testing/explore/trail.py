@@ -6,7 +6,7 @@ rule, and its place among the rule's moves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Trail:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, parents: NDArray[np.int64], code: int) -> int:
+    def add(self, parents: NDArray[np.integer[Any]], code: int) -> int:
         """New states, all reached by the same move; says the number of the first."""
         first = self._count
         self._firsts.append(first)

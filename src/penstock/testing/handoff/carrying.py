@@ -72,6 +72,16 @@ class Carrying:
             MoveKind.CRASH: self._crash,
         }
 
+    @property
+    def channels(self) -> range:
+        """The columns of the queues."""
+        return self._channels
+
+    @property
+    def tidings(self) -> Numbers[int]:
+        """Who has yet to hear of a new life: two bits for each route."""
+        return self._tidings
+
     def step(self, state: State, move: Move) -> State:
         """The state after a move."""
         after = list(state)

@@ -16,9 +16,9 @@ one move. As usual moves use something up, no eager move can keep others waiting
 
 Which inputs a party can get is not known before. So the search begins by taking for eager what
 looks so; when it has seen more, every eager move is compared with *all* inputs that were seen in
-local states that can be reached from its own; what fails is banned, and the search begins anew,
-until nothing fails. The twin of a missing path is shorter by one move than the path itself, so by
-induction no input is missing at the end.
+local states that can be reached from its own; what fails is banned, and states in which it was
+followed alone are looked at anew, until nothing fails. The twin of a missing path is shorter by
+one move than the path itself, so by induction no input is missing at the end.
 
 What must not break: when in doubt, a move is not eager.
 """
@@ -48,6 +48,14 @@ _NODES_MAX = 1_000
 that no search comes to."""
 
 
+class _Checked(NamedTuple):
+    """A move that was eager in a local state, as far as some inputs go."""
+
+    inputs: frozenset[int]
+    reached: list[int]
+    """Where they lead, before the move."""
+
+
 class Eagerness:
     """What is taken for eager, and why not."""
 
@@ -70,16 +78,14 @@ class Eagerness:
         """Moves that concern nobody but their party."""
         self._banned: set[tuple[int, int, int]] = set()
         self._known: dict[tuple[int, int, int], bool] = {}
-        self._fine: dict[tuple[int, int], tuple[set[int], list[int]]] = {}
+        self._broken: set[tuple[int, int, int]] = set()
+        """Local states in which a move is not eager, whatever else will be seen."""
+        self._checked: dict[tuple[int, int, int], _Checked] = {}
+        self._fine: dict[tuple[int, int], tuple[set[int], frozenset[int]]] = {}
         """For a party and a move: local states and inputs with which it was seen to be eager."""
         self._looks: list[dict[int, Looks]] = [{} for _ in casting.names]
-        self.used: list[dict[int, dict[int, int]]] = []
+        self.used: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in casting.names]
         """For each party: local states, what was given to it there, and where that led."""
-        self.begin()
-
-    def begin(self) -> None:
-        """A search begins."""
-        self.used = [defaultdict(dict) for _ in self._casting.names]
         self._followed: set[tuple[int, int, int]] = set()
 
     def is_eager(self, place: int, local: int, deed: int) -> bool:
@@ -94,8 +100,11 @@ class Eagerness:
 
     # ---------------------------------------------------------------- looking back
 
-    def review(self) -> bool:
-        """Whether everything that was taken for eager is, by all that was seen until now."""
+    def review(self) -> set[tuple[int, int]]:
+        """Parties and local states in which a move was taken for eager that is not.
+
+        By all that was seen until now. It is banned there from now on.
+        """
         failed: set[tuple[int, int, int]] = set()
         for place in range(len(self._casting.names)):
             roots: dict[int, set[int]] = defaultdict(set)
@@ -106,9 +115,10 @@ class Eagerness:
                 bad = self._failing(place, deed, locals_)
                 failed |= {(place, local, deed) for local in bad}
         self._banned |= failed
+        self._followed -= failed
         for key in failed:
             self._known[key] = False
-        return not failed
+        return {(place, local) for place, local, _ in failed}
 
     def _failing(self, place: int, deed: int, roots: set[int]) -> set[int]:
         """Those of the local states in which a move is not eager after all."""
@@ -120,7 +130,7 @@ class Eagerness:
         bad: set[int] = set()
         while pending:
             local = pending.pop()
-            reached = self._diamonds(place, local, deed, inputs)
+            reached = self._reached(place, local, deed, inputs)
             if reached is None or len(nodes) > _NODES_MAX:
                 bad.add(local)
                 continue
@@ -138,7 +148,7 @@ class Eagerness:
             self._fine[place, deed] = (roots, inputs)
         return bad & roots
 
-    def _inputs_after(self, place: int, deed: int, roots: set[int]) -> list[int]:
+    def _inputs_after(self, place: int, deed: int, roots: set[int]) -> frozenset[int]:
         """Everything that was given to the party in local states that follow these."""
         used = self.used[place]
         seen, pending, inputs = set(roots), [*roots], set()
@@ -148,7 +158,9 @@ class Eagerness:
                 if after not in seen:
                     seen.add(after)
                     pending.append(after)
-        return sorted(given for given in inputs if given != deed and not self._behind(given, deed))
+        return frozenset(
+            given for given in inputs if given != deed and not self._behind(given, deed)
+        )
 
     def _behind(self, given: int, deed: int) -> bool:
         """Whether one message comes on the same way as another, so that it cannot be first."""
@@ -156,6 +168,29 @@ class Eagerness:
         if not isinstance(one, do.Receive) or not isinstance(other, do.Receive):
             return False
         return one.message.sender.name == other.message.sender.name
+
+    def _reached(
+        self, place: int, local: int, deed: int, inputs: frozenset[int]
+    ) -> list[int] | None:
+        """As `_diamonds`, but with each input once: it does not change what comes of it."""
+        key = (place, local, deed)
+        if key in self._broken:
+            return None
+        known = self._checked.get(key)
+        if known is not None and inputs <= known.inputs:
+            return known.reached
+        more = self._diamonds(
+            place, local, deed, sorted(inputs - known.inputs if known else inputs)
+        )
+        if more is None:
+            self._broken.add(key)
+            self._checked.pop(key, None)
+            return None
+        reached = [*known.reached, *more] if known else more
+        # Mostly the same set for many local states: it is not copied for each.
+        inputs = inputs if known is None or known.inputs <= inputs else inputs | known.inputs
+        self._checked[key] = _Checked(inputs, reached)
+        return reached
 
     def _diamonds(
         self, place: int, local: int, deed: int, inputs: Iterable[int]

@@ -13,6 +13,7 @@ from penstock.testing.handoff import deeds as do
 from penstock.testing.handoff.carrying import TOTAL, State
 from penstock.testing.handoff.eagerness import Eagerness
 from penstock.testing.handoff.faults import Fault
+from penstock.testing.handoff.mirror import Mirror, exchanged
 from penstock.testing.handoff.moves import Move, MoveKind
 from penstock.testing.handoff.prefill import PrefillRankActor
 from penstock.testing.handoff.world import DISTURBANCES, HandoffWorld
@@ -38,8 +39,13 @@ class RuledWorld(HandoffWorld):
         crashing: Sequence[str] = (),
         suspicious: bool = True,
         reduced: bool = True,
+        mirrored: bool = False,
     ) -> None:
         super().__init__(scene, budget, crashing=crashing, suspicious=suspicious, grouped=False)
+        names = exchanged(scene, crashing) if mirrored else {}
+        self._mirror = Mirror(self, names) if names else None
+        self._happened: list[set[tuple[int, int]]] = [set() for _ in self.casting.names]
+        """For each party, what happened to it in which local state."""
         fenced = bool(budget.crash or budget.suspect or budget.write)
         self._eagerness = Eagerness(self.casting, self._local, fenced=fenced) if reduced else None
         self._patient = bool(budget.loss or budget.duplicate or budget.overtake or budget.timer)
@@ -58,22 +64,31 @@ class RuledWorld(HandoffWorld):
                     return [moves[place]]
         return super().moves(state)
 
-    def review(self) -> bool:
-        """Whether everything that was taken for eager is; otherwise the search begins anew."""
-        return self._eagerness is None or self._eagerness.review()
-
-    def restart(self) -> None:
-        """A search begins."""
-        if self._eagerness is not None:
-            self._eagerness.begin()
+    def review(self) -> set[tuple[int, int]]:
+        """Parties and local states in which a move was taken for eager, but is not."""
+        return set() if self._eagerness is None else self._eagerness.review()
 
     def _do(self, after: list[int], place: int, deed: int) -> None:
         local = after[place]
         super()._do(after, place, deed)
         if self._eagerness is not None:
-            self._eagerness.used[place][local][deed] = self.casting.memos[place].after(local, deed)[
-                0
-            ]
+            self._use(place, local, deed)
+        if self._mirror is not None and (local, deed) not in self._happened[place]:
+            self._happened[place].add((local, deed))
+            self._mirror.check(place, local, deed)
+            if self._eagerness is not None:
+                # What happens to a party may happen to its image, which nobody looks at.
+                image = self._mirror.column(place), self._mirror.local(place, local)
+                self._use(*image, self._mirror.deed(deed))
+
+    def _use(self, place: int, local: int, deed: int) -> None:
+        assert self._eagerness is not None
+        after, _ = self.casting.memos[place].after(local, deed)
+        self._eagerness.used[place][local][deed] = after
+
+    def mirror(self) -> Mirror | None:
+        """How the world looks with its ranks exchanged."""
+        return self._mirror
 
     def eager_where(self) -> Look | None:
         """Nothing is eager while a fault may come first."""

@@ -44,6 +44,8 @@ class Small:
     reduced: bool = True
     """Whether what cannot influence each other is not interleaved: see `groups` and `eager`, or
     `eagerness` in bulk."""
+    mirrored: bool = False
+    """Whether of a state and its image, ranks exchanged, one is followed, in bulk: see `mirror`."""
     bulk: bool = False
     """Whether whole arrays of states are followed at a time: see `explore.bulk`."""
     large: bool = False
@@ -55,7 +57,7 @@ class Small:
     def says(self) -> str:
         """The world in one line."""
         faults = [
-            f"{count} {name}"
+            f"{count} {name}{self._crashing_said if name == 'crash' else ''}"
             for name, count in zip(Budget.__slots__, self.budget.counts(), strict=True)
             if count and name != "total"
         ]
@@ -66,6 +68,10 @@ class Small:
             f"{self.layer_count} layer{'s' * (self.layer_count > 1)}; "
             f"faults: {', '.join(faults) or 'none'}{most}"
         )
+
+    @property
+    def _crashing_said(self) -> str:
+        return f" of {' or '.join(self.crashing)}" if self.crashing else ""
 
     @property
     def _room_said(self) -> str:
@@ -92,6 +98,7 @@ class Small:
             crashing=self.crashing or self.scene.names,
             suspicious=self.suspicious,
             reduced=self.reduced,
+            mirrored=self.mirrored,
         )
 
     @property
@@ -127,7 +134,9 @@ class Small:
     def look(self, bounds: Bounds | None = None) -> Result:
         """Explores the world."""
         if self.bulk:
-            result = explore_in_bulk(self.make_ruled(), bounds=bounds)
+            world = self.make_ruled()
+            result = explore_in_bulk(world, bounds=bounds)
+            result = replace(result, mirrored=world.mirror() is not None)
         else:
             result = explore(self.make(), bounds=bounds, delays=self.delays)
         return replace(result, reduced=self.reduced)
@@ -156,6 +165,9 @@ def _settings(berth_count: int) -> HandoffSettings:
     )
 
 
+CRASHING = ("D", "P", "D0", "P0")
+"""One party of each kind; who leaves most to follow comes last."""
+
 _EVERYTHING = Budget(
     loss=1,
     duplicate=1,
@@ -181,23 +193,26 @@ def _two_by_two(name: str, budget: Budget, *, reduced: bool = True) -> Small:
         budget=budget,
         bulk=True,
         reduced=reduced,
+        mirrored=True,
     )
 
 
-def _crash(party: str) -> Small:
-    """One request, while one party dies."""
-    return Small(
-        name=f"crash-{party}",
-        prefill_count=1,
-        decode_count=2,
-        berth_count=1,
-        budget=Budget(crash=1),
-        crashing=(party,),
-        suspicious=False,
-        bulk=True,
-        large=True,
-        # Finding out what is eager costs more than it saves where few states follow a death.
-        reduced=party != "D0",
+def _crashes(small: Small) -> tuple[Small, ...]:
+    """The same world for each party that may die; with one crash, together they are all of it.
+
+    Far more is eager where all others are known to live, so four of these have fewer states than
+    one in which anybody may die. Ranks of a side differ in their names only: the first will do.
+    """
+    return tuple(
+        replace(
+            small,
+            name=f"{small.name}-{party}",
+            budget=Budget(crash=1),
+            crashing=(party,),
+            suspicious=False,
+            large=True,
+        )
+        for party in CRASHING
     )
 
 
@@ -215,6 +230,7 @@ def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget) -> 
         suspicious=False,
         bulk=True,
         large=True,
+        mirrored=True,
     )
 
 
@@ -229,8 +245,13 @@ def _delayed(name: str, ranks: tuple[int, int], layers: int, budget: Budget, del
         bulk=False,
         delays=delays,
         reduced=False,
+        mirrored=False,
     )
 
+
+_ONE_BY_TWO = Small(
+    name="crash", prefill_count=1, decode_count=2, berth_count=1, bulk=True, mirrored=True
+)
 
 WORLDS: tuple[Small, ...] = (
     Small(
@@ -254,17 +275,14 @@ WORLDS: tuple[Small, ...] = (
     _two_by_two("cancel", Budget(cancel=1)),
     _two_by_two("timer", Budget(timer=1)),
     replace(_at_once("nothing", (2, 2), 1, Budget()), reduced=False, large=False),
-    _crash("D0"),
-    _crash("D"),
-    _crash("P"),
-    _crash("P0"),
+    *_crashes(_ONE_BY_TWO),
     _delayed("layers", (2, 2), 2, Budget(), delays=2),
     _delayed("cancel", (2, 2), 1, Budget(cancel=1), delays=1),
     _delayed("crash", (1, 2), 1, Budget(crash=1), delays=1),
     _delayed("faults", (2, 2), 2, Budget(loss=1, duplicate=1, cancel=1, total=1), delays=1),
     replace(_at_once("in-turn", (2, 2), 1, Budget(cancel=1)), name="in-turn-cancel", room=1),
     _at_once("cancel", (2, 2), 1, Budget(cancel=1)),
-    replace(_two_by_two("crash", Budget(crash=1)), suspicious=False, large=True),
-    _at_once("crash", (1, 2), 1, Budget(crash=1)),
+    *_crashes(_two_by_two("crash", Budget())),
+    *_crashes(_at_once("crash", (1, 2), 1, Budget())),
 )
 """Large ones last: they share the time that is left, the largest with what others left over."""
