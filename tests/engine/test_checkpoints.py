@@ -11,7 +11,9 @@ import pytest
 
 from penstock.engine.architecture import architecture_from_config, read_architecture
 from penstock.engine.checkpoints import find_model
-from penstock.errors import ConfigError
+from penstock.engine.loading import load_rank
+from penstock.engine.spec import InstanceSpec
+from penstock.errors import ConfigError, UnavailableError
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -50,6 +52,22 @@ def test_other_weights_have_another_version(copied: Path, at: int) -> None:
     assert find_model(str(copied)).weights_version() != before
 
 
+def test_a_later_life_does_not_read_other_weights_under_the_same_name(copied: Path) -> None:
+    spec = InstanceSpec(
+        name="one",
+        model=str(copied),
+        digest=find_model(str(copied)).weights_version(),
+        config='version = 1\nmodel.name = "m"\ncache = { blocks = 4, block_tokens = 4 }\n',
+        server="",
+    )
+    load_rank(spec)
+    # Of a norm: the model loads as before, and computes something else.
+    changed(copied / "model.safetensors", -1)
+
+    with pytest.raises(UnavailableError, match="have changed since the server started"):
+        load_rank(spec)
+
+
 def test_another_config_is_another_version(copied: Path) -> None:
     before = find_model(str(copied)).weights_version()
     config = copied / "config.json"
@@ -85,6 +103,10 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window: is 8"),
         ({"attention_bias": True}, "attention_bias: is true"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: is 0.5"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor: is 0.25",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: has other"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: is of type 'yarn'"),
         ({"num_key_value_heads": 3}, "num_attention_heads: is 4, must be a multiple"),

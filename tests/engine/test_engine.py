@@ -153,6 +153,25 @@ def test_a_second_turn_finds_the_first_on_the_device_or_in_host_memory(
     require_right_logits(far, model, longer)
 
 
+def test_a_prefix_from_anywhere_gives_the_same_logits_bit_by_bit(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    engine = make_engine(folder, blocks=20)
+    asked: dict[str, Any] = {"prompt": prompt(90, 1), "max_tokens": 4, "sampling": TELLING}
+    run(engine, Request(id="fresh", **asked))
+
+    found = [run(engine, Request(id="device", **asked))["device", 0]]
+    for life in ("demoted", "demoted again"):
+        others = range(len(found) * 10, len(found) * 10 + 4)
+        run(engine, *(Request(id=f"o{n}", prompt=prompt(90, n), max_tokens=4) for n in others))
+        found.append(run(engine, Request(id=life, **asked))[life, 0])
+
+    # The same kernels on the same shapes: eleven blocks are found, two tokens are computed.
+    assert [answer[0].cached_by_tier for answer in found] == [(88, 0), (0, 88), (0, 88)]
+    told = [[output.sampled for output in answer] for answer in found]
+    assert told[0] == told[1] == told[2]
+    require_right_logits(found[0], model, asked["prompt"])
+
+
 def test_the_next_turn_finds_all_full_blocks_of_an_answer(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     engine = make_engine(folder)

@@ -46,7 +46,7 @@ def pairs_together(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, 
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: Any, family: str = "llama") -> None:
+def write_gguf(path: Path, model: Any, family: str = "llama", **more: Any) -> None:
     config = model.config
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
@@ -59,6 +59,10 @@ def write_gguf(path: Path, model: Any, family: str = "llama") -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_eos_token_id(2)
+    for name, value in more.get("fields", {}).items():
+        writer.add_key_value(name, *value)
+    for name in more.get("tensors", ()):
+        writer.add_tensor(name, np.ones(8, dtype=np.float32))
     for name, weight in model.state_dict().items():
         values = weight.numpy()
         if ".q_proj." in name:
@@ -120,8 +124,6 @@ def test_ranges_of_a_tensor_are_parts_of_the_whole(checkpoint_of: Any, tmp_path:
     torch.testing.assert_close(whole, model.state_dict()[name])
     torch.testing.assert_close(file.rows(name, range(16, 48)), whole[16:48])
     torch.testing.assert_close(file.columns(name, range(3, 9)), whole[:, 3:9])
-    assert name in file
-    assert "model.layers.9.mlp.up_proj.weight" not in file
 
 
 def test_a_file_of_another_family_is_refused(checkpoint_of: Any, tmp_path: Path) -> None:
@@ -129,6 +131,32 @@ def test_a_file_of_another_family_is_refused(checkpoint_of: Any, tmp_path: Path)
     write_gguf(tmp_path / "other.gguf", model, family="gemma")
 
     with pytest.raises(ConfigError, match="family 'gemma', must be 'llama'"):
+        GgufFile(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"tensors": ["rope_freqs.weight"]}, "a tensor 'rope_freqs.weight', which this engine"),
+        ({"tensors": ["blk.1.attn_q.bias"]}, r"a tensor 'blk\.1\.attn_q\.bias', which"),
+        ({"tensors": ["blk.3.ffn_up.weight"]}, r"a tensor 'blk\.3\.ffn_up\.weight', which"),
+        (
+            {"fields": {"llama.rope.scaling.type": ("linear", gguf.GGUFValueType.STRING)}},
+            r"llama\.rope\.scaling\.type is 'linear', must be 'none'",
+        ),
+        (
+            {"fields": {"llama.rope.dimension_count": (8, gguf.GGUFValueType.UINT32)}},
+            r"llama\.rope\.dimension_count is 8, must be 16",
+        ),
+    ],
+)
+def test_what_a_file_needs_and_is_not_done_is_refused(
+    checkpoint_of: Any, tmp_path: Path, more: dict[str, Any], told: str
+) -> None:
+    _, model = checkpoint_of("llama")
+    write_gguf(tmp_path / "other.gguf", model, **more)
+
+    with pytest.raises(ConfigError, match=told):
         GgufFile(tmp_path / "other.gguf")
 
 

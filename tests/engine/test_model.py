@@ -105,20 +105,17 @@ def test_only_wanted_rows_have_logits_and_they_keep_their_order(checkpoint_of: A
     torch.testing.assert_close(logits, expected(model, prompt(9, seed=1))[-1:], atol=BOUND, rtol=0)
 
 
-def test_layers_are_told_before_they_read_and_after_they_wrote(checkpoint_of: Any) -> None:
+def test_layers_are_told_after_they_wrote_and_before_the_next_one_does(checkpoint_of: Any) -> None:
     small = Small(checkpoint_of("llama")[0])
-    told: list[tuple[str, int, bool]] = []
+    told: list[tuple[int, list[bool]]] = []
 
-    def written(layer: int) -> bool:
-        return bool((small.kv[layer][:, 1] != 7.0).all())
+    def written() -> list[bool]:
+        return [bool((each[:, 1] != 7.0).all()) for each in small.kv]
 
     small.decoder.forward(
         on_device([Span(0, 0, prompt(BLOCK), [1])], block_tokens=BLOCK, device=CPU),
         small.kv,
-        before_layer=lambda layer: told.append(("before", layer, written(layer))),
-        after_layer=lambda layer: told.append(("after", layer, written(layer))),
+        after_layer=lambda layer: told.append((layer, written())),
     )
 
-    assert told == [
-        (name, layer, name == "after") for layer in range(3) for name in ("before", "after")
-    ]
+    assert told == [(layer, [number <= layer for number in range(3)]) for layer in range(3)]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.sampling import Sampling, Wish, sample
+from penstock.engine.sampling import Choice, Sampled, Sampling, Wish
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.9]])
 GREEDY = Wish(0.0, 1.0, 0, 0)
+
+
+def sample(logits: torch.Tensor, wishes: list[Wish]) -> list[Sampled]:
+    return Choice(logits, wishes).tell()
 
 
 def test_without_temperature_the_likeliest_token_is_taken() -> None:

@@ -19,6 +19,7 @@ from penstock.engine.batch import Span, lay_out
 from penstock.engine.requests import Output, Reason, Request
 from penstock.engine.sampling import LOGPROBS_MAX, Sampling
 from penstock.engine.scheduler import SchedulerSettings
+from penstock.engine.steps import Step, StepResult
 from penstock.engine.worker import allocate_kv
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 0.1}
 """Of a log-probability: sums in another order, and the rounding of the dtype in four layers."""
 TELLING = Sampling(logprobs=LOGPROBS_MAX)
 DEADLINE_S = 60.0
+LONG_CYCLES = 100_000_000
+"""Some 50 ms of an H200."""
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +259,20 @@ def test_an_aborted_request_gives_everything_back(engines: Any) -> None:
 
     assert len(tokens_of(told["stays"])) == 5
     assert engine.cache.statistics().leases == 0
+
+
+def test_a_step_that_the_device_does_not_end_is_given_up_and_can_end_later(engines: Any) -> None:
+    engine = engines()
+    run(engine, asked("warm", prompt(40, 1)))
+    worker = engine._workers._worker
+    with worker._lane.computing():
+        torch.cuda._sleep(LONG_CYCLES)
+
+    pending = worker.submit(Step(1, [Span(0, 0, prompt(8, 2), [0])], []))
+    early = pending.result(time.monotonic() + 0.001)
+    late = pending.result(time.monotonic() + DEADLINE_S)
+    told = run(engine, asked("after", prompt(40, 3)))
+
+    assert early is None
+    assert late == StepResult(1, [])
+    assert len(tokens_of(told["after"])) == 6

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from penstock.bench.handoff_cuda import LAYERS, WAYS, CudaPair
+from penstock.errors import UnavailableError
 from penstock.handoff.effects import Take
 from penstock.handoff.grid import cut
 from penstock.handoff.names import Life, WriteId
+from penstock.runtime.handoff import device_staging
 from penstock.runtime.handoff.device_parts import DeviceReader, DeviceTaker
 from penstock.runtime.handoff.moving import PartGather, PartScatter
 from penstock.runtime.handoff.parts import RouteParts
@@ -40,6 +42,7 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = 88
 SLOTS = [7, 2, 9, 0, 11, 5]
+LONG_CYCLES = 100_000_000
 
 
 def split(first: int, count: int, *, tokens: int, scaled: bool = False) -> Layout:
@@ -208,6 +211,23 @@ def test_nothing_is_copied_any_more_for_a_write_that_was_given_up(opened: Opened
     assert reached
     assert reader.ended() == []
     assert reader.has_room
+
+
+def test_a_close_ends_at_its_deadline_and_gives_nothing_back_before_the_device_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = split(0, 4, tokens=16)
+    tier, _ = tiers_of(layout, 1)
+    reader = DeviceReader(tier, part_bytes=1 << 16)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(reader._device.stream.number)):
+        torch.cuda._sleep(LONG_CYCLES)
+
+    with monkeypatch.context() as soon:
+        soon.setattr(device_staging, "WAIT_S", 0.001)
+        with pytest.raises(UnavailableError, match=r"not ended on the device after 0\.001 s"):
+            reader.close()
+    reader.close()
 
 
 def test_a_part_is_staged_on_the_device_as_on_the_cpu() -> None:

@@ -23,7 +23,7 @@ import penstock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-READY_S = 120.0
+READY_S = 300.0
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('role is ' + m.role) }}{% endif %}"
@@ -161,7 +161,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     return line.partition(" at ")[2].split("/v1")[0]
 
 
-def eventually(ask: Any, wanted: Any, *, within_s: float = 60.0) -> None:
+def eventually(ask: Any, wanted: Any, *, within_s: float = 180.0) -> None:
     """Asks until the answer is the wanted one: the server tells no test when it is done."""
     deadline = time.monotonic() + within_s
     while (found := ask()) != wanted:

@@ -40,6 +40,21 @@ def test_a_chat_is_answered_whole_or_as_a_stream(client: openai.OpenAI) -> None:
     assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
 
 
+def test_a_field_that_is_null_is_one_that_was_left_out(client: openai.OpenAI) -> None:
+    nothing = dict.fromkeys(
+        ("top_p", "n", "stop", "seed", "stream", "logprobs", "logit_bias", "presence_penalty")
+    )
+
+    said = ask(client, **nothing).choices[0].message
+    # As many clients do: what was answered goes back with all fields, most of which are null.
+    next_turn = ask(client, [*QUESTION, said.model_dump(), *QUESTION])
+
+    assert ask(client).choices[0].message.content == said.content
+    assert next_turn.usage.completion_tokens == 12
+    with pytest.raises(openai.BadRequestError, match="missing required field `content`"):
+        ask(client, [{"role": "user", "content": None}])
+
+
 def test_a_completion_is_answered_whole_or_as_a_stream(client: openai.OpenAI) -> None:
     wishes: dict[str, Any] = {"prompt": "A penstock is", "temperature": 0, "max_tokens": 10}
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+
+from penstock.serve import app
+from penstock.serve.metrics import Metrics
+from penstock.serve.router import Router
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -55,6 +60,7 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
     [
         ([1, 2, 99999], "token 99999, must be from 0"),
         ([1, -2], "token -2, must be from 0"),
+        ([1, 2**70], f"token {2**70}, must be from 0"),
         ([], "prompt is empty"),
         ("", "prompt is empty"),
         (["one", "two"], "prompt has 2 entries"),
@@ -85,6 +91,27 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
 
     assert answer.status_code == 413
     assert answer.json()["error"]["message"] == "the body has more than 1048576 bytes"
+
+
+def test_a_body_that_does_not_come_to_its_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.05)
+    text: Any = None
+    settings = app.ServerSettings()
+    served = app.Server(Router(), text, Metrics(), model="m", settings=settings).app()
+    sent: list[Any] = []
+    first = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]
+
+    async def receive() -> Any:
+        return first.pop() if first else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(asyncio.wait_for(served({**scope, "query_string": b""}, receive, send), 30))
+
+    assert sent[0]["status"] == 408
+    assert b"did not come within 0.05 s" in sent[1]["body"]
 
 
 @pytest.mark.parametrize(

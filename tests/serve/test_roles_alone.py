@@ -54,9 +54,15 @@ def command(*options: str) -> Iterator[subprocess.Popen[str]]:
 def line_of(process: subprocess.Popen[str]) -> str:
     """The next line that a command says; there is none before it is time."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], READY_S)
-    assert ready, "the command said nothing"
-    return process.stdout.readline().strip()
+    found = bytearray()
+    # Byte by byte: what a reader holds back, `select` does not see.
+    while not found.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], READY_S)
+        assert ready, f"the command said no more than {found!r}"
+        byte = os.read(process.stdout.fileno(), 1)
+        assert byte, f"the command ended after {found!r}"
+        found += byte
+    return found.decode().strip()
 
 
 class Roles:

@@ -218,3 +218,49 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
     played(play)
+
+
+def test_who_was_away_hears_of_a_reset_once_and_before_any_request() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        two.link.close()
+        router.reset("so")
+        again = Instance(router, "two")
+        await settled()
+        first = again.heard()
+        again.link.close()
+        later = Instance(router, "two")
+        await settled()
+
+        assert one.heard() == [ms.Reset(why="so")]
+        assert first == [ms.Reset(why="it was away when the others were told")]
+        assert later.heard() == []
+        later.link.close()
+
+    played(play)
+
+
+def test_who_comes_back_under_old_weights_hears_of_the_new_ones() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        router.reset("so", weights_version="w2")
+        router.reset("and so")
+        two.link.close()
+        again = Instance(router, "two")
+        again.keep(16)
+        await settled()
+
+        told = again.heard()
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+
+        assert [said.weights_version for said in one.heard() if isinstance(said, ms.Reset)] == [
+            "w2",
+            "",
+        ]
+        assert [said.weights_version for said in told] == ["w2"]
+        # What it has kept under the old weights attracts nobody.
+        assert again.heard() == []
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        again.link.close()
+
+    played(play)

@@ -127,7 +127,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
         rope_scaling=_rope_scaling(rope),
         positions=config.get("max_position_embeddings", 2048),
         qk_norm=family in QK_NORM_FAMILIES,
-        qkv_bias=bool(config.get("attention_bias", family in QKV_BIAS_FAMILIES)),
+        qkv_bias=family in QKV_BIAS_FAMILIES,
         tied=bool(config.get("tie_word_embeddings", False)),
         stop_tokens=_stop_tokens(config.get("eos_token_id")),
     )
@@ -147,11 +147,9 @@ def _refuse_what_is_not_done(config: Mapping[str, Any]) -> None:
     if config.get("attention_bias") and config.get("model_type") not in QKV_BIAS_FAMILIES:
         # There it means a bias behind the heads, too.
         raise ConfigError("attention_bias", "is true, must be false in this engine")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            "partial_rotary_factor",
-            f"is {config['partial_rotary_factor']}, must be 1.0 in this engine",
-        )
+    rotary = {**(config.get("rope_parameters") or {}), **config}.get("partial_rotary_factor", 1.0)
+    if rotary != 1.0:
+        raise ConfigError("partial_rotary_factor", f"is {rotary}, must be 1.0 in this engine")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ConfigError("layer_types", "has other layers than 'full_attention'")
     if config.get("use_sliding_window") or (

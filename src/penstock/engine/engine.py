@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.engine.batch import is_decode
 from penstock.engine.requests import Phase
-from penstock.engine.steps import COPIES_ALONE, Step
+from penstock.engine.steps import COPIES_ALONE, STEP_S, Step
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from penstock.transport.base import Channel
 
 
-STEP_S = 600.0
-"""A step that takes longer never ends. A rank that died or hangs is noticed long before."""
 PREFILL_SHARE = 0.75
 """A step of which so much is prompts tells how fast prompts are computed."""
 
@@ -78,9 +76,9 @@ class LocalWorkers:
         """Computes the step, or has a GPU do so."""
         self._pending.append(self._worker.submit(step))
 
-    def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - a GPU ends or fails
-        """The oldest step's result."""
-        return self._pending.popleft().result() if self._pending else None
+    def collect(self, *, deadline: float) -> StepResult | None:
+        """The oldest step's result; waits for a GPU until the deadline."""
+        return self._pending.popleft().result(deadline) if self._pending else None
 
     @property
     def channels(self) -> Sequence[Channel]:
@@ -207,7 +205,7 @@ class Engine:
         flight = self._flying[0]
         if result is None:
             raise UnavailableError(
-                f"step {flight.step.number} was not computed within {self._step_deadline_s} s"
+                f"step {flight.step.number} was not computed within {self._step_deadline_s:g} s"
             )
         del self._flying[0]
         self._tell_speed(flight, time.monotonic())

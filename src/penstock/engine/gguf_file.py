@@ -3,6 +3,8 @@
 Quantised tensors are expanded to float32 when they are read. llama.cpp stores the rows of the
 query and key matrices with the two halves of each rotary pair side by side; here they are put
 back into Hugging Face's order, in which the first half of a head comes before the second.
+
+One rule: what a file holds or asks for and this engine does not use is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class GgufFile:
     """A checkpoint in one GGUF file of the Llama family.
 
     Raises:
-        ConfigError: the file is of another family.
+        ConfigError: the file is of another family, or needs what this engine does not do.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,8 +71,28 @@ class GgufFile:
         if family != "llama":
             raise ConfigError("model", f"is a GGUF file of family {family!r}, must be 'llama'")
         self.architecture = self._architecture()
+        self._refuse_what_is_not_done()
 
-    def field(self, name: str, default: float | None = None) -> str | float:
+    def _refuse_what_is_not_done(self) -> None:
+        """Biases, experts, stretched rotary embeddings: each shows in a tensor or a field."""
+        wanted = set(_OUTSIDE_LAYERS.values())
+        for number in range(self.architecture.layers):
+            wanted.update(f"blk.{number}.{name}.weight" for name in _IN_LAYERS.values())
+        more = sorted(set(self._tensors) - wanted)
+        if more:
+            raise ConfigError(
+                "model", f"is a GGUF file with a tensor {more[0]!r}, which this engine does not use"
+            )
+        channels = self.architecture.head_dim
+        for name, right in (("scaling.type", "none"), ("dimension_count", channels)):
+            found = self.field(f"llama.rope.{name}", right)
+            if found != right:
+                raise ConfigError(
+                    "model",
+                    f"is a GGUF file whose llama.rope.{name} is {found!r}, must be {right!r}",
+                )
+
+    def field(self, name: str, default: str | float | None = None) -> str | float:
         """A value of the file's metadata."""
         found = self._reader.get_field(name)
         if found is not None:
@@ -79,9 +101,6 @@ class GgufFile:
         if default is None:
             raise ConfigError("model", f"is a GGUF file without {name!r}")
         return default
-
-    def __contains__(self, name: str) -> bool:
-        return self._stored_name(name) in self._tensors
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""
@@ -109,10 +128,8 @@ class GgufFile:
     def _stored_name(self, name: str) -> str:
         if name in _OUTSIDE_LAYERS:
             return _OUTSIDE_LAYERS[name]
-        prefix, number, rest = name.split(".", 3)[1:] if name.count(".") > 3 else ("", "", "")
+        _, _, number, rest = name.split(".", 3)
         part, _, kind = rest.rpartition(".")
-        if prefix != "layers" or part not in _IN_LAYERS:
-            return name
         return f"blk.{number}.{_IN_LAYERS[part]}.{kind}"
 
     def _architecture(self) -> Architecture:

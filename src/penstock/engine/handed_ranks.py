@@ -37,26 +37,12 @@ def _nobody() -> None:
     """Nobody else is to be served between layers."""
 
 
-class _Source(PrefillRankDriver):
-    """A prefill rank that also says what to wait for beside its lines."""
-
-    @property
-    def watched(self) -> list[int]:
-        return [*self.lines.descriptors, *self._descriptors()]
-
-
-class _Target(DecodeRankDriver):
-    """A decode rank that also says what to wait for beside its lines."""
-
-    @property
-    def watched(self) -> list[int]:
-        return [*self.lines.descriptors, *self._descriptors()]
-
-
 class HandedRank:
     """One rank of an instance of a pair."""
 
-    def __init__(self, driver: _Source | _Target, target: SharedTarget | None = None) -> None:
+    def __init__(
+        self, driver: PrefillRankDriver | DecodeRankDriver, target: SharedTarget | None = None
+    ) -> None:
         self._driver = driver
         self._target = target
         self._stops: dict[str, int] = {}
@@ -68,18 +54,20 @@ class HandedRank:
     def bytes_moved(self) -> int:
         """Bytes that were sent or taken in."""
         driver = self._driver
-        return driver.bytes_written if isinstance(driver, _Source) else driver.bytes_taken
+        if isinstance(driver, PrefillRankDriver):
+            return driver.bytes_written
+        return driver.bytes_taken
 
     @property
     def parts_verified(self) -> int:
         """Parts that were taken in: each was compared with its sums."""
         driver = self._driver
-        return 0 if isinstance(driver, _Source) else driver.parts_taken
+        return driver.parts_taken if isinstance(driver, DecodeRankDriver) else 0
 
     def begin(self, step: Step) -> None:
         """A step is about to be computed."""
         driver = self._driver
-        if not isinstance(driver, _Source):
+        if not isinstance(driver, PrefillRankDriver):
             return
         for offer in step.offers:
             driver.admit(
@@ -96,7 +84,7 @@ class HandedRank:
     def layer_computed(self, layer: int) -> None:
         """The KV of the step is there in one layer: it goes out while the next is computed."""
         driver = self._driver
-        if self._stops and isinstance(driver, _Source):
+        if self._stops and isinstance(driver, PrefillRankDriver):
             for name, stop in self._stops.items():
                 driver.progress(name, layer=layer, tokens=stop)
             driver.step()
@@ -119,7 +107,7 @@ class HandedRank:
     @property
     def descriptors(self) -> Sequence[int]:
         """What to wait for, besides."""
-        return self._driver.watched
+        return self._driver.descriptors
 
     def next_deadline(self) -> float | None:
         """When to call `step` although nothing came."""
@@ -143,7 +131,7 @@ def handed_rank(
     lines = zmq_lines(directory, name)
     incarnation = secrets.randbits(63) + 1
     if spec.role is Role.PREFILL:
-        source = _Source(
+        source = PrefillRankDriver(
             directory,
             name,
             lines,
@@ -154,7 +142,7 @@ def handed_rank(
         )
         return HandedRank(source)
     target = SharedTarget(huge_pages=False)
-    driver = _Target(
+    driver = DecodeRankDriver(
         directory,
         name,
         lines,

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -32,6 +31,7 @@ from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.config import Config
     from penstock.engine.architecture import Architecture
     from penstock.engine.handed_ranks import HandedRank
     from penstock.engine.requests import Answer
@@ -64,72 +64,48 @@ class Over(NamedTuple):
     """The first token, if the prompt's KV has come."""
 
 
-class Handoffs(Protocol):
-    """What a scheduler knows of handoffs."""
-
-    def begin(self, answer: Answer) -> bool:
-        """An answer has its blocks; `False` if it is of no use to compute it."""
-        ...
-
-    def sampled(self, answer: Answer, token: int) -> None:
-        """A token was chosen."""
-        ...
-
-    def cancel(self, answer: Answer) -> None:
-        """The handoff of an answer that is held is not wanted any more."""
-        ...
-
-    def take_offers(self) -> list[Offer]:
-        """What the ranks have to know with the next step."""
-        ...
-
-    def step(self) -> list[Over]:
-        """Does what there is to do; returns what is over since the last call."""
-        ...
-
-
-class NoHandoffs:
-    """An instance that computes everything itself."""
+class Handoffs:
+    """What a scheduler knows of handoffs; as it stands, those of an instance that has none."""
 
     def begin(self, answer: Answer) -> bool:  # noqa: ARG002
-        """It is computed here."""
+        """An answer has its blocks; `False` if it is of no use to compute it."""
         return True
 
     def sampled(self, answer: Answer, token: int) -> None:
-        """Nobody else wants to know."""
+        """A token was chosen."""
 
     def cancel(self, answer: Answer) -> None:
-        """There is nothing to cancel."""
+        """The handoff of an answer that is held is not wanted any more."""
 
     def take_offers(self) -> list[Offer]:
-        """There are none."""
+        """What the ranks have to know with the next step."""
         return []
 
     def step(self) -> list[Over]:
-        """There is nothing to do."""
+        """Does what there is to do; returns what is over since the last call."""
         return []
 
 
-class Side(ABC):
+class Side(Handoffs):
     """What both sides have in common."""
 
     def __init__(
         self,
         driver: PrefillSchedulerDriver | DecodeSchedulerDriver,
-        *,
-        block_tokens: int,
-        weights: str,
+        config: Config,
         rank: HandedRank | None,
     ) -> None:
         self.party = driver
-        self.weights = weights
+        self.weights = config.model.weights_version
         """What the weights are called; sums are bound to it."""
         self.outcomes: Counter[str] = Counter()
         self.rank = rank
         """The one rank, if it is in this process."""
+        self.ranks: tuple[str, ...] = ()
+        """The names of all its ranks."""
         if rank is not None:
             rank.between_layers = self.listen
-        self._block_tokens = block_tokens
+        self._block_tokens = config.cache.block_tokens
         self.ended: deque[HandedPrompt] = deque(maxlen=HANDOFFS_KEPT)
         self.tokens_delivered = 0
         """Tokens whose KV was handed over."""
@@ -141,11 +117,12 @@ class Side(ABC):
         self._over: list[Over] = []
 
     def meet(self, ranks: Sequence[str], deadline: float) -> None:
-        """Waits until the ranks are there.
+        """Waits until its ranks are there.
 
         Raises:
             UnavailableError: they did not come in time.
         """
+        self.ranks = tuple(ranks)
         while not all(self.party.machine.is_open(name) for name in ranks):
             if time.monotonic() > deadline:
                 raise UnavailableError(f"ranks {list(ranks)} did not come to hand blocks over")
@@ -178,7 +155,7 @@ class Side(ABC):
         name = answer.request.handoff
         if name in self._held and name not in self._cancelled:
             self._cancelled.add(name)
-            self._cancel(name)
+            self.party.cancel(name)
 
     @property
     def has_work(self) -> bool:
@@ -238,10 +215,6 @@ class Side(ABC):
         table: list[int] = answer.lease.block_table.tolist()
         return table[:count]
 
-    @abstractmethod
-    def _cancel(self, name: str) -> None:
-        """Ends the handoff on this side."""
-
 
 class Offers(Side):
     """Prompts that are computed here for another instance."""
@@ -249,14 +222,9 @@ class Offers(Side):
     party: PrefillSchedulerDriver
 
     def __init__(
-        self,
-        driver: PrefillSchedulerDriver,
-        *,
-        block_tokens: int,
-        weights: str,
-        rank: HandedRank | None,
+        self, driver: PrefillSchedulerDriver, config: Config, rank: HandedRank | None
     ) -> None:
-        super().__init__(driver, block_tokens=block_tokens, weights=weights, rank=rank)
+        super().__init__(driver, config, rank)
         self._new: dict[str, Offer] = {}
 
     def begin(self, answer: Answer) -> bool:
@@ -291,27 +259,16 @@ class Offers(Side):
         offers, self._new = list(self._new.values()), {}
         return offers
 
-    def _cancel(self, name: str) -> None:
-        self._new.pop(name, None)
-        self.party.cancel(name)
+    def cancel(self, answer: Answer) -> None:
+        """The handoff is not wanted any more; see `Handoffs`."""
+        self._new.pop(answer.request.handoff, None)
+        super().cancel(answer)
 
 
 class Claims(Side):
     """Prompts that are computed elsewhere and answered here."""
 
     party: DecodeSchedulerDriver
-
-    def __init__(
-        self,
-        driver: DecodeSchedulerDriver,
-        *,
-        block_tokens: int,
-        weights: str,
-        rank: HandedRank | None,
-        ranks: Sequence[str],
-    ) -> None:
-        super().__init__(driver, block_tokens=block_tokens, weights=weights, rank=rank)
-        self._ranks = tuple(ranks)
 
     def begin(self, answer: Answer) -> bool:
         """Claims what is missing of a prompt, if that is more than a block; see `Handoffs`."""
@@ -329,7 +286,7 @@ class Claims(Side):
                 answer.request.handoff,
                 token_count=tokens,
                 cached_tokens=first * self._block_tokens,
-                slots=dict.fromkeys(self._ranks, self._blocks(answer)[first:]),
+                slots=dict.fromkeys(self.ranks, self._blocks(answer)[first:]),
                 keys=self._keys(answer),
             )
         except (ValueError, UnavailableError, CapacityError):
@@ -338,16 +295,6 @@ class Claims(Side):
         self._hold(answer, tokens=tokens - first * self._block_tokens)
         answer.phase = Phase.CLAIMING
         return True
-
-    def sampled(self, answer: Answer, token: int) -> None:
-        """Nobody else wants to know; see `Handoffs`."""
-
-    def take_offers(self) -> list[Offer]:
-        """There are none; see `Handoffs`."""
-        return []
-
-    def _cancel(self, name: str) -> None:
-        self.party.cancel(name)
 
 
 def handoffs_of(
@@ -371,21 +318,12 @@ def handoffs_of(
     config = parse_config(spec.config)
     found: Offers | Claims
     if spec.role is Role.PREFILL:
-        names = directory.prefill.rank_names
-        found = Offers(
-            PrefillSchedulerDriver(directory, lines, incarnation=incarnation, settings=SETTINGS),
-            block_tokens=config.cache.block_tokens,
-            weights=config.model.weights_version,
-            rank=rank,
+        prefill = PrefillSchedulerDriver(
+            directory, lines, incarnation=incarnation, settings=SETTINGS
         )
+        found, place = Offers(prefill, config, rank), directory.prefill
     else:
-        names = directory.decode.rank_names
-        found = Claims(
-            DecodeSchedulerDriver(directory, lines, incarnation=incarnation, settings=SETTINGS),
-            block_tokens=config.cache.block_tokens,
-            weights=config.model.weights_version,
-            rank=rank,
-            ranks=names,
-        )
-    found.meet(names, time.monotonic() + MEET_S)
+        decode = DecodeSchedulerDriver(directory, lines, incarnation=incarnation, settings=SETTINGS)
+        found, place = Claims(decode, config, rank), directory.decode
+    found.meet(place.rank_names, time.monotonic() + MEET_S)
     return found

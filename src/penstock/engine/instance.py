@@ -23,6 +23,7 @@ import penstock
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.engine import Engine, LocalWorkers
+from penstock.engine.giving_up import GIVE_UP_S, end_within
 from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.handoffs import handoffs_of
 from penstock.engine.loading import load_rank
@@ -81,8 +82,6 @@ class Instance:
         room = config.cache.device.slot_count * config.cache.block_tokens
         self._longest = min(architecture.positions, room)
         self._token_bytes = token_bytes_of(architecture, spec)
-        self._config = spec.config
-        """As it is now: the weights may be called otherwise than when it started."""
         self._answers_left: dict[str, int] = {}
         """Of every request that the server waits for."""
 
@@ -93,7 +92,7 @@ class Instance:
                 model=model,
                 positions=self._longest,
                 stop_tokens=list(self._architecture.stop_tokens),
-                config=self._config,
+                config=self._spec.config,
                 tiers=self._tiers,
                 ready_s=[tier.ready_s or 0.0 for tier in self._engine.cache.statistics().tiers],
                 role=self._spec.role.value,
@@ -246,7 +245,7 @@ class Instance:
             case ms.Reset(why=why, weights_version=version):
                 if version:
                     self._engine.change_weights(version)
-                    self._config = _with_weights(self._config, version)
+                    self._spec = _with_weights(self._spec, version)
                 else:
                     self._engine.cache.reset(why)
             case ms.Ask():
@@ -293,9 +292,11 @@ class Instance:
         )
 
 
-def _with_weights(given: str, version: str) -> str:
-    config = penstock.parse_config(given)
-    return replace(config, model=replace(config.model, weights_version=version)).to_toml()
+def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:
+    """The instance as it is now: its weights are called otherwise than when it started."""
+    config = penstock.parse_config(spec.config)
+    config = replace(config, model=replace(config.model, weights_version=version))
+    return msgspec.structs.replace(spec, config=config.to_toml())
 
 
 def _progress(output: Output, *, handed: bool) -> ms.Progress:
@@ -332,7 +333,14 @@ def build_engine(
         cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
         loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)
-        return Engine(scheduler, LocalWorkers(loaded.worker), handoffs), loaded.architecture
+        # On a CPU a step is computed when it is handed over: only a GPU is waited for.
+        engine = Engine(
+            scheduler,
+            LocalWorkers(loaded.worker),
+            handoffs,
+            step_deadline_s=loaded.config.device_wait_s,
+        )
+        return engine, loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
     with Listener(f"{spec.name}-scheduler", spec.scheduler) as listener:
@@ -343,7 +351,7 @@ def build_engine(
     handoffs = handoffs_of(spec, architecture, None)
     cache = penstock.open_owner(penstock.parse_config(spec.config), ranks=facts)
     scheduler = _scheduler(spec, cache, handoffs)
-    return Engine(scheduler, RemoteWorkers(channels, facts), handoffs), architecture
+    return Engine(scheduler, RemoteWorkers(channels), handoffs), architecture
 
 
 def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | None) -> Scheduler:
@@ -405,6 +413,7 @@ def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -
     try:
         why = _answer(spec, instance, stop)
     except (PeerError, UnavailableError):
+        end_within(GIVE_UP_S)
         instance.hang_up()
         instance.abandon()
         raise

@@ -13,13 +13,14 @@ from penstock.engine.ranks import Alone, Ranks, Together
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights
 from penstock.engine.worker import Worker, allocate_kv, kv_tier
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.config import Config
     from penstock.engine.architecture import Architecture
+    from penstock.engine.checkpoints import Model
     from penstock.engine.sharding import Share
     from penstock.engine.spec import InstanceSpec
     from penstock.tiers.tensors import TensorTier
@@ -51,12 +52,14 @@ def load_rank(
 
     Raises:
         ConfigError: the model or the configuration is wrong, or they do not fit each other.
-        UnavailableError: the default model is not installed, or there is no such device.
+        UnavailableError: the default model is not installed, there is no such device, or the
+            model's files are no longer those that were named.
     """
     config = penstock.parse_config(spec.config)
     if config.cache.device is None:
         raise ConfigError("cache.blocks", "is 0, must be the blocks that the device has room for")
-    architecture, checkpoint = find_model(spec.model).open()
+    model = find_model(spec.model)
+    architecture, checkpoint = model.open()
     share = share_of(architecture, rank=rank, ranks=spec.ranks)
     device = device_of(spec.device, rank)
     weights = RankWeights(
@@ -74,6 +77,7 @@ def load_rank(
         progress=lambda layers: progress(layers, architecture.layers),
     )
     checkpoint.close()
+    _require_same_files(spec, model)
     block_tokens = config.cache.block_tokens
     kv = allocate_kv(
         architecture,
@@ -94,6 +98,15 @@ def load_rank(
         config=config,
         architecture=architecture,
     )
+
+
+def _require_same_files(spec: InstanceSpec, model: Model) -> None:
+    """Keys say which weights made the KV, and others may have KV under the same keys."""
+    if spec.digest and model.weights_version() != spec.digest:
+        raise UnavailableError(
+            f"the files of {model.path} have changed since the server started: it would call "
+            "other weights by the same name, and has to be started anew"
+        )
 
 
 def _ranks(architecture: Architecture, share: Share) -> Ranks:

@@ -93,18 +93,15 @@ class Decoder:
         batch: Batch,
         kv: Sequence[torch.Tensor],
         *,
-        before_layer: Callable[[int], None] = _nothing,
         after_layer: Callable[[int], None] = _nothing,
     ) -> torch.Tensor | None:
         """The logits of the wanted rows on the first rank, nothing on the others.
 
-        `before_layer` is called before a layer reads its KV, for loads that are still
-        arriving; `after_layer` once its KV is computed, for those who wait for it.
+        `after_layer` is called once the KV of a layer is computed, for those who wait for it.
         """
         hidden = embedding(batch.tokens, self._embedding)
         turn = self._attention.turn(self._angles, batch)
         for number, layer in enumerate(self._layers):
-            before_layer(number)
             hidden = hidden + self._attended(layer, hidden, kv[number], turn, batch)
             after_layer(number)
             hidden = hidden + self._mlp(layer, hidden)

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 import penstock
+from penstock.engine.giving_up import GIVE_UP_S, end_within
 from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.loading import load_rank
 from penstock.engine.meeting import Loading, encode, join
@@ -72,7 +73,11 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
         # From now on it ends with its scheduler: told to stop before it, it would take the
         # scheduler's last step away.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return serve_rank(channel, loaded.worker, rank, handed)
+        try:
+            return serve_rank(channel, loaded.worker, rank, handed)
+        except (PeerError, UnavailableError):
+            end_within(GIVE_UP_S)
+            raise
 
 
 def _meet(spec: RankSpec, place: str) -> None:

@@ -1,6 +1,7 @@
 """Ranks in processes of their own: a step goes to all of them, and one answers with tokens.
 
-    scheduler's process:   workers = RemoteWorkers(*meet_ranks(listener, ranks=2, deadline=…))
+    scheduler's process:   channels, facts = meet_ranks(listener, ranks=2, deadline=…)
+                           workers = RemoteWorkers(channels)
     each rank's process:   serve_rank(channel, worker, rank)
 
 Copies travel with the steps: a step carries the plan, its results carry the reports. A step
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from penstock.engine.handed_ranks import HandedRank
     from penstock.engine.worker import Worker
-    from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
     from penstock.transport.base import Channel
 
@@ -37,11 +37,10 @@ IDLE_S = 3600.0
 class RemoteWorkers:
     """The ranks of one model, as their scheduler sees them."""
 
-    def __init__(self, channels: Sequence[Channel], facts: Sequence[RankFacts]) -> None:
+    def __init__(self, channels: Sequence[Channel]) -> None:
         self.channels = list(channels)
         """In the order of the ranks."""
-        self.facts = list(facts)
-        self.reports: deque[bytes] = deque()
+        self._reports: list[bytes] = []
         """What the ranks said about copies, for the owner of the cache."""
         self._answers: list[deque[StepResult]] = [deque() for _ in channels]
 
@@ -68,8 +67,7 @@ class RemoteWorkers:
     def take_reports(self) -> list[bytes]:
         """What the ranks said about copies since the last call."""
         self.listen()
-        reports = list(self.reports)
-        self.reports.clear()
+        reports, self._reports = self._reports, []
         return reports
 
     def listen(self) -> None:
@@ -86,7 +84,7 @@ class RemoteWorkers:
                 result = read_by_scheduler(said.frame)
                 if not isinstance(result, StepResult):
                     raise PeerError(f"rank {rank} said {result}, must be the result of a step")
-                self.reports.extend(result.reports)
+                self._reports += result.reports
                 if result.number:
                     self._answers[rank].append(result)
 

@@ -68,6 +68,9 @@ class Choice:
     """Tokens that were chosen, where the logits are; to be read when the device is there.
 
     `tokens` is what the next step may compute on without anybody having read it.
+
+    Raises:
+        ValueError: there is not one wish for each row.
     """
 
     def __init__(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> None:
@@ -97,15 +100,6 @@ class Choice:
             ]
             told.append(Sampled(int(numbers[0]), numbers[1], named))
         return told
-
-
-def sample(logits: torch.Tensor, wishes: Sequence[Wish]) -> list[Sampled]:
-    """Chooses a token for every row of logits on the CPU.
-
-    Raises:
-        ValueError: there is not one wish for each row.
-    """
-    return Choice(logits, wishes).tell()
 
 
 def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
 from penstock.engine.batch import PREVIOUS, Span
-from penstock.engine.handoffs import NoHandoffs
+from penstock.engine.handoffs import Handoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling import Sampled
 from penstock.engine.steps import Draw, Step
@@ -29,7 +29,6 @@ from penstock.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.handoffs import Handoffs
     from penstock.runtime.managed import Cache
 
 
@@ -75,7 +74,7 @@ class Scheduler:
         self.cache = cache
         self.settings = settings
         self.preemptions = 0
-        self._handoffs = handoffs or NoHandoffs()
+        self._handoffs = handoffs or Handoffs()
         self.block_tokens = block_tokens
         self._block_count = block_count
         self._answers: dict[int, Answer] = {}

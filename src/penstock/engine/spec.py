@@ -44,6 +44,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     model: str | None
     """A folder or a file; without it the default model."""
+    digest: str = ""
+    """Of the model's files when they were named: a later life must not read others."""
     config: str
     """The cache's configuration, as TOML."""
     server: str

@@ -10,6 +10,8 @@ from penstock.engine.sampling import Sampled, Wish  # noqa: TC001
 
 COPIES_ALONE = 0
 """The number of a step that computes nothing; real ones are counted from 1."""
+STEP_S = 600.0
+"""A step that takes longer never ends. A rank that died or hangs is noticed long before."""
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):

@@ -59,6 +59,7 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[st
     return {
         "instance": spec.name,
         "role": spec.role.value,
+        "weights_version": parse_config(spec.config).model.weights_version,
         "cache": engine.cache.statistics(),
         "health": engine.cache.health(),
         **{phase.value: engine.scheduler.count(phase) for phase in PHASES},

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 class Checkpoint(Protocol):
     """Tensors by their Hugging Face names."""
-
-    def __contains__(self, name: str) -> bool: ...
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""
@@ -50,12 +47,6 @@ class SafetensorsCheckpoint:
         for path in _safetensors_files(folder):
             file = self._open.enter_context(safe_open(path, framework="pt"))
             self._file_of.update(dict.fromkeys(file.keys(), file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""

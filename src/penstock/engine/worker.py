@@ -1,7 +1,7 @@
 """One rank at work: carries out a step, and tells the copies of its blocks about it.
 
     pending = worker.submit(step)       # computed on the CPU; under way on a GPU
-    result = pending.result()           # waits for a GPU
+    result = pending.result(deadline)   # waits for a GPU; None if it is not there by then
 
 On a GPU, `submit` returns when the step's work is in the GPU's queue. The next step may be
 submitted before anybody has read what this one chose: its tokens stay on the device for it.
@@ -12,6 +12,7 @@ with its blocks, right after it was submitted.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,7 +20,8 @@ import torch
 
 from penstock.engine.batch import lay_out
 from penstock.engine.sampling import Choice
-from penstock.engine.steps import StepResult
+from penstock.engine.steps import STEP_S, StepResult
+from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 
@@ -96,8 +98,8 @@ class Lane(Protocol):
 class Mark(Protocol):
     """A point in a lane's work."""
 
-    def wait(self) -> None:
-        """Blocks this thread until the lane has got there."""
+    def wait(self, seconds: float) -> bool:
+        """Blocks this thread until the lane has got there; returns False if it takes too long."""
         ...
 
 
@@ -124,8 +126,9 @@ class Here:
         """The point is reached."""
         return self
 
-    def wait(self) -> None:
+    def wait(self, seconds: float) -> bool:  # noqa: ARG002
         """There is nothing to wait for."""
+        return True
 
 
 class Pending:
@@ -136,9 +139,10 @@ class Pending:
         self._choice = choice
         self._mark = mark
 
-    def result(self) -> StepResult:
-        """What came of it; waits until it is computed."""
-        self._mark.wait()
+    def result(self, deadline: float) -> StepResult | None:
+        """What came of it; waits for it until the deadline, on the monotonic clock."""
+        if not self._mark.wait(deadline - time.monotonic()):
+            return None
         return StepResult(self.number, [] if self._choice is None else self._choice.tell())
 
 
@@ -166,8 +170,15 @@ class Worker:
         """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:
-        """Computes a step; the first rank answers with the tokens it chose."""
-        return self.submit(step).result()
+        """Computes a step; the first rank answers with the tokens it chose.
+
+        Raises:
+            UnavailableError: the device does not end it.
+        """
+        result = self.submit(step).result(time.monotonic() + STEP_S)
+        if result is None:
+            raise UnavailableError(f"step {step.number} was not computed within {STEP_S:g} s")
+        return result
 
     def submit(self, step: Step) -> Pending:
         """Has a step computed; what it comes to can be asked for later."""

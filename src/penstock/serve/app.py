@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from penstock.serve.router import Router
 
 TENANT_CHARACTERS_MAX = 128
+TOKENS_END = 1 << 31
+BODY_S = 60.0
+"""A request whose body takes longer to come is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +144,12 @@ class Server:
         if isinstance(prompt, str):
             return self._text.encode(prompt)
         tokens = [token for token in prompt if isinstance(token, int)]
+        wrong = [token for token in tokens if not 0 <= token < TOKENS_END]
+        if wrong:
+            # An instance knows the vocabulary; this is what a message can hold.
+            raise BadRequest(
+                f"prompt has token {wrong[0]}, must be from 0 to {TOKENS_END - 1}", param="prompt"
+            )
         if len(tokens) == len(prompt):
             return tokens
         if len(prompt) == 1:
@@ -272,12 +281,16 @@ class Server:
     async def _body(self, http: HttpRequest) -> bytes:
         self._require_key(http)
         limit = self._settings.body_bytes_max
-        parts: list[bytes] = []
-        async for part in http.stream():
-            parts.append(part)
-            if sum(map(len, parts)) > limit:
-                raise BadRequest(f"the body has more than {limit} bytes", status=413)
-        return b"".join(parts)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in http.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise BadRequest(f"the body has more than {limit} bytes", status=413)
+        except TimeoutError as error:
+            raise BadRequest(f"the body did not come within {BODY_S:g} s", status=408) from error
+        return bytes(body)
 
     def _require_key(self, http: HttpRequest) -> None:
         key = self._settings.api_key

@@ -6,6 +6,7 @@
 | 401    | `authentication_error`  | the API key is missing or wrong                         |
 | 404    | `invalid_request_error` | no such path, or no such model                          |
 | 405    | `invalid_request_error` | the path takes another method                           |
+| 408    | `invalid_request_error` | the body does not come to its end                       |
 | 413    | `invalid_request_error` | the body is too large                                   |
 | 429    | `rate_limit_error`      | too much is under way: `Retry-After` says when to return |
 | 500    | `server_error`          | a defect of ours                                        |

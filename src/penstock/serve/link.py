@@ -49,6 +49,8 @@ class Link:
         """How far each rank is."""
         self.on_kept: Callable[[Link, list[KvEvent]], None] = _nobody
         """Told what the instance caches."""
+        self.on_ready: Callable[[Link], None] = _nobody_waits
+        """Told before anybody else that the instance takes requests."""
         self._channel = channel
         self._on_change = on_change
         self._requests: dict[str, asyncio.Queue[ms.Progress | ms.Refused | Lost]] = {}
@@ -182,6 +184,7 @@ class Link:
                 self._on_change(self)
             case ms.Ready():
                 self.ready = message
+                self.on_ready(self)
                 self._on_change(self)
             case ms.Progress() | ms.Refused():
                 queue = self._requests.get(message.id)
@@ -214,3 +217,7 @@ class Link:
 
 def _nobody(_link: Link, _events: list[KvEvent]) -> None:
     """Nobody wants to know."""
+
+
+def _nobody_waits(_link: Link) -> None:
+    """Nobody has anything to say to it."""

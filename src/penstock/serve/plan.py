@@ -179,6 +179,7 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
     return InstanceSpec(
         name=name,
         model=engine.model or None,
+        digest=find_model(engine.model or None).weights_version(),
         config=given,
         server=config.serve.router,
         joins=bool(config.serve.router),

@@ -119,11 +119,17 @@ class Router:
         self._holdings: dict[Link, Holdings] = {}
         self._at: dict[str, Link] = {}
         """Where each request is answered."""
+        self._resets = 0
+        self._weights_version = ""
+        """What the weights are called, if that has changed."""
+        self._told: dict[str, int] = {}
+        """The last reset that each instance was told of, whichever life it was in."""
 
     def add(self, link: Link) -> None:
         """A new instance."""
         self.links.append(link)
         link.on_kept = self._follow
+        link.on_ready = self._welcome
 
     def remove(self, link: Link) -> None:
         """An instance is gone."""
@@ -183,12 +189,28 @@ class Router:
             link.send(StopAnswer(id=request, answer=answer))
 
     def reset(self, why: str, *, weights_version: str = "") -> list[str]:
-        """Voids what every instance has cached; returns their names."""
+        """Voids what every instance has cached, also of those that are away and come back.
+
+        Returns the names of those that are there.
+        """
+        self._resets += 1
+        self._weights_version = weights_version or self._weights_version
         for link in self.ready:
-            link.send(Reset(why=why, weights_version=weights_version))
-            if weights_version:
-                self._holdings_of(link).change_weights(weights_version)
+            self._reset(link, why, weights_version)
         return [link.name for link in self.ready]
+
+    def _welcome(self, link: Link) -> None:
+        """Tells an instance what it has missed, before it is sent any request."""
+        known, version = self._holdings_of(link).config.model.weights_version, self._weights_version
+        other = version if known != version else ""
+        if other or self._told.get(link.name, 0) < self._resets:
+            self._reset(link, "it was away when the others were told", other)
+
+    def _reset(self, link: Link, why: str, weights_version: str) -> None:
+        self._told[link.name] = self._resets
+        link.send(Reset(why=why, weights_version=weights_version))
+        if weights_version:
+            self._holdings_of(link).change_weights(weights_version)
 
     def _choose(self, submit: ms.Submit, tried: set[Link]) -> Link:
         able = [link for link in self.answering if link not in tried]

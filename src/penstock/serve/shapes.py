@@ -114,7 +114,7 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
         BadRequest: it is no JSON, a field is wrong, or something is asked for that is not done.
     """
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = msgspec.convert(_without_nulls(msgspec.json.decode(body)), type=kind)
     except msgspec.ValidationError as error:
         raise BadRequest(_plain(str(error)), param=_param(str(error))) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -123,6 +123,15 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
         _refuse_what_is_not_done(request)
         _check_ranges(request)
     return request
+
+
+def _without_nulls(given: object) -> object:
+    """A field that is null is one that was left out, as OpenAI has it."""
+    if isinstance(given, list):
+        return [_without_nulls(each) for each in given]
+    if not isinstance(given, dict):
+        return given
+    return {name: _without_nulls(value) for name, value in given.items() if value is not None}
 
 
 def _refuse_what_is_not_done(request: _Common) -> None:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.engine.cuda.graphs import StepGraphs
-from penstock.errors import UnavailableError
+from penstock.movers.cuda.bell import Bell
+from penstock.movers.cuda.marks import Marks
+from penstock.movers.cuda.streams import Event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,28 +27,10 @@ if TYPE_CHECKING:
 
     from penstock.engine.batch import Batch, Sheet
     from penstock.engine.model import Decoder
+    from penstock.movers.cuda.marks import Mark
 
 HIGH = -1
 """The movers' streams have the lowest priority, which is the default: this one goes ahead."""
-
-
-class CudaMark:
-    """A point in a stream's work that the CPU can wait for without turning."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        """Blocks this thread until the device has got there.
-
-        Raises:
-            UnavailableError: the device failed.
-        """
-        try:
-            self._event.synchronize()
-        except torch.AcceleratorError as error:
-            raise UnavailableError(f"the GPU failed: {error}") from error
 
 
 class CudaLane:
@@ -65,6 +49,7 @@ class CudaLane:
         # Weights and blocks were made in another stream.
         torch.cuda.synchronize(device)
         self.stream: int = self._compute.cuda_stream
+        self._marks = Marks(self.stream, Bell(), Event)
 
     def computing(self) -> AbstractContextManager[object]:
         """What is called inside runs in the stream of steps."""
@@ -88,6 +73,6 @@ class CudaLane:
             return self._graphs.replay(decoder, batch, kv)
         return decoder.forward(batch, kv)
 
-    def mark(self) -> CudaMark:
+    def mark(self) -> Mark:
         """A point behind all that was called so far."""
-        return CudaMark(self._compute)
+        return self._marks.make()

@@ -27,6 +27,10 @@ _SEMAPHORE_BYTES = 64
 """More than any C library of Linux needs."""
 
 
+_MAY_RING: list[Bell] = []
+"""Bells that were given up on: the device may post their semaphores while the process lives."""
+
+
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
@@ -57,6 +61,8 @@ class Bell:
             reached = event.reached
             if not heard:
                 break
+        if not reached and self not in _MAY_RING:
+            _MAY_RING.append(self)
         return reached
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from penstock.errors import UnavailableError
-from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.streams import Piece
 from penstock.runtime.handoff.device_staging import Device, address_of, numbers_of
 from penstock.runtime.handoff.tensors import WindowScatter
@@ -72,7 +71,6 @@ class DeviceReader:
         self._device = Device(tier, part_bytes)
         self._reading: deque[_Reading] = deque()
         self._forgotten: set[WriteId] = set()
-        self._bell = Bell()
 
     def read(
         self,
@@ -128,7 +126,7 @@ class DeviceReader:
         for reading in self._reading:
             if reading.write == write:
                 self._forgotten.add(write)
-                if not self._bell.wait(reading.batch.manifest.ended, FORGET_S):
+                if not self._device.bell.wait(reading.batch.manifest.ended, FORGET_S):
                     raise UnavailableError(f"a copy of the device has not ended in {FORGET_S} s")
 
     @property
@@ -137,9 +135,8 @@ class DeviceReader:
         return bool(self._reading)
 
     def close(self) -> None:
-        """Waits for what is under way, and gives everything back."""
+        """Waits for what is under way, and gives everything back; see `Device.close`."""
         self._device.close()
-        self._bell.close()
 
     def _kernels_of(self, form: PartForm) -> Kernels:
         return self._device.kernels_of(form, lambda: narrow(self._tier.layout, form.source_cuts))
@@ -243,7 +240,7 @@ class DeviceTaker:
         return bool(self._taking)
 
     def close(self) -> None:
-        """Waits for what is under way, and gives everything back."""
+        """Waits for what is under way, and gives everything back; see `Device.close`."""
         self._device.close()
 
     def _kernels_of(self, form: PartForm, *, whole: bool) -> Kernels:

@@ -18,11 +18,14 @@ import numpy as np
 import torch
 
 from penstock.errors import UnavailableError
+from penstock.movers.base import WAIT_S
+from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.calls import choose_calls
+from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.pinned import PinnedMemory, register, unregister
 from penstock.movers.cuda.staging import StagingRing, StagingSize
-from penstock.movers.cuda.streams import Stream
+from penstock.movers.cuda.streams import Event, Stream
 from penstock.vocabulary.checksums import SUM_BYTES, key_seed
 
 if TYPE_CHECKING:
@@ -129,6 +132,8 @@ class Device:
 
     def __init__(self, tier: TensorTier, part_bytes: int) -> None:
         self.stream = Stream()
+        self.bell = Bell()
+        self._marks = Marks(self.stream.handle, self.bell, Event)
         self._tier = tier
         self._part_bytes = part_bytes
         self._shapes: dict[tuple[int, int, int], Shape] = {}
@@ -153,10 +158,17 @@ class Device:
         return found
 
     def close(self) -> None:
-        """Waits for what is under way, and gives everything back."""
-        self.stream.wait()
+        """Waits for what is under way, and gives everything back.
+
+        Raises:
+            UnavailableError: it does not end; then nothing is given back, as it is still used.
+        """
+        if not self._marks.make().wait(WAIT_S):
+            raise UnavailableError(f"parts have not ended on the device after {WAIT_S:g} s")
         for shape in self._shapes.values():
             shape.close()
+        self._marks.close()
+        self.bell.close()
         self.stream.close()
 
 

@@ -1,0 +1,70 @@
+"""Points in one stream's work that the CPU waits for, each with a deadline.
+
+    mark = marks.make()                 # behind all that was submitted to the stream so far
+    ...
+    if not mark.wait(30.0): ...         # the device has not got there
+
+The one rule: the event of a mark is used again only when the device was seen to have reached it.
+One that was given up on is still the device's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.movers.cuda.bell import Bell
+    from penstock.movers.cuda.streams import Event
+
+
+class Mark:
+    """One point in a stream's work."""
+
+    __slots__ = ("_bell", "_event", "_spare")
+
+    def __init__(self, event: Event, bell: Bell, spare: list[Event]) -> None:
+        self._event: Event | None = event
+        self._bell = bell
+        self._spare = spare
+
+    def wait(self, seconds: float) -> bool:
+        """Blocks this thread until the device has got there; returns False if it takes too long.
+
+        Raises:
+            UnavailableError: the device failed.
+        """
+        if self._event is not None:
+            if not self._bell.wait(self._event, seconds):
+                return False
+            self._spare.append(self._event)
+            self._event = None
+        return True
+
+
+class Marks:
+    """Makes the marks of one stream.
+
+    Args:
+        stream: The stream, as the CUDA runtime takes it.
+        bell: What wakes this thread.
+        new_event: Makes an event; there are as many as marks that are waited for at a time.
+    """
+
+    def __init__(self, stream: object, bell: Bell, new_event: Callable[[], Event]) -> None:
+        self._stream = stream
+        self._bell = bell
+        self._new_event = new_event
+        self._spare: list[Event] = []
+
+    def make(self) -> Mark:
+        """A point behind all that was submitted so far."""
+        event = self._spare.pop() if self._spare else self._new_event()
+        event.record(self._stream)
+        return Mark(event, self._bell, self._spare)
+
+    def close(self) -> None:
+        """Gives the events back whose marks were reached."""
+        while self._spare:
+            self._spare.pop().close()

@@ -1,0 +1,71 @@
+"""A pair that one command starts and that joins the router of another one, through its changes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from tests.serve.conftest import Running, eventually
+from tests.serve.test_roles import SIZES, STORY, everybody, require_same, told
+from tests.serve.test_roles_alone import Roles, command, line_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = {"prefill-2": True, "decode-2": True}
+
+
+def router_of(roles: Roles, stack: ExitStack) -> Running:
+    """A router with the joined pair behind it."""
+    process = stack.enter_context(command(*roles.of("router")))
+    assert line_of(process).endswith(f"waits for instances at {roles.router}")
+    running = Running(process, line_of(process).partition(" at ")[2].split("/v1")[0])
+    stack.callback(running.client.close)
+    eventually(lambda: running.client.get("/health").json()["instances"], NAMES)
+    return running
+
+
+def state_of(running: Running, key: str) -> dict[str, Any]:
+    return {each["instance"]: each[key] for each in everybody(running)}
+
+
+def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
+    server: Running, model_folder: Path
+) -> None:
+    roles = Roles(model_folder)
+    other = "What was computed with other weights is nobody's any more. " * 3
+    joined = (*roles.model, "--router", roles.router, *SIZES, "--number", "2")
+    with ExitStack() as stack:
+        pair = stack.enter_context(command(*joined, "--prefill-tp", "2"))
+        first = router_of(roles, stack)
+        lines = {line_of(pair), line_of(pair)}
+        assert lines == {f"penstock: ready: {name} has joined {roles.router}" for name in NAMES}
+
+        found = told(first, STORY, logprobs=5)
+        require_same(found, told(server, STORY, logprobs=5, cache="off"))
+        assert state_of(first, "handoffs")["decode-2"] == {"delivered": 1}
+
+        _weights_change(first)
+        again = told(first, STORY, logprobs=5)
+        require_same(again, found)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert state_of(first, "handoffs")["decode-2"] == {"delivered": 2}
+
+        first.process.kill()
+        first.process.wait(timeout=10)
+        second = router_of(roles, stack)
+        kept, anew = told(second, STORY, logprobs=5), told(second, other, logprobs=5)
+        require_same(kept, found)
+        require_same(anew, told(server, other, logprobs=5, cache="off"))
+
+        assert kept["usage"]["cached_by_tier"]["device"] > 0
+        assert state_of(second, "weights_version") == dict.fromkeys(NAMES, "w2")
+        assert state_of(second, "handoffs")["decode-2"]["delivered"] == 3
+        assert sorted(second.client.post("/admin/audit").json()["in_order"]) == sorted(NAMES)
+        eventually(lambda: [each["leases"] for each in state_of(second, "cache").values()], [0, 0])
+        assert pair.poll() is None
+
+
+def _weights_change(running: Running) -> None:
+    answer = running.client.post("/admin/weights", json={"version": "w2"})
+    assert sorted(answer.json()["reset"]) == sorted(NAMES)
