@@ -383,6 +383,20 @@ def test_blocks_that_the_engine_holds_need_not_be_loaded(offload: Driver) -> Non
     assert (found.ready, found.worth, found.miss.block) == (4, 3, 3)
 
 
+@pytest.mark.parametrize("held", [4, 6])
+def test_where_the_engine_holds_all_that_was_found_nothing_is_weighed(
+    offload: Driver, held: int
+) -> None:
+    load(offload, "abcd")
+    measure(offload, Purpose.LOAD, SLOW)
+    compute_at(offload, QUICK)
+
+    found = lookup(offload, "abcdef", held=held)
+
+    assert (found.ready, found.worth) == (4, 4)
+    assert (found.miss.reason, found.miss.block) == (MissReason.NEVER_SEEN, 4)
+
+
 def test_blocks_that_wait_below_the_hub_are_weighed_with_both_hops(make_driver: MakeDriver) -> None:
     driver = make_driver(device=None, host=8, disk=16)
     driver.discover(2, "abcdef")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
@@ -10,9 +12,14 @@ from penstock.movers.memcpy import MemcpyMover
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
+from penstock.tiers.host import HostTier
 from penstock.tiers.memory import MemoryTier
+from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LAYOUT = LAYOUTS["K and V apart"]
 
@@ -73,6 +80,31 @@ def test_a_copy_of_any_size_arrives_whole_but_for_its_faults(block_bytes: int, c
     content[count - 2] = 0
     assert moved.faults == ((count - 2, BlockFault.CORRUPT),)
     np.testing.assert_array_equal(read_slots(device, slots), content)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("targets", [range(2, 8), (7, 3, 4, 0, 6, 1)], ids=["a run", "apart"])
+def test_blocks_are_packed_and_summed_in_slots_that_are_longer_than_they(
+    targets: Sequence[int], algorithm: Algorithm
+) -> None:
+    layout = Layout.opaque(
+        layers=range(3), block_bytes=1_700, encoding="bytes", block_tokens=4, block_count=6
+    )
+    device = device_of(layout)
+    content = draw_blocks(layout, 6, seed=1)
+    write_slots(device, range(6), content)
+    keys = keys_of(6)
+
+    with HostTier.create(layout, 9, huge_pages=False) as host:
+        mover = MemcpyMover(device, host, algorithm)
+        mover.submit(make_copy(1, range(6), targets, purpose=Purpose.SAVE, keys=keys))
+        (moved,) = poll_until_idle(mover, budget_bytes=4 * layout.block_bytes)
+
+        assert host.slot_bytes > layout.block_bytes
+        assert not moved.faults
+        np.testing.assert_array_equal(read_slots(host, targets), content)
+        sums = CellSpan.of(layout).sum_blocks(content, keys, algorithm)
+        np.testing.assert_array_equal(host.sums(np.array(targets, dtype=np.int32)), sums)
 
 
 def test_sums_of_one_algorithm_mean_nothing_to_the_other() -> None:

@@ -96,7 +96,7 @@ class Pool:
     def unhold(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """One less; returns the slots that nothing holds any more."""
         left = self.holders[slots] - 1
-        if left.min(initial=0) < 0:
+        if np.count_nonzero(left < 0):
             worst = int(slots[int(left.argmin())])
             problem = f"tier {self.name!r}: slot {worst} was released once too often"
             raise InvariantViolation(problem, node=int(self.node[worst]))

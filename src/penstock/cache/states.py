@@ -170,7 +170,7 @@ class Table(Generic[StateT, MoveT]):
             InvariantViolation: the move is not legal for at least one of them.
         """
         after: NDArray[np.uint8] = self._next[move].take(states)
-        if after.max(initial=0) == ILLEGAL:
+        if np.count_nonzero(after == ILLEGAL):
             worst = self.states(int(states[int(after.argmax())]))
             raise InvariantViolation(f"{self.name}: {move.name} in state {worst.name}")
         if self.counts is not None:

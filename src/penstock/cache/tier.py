@@ -98,7 +98,7 @@ class Tier:
         keys: Sequence[Key] | None = None,
     ) -> None:
         """Records that the blocks of `nodes` lie, or will lie, in `slots`."""
-        if self.slot_of[nodes].max(initial=NOWHERE) != NOWHERE:
+        if np.count_nonzero(self.slot_of[nodes] != NOWHERE):
             raise InvariantViolation(f"tier {self.name!r}: a block was placed twice")
         self.slot_of[nodes] = slots
         self.pool.node[slots] = nodes
@@ -373,7 +373,7 @@ class Tier:
         if len(tenants) == 0:
             return []
         first = int(tenants[0])
-        if (tenants == first).all():
+        if np.count_nonzero(tenants == first) == len(tenants):
             return [(first, len(tenants))]
         values, counts = np.unique(tenants, return_counts=True)
         return list(zip(values.tolist(), counts.tolist(), strict=True))

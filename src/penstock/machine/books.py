@@ -348,7 +348,7 @@ class Books:
         """Frees those of the slots that are condemned and that nothing holds."""
         pool = tier.pool
         quiet = (pool.state[slots] == DOOMED) & (pool.holders[slots] == 0)
-        if quiet.any():
+        if np.count_nonzero(quiet):
             pool.discard(slots[quiet])
 
     def _gone(

@@ -195,11 +195,12 @@ def _complete(books: Books, operation: Operation, now: float) -> None:
     """Every rank has reported, and nobody gave up: good blocks are ready, bad ones are not."""
     operation.move(OperationMove.LAST_REPORT)
     operation.outcome = Outcome.FAILED if operation.faults else Outcome.DONE
+    bad = np.array(sorted(operation.faults), dtype=np.intp)
     good = np.ones(len(operation.keys), dtype=bool)
-    good[list(operation.faults)] = False
+    good[bad] = False
     _end_staging(books, operation)
-    _fill_targets(books, operation, np.flatnonzero(good), now)
-    bad_device_slots = _give_up_targets(books, operation, np.flatnonzero(~good), now)
+    _fill_targets(books, operation, good, now)
+    bad_device_slots = _give_up_targets(books, operation, bad, now)
     _drop_corrupt_sources(books, operation, now)
     onward = _slots_to_load_into(books, operation, good)
     _give_back(books, operation, now)
@@ -231,33 +232,30 @@ def _end_staging(books: Books, operation: Operation) -> None:
             del books.staging[slot]
 
 
-def _fill_targets(
-    books: Books, operation: Operation, positions: NDArray[np.intp], now: float
-) -> None:
+def _fill_targets(books: Books, operation: Operation, good: NDArray[np.bool_], now: float) -> None:
     tier = books.tiers[operation.target]
-    if tier is None or not len(positions):
+    if tier is None:
         return
-    slots = operation.target_slots[positions]
-    slots = slots[tier.pool.state[slots] == FILLING]
-    named = slots[tier.pool.node[slots] != NOWHERE]
-    if len(named):
-        tier.pool.fill(named)
-        nodes = tier.pool.node[named]
-        announce(books, tier, nodes)
-        books.history.add(
-            now, f"filled {tier.name}", operation.cause, books.nodes.keys_of(nodes.tolist())
-        )
+    slots = operation.target_slots
+    nodes = tier.pool.node[slots]
+    named = good & (tier.pool.state[slots] == FILLING) & (nodes != NOWHERE)
+    if np.count_nonzero(named):
+        nodes = nodes[named]
+        tier.pool.fill(slots[named])
+        keys = announce(books, tier, nodes)
+        books.history.add(now, f"filled {tier.name}", operation.cause, keys)
 
 
-def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> None:
-    """Tells the readers of KV events about ready blocks, one event a chain."""
+def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
+    """Tells the readers of KV events about ready blocks, one event a chain; returns their keys."""
     keys = books.nodes.keys_of(nodes.tolist())
     parents = books.nodes.parent[nodes]
-    heads = np.flatnonzero(parents[1:] != nodes[:-1]) + 1
+    heads = (parents[1:] != nodes[:-1]).nonzero()[0] + 1
     for first, end in pairwise([0, *heads.tolist(), len(keys)]):
         parent = int(parents[first])
         parent_key = None if parent == NOWHERE else books.nodes.key_of(parent)
         books.kv_events.stored(tier.name, keys[first:end], parent_key)
+    return keys
 
 
 def _give_up_targets(
@@ -296,6 +294,8 @@ def _keep_sources(books: Books, operation: Operation) -> None:
 
 
 def _drop_corrupt_sources(books: Books, operation: Operation, now: float) -> None:
+    if not operation.faults:
+        return
     positions = [p for p, f in operation.faults.items() if f is BlockFault.CORRUPT]
     if not positions or operation.source == DEVICE:
         # Device blocks carry no sums of their own: there, a bad copy says nothing of the source.

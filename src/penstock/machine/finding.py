@@ -36,9 +36,14 @@ class Finding:
     """For each block, the index of the nearest tier it can be had from."""
 
 
+_NOTHING = Finding(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int8))
+
+
 def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
     """The longest prefix that lies on the device or can be had from a tier down to `deepest`."""
     nodes = books.nodes.match(keys)
+    if not len(nodes):
+        return _NOTHING
     source = np.full(len(nodes), _NOT_FOUND, dtype=np.int8)
     device = books.tiers[DEVICE]
     if device is not None:
@@ -94,6 +99,8 @@ def fetchable(books: Books, keys: Sequence[Key]) -> Finding:
     """
     hub = books.hub
     nodes = books.nodes.match(keys)
+    if not len(nodes):
+        return _NOTHING
     source = np.full(len(nodes), _NOT_FOUND, dtype=np.int8)
     if hub is not None and hub.on and books.healthy:
         source[hub.slot_of[nodes] != NOWHERE] = HUB
@@ -105,7 +112,7 @@ def fetchable(books: Books, keys: Sequence[Key]) -> Finding:
 
 
 def _without_gaps(nodes: NDArray[np.int32], source: NDArray[np.int8]) -> Finding:
-    gap = np.flatnonzero(source == _NOT_FOUND)
+    gap = (source == _NOT_FOUND).nonzero()[0]
     length = int(gap[0]) if len(gap) else len(nodes)
     return Finding(nodes[:length], source[:length])
 

@@ -41,7 +41,7 @@ def lookup(books: Books, event: Lookup, now: float) -> None:
     soon = fetchable(books, event.keys[ready:]).source
     pending, below = len(soon), int(np.count_nonzero(soon > HUB))
     found = ready + pending
-    worth = _worth(books, event, ready, soon, now)
+    worth = found if found <= event.held else _worth(books, event, ready, soon, now)
     if worth < found:
         miss = Miss(reason=MissReason.RECOMPUTE, block=worth)
         if not event.again:
@@ -99,23 +99,27 @@ def load(books: Books, event: Load, now: float) -> None:
 def save(books: Books, event: Save, now: float) -> None:
     """Writes blocks into the hub that are not there yet, as many as there is room for."""
     _check_offload(books, event.keys, event.slots)
-    if event.slots.min(initial=0) < 0:
+    if np.count_nonzero(event.slots < 0):
         raise ValueError("slots: a block is saved in every KV group, -1 is not a slot")
-    if event.parent in event.keys or any(books.nodes.get(key) != NOWHERE for key in event.keys):
+    known = books.nodes.get_all(event.keys)
+    if event.parent in event.keys or max(known, default=NOWHERE) != NOWHERE:
         # A block that is not known comes before none: most saves need not look further.
         books.require_no_circle(event.keys, event.parent)
     require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     _require_ranks(books)
     hub = books.tier(HUB)
-    chosen = _worth_saving(books, hub, event.keys) if hub.on and books.healthy else []
-    nodes = _name(books, event, chosen)
-    beside = [books.nodes.get(key) for key in (*event.keys, *filter(None, [event.parent]))]
-    beside_known = np.array([node for node in beside if node != NOWHERE], dtype=np.int32)
-    taken, targets = writing.take_room(books, hub, nodes, now, event.cause, beside=beside_known)
-    # Room is given tenant by tenant, so what was taken need not be the leading blocks.
-    position_of = dict(zip(nodes.tolist(), chosen, strict=True))
-    accepted = [position_of.pop(node) for node in taken.tolist()]
-    books.forget_if_useless(list(position_of))
+    chosen = _worth_saving(books, hub, event.keys, known) if hub.on and books.healthy else []
+    nodes = _name(books, event, chosen, known)
+    # What has just been made known lies nowhere yet: nothing needs to be kept for it.
+    before = NOWHERE if event.parent is None else books.nodes.get(event.parent)
+    beside = np.array([node for node in (*known, before) if node != NOWHERE], dtype=np.int32)
+    taken, targets = writing.take_room(books, hub, nodes, now, event.cause, beside=beside)
+    accepted = chosen
+    if len(taken) < len(nodes):
+        # Room is given tenant by tenant, so what was taken need not be the leading blocks.
+        position_of = dict(zip(nodes.tolist(), chosen, strict=True))
+        accepted = [position_of.pop(node) for node in taken.tolist()]
+        books.forget_if_useless(list(position_of))
     started: list[Operation] = []
     if accepted:
         keys = [event.keys[position] for position in accepted]
@@ -201,13 +205,13 @@ def _require_ranks(books: Books) -> None:
         raise UnavailableError(f"rank {lost} is lost: no block can be copied on every rank")
 
 
-def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key]) -> list[int]:
+def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key], known: Sequence[int]) -> list[int]:
     """Positions of blocks that are not in the hub and have earned a place there."""
-    absent: list[int] = []
-    for position, key in enumerate(keys):
-        node = books.nodes.get(key)
-        if node == NOWHERE or hub.slot_of[node] == NOWHERE:
-            absent.append(position)
+    absent = [
+        position
+        for position, node in enumerate(known)
+        if node == NOWHERE or hub.slot_of[node] == NOWHERE
+    ]
     write = hub.settings.write
     if write.kind is not WriteKind.SELECTIVE:
         return absent
@@ -225,7 +229,9 @@ def _worth_saving(books: Books, hub: Tier, keys: Sequence[Key]) -> list[int]:
     return earned
 
 
-def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
+def _name(
+    books: Books, event: Save, positions: list[int], known: Sequence[int]
+) -> NDArray[np.int32]:
     """The nodes of the chosen blocks; unknown ones are made known, a run at a time."""
     tenant = books.tenant(event.tenant)
     nodes: list[int] = []
@@ -234,9 +240,9 @@ def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
         first = positions[place]
         before = event.keys[first - 1] if first else event.parent
         parent = books.parent_node(before, tenant=tenant)
-        node = books.nodes.get(event.keys[first])
+        node = known[first]
         if node == NOWHERE:
-            count = _unknown_run(books, event.keys, positions, place)
+            count = _unknown_run(known, positions, place)
             run = event.keys[first : first + count]
             nodes += books.add_chain(run, parent=parent, tenant=tenant).tolist()
         else:
@@ -247,12 +253,12 @@ def _name(books: Books, event: Save, positions: list[int]) -> NDArray[np.int32]:
     return np.array(nodes, dtype=np.int32)
 
 
-def _unknown_run(books: Books, keys: Sequence[Key], positions: list[int], place: int) -> int:
+def _unknown_run(known: Sequence[int], positions: list[int], place: int) -> int:
     """How many chosen blocks from `place` on are unknown and follow each other."""
     first = positions[place]
     count = 1
     for position in positions[place + 1 :]:
-        if position != first + count or books.nodes.get(keys[position]) != NOWHERE:
+        if position != first + count or known[position] != NOWHERE:
             break
         count += 1
     return count

@@ -11,6 +11,7 @@ Eviction on the hot path only changes metadata: it never waits for a copy.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,6 +66,8 @@ def after_operation(books: Books, operation: Operation, now: float) -> None:
     if operation.target == DEVICE or operation.outcome not in (Outcome.DONE, Outcome.FAILED):
         return
     tier = books.tier(operation.target)
+    if not books.fed_by(tier.index):
+        return
     slots = operation.target_slots
     nodes = tier.pool.node[slots[tier.pool.state[slots] == READY]]
     after_fill(books, tier.index, nodes[nodes != NOWHERE], now, operation.cause)
@@ -126,15 +129,16 @@ def take_room(
     # Held while room is made, or a block might evict the one it follows.
     before = books.nodes.parent[admitted]
     before = before[before != NOWHERE]
-    near = np.unique(before if beside is None else np.concatenate((before, beside)))
-    near = near[tier.slot_of[near] != NOWHERE]
+    near = before if beside is None else np.concatenate((before, beside))
+    near = _once_each(near[tier.slot_of[near] != NOWHERE])
     tier.pool.hold(tier.slot_of[near])
     # Counted as if they lay here already, or a block without a copy might be forgotten now.
     books.nodes.copy_count[admitted] += 1
     taken = [nodes[:0]]
     slots = [nodes[:0]]
     for chain in _chains(books, admitted):
-        for run in np.split(chain, np.flatnonzero(np.diff(books.nodes.tenant[chain])) + 1):
+        tenants = books.nodes.tenant[chain]
+        for run in _cut(chain, tenants[1:] != tenants[:-1]):
             count = _make_room_below(books, tier, run, now, cause)
             taken.append(run[:count])
             slots.append(tier.pool.take(count))
@@ -153,7 +157,24 @@ def _chains(books: Books, nodes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
     """The blocks in groups that follow each other one by one."""
     if not len(nodes):
         return []
-    return np.split(nodes, np.flatnonzero(books.nodes.parent[nodes[1:]] != nodes[:-1]) + 1)
+    return _cut(nodes, books.nodes.parent[nodes[1:]] != nodes[:-1])
+
+
+def _cut(nodes: NDArray[np.int32], ends: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+    """The nodes in groups; `ends` says of each but the last whether it ends one."""
+    places = (ends.nonzero()[0] + 1).tolist()
+    if not places:
+        return [nodes]
+    return [nodes[first:end] for first, end in pairwise([0, *places, len(nodes)])]
+
+
+def _once_each(nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The nodes, sorted, each once: `np.unique` without what it does for masked arrays."""
+    if len(nodes) < 2:
+        return nodes
+    ordered = np.sort(nodes)
+    once: NDArray[np.int32] = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return once
 
 
 def _make_room_below(

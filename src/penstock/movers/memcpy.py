@@ -3,6 +3,11 @@
 Bytes that leave the device get their sums here; bytes that come back are checked before
 they are written where somebody could read them. A block whose bytes do not agree with its
 key and its sums is not delivered: it is a fault.
+
+| from                | to                    | by way of                                          |
+|---------------------|-----------------------|----------------------------------------------------|
+| a tier without sums | packed slots          | nothing: packed into its slot, and summed there    |
+| any other           | any other             | a staging area, where it is summed and checked     |
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.nodes import NOWHERE
@@ -20,12 +26,14 @@ from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.packing import BlockCopier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
-    from penstock.vocabulary.ids import OperationId
+    from penstock.vocabulary.ids import Key, OperationId
 
 
 _STAGING_BYTES = 4 << 20
@@ -63,6 +71,10 @@ class MemcpyMover:
         self._batch = max(1, min(_BATCH_BLOCKS, _STAGING_BYTES // self._block_bytes))
         self._staging = np.empty((self._batch, self._block_bytes), dtype=np.uint8)
         self._pack, self._unpack = self._prepare(source, target)
+        checks = self._source_sums is not None or self._target_sums is None
+        # Nobody reads a slot that is being written, so a block that needs no check can grow there.
+        self._rows = None if checks else _packed_rows(target)
+        self._direct = [] if self._rows is None else _copiers(source, target)
         self._jobs: deque[_Job] = deque()
         self._abandoned: list[Moved] = []
 
@@ -108,6 +120,9 @@ class MemcpyMover:
         first, job.next = job.next, job.next + count
         copy = job.copy
         sources, targets = copy.source_slots[..., part], copy.target_slots[..., part]
+        if self._rows is not None:
+            self._pack_in_place(self._rows, copy.keys[part], sources, targets)
+            return
         rows = np.arange(count)
         _pass(self._pack, sources, rows)
         if copy.purpose is Purpose.DUPLICATE:
@@ -123,6 +138,22 @@ class MemcpyMover:
         _pass(self._unpack, rows[good], targets[..., good])
         if self._target_sums is not None:
             self._target_sums.keep_sums(targets[good], sums[good])
+
+    def _pack_in_place(
+        self,
+        rows: NDArray[np.uint8],
+        keys: Sequence[Key],
+        sources: NDArray[np.int32],
+        targets: NDArray[np.int32],
+    ) -> None:
+        """Packs blocks into the slots where they stay, and sums them there."""
+        assert self._target_sums is not None
+        _pass(self._direct, sources, targets)
+        first = int(targets[0])
+        follow = bool((targets == np.arange(first, first + len(targets))).all())
+        # Slots that follow each other, as they mostly do, are summed as they lie.
+        packed = rows[first : first + len(targets)] if follow else rows[targets]
+        self._target_sums.keep_sums(targets, self._span.sum_blocks(packed, keys, self._algorithm))
 
     def _prepare(
         self, source: SlotStore, target: SlotStore
@@ -140,6 +171,31 @@ class MemcpyMover:
             for group in groups
         ]
         return pack, unpack
+
+
+def _copiers(source: SlotStore, target: SlotStore) -> list[BlockCopier]:
+    """Copiers from one tier into another, one for each KV group."""
+    read, write = source.blocks(()), target.blocks(())
+    return [
+        BlockCopier(read.layout, read.buffers, write.layout, write.buffers, group=group)
+        for group in range(len(source.layout.groups))
+    ]
+
+
+def _packed_rows(store: SlotStore) -> NDArray[np.uint8] | None:
+    """The slots of a tier as rows of packed bytes; `None` where blocks lie otherwise in it."""
+    layout = store.layout
+    distance = layout.groups[0].layers[0].planes[0].block_stride
+    if distance < layout.block_bytes:
+        return None
+    if layout != layout.packed(block_count=store.slot_count, slot_bytes=distance):
+        return None
+    return as_strided(
+        store.blocks(()).buffers[0],
+        shape=(store.slot_count, layout.block_bytes),
+        strides=(distance, 1),
+        writeable=False,
+    )
 
 
 def _pass(

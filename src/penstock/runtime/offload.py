@@ -177,13 +177,16 @@ class Offload(Watched):
                 f"{len(self._slot_counts)} KV groups"
             )
         for group, (row, slot_count) in enumerate(zip(given, self._slot_counts, strict=False)):
-            wrong = row[(row < NOWHERE) | (row >= slot_count)]
-            if len(wrong):
+            # Numbers of Python's own: a few dozen are looked at sooner than an array is.
+            named = row.tolist()
+            if named and not NOWHERE <= min(named) <= max(named) < slot_count:
+                wrong = next(slot for slot in named if not NOWHERE <= slot < slot_count)
                 raise ValueError(
-                    f"slots of KV group {group} name slot {wrong[0]}, must be from 0 to "
+                    f"slots of KV group {group} name slot {wrong}, must be from 0 to "
                     f"{slot_count - 1}, or {NOWHERE} where a load is not needed"
                 )
-            named = row[row != NOWHERE].tolist()
+            if NOWHERE in named:
+                named = [slot for slot in named if slot != NOWHERE]
             if len(set(named)) != len(named):
                 twice = next(slot for slot in named if named.count(slot) > 1)
                 raise ValueError(

@@ -230,7 +230,12 @@ class KeyChain:
 
     def fork(self) -> KeyChain:
         """An independent chain with the same past; what extends one does not touch the other."""
-        twin = KeyChain(self._namespace, block_tokens=self._block_tokens, algorithm=self._algorithm)
+        # Not through `__init__`: all of it was checked when this chain was made.
+        twin: KeyChain = KeyChain.__new__(KeyChain)
+        twin._namespace = self._namespace
+        twin._block_tokens = self._block_tokens
+        twin._algorithm = self._algorithm
+        twin._seeds = self._seeds
         twin._origin = self._origin
         twin._hash = self._hash.copy()
         twin._token_count = self._token_count
