@@ -11,6 +11,7 @@ import pytest
 import penstock
 from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
+from penstock.connectors.vllm.speed import PrefillSpeed
 from penstock.connectors.vllm.working import Working
 
 TOKENS = 4
@@ -77,6 +78,7 @@ class FakeEngine:
         groups: int = 1,
         stay: bool = False,
         announcer: Any = None,
+        clock: Any = None,
     ) -> None:
         self.config = penstock.parse_config(
             f"""
@@ -110,6 +112,7 @@ class FakeEngine:
             null_block=NULL,
             blocks_stay=stay,
             announcer=announcer,
+            speed=PrefillSpeed(self.offload.computed, clock=clock) if clock else None,
         )
         self.working = Working(self.rank, group_count=groups, stream=lambda: 0)
         self.next_block = 1

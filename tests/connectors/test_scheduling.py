@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.connectors.vllm.scheduling import LOAD_ATTEMPTS
+from penstock.connectors.vllm.working import Working
 from penstock.machine import events as ev
 
 TOKENS = 4
@@ -70,7 +72,7 @@ def test_tokens_that_are_not_known_yet_are_not_hashed(engine: Any, make_request:
     assert engine.scheduling.matched(make_request("other", [*PROMPT[:8], 5]), 0) == 8
 
 
-def test_a_waiting_request_is_not_scanned_again(engine: Any, make_request: Any) -> None:
+def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any) -> None:
     """Deferred requests: only what has changed since the last answer is looked at."""
     engine.run(make_request("first", PROMPT))
     waiting = make_request("waiting", PROMPT)
@@ -136,6 +138,8 @@ def test_an_aborted_load_is_told_as_received_all_the_same(engine: Any, make_requ
 
     assert engine.working.take_received().requests == {"again"}
     assert not engine.scheduling.pending
+    # Nobody wanted it any more: that is no load that failed.
+    assert "loads_failed" not in engine.scheduling.tally.take()
     engine.offload.audit()
 
 
@@ -159,7 +163,9 @@ def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_re
     assert engine.scheduling.matched(make_request("third", PROMPT), 0) == 0
 
 
-def test_a_load_that_fails_again_and_again_is_given_up(engine: Any, make_request: Any) -> None:
+def test_49176_a_load_that_fails_again_and_again_is_given_up(
+    engine: Any, make_request: Any
+) -> None:
     """A request whose loads fail for ever must still be answered."""
     again = make_request("again", PROMPT)
     host = engine.rank.carrier.stores[1]
@@ -219,12 +225,15 @@ def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_reques
     assert engine.pool.pinned == 1
 
 
-def test_a_block_that_a_window_has_passed_is_not_saved(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(groups=2)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_block_that_a_window_has_passed_is_not_saved(
+    make_engine: Any, make_request: Any, groups: int
+) -> None:
+    engine = make_engine(groups=groups)
     request = make_request("first", PROMPT)
     engine.scheduling.matched(request, 0)
-    rows = engine.allocate(request, 7, groups=2)
-    rows[1][:2] = [0, 0]  # vLLM's null block
+    rows = engine.allocate(request, 7, groups=groups)
+    rows[-1][:2] = [0, 0]  # vLLM's null block
     engine.step({"first": 26})
 
     assert engine.scheduling.tally.take()["blocks_dropped_window"] == 2
@@ -264,6 +273,24 @@ def test_with_several_groups_a_failed_load_fails_its_request(
 
     engine.working.after_forward(told)
     received = engine.working.take_received()
+
+    assert (received.requests, received.failed) == ({"again"}, {"again"})
+    assert not received.invalid_blocks
+
+
+def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_request: Any) -> None:
+    """What stands before the window was not kept: vLLM could not compute from that block on."""
+    working = Working(engine.rank, group_count=1, stream=lambda: 0, blocks_stay=False)
+    engine.run(make_request("first", PROMPT))
+    again = make_request("again", PROMPT)
+    matched = engine.scheduling.matched(again, 0)
+    engine.scheduling.allocated(again, engine.allocate(again, 7), matched)
+    told = engine.scheduling.plan({}, engine.tables.__getitem__)
+    (buffer,) = engine.rank.carrier.stores[1].blocks([0]).buffers.values()
+    buffer[:40] ^= 1
+
+    working.after_forward(told)
+    received = working.take_received()
 
     assert (received.requests, received.failed) == ({"again"}, {"again"})
     assert not received.invalid_blocks

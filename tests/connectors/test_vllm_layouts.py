@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.layouts import tier_of
+from penstock.connectors.vllm.layouts import layer_numbers, tier_of
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Role
@@ -116,6 +116,9 @@ def test_layers_that_share_kv_are_taken_once() -> None:
     layout = tier_of(engine(list(caches)), caches, encoding).layout
 
     assert len(layout.groups[0].layers) == LAYERS
+    numbers = layer_numbers(engine(list(caches)), caches)
+    assert numbers["model.layers.9.attn"] == numbers["model.layers.0.attn"]
+    assert {*numbers.values()} == {layer.number for layer in layout.groups[0].layers}
 
 
 def test_kernel_blocks_smaller_than_vllms_are_joined() -> None:

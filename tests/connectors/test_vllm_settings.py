@@ -43,6 +43,7 @@ def test_the_configuration_is_a_path_or_the_content(tmp_path: Path) -> None:
         ({"config": TOML, "host_gib": 3}, "recompute", "host_gib"),
         ({"config": TOML, "use_layerwise": True}, "recompute", "use_layerwise"),
         ({"config": TOML, "any_version": "yes"}, "recompute", "any_version"),
+        ({"config": TOML, "layerwise": "yes"}, "recompute", "layerwise"),
         ({"config": TOML}, "fail", "kv_load_failure_policy"),
     ],
 )
@@ -53,6 +54,11 @@ def test_what_is_wrong_is_refused_by_name(extra: dict[str, Any], policy: str, fi
 
 def test_failing_requests_must_be_meant() -> None:
     assert read_settings({"config": TOML, "allow_fail": True}, failure_policy="fail").config
+
+
+def test_layerwise_is_asked_for_by_name() -> None:
+    assert read_settings({"config": TOML, "layerwise": True}, failure_policy="recompute").layerwise
+    assert not read_settings({"config": TOML}, failure_policy="recompute").layerwise
 
 
 def engine(**how: Any) -> Engine:
@@ -90,3 +96,31 @@ def test_groups_with_blocks_of_different_sizes_are_left_alone() -> None:
     assert "16 and 32" in why_not
     assert engine(unsupported=("pipeline parallelism is not supported",)).why_not()
     assert engine().why_not() == ""
+
+
+def test_layers_fill_where_steps_wait_for_them() -> None:
+    config = read_settings({"config": TOML}, failure_policy="recompute").config
+
+    assert engine().fitted(config, layerwise=True).layer_wise == "auto"
+    assert engine().fitted(config).layer_wise == config.layer_wise == "off"
+
+
+@pytest.mark.parametrize("kinds", [(GroupKind.ATTENTION, GroupKind.SLIDING), (GroupKind.SLIDING,)])
+def test_where_vllm_cannot_take_a_step_back_none_computes_on_loads(
+    kinds: tuple[GroupKind, ...],
+) -> None:
+    groups = tuple(
+        LayerGroup(kind=kind, layer_names=(str(number),), block_tokens=32)
+        for number, kind in enumerate(kinds)
+    )
+
+    why_not = engine(groups=groups).why_not_layerwise()
+
+    assert f"is true with {len(kinds)} KV groups" in why_not
+
+
+def test_a_refusal_says_what_to_set() -> None:
+    asynchronous = "asynchronous scheduling is on, set --no-async-scheduling"
+
+    assert asynchronous in engine(asynchronous=(asynchronous,)).why_not_layerwise()
+    assert engine().why_not_layerwise() == ""

@@ -12,7 +12,8 @@ BLOCK = 32
 LENGTHS = [9 * BLOCK + 5, 6 * BLOCK + 17, 4 * BLOCK]
 HITS = [9 * BLOCK, 6 * BLOCK, 3 * BLOCK]
 """What of each prompt can be reused: the last token is always computed."""
-DETECTED = ["flip", "zero", "exchange", "stale", "sums"]
+DETECTED = ["flip", "exchange", "older", "layers", "tail", "sums"]
+"""What `tampered_connector` does to blocks in host memory, and must be found."""
 
 
 def generate(**how: Any) -> dict[str, Any]:

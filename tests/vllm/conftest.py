@@ -17,8 +17,6 @@ from penstock.bench.vllm_engine import worker_cores
 HERE = Path(__file__).resolve().parent
 # What the tests here share lies beside them, and engines import it as well.
 sys.path.append(str(HERE))
-ENGINE_S = 480
-"""An engine that is not done by then hangs."""
 
 Told: TypeAlias = list[dict[str, Any]]
 Run: TypeAlias = Callable[..., tuple[Told, str]]
@@ -43,8 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs an engine through a list of acts: what each told, and all that was printed."""
+    from processes import run_to_the_end  # noqa: PLC0415 - from the folder of this file
 
-    def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Told, str]:
+    def run_engine(
+        kind: str, acts: list[dict[str, Any]], *, starts: bool = True, **script: Any
+    ) -> tuple[Told, str]:
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
@@ -55,23 +56,17 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
             # One core is the scheduler's, which never sleeps while a step runs.
             "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else "0|1",
             "PENSTOCK_TAMPER": str(tmp_path_factory.mktemp("tamper") / "word"),
+            **script.pop("environment", {}),
         }
-        done = subprocess.run(
-            [
-                sys.executable,
-                str(HERE / "engine_run.py"),
-                str(model(kind)),
-                json.dumps({"acts": acts, **script}),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=ENGINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        lines = [line for line in done.stdout.splitlines() if line.startswith("ACT ")]
-        return [json.loads(line.removeprefix("ACT ")) for line in lines], done.stdout
+        command = [
+            sys.executable,
+            str(HERE / "engine_run.py"),
+            str(model(kind)),
+            json.dumps({"acts": acts, **script}),
+        ]
+        status, printed = run_to_the_end(command, environment)
+        assert (status == 0) is starts, printed[-6000:]
+        lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
+        return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 
     return run_engine

@@ -16,18 +16,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 import zmq
+from pictures import pictured
+from safetensors.torch import load_file, save_file
 from tiny_llama import HIDDEN, VOCABULARY, make_tiny_adapter
-from vllm.distributed.kv_events import KVEventBatch
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 from vllm.lora.request import LoRARequest
 
 from vllm import LLM, SamplingParams
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 BLOCK = 32
+DEADLINE_S = 60.0
+"""What the engine has not done by then it never does."""
 EVENTS = zmq.Context.instance().socket(zmq.SUB)
 CONFIG = """
 version = 1
@@ -68,16 +75,18 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
             "kv_connector": name,
             "kv_connector_module_path": module,
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
+            "kv_load_failure_policy": script.get("policy", "recompute"),
             "kv_connector_extra_config": {
                 "config": CONFIG.format(host_blocks=script.get("host_blocks", 1024)),
                 "any_version": "PENSTOCK_VLLM_ANY_VERSION" in os.environ,
+                **script.get("extra", {}),
             },
         }
     return LLM(
         model=model,
         dtype=script.get("dtype", "float32"),
-        skip_tokenizer_init=True,
+        # Images are put into a prompt by the model's own processor, which wants a tokenizer.
+        skip_tokenizer_init=not script.get("tokenizer"),
         block_size=script.get("block", BLOCK),
         num_gpu_blocks_override=script.get("pool", 512),
         max_model_len=script.get("max_model_len", 1024),
@@ -96,6 +105,10 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
 
 def prompts_of(act: dict[str, Any]) -> list[Any]:
     """Prompts of `lengths`, after a common beginning of `shared` tokens, cut to `cut` of them."""
+    if act.get("embeds"):
+        return embedded(act)
+    if act.get("pictures"):
+        return pictured(act)
     draw = random.Random(act.get("seed", 3))
     shared = [draw.randrange(10, VOCABULARY) for _ in range(act.get("shared", 0))]
     return [
@@ -111,10 +124,7 @@ def prompts_of(act: dict[str, Any]) -> list[Any]:
 
 def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
     """Generates for all prompts at once; `forget` makes vLLM forget its own cache first."""
-    if act.get("forget"):
-        assert llm.reset_prefix_cache()
-    if "tamper" in act:
-        Path(os.environ["PENSTOCK_TAMPER"]).write_text(act["tamper"])
+    prepare(llm, act)
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=act.get("max_tokens", 24),
@@ -124,9 +134,10 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
         skip_reading_prefix_cache=act.get("skip_reading"),
         extra_args={"kv_transfer_params": act["params"]} if "params" in act else None,
     )
-    prompts = embedded(act) if act.get("embeds") else prompts_of(act)
     rows = []
-    for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter_of(act)):
+    for out in llm.generate(
+        prompts_of(act), sampling, use_tqdm=False, lora_request=adapter_of(act)
+    ):
         answer = out.outputs[0]
         rows.append(
             {
@@ -139,6 +150,21 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {"rows": rows, "metrics": metrics_of(llm)}
+
+
+def prepare(llm: LLM, act: dict[str, Any]) -> None:
+    if "tamper" in act:
+        Path(os.environ["PENSTOCK_TAMPER"]).write_text(act["tamper"])
+    if act.get("forget"):
+        # vLLM wants all blocks free, and a save may still be reading some.
+        until(llm.reset_prefix_cache)
+
+
+def until(done: Callable[[], Any]) -> None:
+    """Asks the engine, which goes on meanwhile, until it says yes."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < deadline, done
 
 
 def embedded(act: dict[str, Any]) -> list[Any]:
@@ -159,37 +185,90 @@ def adapter_of(act: dict[str, Any]) -> LoRARequest | None:
 
 
 def reset(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
-    """What an update of the weights does: everything that was computed is void."""
+    """Everything that was computed is void, also below the device."""
     return {"reset": bool(llm.reset_prefix_cache(reset_connector=True))}
 
 
+def update(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
+    """New weights in the running engine, and the reset that belongs to them."""
+    folder = Path(tempfile.mkdtemp())
+    old = Path(llm.llm_engine.model_config.model)
+    weights = load_file(old / "model.safetensors")
+    for name in weights:
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            weights[name] = weights[name].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    connected = llm.llm_engine.vllm_config.kv_transfer_config is not None
+    until(lambda: llm.reset_prefix_cache(reset_connector=connected))
+    return {}
+
+
 def abort(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
-    """Requests are taken back as soon as the engine has begun with them."""
-    assert llm.reset_prefix_cache()
+    """Requests are taken back as soon as the engine has begun to load `found` tokens for them."""
+    prepare(llm, act)
     engine = llm.llm_engine
     sampling = SamplingParams(temperature=0.0, max_tokens=24, detokenize=False, ignore_eos=True)
-    names = []
-    for number, prompt in enumerate(prompts_of(act)):
-        name = engine.add_request(f"aborted-{number}", prompt, sampling)
-        names.append(name or f"aborted-{number}")
-    for _ in range(act.get("steps", 1)):
-        engine.step()
-    engine.abort_request([f"aborted-{n}" for n in range(len(names))])
+    names = [f"aborted-{number}" for number in range(len(act["lengths"]))]
+    for name, prompt in zip(names, prompts_of(act), strict=True):
+        engine.add_request(name, prompt, sampling)
+    want = found_tokens(llm) + act["found"]
+    until(lambda: engine.step() is not None and found_tokens(llm) >= want)
+    aborted = engine.get_num_unfinished_requests()
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    return {"metrics": metrics_of(llm)}
+    return {"aborted": aborted, "metrics": metrics_of(llm)}
+
+
+def found_tokens(llm: LLM) -> float:
+    return metrics_of(llm).get("vllm:penstock_tokens_found", 0.0)
 
 
 def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
-    """The KV events that were published since the last time, by kind and medium."""
-    found: dict[str, list[Any]] = {}
+    """The KV events that were published since the last time, by kind and medium.
+
+    Of a block that was stored all that a router learns of it, under its hash.
+    """
+    found: dict[str, dict[str, Any]] = {}
     while EVENTS.poll(500):
         batch = msgspec.msgpack.decode(EVENTS.recv_multipart()[2], type=KVEventBatch)
         for event in batch.events:
-            medium = getattr(event, "medium", None)
-            hashes = [str(each) for each in getattr(event, "block_hashes", [])]
-            found.setdefault(f"{type(event).__name__} {medium}", []).extend(hashes)
+            blocks = found.setdefault(f"{type(event).__name__} {getattr(event, 'medium', '')}", {})
+            blocks.update(blocks_of(event))
     return {"events": found, "metrics": metrics_of(llm)}
+
+
+def blocks_of(event: Any) -> dict[str, Any]:
+    hashes = [str(each) for each in getattr(event, "block_hashes", [])]
+    if not isinstance(event, BlockStored):
+        return dict.fromkeys(hashes)
+    size = event.block_size
+    parents = [str(event.parent_block_hash), *hashes]
+    return {
+        name: {
+            "parent": parents[number],
+            "tokens": event.token_ids[number * size : (number + 1) * size],
+            "size": size,
+            "adapter": event.lora_name,
+        }
+        for number, name in enumerate(hashes)
+    }
+
+
+def arenas(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
+    """For each worker the memory that it has mapped for the host tier, by inode."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text()
+            mine = os.getsid(int(process.name)) == os.getsid(0)
+        except OSError:
+            continue  # It has ended meanwhile, or is somebody else's.
+        inodes = {line.split()[4] for line in maps.splitlines() if "memfd:penstock-" in line}
+        if mine and inodes:
+            found.append(sorted(inodes))
+    return {"arenas": found}
 
 
 def metrics_of(llm: LLM) -> dict[str, float]:
@@ -201,7 +280,7 @@ def metrics_of(llm: LLM) -> dict[str, float]:
     return found
 
 
-ACTS = {"generate": generate, "reset": reset, "abort": abort, "events": events}
+ACTS = {each.__name__: each for each in (generate, reset, update, abort, events, arenas)}
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(sys.argv[2]))

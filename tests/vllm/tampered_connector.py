@@ -2,19 +2,28 @@
 
 The file that `PENSTOCK_TAMPER` names says what is done to every load from then on:
 
-| word       | done to the second block of each load                     | must be        |
-|------------|-----------------------------------------------------------|----------------|
-| `flip`     | a bit of it is flipped in host memory                      | found          |
-| `zero`     | its bytes in host memory are zeroed                        | found          |
-| `exchange` | its bytes and sums are exchanged with another block's      | found          |
-| `stale`    | it holds the bytes and the sums of another block           | found          |
-| `sums`     | a sum of it is changed                                     | found          |
-| `device`   | its bytes on the device are zeroed after the load          | in the output  |
+| word       | done to the second block of each load                         | must be        |
+|------------|---------------------------------------------------------------|----------------|
+| `flip`     | a bit of it is flipped in host memory                          | found          |
+| `exchange` | its bytes and sums are exchanged with another block's          | found          |
+| `older`    | bytes and sums that lay in its slot before the reset come back | found          |
+| `layers`   | the bytes and sums of two of its layers are exchanged          | found          |
+| `tail`     | the second half of its bytes is zeroed                         | found          |
+| `sums`     | a sum of it is changed                                         | found          |
+| `device`   | its bytes on the device are zeroed after the load              | in the output  |
+| `remember` | nothing; what lies in host memory is kept, for `older`         | nowhere        |
+
+With `hold` no plan is carried out until something was computed that is to be saved, and three
+steps more: loads are late, and requests may be gone when they write. With `slow` every plan is
+carried out three steps late: requests end before their blocks are saved.
+
+Pins are counted as well: `PINNED` and two numbers are printed, how many there are and may be.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +31,7 @@ import numpy as np
 
 from penstock.cache.ledger import Purpose
 from penstock.connectors.vllm.adapter import PenstockConnector
+from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.working import Working
 from penstock.runtime.plans import decode_plan
 
@@ -29,15 +39,31 @@ if TYPE_CHECKING:
     from penstock.connectors.vllm.messages import StepPlan
 
 
+HOLD_STEPS = 3
+
+
 class TamperedWorking(Working):
     def after_forward(self, told: StepPlan | None) -> None:
         path = Path(os.environ["PENSTOCK_TAMPER"])
         word = path.read_text() if path.exists() else ""
+        if word == "slow":
+            HELD.append(told)
+            super().after_forward(HELD.pop(0) if len(HELD) > HOLD_STEPS else None)
+            return
+        if word == "hold" and hold(told):
+            return
+        while HELD:
+            super().after_forward(HELD.pop(0))
+        if word == "hold":
+            super().after_forward(told)
+            return
+        SAVING.clear()
         plan = told.plan if told is not None else None
         copies = decode_plan(plan).copies if word and plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD and len(copy.keys) > 2]
         device, host = self._rank.carrier.stores
         for load in loads:
+            # One rank is enough: a block that is wrong on one is wrong.
             if word != "device" and self._rank.facts.rank == 0:
                 tamper(host, word, *load.source_slots.tolist()[1:3])
         super().after_forward(told)
@@ -47,26 +73,69 @@ class TamperedWorking(Working):
                     zero_on_device(device, group, slots)
 
 
+HELD: list[StepPlan | None] = []
+SAVING: list[bool] = []
+"""One entry for each step since something was to be saved."""
+
+
+def hold(told: StepPlan | None) -> bool:
+    """Whether the plan of this step is held back; if so, it is kept."""
+    if len(SAVING) > HOLD_STEPS:
+        return False
+    plan = decode_plan(told.plan) if told is not None and told.plan is not None else None
+    if SAVING or (plan and any(copy.purpose is not Purpose.LOAD for copy in plan.copies)):
+        SAVING.append(True)
+    HELD.append(told)
+    return True
+
+
+REMEMBERED: dict[int, tuple[Any, Any]] = {}
+"""What lay in each slot of host memory: bytes, and their sums."""
+
+
 def tamper(host: Any, word: str, slot: int, other: int) -> None:
     one, two = rows_of(host, slot), rows_of(host, other)
     slots = np.array([slot, other], dtype=np.int32)
     sums = host.sums(slots).copy()
     if word == "flip":
         one[5] ^= 1
-    elif word == "zero":
-        one[:] = 0
     elif word == "exchange":
         kept = one.copy()
         one[:], two[:] = two, kept
         host.keep_sums(slots, sums[::-1])
-    elif word == "stale":
-        one[:] = two
-        host.keep_sums(slots[:1], sums[1:])
+    elif word == "older":
+        one[:], sums[0] = REMEMBERED[slot]
+        host.keep_sums(slots, sums)
+    elif word == "layers":
+        exchange_layers(one, layer_count(host))
+        exchange_layers(sums[0], layer_count(host))
+        host.keep_sums(slots, sums)
+    elif word == "tail":
+        one[len(one) // 2 :] = 0
     elif word == "sums":
         sums[0, 0] ^= np.uint64(1)
         host.keep_sums(slots, sums)
+    elif word == "remember":
+        remember(host)
     else:
         raise ValueError(word)
+
+
+def exchange_layers(block: Any, layers: int) -> None:
+    """The first two layers of a block, or of its sums, change places."""
+    rows = block.reshape(layers, -1)
+    rows[[0, 1]] = rows[[1, 0]]
+
+
+def layer_count(host: Any) -> int:
+    return sum(len(group.layers) for group in host.blocks([0]).layout.groups)
+
+
+def remember(host: Any) -> None:
+    every = np.arange(host.blocks([0]).layout.block_count, dtype=np.int32)
+    written = np.flatnonzero(host.sums(every).any(axis=1)).astype(np.int32)
+    for slot, sums in zip(written.tolist(), host.sums(written), strict=True):
+        REMEMBERED[slot] = rows_of(host, slot).copy(), sums.copy()
 
 
 def rows_of(host: Any, slot: int) -> Any:
@@ -88,7 +157,18 @@ def zero_on_device(device: Any, group: int, slots: list[int]) -> None:
             blocks.buffers[plane.buffer][start : start + plane.segment_bytes] = 0
 
 
+class CountedPins(Pins):
+    def add(self, *args: Any) -> None:
+        super().add(*args)
+        sys.stdout.write(f"PINNED {self.count} {self.limit}\n")
+
+
 class TamperedConnector(PenstockConnector):
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        super().set_xfer_handshake_metadata(metadata)
+        assert self._scheduling is not None
+        self._scheduling._pins.__class__ = CountedPins
+
     def _make_working(self, rank: Any, *, on_gpu: bool) -> Working:
         working = super()._make_working(rank, on_gpu=on_gpu)
         working.__class__ = TamperedWorking

@@ -17,16 +17,21 @@ pytestmark = pytest.mark.vllm
 # other pieces differ in the third digit. So requests run one at a time, and are compared with
 # what plain vLLM computes in the same pieces.
 SETUPS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "latent": {"dtype": "bfloat16", "options": {"max_num_seqs": 1}},
+    "llama": {"pool": 64},
+    "latent": {"pool": 64, "dtype": "bfloat16", "options": {"max_num_seqs": 1}},
     # Six KV groups take six blocks of the pool for each block of tokens.
     "hybrid": {"pool": 2048},
 }
+# Fills a pool of 64 with others, so that vLLM evicts all that it has. That of the hybrid is larger;
+# what it evicts is loaded in `test_crowds.py`.
+OTHERS = generate(lengths=[9 * BLOCK + 5] * 8, seed=9, max_tokens=1)
+EVICTING = {"llama", "latent"}
 FIRST_BLOCK = {"cut": BLOCK + 8, "max_tokens": 1}
 
 
 @dataclass(frozen=True)
 class Heard:
+    kind: str
     plain: Told
     told: Told
     output: str
@@ -37,18 +42,19 @@ def heard(request: pytest.FixtureRequest, run: Run) -> Heard:
     """Plain vLLM: cold, from its own cache, and again after one block of each prompt.
 
     With the connector the same, but for host memory in place of the device's, where it can be;
-    then with each kind of damage, with damage on the device, and undisturbed.
+    then with each kind of damage, with damage on the device, undisturbed, and after eviction.
     """
     kind = request.param
     acts = [generate(), generate()]
     acts += [generate(forget=True, **FIRST_BLOCK), generate(), generate()]
     plain, _ = run(kind, acts, **SETUPS[kind])
-    acts = [generate(), generate(), generate(forget=True), {"act": "reset"}]
-    acts += [generate(forget=True, **FIRST_BLOCK), generate(forget=True)]
+    acts = [generate(), generate(), generate(forget=True, tamper="remember"), {"act": "reset"}]
+    acts += [generate(forget=True, tamper="", **FIRST_BLOCK), generate(forget=True)]
     acts += [generate(forget=True, tamper=word) for word in DETECTED]
     acts += [generate(forget=True, tamper="device"), generate(forget=True, tamper="")]
+    acts += [OTHERS, generate()] if kind in EVICTING else []
     told, output = run(kind, acts, connector=TAMPERED, **SETUPS[kind])
-    return Heard(plain, told, output)
+    return Heard(kind, plain, told, output)
 
 
 def test_computed_blocks_give_what_plain_vllm_gives(heard: Heard) -> None:
@@ -80,7 +86,7 @@ def test_what_is_not_found_is_computed_behind_what_is(heard: Heard) -> None:
 
 
 @pytest.mark.parametrize("word", DETECTED)
-def test_damaged_blocks_are_found_and_computed_again(heard: Heard, word: str) -> None:
+def test_a_load_failure_by_damage_is_found_and_computed_again(heard: Heard, word: str) -> None:
     position = 6 + DETECTED.index(word)
     before, act = heard.told[position - 1], heard.told[position]
 
@@ -100,5 +106,17 @@ def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(heard: 
 
 
 def test_after_all_that_host_memory_still_gives_the_same(heard: Heard) -> None:
-    assert cached(heard.told[-1]) == HITS
-    assert agree(heard.told[-1], heard.plain[4])
+    act = heard.told[7 + len(DETECTED)]
+
+    assert cached(act) == HITS
+    assert agree(act, heard.plain[4])
+
+
+def test_blocks_that_vllm_evicted_from_the_device_come_from_host_memory(heard: Heard) -> None:
+    if heard.kind not in EVICTING:
+        pytest.skip("its pool is larger than what this fills")
+    before, act = heard.told[-2:]
+
+    assert cached(act) == HITS
+    assert counted(act, "tokens_loaded") - counted(before, "tokens_loaded") == sum(HITS)
+    assert agree(act, heard.plain[4])

@@ -1,4 +1,4 @@
-"""Keys from vLLM's own request objects, for what no model here takes: images, and the like."""
+"""Keys from vLLM's own request objects, with images in them; `test_seeing.py` runs a model."""
 
 from __future__ import annotations
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BLOCK, HITS, PENSTOCK, agree, cached, counted, generate
+from comparing import BLOCK, HITS, PENSTOCK, TAMPERED, agree, cached, counted, generate
 
 if TYPE_CHECKING:
     from conftest import Run, Told
 
 pytestmark = pytest.mark.vllm
 
+RECORDED = ["RecordedConnector", "recorded_connector"]
 CONCURRENCY = 32
 DRAWN = random.Random(11)
 CROWD = generate(
@@ -20,40 +22,60 @@ CROWD = generate(
 )
 SHARED = 8 * BLOCK
 FOLLOWERS = generate(lengths=[20 + number for number in range(24)], shared=SHARED, seed=6)
+FOUND = SHARED * len(FOLLOWERS["lengths"])
+# Ten blocks for each follower, and not as many again.
+ROOMY_POOL = 280
+STRANGERS = {**FOLLOWERS, "seed": 8}
+"""As many, as long, and of none of these is anything cached."""
 SMALL_POOL: dict[str, Any] = {"pool": 20, "max_model_len": 416, "max_num_batched_tokens": 416}
 
 
 @pytest.fixture(scope="module")
 def plain(run: Run) -> Told:
     """Plain vLLM with room for all of it."""
-    return run("llama", [CROWD, FOLLOWERS, generate()])[0]
+    acts = [CROWD, FOLLOWERS, generate(), STRANGERS, {"act": "update"}, generate()]
+    return run("llama", acts)[0]
 
 
 @pytest.fixture(scope="module")
-def cramped(run: Run) -> Told:
-    """A pool of 20 blocks, of which one may be pinned, and host memory for 64."""
-    acts = [CROWD, CROWD, FOLLOWERS]
-    return run("llama", acts, connector=PENSTOCK, host_blocks=64, **SMALL_POOL)[0]
+def cramped_and_printed(run: Run) -> tuple[Told, str]:
+    """A pool of 20 blocks, of which one may be pinned, and host memory for 64; then slow copies."""
+    acts = [CROWD, CROWD, FOLLOWERS, {**CROWD, "seed": 7, "tamper": "slow"}]
+    acts += [{**FOLLOWERS, "tamper": "slow"}]
+    return run("llama", acts, connector=TAMPERED, host_blocks=64, **SMALL_POOL)
+
+
+@pytest.fixture(scope="module")
+def cramped(cramped_and_printed: tuple[Told, str]) -> Told:
+    return cramped_and_printed[0]
 
 
 @pytest.fixture(scope="module")
 def roomy(run: Run) -> Told:
-    """The connector with room for all of it; requests are aborted while their loads run."""
+    """The connector with room for all of it; requests are aborted while their loads run.
+
+    The pool has so little room beside them that others get the same blocks.
+    """
     acts = [
         CROWD,
         {**CROWD, "forget": True},
         FOLLOWERS,
         {**FOLLOWERS, "forget": True},
-        *({**FOLLOWERS, "act": "abort", "steps": steps} for steps in (1, 2, 3)),
-        {**FOLLOWERS, "forget": True},
+        {**FOLLOWERS, "act": "abort", "forget": True, "tamper": "hold", "found": FOUND},
+        STRANGERS,
+        {**FOLLOWERS, "forget": True, "tamper": ""},
         generate(),
         generate(forget=True, params={"penstock": False}),
         generate(forget=True, params={"penstock": {"load": False}}),
         generate(forget=True, skip_reading=True),
         generate(forget=True, salt="somebody else"),
         generate(forget=True, salt="somebody else"),
+        generate(forget=True, seed=4, params={"penstock": {"save": False}}),
+        generate(forget=True, seed=4),
+        {"act": "update"},
+        generate(),
     ]
-    return run("llama", acts, connector=PENSTOCK)[0]
+    return run("llama", acts, connector=TAMPERED, pool=ROOMY_POOL)[0]
 
 
 def test_a_pool_of_twenty_blocks_is_enough(plain: Told, cramped: Told) -> None:
@@ -66,8 +88,22 @@ def test_a_pool_of_twenty_blocks_is_enough(plain: Told, cramped: Told) -> None:
 
 def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Told) -> None:
     """It ended at all: more requests than fit wait for blocks, loads and pins at once."""
-    assert [len(act["rows"]) for act in cramped] == [CONCURRENCY, CONCURRENCY, 24]
+    assert [len(act["rows"]) for act in cramped] == [CONCURRENCY, CONCURRENCY, 24, CONCURRENCY, 24]
     assert counted(cramped[-1], "pinned_blocks") <= 1
+
+
+def test_no_more_than_a_twentieth_of_the_pool_is_ever_pinned(
+    cramped_and_printed: tuple[Told, str], plain: Told
+) -> None:
+    """Copies are so slow that requests end before their blocks were read."""
+    told, printed = cramped_and_printed
+    pinned = {tuple(map(int, found)) for found in re.findall(r"PINNED (\d+) (\d+)", printed)}
+
+    assert pinned == {(1, 1)}
+    # What found no room was given up, and nobody waited for it.
+    dropped = [counted(act, "blocks_dropped_pinned") for act in told]
+    assert dropped[3] > dropped[2]
+    assert agree(told[4], plain[1])
 
 
 def test_concurrent_requests_from_host_memory_give_the_same(plain: Told, roomy: Told) -> None:
@@ -90,49 +126,82 @@ def test_44294_requests_on_a_prefix_that_is_being_loaded_do_not_wait(
 
 
 def test_an_abort_while_blocks_are_loaded_leaves_nothing_stale(plain: Told, roomy: Told) -> None:
-    aborted = roomy[4:7]
+    """Loads write when their requests are long gone, and others want the blocks."""
+    before, aborted, strangers, again = roomy[3:7]
 
-    assert counted(aborted[-1], "pinned_blocks") == 0
-    assert agree(roomy[7], plain[1])
+    assert aborted["aborted"] == len(FOLLOWERS["lengths"])
+    assert agree(strangers, plain[3])
+    assert counted(strangers, "pinned_blocks") == 0
+    # Nothing failed: nobody wanted them any more.
+    assert counted(strangers, "loads_failed") == counted(before, "loads_failed") == 0
+    assert min(cached(again)) >= SHARED
+    assert agree(again, plain[1])
 
 
 def test_a_request_may_opt_out(plain: Told, roomy: Told) -> None:
-    opted_out, without_load, skipping = roomy[9:12]
+    opted_out, without_load, skipping = roomy[8:11]
 
     assert [cached(act) for act in (opted_out, without_load, skipping)] == [[0, 0, 0]] * 3
     for act in (opted_out, without_load, skipping):
         assert agree(act, plain[2])
-    saved = counted(opted_out, "blocks_saved") - counted(roomy[8], "blocks_saved")
+    saved = counted(opted_out, "blocks_saved") - counted(roomy[7], "blocks_saved")
     assert saved == 0
 
 
 def test_another_salt_finds_nothing_of_others(plain: Told, roomy: Told) -> None:
-    first, second = roomy[12:]
+    first, second = roomy[11:13]
 
     assert cached(first) == [0, 0, 0]
     assert cached(second) == HITS
     assert agree(second, plain[2])
 
 
+def test_a_request_may_leave_nothing_behind(roomy: Told) -> None:
+    before, unsaved, again = roomy[12:15]
+
+    assert counted(unsaved, "blocks_saved") == counted(before, "blocks_saved")
+    assert cached(again) == [0, 0, 0]
+    assert agree(again, unsaved)
+
+
+def test_a_weight_update_voids_what_the_old_weights_computed(plain: Told, roomy: Told) -> None:
+    assert cached(roomy[-1]) == [0, 0, 0]
+    assert agree(roomy[-1], plain[5])
+    # The control: what the old weights computed gives another answer.
+    assert not agree(plain[5], plain[2])
+
+
 @pytest.fixture(scope="module")
 def two_ranks(run: Run) -> Told:
-    acts = [generate(), {"act": "events"}, generate(forget=True), {"act": "reset"}]
-    acts += [generate(max_tokens=1), {"act": "events"}]
-    return run("llama", acts, connector=PENSTOCK, ranks=2, events=True)[0]
+    acts = [generate(), {"act": "events"}, generate(forget=True)]
+    acts += [generate(forget=True, tamper="flip"), {"act": "arenas"}, {"act": "events"}]
+    acts += [{"act": "reset"}, generate(max_tokens=1, tamper=""), {"act": "events"}]
+    return run("llama", acts, connector=TAMPERED, ranks=2, events=True)[0]
 
 
 def test_two_ranks_load_what_each_of_them_saved(two_ranks: Told, plain: Told) -> None:
     assert cached(two_ranks[2]) == HITS
     assert agree(two_ranks[0], plain[2])
     assert agree(two_ranks[2], plain[2])
+    # Each has memory of its own: they hold different heads.
+    first, second = two_ranks[4]["arenas"]
+    assert not set(first) & set(second)
+
+
+def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
+    two_ranks: Told, plain: Told
+) -> None:
+    assert counted(two_ranks[3], "loads_failed") == len(HITS)
+    assert agree(two_ranks[3], plain[2])
 
 
 def test_events_name_blocks_in_host_memory_as_vllm_names_its_own(two_ranks: Told) -> None:
-    first, later = two_ranks[1]["events"], two_ranks[5]["events"]
+    first, later = two_ranks[1]["events"], two_ranks[8]["events"]
 
-    stored = first["BlockStored CPU"]
+    stored, on_device = first["BlockStored CPU"], first["BlockStored GPU"]
     assert len(stored) == counted(two_ranks[1], "blocks_saved")
-    assert set(stored) <= set(first["BlockStored GPU"])
+    # Parent, tokens and size are what vLLM itself says of a block of that hash.
+    assert stored == {name: on_device[name] for name in stored}
     assert set(later["BlockRemoved CPU"]) == set(stored)
 
 
@@ -145,11 +214,55 @@ def test_an_engine_whose_machine_has_no_memory_for_the_tier_runs_without(
     assert output.count("Penstock is off, vLLM runs without it") == 1
 
 
-def test_two_ranks_with_latent_attention_share_one_copy(run: Run) -> None:
-    acts = [generate(), generate(), generate(forget=True)]
-    setup: dict[str, Any] = {"dtype": "bfloat16", "options": {"max_num_seqs": 1}}
+def test_an_engine_of_a_version_that_was_not_tested_runs_without(run: Run, plain: Told) -> None:
+    strange = ["StrangeConnector", "strange_connector"]
 
-    told, _ = run("latent", acts, connector=PENSTOCK, ranks=2, **setup)
+    told, printed = run("llama", [generate()], connector=strange, extra={"any_version": False})
+
+    assert agree(told[0], plain[2])
+    said = "Penstock is off, vLLM runs without it: this is vLLM"
+    assert printed.count(said) == 1
+    assert "the connector is tested with 0.1; kv_connector_extra_config.any_version" in printed
+
+
+def test_an_engine_in_which_failed_loads_fail_requests_does_not_start_unasked(run: Run) -> None:
+    _, printed = run("llama", [], connector=PENSTOCK, policy="fail", starts=False)
+
+    assert "kv_load_failure_policy: is 'fail'" in printed
+    assert "kv_connector_extra_config.allow_fail must be true" in printed
+
+
+@pytest.fixture(scope="module")
+def sharing(run: Run) -> tuple[Told, Told, str]:
+    """Latent attention on two ranks, without the connector and with one that tells its calls."""
+    setup: dict[str, Any] = {"dtype": "bfloat16", "ranks": 2, "options": {"max_num_seqs": 1}}
+    plain, _ = run("latent", [generate(), generate()], **setup)
+    acts = [generate(), generate(), generate(forget=True), {"act": "arenas"}]
+    told, printed = run("latent", acts, connector=RECORDED, **setup)
+    return plain, told, printed
+
+
+def test_two_ranks_with_latent_attention_share_one_copy(sharing: tuple[Told, Told, str]) -> None:
+    plain, told, _ = sharing
 
     assert cached(told[1]) == cached(told[2]) == HITS
-    assert agree(told[2], told[1])
+    assert agree(told[0], plain[0])
+    assert agree(told[1], plain[1])
+    assert agree(told[2], plain[1])
+    first, second = told[3]["arenas"]
+    assert first == second
+
+
+def test_vllm_calls_a_worker_in_the_order_that_is_replayed_without_it(
+    sharing: tuple[Told, Told, str],
+) -> None:
+    """`test_vllm_replay.py` does, also where there is a GPU and no vLLM."""
+    steps = {tuple(line.split()) for line in re.findall(r"STEP (.*)", sharing[2])}
+    layers = ("wait_for_layer_load", "save_kv_layer")
+    after = ("start_load_kv", "wait_for_save", "get_transfer_results")
+    after += ("get_block_ids_with_load_errors", "build_connector_worker_meta")
+    first, last = "bind_connector_metadata", "clear_connector_metadata"
+
+    # A step that computes, and one that only takes loads on. Loads are asynchronous: vLLM starts
+    # them when the step was submitted.
+    assert steps == {(first, *layers, *after, last), (first, *after, last)}

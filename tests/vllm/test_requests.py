@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BLOCK, HITS, PENSTOCK, agree, cached, counted, generate
+from comparing import (
+    BLOCK,
+    DETECTED,
+    HITS,
+    PENSTOCK,
+    TAMPERED,
+    agree,
+    cached,
+    counted,
+    generate,
+)
 
 if TYPE_CHECKING:
     from conftest import Run, Told
@@ -94,11 +104,13 @@ def test_speculative_decoding_goes_on_from_loaded_blocks(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def trained(run: Run) -> tuple[Told, Told]:
-    """SmolLM2-135M; between the last two acts the device's pool is filled by others."""
+    """SmolLM2-135M; the device's pool is filled by others; then blocks are damaged."""
     crowd = generate(lengths=[9 * BLOCK + 5] * 4, seed=9, max_tokens=1)
     without, _ = run("smollm2", [generate(), generate()], **TRAINED)
-    acts = [generate(), generate(), crowd, generate()]
-    return without, run("smollm2", acts, connector=PENSTOCK, **TRAINED)[0]
+    acts = [generate(), generate(), crowd, generate(tamper="remember"), {"act": "reset"}]
+    acts += [generate(forget=True, tamper="")]
+    acts += [generate(forget=True, tamper=word) for word in DETECTED]
+    return without, run("smollm2", acts, connector=TAMPERED, **TRAINED)[0]
 
 
 def test_a_trained_model_says_the_same_when_it_computes(trained: tuple[Told, Told]) -> None:
@@ -123,3 +135,15 @@ def test_a_trained_model_says_the_same_from_host_memory_after_eviction(
     assert cached(told[3]) == HITS
     assert counted(told[3], "tokens_loaded") > 0
     assert agree(told[3], without[1])
+
+
+@pytest.mark.parametrize("word", DETECTED)
+def test_a_trained_model_says_the_same_when_blocks_are_damaged(
+    trained: tuple[Told, Told], word: str
+) -> None:
+    without, told = trained
+    position = 6 + DETECTED.index(word)
+    before, act = told[position - 1], told[position]
+
+    assert counted(act, "loads_failed") - counted(before, "loads_failed") == len(HITS)
+    assert agree(act, without[1])

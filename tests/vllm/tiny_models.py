@@ -1,6 +1,6 @@
 """Small models with random weights, one of each kind of KV, and a trained one: all offline.
 
-    python tiny_models.py llama|latent|hybrid|smollm2 FOLDER
+    python tiny_models.py llama|latent|hybrid|seeing|smollm2 FOLDER
 
 The weights are wider than usual: with the customary spread the output hardly depends on the
 context, and a test that compares outputs would not notice wrong KV.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from smollm2 import make_smollm2
 from tiny_llama import VOCABULARY, make_tiny_llama
+from tiny_seeing import make_seeing
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -83,6 +84,7 @@ MAKERS = {
     "llama": make_tiny_llama,
     "latent": make_latent,
     "hybrid": make_hybrid,
+    "seeing": make_seeing,
     "smollm2": make_smollm2,
 }
 

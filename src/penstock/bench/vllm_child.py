@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.vllm_first_token import FirstToken, WorkerCall, first_token
 from penstock.bench.vllm_workload import Workload
 
 BLOCK_TOKENS = 32
@@ -127,14 +129,14 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
     sampling = SamplingParams(
         temperature=0.0, max_tokens=workload.answer_tokens, detokenize=False, ignore_eos=True
     )
-    first_token_s: list[float] = []
+    outs: list[Any] = []
     answers: list[list[int]] = []
     prompt_tokens = cached_tokens = 0
     began = time.monotonic()
     for wave in workload.waves(seed):
         prompts = [{"prompt_token_ids": tokens} for tokens in wave]
         for out in llm.generate(prompts, sampling, use_tqdm=False):
-            first_token_s.append(out.metrics.first_token_latency)
+            outs.append(out)
             answers.append(list(out.outputs[0].token_ids))
             prompt_tokens += len(out.prompt_token_ids)
             cached_tokens += out.num_cached_tokens
@@ -143,7 +145,7 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
     llm.reset_prefix_cache()
     steps, empty_steps, scheduler_s = Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text().split()
     return {
-        "first_token_s": first_token_s,
+        "first_tokens": [asdict(each) for each in first_tokens(outs, worker["calls"])],
         "tokens_per_s": sum(map(len, answers)) / seconds,
         "hit_rate": cached_tokens / prompt_tokens,
         "steps": int(steps),
@@ -153,6 +155,25 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
         "connector_s": worker["connector"] / int(steps),
         "answers": answers,
     }
+
+
+def first_tokens(outs: list[Any], told: list[Any]) -> list[FirstToken]:
+    """What lay between each request of a round and its first token."""
+    names = ("began", "ended", "cpu_s", "connector_s")
+    calls = [WorkerCall(**dict(zip(names, call, strict=True))) for call in told]
+    return [
+        first_token(
+            calls,
+            request=number,
+            prompt_tokens=len(out.prompt_token_ids),
+            cached_tokens=out.num_cached_tokens,
+            seconds=out.metrics.first_token_latency,
+            queued=out.metrics.queued_ts,
+            scheduled=out.metrics.scheduled_ts,
+            answered=out.metrics.first_token_ts,
+        )
+        for number, out in enumerate(outs)
+    ]
 
 
 def main(told: dict[str, Any]) -> None:

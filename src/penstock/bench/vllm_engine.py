@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.bench.vllm_first_token import FirstToken
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ LINES_KEPT = 40
 class RoundResult:
     """What one side did in one round."""
 
-    first_token_s: list[float]
+    first_tokens: list[FirstToken]
     tokens_per_s: float
     hit_rate: float
     scheduler_s: float
@@ -116,7 +117,9 @@ class EngineProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps([seed, reuse])}\n".encode())
         self._process.stdin.flush()
-        return RoundResult(**json.loads(self._line("ROUND ", ROUND_S)))
+        told = json.loads(self._line("ROUND ", ROUND_S))
+        first_tokens = [FirstToken(**each) for each in told.pop("first_tokens")]
+        return RoundResult(first_tokens=first_tokens, **told)
 
     def close(self) -> None:
         """Ends the engine and all its processes."""

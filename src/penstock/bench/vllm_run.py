@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from penstock.bench.measure import summarize
 from penstock.bench.vllm_child import BLOCK_TOKENS
 from penstock.bench.vllm_engine import EngineProcess, ending_in_order
+from penstock.bench.vllm_first_token import slowest
 from penstock.bench.vllm_model import block_bytes
 from penstock.bench.vllm_workload import Workload
 from penstock.errors import UnavailableError
@@ -125,7 +126,7 @@ def _tell(
 ) -> None:
     for side, results in measured.items():
         rows: dict[str, tuple[str, Sequence[float]]] = {
-            "ttft": ("s", [each for result in results for each in result.first_token_s]),
+            "ttft": ("s", [each.seconds for result in results for each in result.first_tokens]),
             "output rate": ("tokens/s", [result.tokens_per_s for result in results]),
             "hit rate": ("share", [result.hit_rate for result in results]),
             "steps": ("steps", [result.steps for result in results]),
@@ -147,6 +148,8 @@ def _tell(
             mine.answers != plain.answers
             for mine, plain in zip(results, measured[PLAIN], strict=True)
         )
+        for told in slowest(result.first_tokens for result in results):
+            report.add_note(f"{side}, reuse={reuse}: slow first token, {told}")
         report.add_note(
             f"{side}, reuse={reuse}: answers differ from {PLAIN} in {differing} of "
             f"{len(results)} rounds"
@@ -209,7 +212,7 @@ def low_end(samples: Sequence[float]) -> float:
 
 
 def _median_ttft(result: RoundResult) -> float:
-    return summarize(result.first_token_s).median
+    return summarize([each.seconds for each in result.first_tokens]).median
 
 
 def _seconds_a_token(result: RoundResult) -> float:

@@ -75,10 +75,13 @@ class TimedWorker:
     """What is added to vLLM's worker."""
 
     penstock_spent_s: dict[str, float]
+    penstock_calls: list[tuple[float, float, float, float]]
+    """Of each call: when it began and ended, its CPU time, and its connector's."""
 
     def penstock_watch(self) -> None:
         """From now on whole steps, and the calls of the connector in them, are timed."""
         self.penstock_spent_s = dict.fromkeys((STEP, CONNECTOR), 0.0)
+        self.penstock_calls = []
         for name in WORK:
             setattr(self, name, self._timed(getattr(self, name), STEP))
         if not has_kv_transfer_group():
@@ -87,18 +90,25 @@ class TimedWorker:
         for name in CALLS:
             setattr(connector, name, self._timed(getattr(connector, name), CONNECTOR))
 
-    def penstock_take(self) -> dict[str, float]:
-        """Seconds since the last call."""
+    def penstock_take(self) -> dict[str, Any]:
+        """Seconds since the last call, and each call of the worker."""
         spent, self.penstock_spent_s = self.penstock_spent_s, dict.fromkeys((STEP, CONNECTOR), 0.0)
-        return spent
+        calls, self.penstock_calls = self.penstock_calls, []
+        return {**spent, "calls": calls}
 
     def _timed(self, call: Any, what: str) -> Any:
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            began_at, before_s = time.monotonic(), self.penstock_spent_s[CONNECTOR]
             began = time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.penstock_spent_s[what] += time.thread_time() - began
+                spent_s = time.thread_time() - began
+                self.penstock_spent_s[what] += spent_s
+                if what == STEP:
+                    connector_s = self.penstock_spent_s[CONNECTOR] - before_s
+                    told = (began_at, time.monotonic(), spent_s, connector_s)
+                    self.penstock_calls.append(told)
 
         return timed

@@ -16,6 +16,7 @@
 | `scheduling` | the scheduler's half: lookups, loads, saves                  | no         |
 | `pins`       | device blocks that vLLM must not reuse until they are saved  | no         |
 | `working`    | a worker's half: carries plans out, and says what failed     | no         |
+| `layerwise`  | loads that a step computes on while they arrive              | no         |
 | `layouts`    | from the tensors that vLLM registers to a layout             | no         |
 | `sharing`    | how ranks with equal bytes come to share one host tier       | no         |
 | `messages`   | what the halves tell each other                              | no         |

@@ -12,6 +12,8 @@
 | vLLM calls, in a worker             | becomes                  |
 |-------------------------------------|--------------------------|
 | `register_kv_caches`                | `open_rank`              |
+| `start_load_kv`                     | `Working.before_forward` |
+| `wait_for_layer_load`               | `Working.wait_layer`     |
 | `wait_for_save`                     | `Working.after_forward`  |
 | `get_transfer_results`              | `Working.take_received`  |
 | `build_connector_worker_meta`       | `Working.take_reports`   |
@@ -42,19 +44,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from penstock.connectors.vllm import facing
 from penstock.connectors.vllm.events import Announcer
-from penstock.connectors.vllm.layouts import tier_of
+from penstock.connectors.vllm.layerwise import Joins, joined_blocks
+from penstock.connectors.vllm.layouts import layer_numbers, tier_of
 from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
 from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
-from penstock.connectors.vllm.settings import read_settings
+from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.sharing import Host, fetch
+from penstock.connectors.vllm.speed import PrefillSpeed
 from penstock.connectors.vllm.working import Received, Working
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.facts import RankFacts
 from penstock.runtime.opening import WRITER, open_offload_owner, open_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -113,14 +117,21 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._hand_out: Callable[[], None] | None = None
         self._received = Received()
         self._pool: Any = None
+        self._withhold: Callable[[str, Sequence[int], int], None] | None = None
+        self._layerwise = settings.layerwise
+        self._layers: dict[str, int] = {}
+        self._at_layers: Working | None = None
+        """Who waits at the layers of this step, if anybody does."""
         self._announcer: Announcer | None = None
         why_not = facing.version_problem(any_version=settings.any_version)
         why_not = why_not or self._engine.why_not()
         self._config: Config | None = None
         if why_not:
             self._run_without(why_not)
-        else:
-            self._config = self._engine.fitted(settings.config)
+            return
+        if self._layerwise and (refused := self._engine.why_not_layerwise()):
+            raise ConfigError(f"{WHERE}.layerwise", refused)
+        self._config = self._engine.fitted(settings.config, layerwise=self._layerwise)
 
     def _run_without(self, why: str) -> None:
         self._facts = Facts(facts=None, why_not=why)
@@ -139,6 +150,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Keeps vLLM's block pool, in which blocks are pinned."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._pool = kv_cache_manager.block_pool
+        if self._layerwise and self._config is not None:
+            self._withhold = facing.withholding(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Facts]) -> None:
         """Every rank is ready: opens the cache over them."""
@@ -155,6 +168,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._run_without(str(error))
             return
         self._announcer = self._make_announcer(self._config)
+        # Where steps overlap, none of them can be clocked.
+        overlap = self._vllm_config.scheduler_config.async_scheduling
         self._scheduling = Scheduling(
             self._config,
             offload,
@@ -162,6 +177,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             null_block=self._pool.null_block.block_id,
             blocks_stay=self._engine.blocks_stay,
             announcer=self._announcer,
+            joins=self._make_joins(ranks),
+            speed=None if overlap else PrefillSpeed(offload.computed),
         )
         health = offload.health()
         if not health.ok:
@@ -176,6 +193,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 len(ranks),
                 self._config.equal_ranks,
             )
+
+    def _make_joins(self, ranks: Sequence[RankFacts]) -> Joins | None:
+        if self._withhold is None:
+            return None
+        return Joins(self._withhold, blocks_max=joined_blocks(ranks))
 
     def _make_announcer(self, config: Config) -> Announcer | None:
         wanted = facing.events_wanted(self._vllm_config)
@@ -193,7 +215,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduling is None:
             return 0, False
         matched = self._scheduling.matched(request, num_computed_tokens)
-        return matched, matched > 0
+        return matched, matched > 0 and not self._scheduling.joins(request, matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Starts the load that vLLM made room for."""
@@ -277,6 +299,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             encodings = facing.encodings_of(self._vllm_config, kv_caches)
             self._tier = tier_of(self._engine, kv_caches, encodings)
+            self._layers = layer_numbers(self._engine, kv_caches)
             if not self._config.equal_ranks:
                 self._open_rank(self._config, arenas=None)
             elif self._engine.rank == WRITER:
@@ -312,17 +335,30 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.shutdown()
 
     def _make_working(self, rank: Rank, *, on_gpu: bool) -> Working:
+        assert self._config is not None
         return Working(
             rank,
             group_count=len(self._engine.groups),
             stream=facing.current_stream if on_gpu else _no_stream,
+            blocks_stay=self._engine.blocks_stay,
+            beside=facing.stream_beside() if on_gpu and self._layerwise else None,
+            layers=self._layers,
+            wait_s=self._config.cache.operation_timeout_s,
         )
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads start with everything else, when the step was submitted."""
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """What the step computes on starts now, the rest when it was submitted."""
+        self._at_layers = None
+        if self._working is not None and self._layerwise:
+            step = self._get_connector_metadata().step
+            by_layer = facing.waits_at_layers(forward_context)
+            if self._working.before_forward(step, by_layer=by_layer):
+                self._at_layers = self._working
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request joins a step when all its layers are there and verified."""
+        """A layer waits for what it reads; without `layerwise` all of it was there before."""
+        if self._at_layers is not None:
+            self._at_layers.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -44,6 +44,8 @@ class Engine:
     """KV heads of the whole model, for those layers that have heads."""
     unsupported: tuple[str, ...] = ()
     """What vLLM was told to do that this connector cannot follow."""
+    asynchronous: tuple[str, ...] = ()
+    """What vLLM was told to do that lets a step's results be used before they can be taken back."""
 
     @property
     def block_tokens(self) -> int:
@@ -67,7 +69,23 @@ class Engine:
             return f"KV groups have blocks of {' and '.join(map(str, sizes))} tokens, must be equal"
         return ""
 
-    def fitted(self, config: Config) -> Config:
+    def why_not_layerwise(self) -> str:
+        """Why no step may compute on loads that are not verified yet; empty if one may.
+
+        vLLM takes such a step back where it knows from a block's number whose block it was, and
+        where whatever came before the block is still there.
+        """
+        if not self.blocks_stay:
+            kinds = ", ".join(group.kind.name.lower() for group in self.groups)
+            return (
+                f"is true with {len(self.groups)} KV groups ({kinds}), must be false: vLLM takes "
+                "a step on damaged blocks back in models with one group, of attention or latent KV"
+            )
+        if self.asynchronous:
+            return f"is true, must be false, or: {'; '.join(self.asynchronous)}"
+        return ""
+
+    def fitted(self, config: Config, *, layerwise: bool = False) -> Config:
         """The configuration with everything that vLLM decides as vLLM decided it.
 
         Device blocks, tokens a block, ranks and KV groups are vLLM's own; a file that was
@@ -82,7 +100,8 @@ class Engine:
         )
         shared = self.equal_ranks and self.rank_count > 1 and _has_host_hub(config)
         model = replace(config.model, kv_dtype=self.kv_dtype)
-        return replace(config, cache=cache, equal_ranks=shared, model=model)
+        layer_wise = "auto" if layerwise else config.layer_wise
+        return replace(config, cache=cache, equal_ranks=shared, model=model, layer_wise=layer_wise)
 
 
 def _has_host_hub(config: Config) -> bool:

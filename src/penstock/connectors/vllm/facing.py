@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import (
@@ -31,7 +32,7 @@ from penstock.vocabulary.layers import GroupKind
 from vllm import __version__ as vllm_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.connectors.vllm.keys import Request
 
@@ -102,7 +103,22 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> Engine:
         kv_dtype=str(specs[0].dtype).removeprefix("torch.") if groups else "",
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
         unsupported=tuple(unsupported),
+        asynchronous=_asynchronous(vllm_config),
     )
+
+
+def _asynchronous(vllm_config: Any) -> tuple[str, ...]:
+    """What keeps vLLM from taking a step back on whose loads a block was damaged."""
+    found = []
+    if vllm_config.scheduler_config.async_scheduling:
+        # The next step is put together before anybody knows, from blocks and tokens of this one.
+        found.append("asynchronous scheduling is on, set --no-async-scheduling")
+    if vllm_config.use_v2_model_runner:
+        # It counts a request's computed tokens on the device, and never counts back.
+        found.append("the V2 model runner is used, set VLLM_USE_V2_MODEL_RUNNER=0")
+    if vllm_config.speculative_config is not None:
+        found.append("speculative decoding is on, leave it off")
+    return tuple(found)
 
 
 def _one_spec(spec: Any) -> Any:
@@ -148,6 +164,41 @@ def current_stream() -> int:
     """The stream that vLLM submits its steps to."""
     stream: int = torch.cuda.current_stream().cuda_stream
     return stream
+
+
+def stream_beside() -> Callable[[], int]:
+    """A stream in which nothing is computed."""
+    stream = torch.cuda.Stream()
+    return lambda: int(stream.cuda_stream)
+
+
+def waits_at_layers(forward_context: Any) -> bool:
+    """Whether vLLM comes by at every layer of the step that begins now.
+
+    It does not where the whole step is replayed from a graph, or there is no step.
+    """
+    return (
+        forward_context.attn_metadata is not None
+        and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+        # Two halves of a batch, each in a thread of its own.
+        and forward_context.ubatch_slices is None
+    )
+
+
+def withholding(kv_cache_manager: Any) -> Callable[[str, Sequence[int], int], None]:
+    """Has vLLM's prefix cache forget blocks that it has entered before they were loaded.
+
+    vLLM enters them again when it schedules the request next, as far as its computed tokens
+    then go: it has counted only the blocks before them as entered.
+    """
+    (manager,) = kv_cache_manager.coordinator.single_type_managers
+    entered: dict[str, int] = manager.num_cached_block
+
+    def withhold(request: str, block_ids: Sequence[int], first: int) -> None:
+        kv_cache_manager.evict_blocks(set(block_ids))
+        entered[request] = min(entered[request], first)
+
+    return withhold
 
 
 def events_wanted(vllm_config: Any) -> bool:

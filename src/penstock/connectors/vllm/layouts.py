@@ -48,7 +48,7 @@ def tier_of(
     Raises:
         UnavailableError: the tensors lie in a way that is not understood here.
     """
-    numbers = {name: number for number, name in enumerate(sorted(caches, key=_natural))}
+    numbers = layer_numbers(engine, caches)
     layouts: list[Layout] = []
     storages: list[torch.UntypedStorage] = []
     for group in engine.groups:
@@ -57,6 +57,17 @@ def tier_of(
         layouts.append(TensorTier.of([held], block_tokens=engine.block_tokens).layout)
         storages += _storages(held)
     return TensorTier(Layout.join(layouts[0], *layouts[1:]), storages)
+
+
+def layer_numbers(engine: Engine, caches: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The number of each layer in the layout; one that uses another's KV has the other's."""
+    places = {name: number for number, name in enumerate(sorted(caches, key=_natural))}
+    numbers: dict[str, int] = {}
+    for group in engine.groups:
+        owners: dict[int, int] = {}
+        for name in sorted(group.layer_names, key=_natural):
+            numbers[name] = owners.setdefault(caches[name].data_ptr(), places[name])
+    return numbers
 
 
 def _group(

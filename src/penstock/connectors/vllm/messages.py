@@ -29,3 +29,7 @@ class StepPlan:
 
     plan: bytes | None = None
     loads: tuple[Loading, ...] = field(default=())
+    early: tuple[bytes, ...] = ()
+    """Plans that come before the forward pass, and before `plan`."""
+    joined: tuple[Loading, ...] = ()
+    """What the forward pass computes on: these loads are in `early`."""

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.connectors.vllm.events import Announcer
     from penstock.connectors.vllm.keys import Request
+    from penstock.connectors.vllm.layerwise import Joins
     from penstock.connectors.vllm.pins import Pins
+    from penstock.connectors.vllm.speed import PrefillSpeed
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
     from penstock.vocabulary.ids import Key, OperationId
@@ -70,6 +72,8 @@ class Tracked:
     loads: set[OperationId] = field(default_factory=set)
     saves: dict[OperationId, Sequence[int]] = field(default_factory=dict)
     """Saves that the request itself keeps the blocks for, and which."""
+    joins: bool = False
+    """Whether it computes on its loads in the step that begins them."""
     failures: int = 0
     voided: bool = False
     """Whether it runs on blocks from before a reset: what it computes from them is not kept."""
@@ -87,6 +91,8 @@ class Scheduling:
         null_block: int,
         blocks_stay: bool = False,
         announcer: Announcer | None = None,
+        joins: Joins | None = None,
+        speed: PrefillSpeed | None = None,
     ) -> None:
         """The half for one engine.
 
@@ -97,6 +103,8 @@ class Scheduling:
             null_block: What stands in a block table for a block that is not needed.
             blocks_stay: Whether a request that runs keeps every block it was given.
             announcer: Who tells routers about blocks, if anybody does.
+            joins: Who computes on loads while they arrive, if anybody may.
+            speed: Who clocks prefill, where steps can be told apart.
         """
         self._offload = offload
         self._config = config
@@ -105,6 +113,8 @@ class Scheduling:
         self._null = null_block
         self._stay = blocks_stay
         self._announcer = announcer
+        self._joins = joins
+        self._speed = speed
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
         self._groups = config.cache.group_count
@@ -149,6 +159,18 @@ class Scheduling:
             return 0
         return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
 
+    def joins(self, request: Request, matched: int) -> bool:
+        """Whether a request computes on these tokens in the step that begins to load them."""
+        tracked = self._requests[request.request_id]
+        blocks = matched // self._tokens
+        # Behind loads that no step waits for it would wait for them, too.
+        tracked.joins = (
+            self._joins is not None
+            and self._joins.has_room(blocks, -(-blocks // self._most))
+            and all(other.joins for other, _ in self._loading.values())
+        )
+        return tracked.joins
+
     def allocated(self, request: Request, tables: Tables, external: int) -> None:
         """Starts a load: vLLM gave the request blocks for `external` tokens."""
         count = external // self._tokens
@@ -163,13 +185,15 @@ class Scheduling:
         # Nothing leaves the tiers between lookup and load, so nothing is ever missing here;
         # if it were, vLLM would have to know.
         missing = slots[0, len(started.accepted) :]
-        self._starting.append(
-            Loading(
-                request=request.request_id,
-                operations=started.operations,
-                missing=tuple(int(slot) for slot in missing),
-            )
+        loading = Loading(
+            request=request.request_id,
+            operations=started.operations,
+            missing=tuple(int(slot) for slot in missing),
         )
+        if tracked.joins and self._joins is not None:
+            self._joins.add(loading, tables[0], first=first, blocks=count)
+        else:
+            self._starting.append(loading)
         tracked.loads = set(started.operations)
         sizes = _shares(len(started.accepted), len(started.operations), self._most)
         for operation, size in zip(started.operations, sizes, strict=True):
@@ -180,12 +204,12 @@ class Scheduling:
         """Forgets a request that vLLM is done with, whatever came of it.
 
         A load under way is of no more use, but goes on until the worker has told of it: only
-        then does vLLM give the blocks to others.
+        then does vLLM give the blocks to others. One that its step computed on ended with it.
         """
         tracked = self._requests.pop(name, None)
         if tracked is None:
             return
-        for operation in sorted(tracked.loads):
+        for operation in () if tracked.joins else sorted(tracked.loads):
             self._stirred = True
             self._offload.cancel(operation)
         self._pin_saves(tracked)
@@ -221,9 +245,12 @@ class Scheduling:
         for name in preempted:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)
+        joined = self._joins.take() if self._joins is not None else ()
+        early = tuple(iter(self._offload.take_plan, None)) if joined else ()
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
-            if tracked is None or not tracked.save or tracked.voided:
+            # What is computed on a load is saved when the load was verified, in a later step.
+            if tracked is None or not tracked.save or tracked.voided or tracked.loads:
                 continue
             request = tracked.request
             # Tokens that are scheduled but not known (asynchronous scheduling, drafts that
@@ -232,6 +259,8 @@ class Scheduling:
             if known // self._tokens > tracked.saved:
                 self._save(tracked, known // self._tokens, tables(name))
         self._steps += 1
+        if self._speed is not None:
+            self._speed.begin(scheduled)
         if not self._stirred:
             return None
         self._offload.step()
@@ -239,10 +268,14 @@ class Scheduling:
         self._stirred = self._offload.busy
         loads, self._starting = tuple(self._starting), []
         plan = self._offload.take_plan()
-        return StepPlan(plan=plan, loads=loads) if plan is not None or loads else None
+        if plan is None and not loads and not joined:
+            return None
+        return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
 
     def hear(self, reports: Iterable[bytes]) -> None:
         """Takes in what the workers told."""
+        if self._speed is not None:
+            self._speed.end()
         for report in reports:
             self._stirred = True
             self._offload.hear(report)
@@ -276,9 +309,10 @@ class Scheduling:
             self._loaded(told)
         else:
             keys = self._end_save(operation)
-            done = told.outcome is Outcome.DONE
-            self.tally.add("blocks_saved", len(keys) if done else 0)
-            self.tally.add("saves_failed", 0 if done else 1)
+            self.tally.add("blocks_saved", len(keys) if told.outcome is Outcome.DONE else 0)
+            # What was cancelled was given up here, and counted then.
+            failed = told.outcome in {Outcome.FAILED, Outcome.EXPIRED}
+            self.tally.add("saves_failed", 1 if failed else 0)
             if self._announcer is not None:
                 self._announcer.forget(keys)
 
@@ -311,6 +345,8 @@ class Scheduling:
         if told.outcome is Outcome.DONE:
             self.tally.add("tokens_loaded", blocks * self._tokens)
             return
+        if self._requests.get(tracked.request.request_id) is not tracked:
+            return  # Nobody wants it any more: it was cancelled, or might as well have been.
         self.tally.add("loads_failed")
         # What was not brought is computed, and may be saved again.
         tracked.saved = min(tracked.saved, tracked.held)
@@ -369,7 +405,7 @@ class Scheduling:
     def _skip_passed(self, tracked: Tracked, full: int, tables: Tables) -> int:
         """The first block to save that every KV group still has."""
         first = tracked.saved
-        if self._groups == 1:
+        if self._stay:
             return first
         while first < full and any(first < len(row) and row[first] == self._null for row in tables):
             first += 1

@@ -5,6 +5,7 @@
 | `config`      | the path of a Penstock configuration file, or its content               |
 | `allow_fail`  | true: `kv_load_failure_policy` is meant to be "fail"                     |
 | `any_version` | true: run with a version of vLLM that this connector was not tested with |
+| `layerwise`   | true: steps compute on loads while they arrive, where vLLM allows it     |
 
 The one rule: a key that is not known here is refused, never ignored.
 """
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
     from penstock.config import Config
 
 WHERE = "kv_connector_extra_config"
-KNOWN = ("config", "allow_fail", "any_version")
+KNOWN = ("config", "allow_fail", "any_version", "layerwise")
 RECOMPUTE = "recompute"
-LAYERWISE = ("layerwise", "use_layerwise")
-"""Names under which layer-wise loading is asked for: refused, see docs/vllm.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +34,7 @@ class Settings:
 
     config: Config
     any_version: bool = False
+    layerwise: bool = False
 
 
 def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settings:
@@ -45,8 +45,6 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             would fail its request and nobody said that this is meant.
     """
     for key in extra:
-        if key in LAYERWISE:
-            raise ConfigError(f"{WHERE}.{key}", "is not supported: loads are asynchronous")
         if key not in KNOWN:
             raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
     if failure_policy != RECOMPUTE and not _flag(extra, "allow_fail"):
@@ -55,7 +53,11 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             f"is {failure_policy!r}, with which a block that fails its checksum fails its "
             f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
         )
-    return Settings(config=_config(extra), any_version=_flag(extra, "any_version"))
+    return Settings(
+        config=_config(extra),
+        any_version=_flag(extra, "any_version"),
+        layerwise=_flag(extra, "layerwise"),
+    )
 
 
 def _config(extra: Mapping[str, object]) -> Config:

@@ -2,10 +2,11 @@
 
 Copies start after the step's forward pass was submitted, in vLLM's own thread, and are asked
 about once a step. On a GPU they wait on the device for the steps before them; on the CPU a
-step copies a bounded number of bytes.
+step copies a bounded number of bytes. Loads that the step itself computes on start before it
+and end with it (`layerwise`).
 
-The one rule: every load that was announced is told as received exactly once, whatever became
-of it. vLLM keeps a request's blocks until then, even when the request was aborted.
+The one rule: every other load that was announced is told as received exactly once, whatever
+became of it. vLLM keeps a request's blocks until then, even when the request was aborted.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
-from penstock.runtime.plans import decode_plan, decode_report
+from penstock.connectors.vllm.layerwise import Joined
+from penstock.movers.base import WAIT_S
+from penstock.runtime.plans import decode_plan, decode_report, encode_report
+from penstock.runtime.rank import STEP_BUDGET_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from penstock.connectors.vllm.messages import StepPlan
     from penstock.movers.base import Moved
@@ -48,31 +52,82 @@ class Received:
 class Working:
     """The half of the connector that lives in one of vLLM's workers."""
 
-    def __init__(self, rank: Rank, *, group_count: int, stream: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        *,
+        group_count: int,
+        stream: Callable[[], int],
+        blocks_stay: bool = True,
+        beside: Callable[[], int] | None = None,
+        layers: Mapping[str, int] | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
         """A half for an open rank.
 
         Args:
             rank: What carries the plans out.
             group_count: How many KV groups there are.
             stream: The handle of the stream that the step was submitted to; 0 on the CPU.
+            blocks_stay: Whether a request has all the blocks before any of its blocks.
+            beside: That of a stream in which nothing is computed; `None` on the CPU.
+            layers: The number of each layer in the layout, where steps wait for layers.
+            wait_s: How long a step waits for the loads it computes on.
         """
         self._rank = rank
-        self._groups = group_count
+        self._names_blocks = group_count == 1 and blocks_stay
         self._stream = stream
         self._waiting: dict[str, _Waiting] = {}
         self._request_of: dict[OperationId, str] = {}
         self._slots_of: dict[OperationId, list[int]] = {}
         self._received = Received()
         self._reports: list[bytes] = []
+        self._joined = Joined(
+            rank, self._work, layers=layers or {}, stream=stream, beside=beside, wait_s=wait_s
+        )
+
+    def before_forward(self, told: StepPlan | None, *, by_layer: bool) -> bool:
+        """Begins the loads that the step computes on, if any: whether its layers must wait.
+
+        Args:
+            told: What the scheduler said of this step.
+            by_layer: Whether `wait_layer` will be called before each layer is computed.
+        """
+        if told is None or not told.joined:
+            return False
+        self._joined.begin(told, by_layer=by_layer)
+        return by_layer
+
+    def wait_layer(self, name: str) -> None:
+        """In the forward pass, before a layer is computed: what it needs of loads is there."""
+        self._joined.wait_layer(name)
 
     def after_forward(self, told: StepPlan | None) -> None:
         """The step was submitted: takes its plan in, if any, and lets the copies get on."""
+        if told is not None and told.joined and not self._joined.has_begun(told):
+            # Nobody came by before the step: no layer of it has waited, and so it is judged.
+            self._joined.begin(told, by_layer=True)
+        if self._joined.under_way:
+            self._end_joined()
         if told is not None:
             self._begin(told)
-        if self._rank.busy and (report := self._rank.step()) is not None:
-            self._reports.append(report)
-            for moved in decode_report(report).moved:
-                self._moved(moved)
+        self._work(STEP_BUDGET_BYTES)
+
+    def _work(self, budget_bytes: int) -> None:
+        """Lets copies get on; what has ended is noted, and told to the scheduler's half."""
+        if not self._rank.busy or (report := self._rank.step(budget_bytes=budget_bytes)) is None:
+            return
+        told = decode_report(report)
+        if self._joined.has_given_up:
+            told = told._replace(moved=[self._joined.judged(moved) for moved in told.moved])
+            report = encode_report(told)
+        self._reports.append(report)
+        for moved in told.moved:
+            self._moved(moved)
+
+    def _end_joined(self) -> None:
+        # These are no requests that vLLM waits for: it learns which blocks to compute, no more.
+        self._received.invalid_blocks |= self._joined.end()
 
     def _begin(self, told: StepPlan) -> None:
         for loading in told.loads:
@@ -88,6 +143,8 @@ class Working:
 
     def take_received(self) -> Received:
         """What has ended since the last call."""
+        if self._joined.under_way:
+            self._end_joined()
         received, self._received = self._received, Received()
         return received
 
@@ -109,6 +166,7 @@ class Working:
                 self._slots_of[copy.operation] = copy.target_slots[0].tolist()
 
     def _moved(self, moved: Moved) -> None:
+        self._joined.moved(moved)
         name = self._request_of.pop(moved.operation, None)
         if name is None:
             return
@@ -127,8 +185,9 @@ class Working:
         self._received.requests.add(name)
         if not waiting.failed:
             return
-        if self._groups == 1:
+        if self._names_blocks:
             self._received.invalid_blocks |= waiting.invalid
         else:
-            # With several groups a block id does not tell whose block it is.
+            # With several groups a block id does not tell whose block it is. Behind a window
+            # that has moved on, a block cannot be computed: what it needs was not kept.
             self._received.failed.add(name)

@@ -1,0 +1,450 @@
+"""Steps that compute on loads while they arrive: what joins, who waits, and what gets out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.connectors.vllm.layerwise import LOADS_MAX, Joins, joined_blocks
+from penstock.connectors.vllm.pins import Pins
+from penstock.connectors.vllm.scheduling import Scheduling
+from penstock.connectors.vllm.working import Working
+from penstock.runtime.plans import decode_plan
+
+TOKENS, LAYERS, POOL = 4, 3, 64
+NAMES = {f"model.layers.{number}.attn": number for number in range(LAYERS)}
+PROMPT = list(range(100, 126))  # six blocks and two tokens
+FULL = len(PROMPT) // TOKENS
+
+
+class Step:
+    """One of vLLM's steps on one worker, cut where vLLM calls the connector."""
+
+    def __init__(self, told: Any, working: Working) -> None:
+        self.told, self.working = told, working
+
+    def begin(self, *, by_layer: bool = True) -> bool:
+        return self.working.before_forward(self.told, by_layer=by_layer)
+
+    def layers(self) -> None:
+        for name in NAMES:
+            self.working.wait_layer(name)
+
+    def end(self) -> Any:
+        self.working.after_forward(self.told)
+        return self.working.take_received()
+
+
+class Layered:
+    """Scheduler and worker in one process, as vLLM calls them with `layerwise`."""
+
+    def __init__(self, make_pool: Any, *, blocks_max: int = 32, wait_s: float = 30.0) -> None:
+        self.config = penstock.parse_config(
+            f"""
+            version = 1
+            model.name = "toy"
+            cache.block_tokens = {TOKENS}
+            tiers = [{{ name = "host", kind = "host", blocks = 64 }}]
+            """
+        )
+        self.kv = [np.zeros((POOL, TOKENS, 8), dtype=np.float32) for _ in range(LAYERS)]
+        self.rank = penstock.open_rank(self.config, rank=0, kv=self.kv)
+        self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
+        self.withheld: list[tuple[str, list[int], int]] = []
+        self.tables: dict[str, list[list[int]]] = {}
+        self.scheduling = Scheduling(
+            self.config,
+            self.offload,
+            Pins(make_pool(400)),
+            null_block=0,
+            blocks_stay=True,
+            joins=Joins(
+                lambda name, ids, first: self.withheld.append((name, [*ids], first)),
+                blocks_max=blocks_max,
+            ),
+        )
+        self.working = Working(
+            self.rank, group_count=1, stream=lambda: 0, layers=NAMES, wait_s=wait_s
+        )
+
+    def ask(self, request: Any, held: int = 0) -> tuple[int, bool]:
+        """As vLLM asks: so many tokens, and whether it computes on them at once."""
+        matched = self.scheduling.matched(request, held)
+        return matched, matched > 0 and self.scheduling.joins(request, matched)
+
+    def place(self, request: Any, first_block: int, external: int) -> list[int]:
+        """vLLM gives the request blocks, for tokens that were claimed among others."""
+        row = [*range(first_block, first_block + -(-request.num_tokens // TOKENS))]
+        self.tables[request.request_id] = [row]
+        if external:
+            self.scheduling.allocated(request, [row], external)
+        return row
+
+    def compute(self, request: Any, first: int = 0) -> None:
+        """What stands for KV, from a block on: the tokens, in each layer."""
+        for number, block in enumerate(self.tables[request.request_id][0]):
+            tokens = request.all_token_ids[number * TOKENS : (number + 1) * TOKENS]
+            if number >= first:
+                for layer, kv in enumerate(self.kv, start=1):
+                    kv[block, : len(tokens)] = np.array(tokens)[:, None] * layer
+
+    def step(self, scheduled: dict[str, int]) -> Step:
+        return Step(self.scheduling.plan(scheduled, self.tables.__getitem__), self.working)
+
+    def hear(self) -> dict[str, int]:
+        self.scheduling.hear(self.working.take_reports())
+        return self.scheduling.tally.take()
+
+    def keep(self, request: Any) -> None:
+        """Has a prompt computed and saved."""
+        self.ask(request)
+        self.place(request, 1, 0)
+        self.compute(request)
+        self.step({request.request_id: request.num_tokens}).end()
+        self.hear()
+
+    def lies_at(self, request: Any, row: list[int]) -> list[bool]:
+        """Whether each of the blocks holds what the request's tokens make of it, in all layers."""
+        return [
+            all(
+                (
+                    kv[block, :, 0]
+                    == np.array(request.all_token_ids[at * TOKENS : (at + 1) * TOKENS]) * layer
+                ).all()
+                for layer, kv in enumerate(self.kv, start=1)
+            )
+            for at, block in enumerate(row)
+        ]
+
+    def damage(self, step: Step, block: int) -> None:
+        """Flips a bit, in host memory, of a block that the step is about to load."""
+        (copy, *_) = decode_plan(step.told.early[0]).copies
+        slot = int(copy.source_slots[block])
+        host: Any = self.rank.carrier.stores[1]
+        rows_of(host, slot)[5] ^= 1
+
+
+def rows_of(host: Any, slot: int) -> Any:
+    """The bytes of a slot of the host tier, where a block is one run."""
+    blocks = host.blocks([slot])
+    (buffer,) = blocks.buffers.values()
+    plane = blocks.layout.groups[0].layers[0].planes[0]
+    start = plane.offset + slot * plane.block_stride
+    return buffer[start : start + blocks.layout.block_bytes]
+
+
+@pytest.fixture
+def engine(make_pool: Any, make_request: Any) -> Layered:
+    layered = Layered(make_pool)
+    layered.keep(make_request("first", PROMPT))
+    return layered
+
+
+def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered, make_request: Any) -> None:
+    again = make_request("again", PROMPT)
+
+    assert engine.ask(again) == (FULL * TOKENS, True)
+    engine.place(again, 20, FULL * TOKENS)
+    told = engine.step({"again": 2}).told
+
+    assert [loading.request for loading in told.joined] == ["again"]
+    assert told.early
+    assert not told.loads
+
+
+def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_request: Any) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    waits = step.begin()
+    before = engine.lies_at(again, row[:FULL])
+    engine.working.wait_layer("model.layers.0.attn")
+    after = engine.lies_at(again, row[:FULL])
+
+    assert waits
+    assert not any(before)
+    assert all(after)
+
+
+def test_without_layers_to_wait_at_all_is_there_before_the_step(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    waits = step.begin(by_layer=False)
+    there = engine.lies_at(again, row[:FULL])
+    received = step.end()
+
+    assert not waits
+    assert all(there)
+    assert not received.invalid_blocks
+
+
+def test_vllm_is_told_of_no_request_it_does_not_wait_for(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    step.begin()
+    step.layers()
+    received = step.end()
+    counted = engine.hear()
+
+    assert (received.requests, received.failed, received.invalid_blocks) == (set(), set(), set())
+    assert counted["tokens_loaded"] == matched
+    assert not engine.scheduling.pending
+    engine.offload.audit()
+
+
+def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again, held=2 * TOKENS)
+
+    row = engine.place(again, 20, matched)
+
+    assert engine.withheld == [("again", row[2:], 2)]
+
+
+def test_a_damaged_block_is_told_in_the_step_that_computed_on_it(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+    engine.damage(step, 3)
+
+    step.begin()
+    step.layers()
+    received = step.end()
+    counted = engine.hear()
+
+    assert received.invalid_blocks == {row[3]}
+    assert not received.requests
+    assert counted["loads_failed"] == 1
+    assert engine.lies_at(again, row[:FULL]) == [at != 3 for at in range(FULL)]
+
+
+def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified(
+    make_pool: Any, make_request: Any
+) -> None:
+    engine = Layered(make_pool)
+    engine.keep(make_request("first", PROMPT[:13]))
+    longer = make_request("longer", PROMPT)
+    matched, _ = engine.ask(longer)
+    engine.place(longer, 20, matched)
+
+    step = engine.step({"longer": 14})
+    step.begin()
+    step.layers()
+    engine.compute(longer, first=3)
+    step.end()
+    engine.hear()
+    longer.num_computed_tokens = 26
+    meanwhile = engine.ask(make_request("meanwhile", PROMPT))
+    engine.step({"longer": 1}).end()
+    engine.hear()
+
+    assert matched == meanwhile[0] == 3 * TOKENS
+    assert step.told.plan is None
+    assert engine.ask(make_request("again", PROMPT))[0] == FULL * TOKENS
+
+
+def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody(
+    make_pool: Any, make_request: Any
+) -> None:
+    engine = Layered(make_pool)
+    engine.keep(make_request("first", PROMPT[:13]))
+    longer = make_request("longer", PROMPT)
+    matched, _ = engine.ask(longer)
+    row = engine.place(longer, 20, matched)
+
+    step = engine.step({"longer": 14})
+    engine.damage(step, 1)
+    step.begin()
+    step.layers()
+    for kv in engine.kv:
+        kv[row[3:]] = 7.0  # computed on what was there
+    received = step.end()
+    engine.scheduling.finished("longer")
+    engine.hear()
+    engine.step({}).end()
+    engine.hear()
+
+    assert received.invalid_blocks == {row[1]}
+    assert engine.ask(make_request("again", PROMPT))[0] == TOKENS
+    engine.offload.audit()
+
+
+def test_a_step_whose_layers_did_not_wait_counts_for_nothing(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    step.begin()
+    for name in [*NAMES][:-1]:
+        engine.working.wait_layer(name)
+    received = step.end()
+
+    assert received.invalid_blocks == set(row[:FULL])
+
+
+def test_a_step_that_nobody_announced_counts_for_nothing(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+
+    received = engine.step({"again": 2}).end()
+
+    assert received.invalid_blocks == set(row[:FULL])
+
+
+def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more(
+    make_pool: Any, make_request: Any
+) -> None:
+    engine = Layered(make_pool, wait_s=0.0)
+    engine.keep(make_request("first", PROMPT))
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    row = engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    step.begin()
+    step.layers()
+    received = step.end()
+    counted = engine.hear()
+    engine.step({}).end()
+
+    assert received.invalid_blocks == set(row[:FULL])
+    assert counted["loads_failed"] == 1
+    assert not any(engine.lies_at(again, row[:FULL]))
+    assert not engine.rank.busy
+    assert not engine.scheduling.pending
+    engine.offload.audit()
+
+
+def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(
+    engine: Layered, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    matched, _ = engine.ask(again)
+    engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+
+    step.begin()
+    step.layers()
+    step.end()
+    engine.scheduling.finished("again")
+    counted = engine.hear()
+
+    assert counted["tokens_loaded"] == matched
+    assert "loads_failed" not in counted
+
+
+def test_two_requests_on_one_prefix_load_it_each_for_itself(
+    engine: Layered, make_request: Any
+) -> None:
+    requests = [make_request(name, PROMPT) for name in ("one", "two")]
+    rows = []
+    for number, request in enumerate(requests):
+        matched, joins = engine.ask(request)
+        assert joins
+        rows.append(engine.place(request, 20 + 10 * number, matched))
+    step = engine.step({"one": 2, "two": 2})
+    engine.damage(step, 2)
+
+    step.begin()
+    step.layers()
+    received = step.end()
+
+    assert received.invalid_blocks == {rows[0][2], rows[1][2]}
+    assert [name for name, _, _ in engine.withheld] == ["one", "two"]
+
+
+def test_a_hit_that_would_stall_a_step_is_loaded_apart(make_pool: Any, make_request: Any) -> None:
+    engine = Layered(make_pool, blocks_max=FULL + 1)
+    engine.keep(make_request("first", PROMPT))
+    one, two = make_request("one", PROMPT), make_request("two", PROMPT)
+
+    first = engine.ask(one)
+    engine.place(one, 20, first[0])
+    second = engine.ask(two)
+    engine.place(two, 30, second[0])
+    told = engine.step({"one": 2}).told
+
+    assert (first[1], second[1]) == (True, False)
+    assert [loading.request for loading in told.joined] == ["one"]
+    assert [loading.request for loading in told.loads] == ["two"]
+
+
+def test_nothing_joins_behind_a_load_that_no_step_waits_for(
+    make_pool: Any, make_request: Any
+) -> None:
+    engine = Layered(make_pool, blocks_max=2)
+    engine.keep(make_request("first", PROMPT))
+    long, short = make_request("long", PROMPT), make_request("short", PROMPT[:9])
+    engine.place(long, 20, engine.ask(long)[0])
+
+    during = engine.ask(short)
+    step = engine.step({})
+    step.begin()
+    received = step.end()
+    engine.hear()
+    after = engine.ask(short)
+
+    assert received.requests == {"long"}
+    assert (during, after) == ((8, False), (8, True))
+
+
+def test_a_step_joins_no_more_loads_than_a_device_has_in_flight(
+    make_pool: Any, make_request: Any
+) -> None:
+    engine = Layered(make_pool, blocks_max=1000)
+    engine.keep(make_request("first", PROMPT))
+
+    joined = []
+    for number in range(LOADS_MAX + 1):
+        request = make_request(f"request-{number}", PROMPT[:9])
+        matched, joins = engine.ask(request)
+        engine.place(request, 10 + 4 * number, matched)
+        joined.append(joins)
+
+    assert joined == [True] * LOADS_MAX + [False]
+
+
+def test_a_step_waits_for_no_more_than_steps_copy_anyway(engine: Layered) -> None:
+    assert joined_blocks([engine.rank.facts]) == (64 << 20) // engine.rank.facts.block_bytes
+
+
+def test_a_step_after_that_is_a_step_like_any_other(engine: Layered, make_request: Any) -> None:
+    again = make_request("again", PROMPT)
+    engine.place(again, 20, engine.ask(again)[0])
+    step = engine.step({"again": 2})
+    step.begin()
+    step.layers()
+    step.end()
+    engine.hear()
+
+    step = engine.step({"again": 1})
+
+    assert not step.begin()
+    step.layers()
+    assert not step.end().invalid_blocks

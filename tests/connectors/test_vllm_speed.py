@@ -1,0 +1,134 @@
+"""What the connector tells about vLLM's prefill, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.connectors.vllm.speed import STEP_TOKENS_MIN, PrefillSpeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BIG = STEP_TOKENS_MIN
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def told() -> list[tuple[int, float]]:
+    return []
+
+
+@pytest.fixture
+def speed(clock: Clock, told: list[tuple[int, float]]) -> PrefillSpeed:
+    return PrefillSpeed(lambda tokens, seconds: told.append((tokens, seconds)), clock=clock)
+
+
+def step(speed: PrefillSpeed, clock: Clock, scheduled: dict[str, int], seconds: float) -> None:
+    speed.begin(scheduled)
+    clock.now += seconds
+    speed.end()
+
+
+def test_a_step_that_prefills_is_told_with_the_time_between_its_two_calls(
+    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+) -> None:
+    step(speed, clock, {"a": BIG, "b": BIG}, 0.5)
+
+    assert told == [(2 * BIG, 0.5)]
+
+
+def test_the_time_between_steps_counts_for_none_of_them(
+    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+) -> None:
+    step(speed, clock, {"a": BIG}, 0.5)
+    clock.now += 60.0
+    step(speed, clock, {"b": BIG}, 0.25)
+
+    assert told == [(BIG, 0.5), (BIG, 0.25)]
+
+
+@pytest.mark.parametrize(
+    "scheduled",
+    [
+        {},
+        {"decodes": 1},
+        {"short prefill": BIG - 1},
+        {f"decodes {number}": 1 for number in range(BIG)},
+        {f"decodes with drafts {number}": 6 for number in range(BIG)},
+        {"prefills": BIG, **{f"decodes {number}": 1 for number in range(BIG)}},
+    ],
+    ids=["empty", "decode", "short", "many decodes", "drafts", "half and half"],
+)
+def test_a_step_that_says_nothing_of_prefill_is_not_told(
+    speed: PrefillSpeed,
+    clock: Clock,
+    told: list[tuple[int, float]],
+    scheduled: dict[str, int],
+) -> None:
+    step(speed, clock, scheduled, 0.5)
+
+    assert told == []
+
+
+def test_decodes_beside_a_long_prefill_are_not_counted_but_their_time_is(
+    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+) -> None:
+    step(speed, clock, {"prefills": 10 * BIG, "decodes": 1}, 0.5)
+
+    assert told == [(10 * BIG, 0.5)]
+
+
+def test_results_that_no_step_was_put_together_for_are_not_told(
+    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+) -> None:
+    step(speed, clock, {"a": BIG}, 0.5)
+    clock.now += 0.001
+    speed.end()
+
+    assert told == [(BIG, 0.5)]
+
+
+def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_could_load_it(
+    make_engine: Callable[..., Any], make_request: Callable[..., Any], clock: Clock
+) -> None:
+    engine = make_engine(host=256, clock=clock)
+    story = make_request("story", range(BIG + 1))
+    engine.run(story)
+    assert engine.scheduling.matched(make_request("again", range(9)), 0) == 8
+
+    # A hundred thousand tokens a second: five milliseconds are 500 of them.
+    engine.allocate(make_request("other", ()), 128)
+    engine.scheduling.plan({"other": 512}, engine.tables.__getitem__)
+    clock.now += 512 / 100_000
+    engine.scheduling.hear(())
+
+    assert engine.offload.statistics().prefill_tokens_per_s == pytest.approx(100_000)
+    assert engine.scheduling.matched(make_request("short", range(9)), 0) == 0
+    assert engine.offload.statistics().misses["recompute is quicker"] == 1
+
+
+def test_where_nothing_is_told_every_hit_is_loaded(
+    make_engine: Callable[..., Any], make_request: Callable[..., Any]
+) -> None:
+    engine = make_engine()
+
+    engine.run(make_request("story", range(9)))
+
+    assert engine.offload.statistics().prefill_tokens_per_s is None
+    assert engine.scheduling.matched(make_request("again", range(9)), 0) == 8

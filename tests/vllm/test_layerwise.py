@@ -1,0 +1,199 @@
+"""Steps that compute on loads while they arrive: the same output, and nothing unverified in it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from comparing import BLOCK, DETECTED, HITS, LENGTHS, agree, cached, counted, generate
+
+if TYPE_CHECKING:
+    from conftest import Run, Told
+
+pytestmark = pytest.mark.vllm
+
+LAYERED = ["LayeredConnector", "layered_connector"]
+OFFERING = ["OfferingConnector", "layered_connector"]
+LAYERWISE = {"extra": {"layerwise": True}}
+FIRST_BLOCK = {"cut": BLOCK + 8, "max_tokens": 1}
+DRAWN = random.Random(12)
+CROWD = generate(lengths=[DRAWN.randrange(40, 160) for _ in range(12)], max_tokens=48, seed=7)
+SMALL_POOL: dict[str, Any] = {"pool": 20, "max_model_len": 416, "max_num_batched_tokens": 416}
+SHARED = 8 * BLOCK
+FOLLOWERS = generate(lengths=[20, 21, 22], shared=SHARED, seed=6)
+# One process for all but the worker: requests that are given together meet in one step. Steps
+# are so short that a prompt which is computed again takes several.
+TOGETHER: dict[str, Any] = {
+    "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    "max_num_batched_tokens": 128,
+    "options": {"long_prefill_token_threshold": BLOCK},
+}
+
+
+def joined(output: str) -> list[str]:
+    """What each step that joined loads has told, in order."""
+    lines = output.splitlines()
+    return [line.removeprefix("JOINED ") for line in lines if line.startswith("JOINED ")]
+
+
+@pytest.fixture(scope="module")
+def plain(run: Run) -> Told:
+    """Plain vLLM: cold, from its own cache, again after one block of each prompt, and others."""
+    acts = [generate(), generate(), generate(forget=True, **FIRST_BLOCK), generate(), generate()]
+    return run("llama", [*acts, CROWD, FOLLOWERS])[0]
+
+
+@pytest.fixture(scope="module")
+def heard(run: Run) -> tuple[Told, str]:
+    """The connector: cold, from host memory, with each kind of damage, and with what else fails."""
+    acts = [generate(), generate(forget=True, tamper="remember"), {"act": "reset"}]
+    acts += [generate(forget=True, tamper="", **FIRST_BLOCK), generate(forget=True)]
+    acts += [generate(forget=True, tamper=word) for word in DETECTED]
+    acts += [generate(forget=True, tamper=word) for word in ("late", "astray", "device", "")]
+    return run("llama", acts, connector=LAYERED, **LAYERWISE)
+
+
+@pytest.fixture(scope="module")
+def told(heard: tuple[Told, str]) -> Told:
+    return heard[0]
+
+
+def test_blocks_from_host_memory_give_what_plain_vllm_gives(plain: Told, told: Told) -> None:
+    assert cached(told[0]) == [0] * len(LENGTHS)
+    assert agree(told[0], plain[0])
+    assert cached(told[1]) == HITS
+    assert counted(told[1], "tokens_loaded") == sum(HITS)
+    assert agree(told[1], plain[1])
+
+
+def test_vllm_comes_by_at_every_layer(heard: tuple[Told, str]) -> None:
+    steps = joined(heard[1])
+
+    assert steps
+    assert all(" by layer " in step for step in steps)
+
+
+def test_what_is_not_found_is_computed_behind_what_is(plain: Told, told: Told) -> None:
+    assert cached(told[4]) == [BLOCK] * len(LENGTHS)
+    assert agree(told[4], plain[3])
+
+
+@pytest.mark.parametrize("word", [*DETECTED, "late"])
+def test_loads_that_fail_are_taken_back_and_computed(plain: Told, told: Told, word: str) -> None:
+    """Damaged blocks, and loads whose time was up before a layer came by."""
+    position = 5 + [*DETECTED, "late"].index(word)
+    before, act = told[position - 1], told[position]
+
+    failed = counted(act, "loads_failed") - counted(before, "loads_failed")
+
+    assert failed == len(LENGTHS)
+    # The first block was sound, unless all came too late: vLLM went on from there.
+    assert agree(act, plain[0 if word == "late" else 3])
+
+
+def test_a_step_whose_layers_did_not_wait_is_taken_back(plain: Told, told: Told) -> None:
+    assert agree(told[6 + len(DETECTED)], plain[0])
+
+
+def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(
+    plain: Told, told: Told
+) -> None:
+    """The control: nobody can find this, and the output must show it."""
+    act = told[7 + len(DETECTED)]
+
+    assert cached(act) == HITS
+    assert not agree(act, plain[4])
+
+
+def test_after_all_that_host_memory_still_gives_the_same(plain: Told, told: Told) -> None:
+    assert cached(told[-1]) == HITS
+    assert agree(told[-1], plain[4])
+
+
+def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
+    """In the pieces in which vLLM itself computes: its kernels differ in the third digit."""
+    alone = {"params": {"penstock": False}}
+    acts = [generate(**FIRST_BLOCK), generate(forget=True), generate(), generate(forget=True)]
+    acts += [generate(forget=True, tamper="flip")]
+    acts += [generate(forget=True, **FIRST_BLOCK, **alone), generate(**alone)]
+
+    told, output = run(
+        "latent",
+        acts,
+        connector=LAYERED,
+        dtype="bfloat16",
+        options={"max_num_seqs": 1},
+        **LAYERWISE,
+    )
+
+    _, first_block, device, host, damaged, _, plain = told
+    assert cached(host) == HITS
+    assert agree(host, device)
+    assert agree(first_block, plain)
+    assert counted(damaged, "loads_failed") == len(LENGTHS)
+    assert agree(damaged, plain)
+    assert joined(output) == ["1 by layer 0 invalid"] * 6 + ["1 by layer 1 invalid"] * 3
+
+
+def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(run: Run, plain: Told) -> None:
+    acts = [generate(), generate(forget=True), generate(forget=True, tamper="flip")]
+
+    told, output = run("llama", acts, connector=LAYERED, ranks=2, **LAYERWISE)
+
+    assert cached(told[1]) == HITS
+    assert agree(told[1], plain[1])
+    assert counted(told[2], "loads_failed") == len(LENGTHS)
+    assert agree(told[2], plain[3])
+    invalid = [int(step.split()[-2]) for step in joined(output)]
+    assert sum(invalid) == len(LENGTHS)
+
+
+def test_a_pool_of_twenty_blocks_is_enough(run: Run, plain: Told) -> None:
+    told, output = run("llama", [CROWD, CROWD], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
+
+    assert told[1]["metrics"]["vllm:num_preemptions"] > 0
+    assert agree(told[0], plain[5])
+    assert agree(told[1], plain[5])
+    assert joined(output)
+    assert counted(told[1], "loads_failed") == 0
+
+
+@pytest.fixture(scope="module")
+def together() -> list[dict[str, Any]]:
+    """Three requests on one prefix, in one step that loads it damaged; then from the device.
+
+    Then the same, and they are taken back after that step; then they come again.
+    """
+    return [
+        FOLLOWERS,
+        {**FOLLOWERS, "forget": True, "tamper": "exchange"},
+        FOLLOWERS,
+        {**FOLLOWERS, "act": "abort", "forget": True, "tamper": "tail", "found": SHARED},
+        {**FOLLOWERS, "tamper": ""},
+    ]
+
+
+def test_no_second_request_is_served_from_a_block_that_was_not_verified(
+    run: Run, plain: Told, together: list[dict[str, Any]]
+) -> None:
+    told, output = run("llama", together, connector=LAYERED, **LAYERWISE, **TOGETHER)
+
+    # Each of them loaded the prefix for itself, in the same step, and two blocks were exchanged.
+    assert joined(output)[0] == "3 by layer 6 invalid"
+    assert agree(told[1], plain[6])
+    assert agree(told[2], plain[6])
+    assert joined(output)[1] == "3 by layer 3 invalid"
+    assert max(cached(told[4])) < SHARED
+    assert agree(told[4], plain[6])
+
+
+def test_left_to_itself_vllm_would_serve_them(
+    run: Run, plain: Told, together: list[dict[str, Any]]
+) -> None:
+    """The control: blocks can be matched from the moment they are allocated."""
+    told, output = run("llama", together, connector=OFFERING, **LAYERWISE, **TOGETHER)
+
+    assert joined(output)[0] == "1 by layer 2 invalid"
+    assert not agree(told[1], plain[6])
+    assert not agree(told[4], plain[6])
