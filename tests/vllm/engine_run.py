@@ -36,9 +36,11 @@ BLOCK = 32
 DEADLINE_S = 60.0
 """What the engine has not done by then it never does."""
 EVENTS = zmq.Context.instance().socket(zmq.SUB)
+# How quick these models are must not decide which hits are loaded.
 CONFIG = """
 version = 1
 model.name = "tiny"
+cache.load_tokens_min = 1
 [[tiers]]
 name = "host"
 kind = "host"
