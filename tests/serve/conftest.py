@@ -126,21 +126,17 @@ def command(pid: int) -> str:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, wait: bool = True) -> Iterator[Running]:
-    command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--model", str(folder)]
+def serve_command(*options: str) -> Iterator[subprocess.Popen[str]]:
+    """A `penstock serve` of its own, gone at the end of the `with`."""
     process = subprocess.Popen(
-        [*command, "--port", "0", *options],
+        [sys.executable, "-m", "penstock.cli.entry", "serve", *options],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    running: Running | None = None
     try:
-        running = Running(process, _address(process) if wait else "http://127.0.0.1:1")
-        yield running
+        yield process
     finally:
-        if running is not None:
-            running.client.close()
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(timeout=60)
@@ -149,6 +145,16 @@ def serving(folder: Path, *options: str, wait: bool = True) -> Iterator[Running]
             process.wait(timeout=10)
             assert process.stdout is not None
             process.stdout.close()
+
+
+@contextmanager
+def serving(folder: Path, *options: str, wait: bool = True) -> Iterator[Running]:
+    with serve_command("--model", str(folder), "--port", "0", *options) as process:
+        running = Running(process, _address(process) if wait else "http://127.0.0.1:1")
+        try:
+            yield running
+        finally:
+            running.client.close()
 
 
 def _address(process: subprocess.Popen[str]) -> str:

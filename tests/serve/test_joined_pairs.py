@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from tests.serve.conftest import Running, eventually
+from tests.serve.conftest import Running, eventually, serve_command
 from tests.serve.test_roles import SIZES, STORY, everybody, require_same, told
-from tests.serve.test_roles_alone import Roles, command, line_of
+from tests.serve.test_roles_alone import Roles, line_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ NAMES = {"prefill-2": True, "decode-2": True}
 
 def router_of(roles: Roles, stack: ExitStack) -> Running:
     """A router with the joined pair behind it."""
-    process = stack.enter_context(command(*roles.of("router")))
+    process = stack.enter_context(serve_command(*roles.of("router")))
     assert line_of(process).endswith(f"waits for instances at {roles.router}")
     running = Running(process, line_of(process).partition(" at ")[2].split("/v1")[0])
     stack.callback(running.client.close)
@@ -36,7 +36,7 @@ def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
     other = "What was computed with other weights is nobody's any more. " * 3
     joined = (*roles.model, "--router", roles.router, *SIZES, "--number", "2")
     with ExitStack() as stack:
-        pair = stack.enter_context(command(*joined, "--prefill-tp", "2"))
+        pair = stack.enter_context(serve_command(*joined, "--prefill-tp", "2"))
         first = router_of(roles, stack)
         lines = {line_of(pair), line_of(pair)}
         assert lines == {f"penstock: ready: {name} has joined {roles.router}" for name in NAMES}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.serve.conftest import READY_S, Running, eventually, serving
+from tests.serve.conftest import READY_S, Running, eventually, serve_command, serving
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
 
 from penstock.cli.app import run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import subprocess
     from pathlib import Path
 
 
@@ -28,27 +25,6 @@ def free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
     return min(port, 65_000)
-
-
-@contextmanager
-def command(*options: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.entry", "serve", *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=60)
-        finally:
-            process.kill()
-            process.wait(timeout=10)
-            assert process.stdout is not None
-            process.stdout.close()
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -88,9 +64,9 @@ def test_one_command_for_each_role_does_what_one_for_all_does(
     roles = Roles(model_folder)
     with ExitStack() as stack:
         # Whoever comes first waits for the others.
-        prefill = stack.enter_context(command(*roles.of("prefill")))
-        decode = stack.enter_context(command(*roles.of("decode")))
-        router = stack.enter_context(command(*roles.of("router")))
+        prefill = stack.enter_context(serve_command(*roles.of("prefill")))
+        decode = stack.enter_context(serve_command(*roles.of("decode")))
+        router = stack.enter_context(serve_command(*roles.of("router")))
         waits, ready = line_of(router), line_of(router)
         assert line_of(prefill) == f"penstock: ready: prefill-0 has joined {roles.router}"
         assert line_of(decode) == f"penstock: ready: decode-0 has joined {roles.router}"
@@ -115,7 +91,7 @@ def _router_comes_back(roles: Roles, stack: ExitStack, running: Running) -> obje
     """Kills the router; who joined it joins the next one, with what was cached."""
     running.process.kill()
     running.process.wait(timeout=10)
-    router = stack.enter_context(command(*roles.of("router")))
+    router = stack.enter_context(serve_command(*roles.of("router")))
     line_of(router)
     address = line_of(router).partition(" at ")[2].split("/v1")[0]
     anew = Running(router, address)
@@ -137,7 +113,7 @@ def test_instances_that_do_everything_can_join_a_router_too(model_folder: Path) 
     joined = (*roles.model, "--router", roles.router, *SIZES)
     with (
         serving(model_folder, "--role", "router", "--router", roles.router, wait=False) as router,
-        command(*joined, "--number", "4") as instance,
+        serve_command(*joined, "--number", "4") as instance,
     ):
         waits, ready = line_of(router.process), line_of(router.process)
 
