@@ -10,6 +10,7 @@ from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.effects import Fence
 from penstock.handoff.landing import Landing
+from penstock.handoff.states import RankReport
 from penstock.testing.explore import Bounds, FindingKind, explore
 from penstock.testing.handoff.faults import Budget
 from penstock.testing.handoff.worlds import WORLDS, Small
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.handoff import messages as msg
+    from penstock.handoff.decode_rank import Key
 
 
 def small(name: str, **parameters: object) -> Small:
@@ -161,6 +163,37 @@ def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_c
     problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1), bulk=bulk))
 
     assert problem.startswith("content: a is delivered, but D0")
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("crashing", ["P", "P0"])
+def test_a_rank_that_calls_a_handoff_dropped_while_it_writes_to_its_slots_is_found(
+    crashing: str, monkeypatch: pytest.MonkeyPatch, *, reduced: bool
+) -> None:
+    stop: Callable[[DecodeRank, Key], None] = DecodeRank._stop_if_still
+
+    def report_and_stop(rank: DecodeRank, key: Key) -> None:
+        if rank.collections[key].is_moving:
+            rank._report(key, RankReport.DROPPED)
+        stop(rank, key)
+
+    monkeypatch.setattr(DecodeRank, "_stop_if_still", report_and_stop)
+
+    problem = problem_of(
+        small(
+            "dropped",
+            decode_count=2,
+            berth_count=1,
+            budget=Budget(crash=1),
+            crashing=(crashing,),
+            suspicious=False,
+            bulk=True,
+            reduced=reduced,
+        )
+    )
+
+    assert problem.startswith("given back: D")
+    assert problem.endswith("writes to the slots of a")
 
 
 def test_a_rank_that_answers_too_early_is_found_at_work_for_two_lives_of_its_scheduler(

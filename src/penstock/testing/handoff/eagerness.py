@@ -7,8 +7,9 @@ state where it is possible and in all those that other inputs `a` lead to from t
     l ──a──→ l'      1. both orders lead to the same local state, and everybody hears the same
     │        │          in the same order;
     m        m       2. m is not undone by a, and takes no other move of the party away;
-    ↓        ↓       3. m hides nothing from others: what has ended and who is alive stays as it
-    k ──a──→ k'         is, and blocks that were read, or slots written to, still are.
+    ↓        ↓       3. m hides nothing from others: who is alive stays as it is; blocks that were
+    k ──a──→ k'         read, or slots written to, still are; what has ended, or is behind a fence,
+                        may become more, as promises are broken no less by that.
 
 Then every path on which `m` comes later has a twin on which it comes first, through states that
 allow the others as much and break as many promises, with the same end: `m` is a persistent set of
@@ -16,16 +17,21 @@ one move. As usual moves use something up, no eager move can keep others waiting
 
 Which inputs a party can get is not known before. So the search begins by taking for eager what
 looks so; when it has seen more, every eager move is compared with *all* inputs that were seen in
-local states that can be reached from its own; what fails is banned, and states in which it was
-followed alone are looked at anew, until nothing fails. The twin of a missing path is shorter by
-one move than the path itself, so by induction no input is missing at the end.
+local states that can be reached from the one in which it was eager; what fails is banned, and
+states in which it was followed alone are looked at anew, until nothing fails. The twin of a
+missing path is shorter by one move than the path itself, so by induction no input is missing at
+the end.
+
+A handoff that ends gives the memory of others back, too: that is followed in every order, though a
+move that may end one later can be eager before. A fence is eager where its writer is dead.
 
 What must not break: when in doubt, a move is not eager.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.testing.explore.result import DEFECTS
@@ -33,27 +39,36 @@ from penstock.testing.handoff import deeds as do
 from penstock.testing.handoff.decode import DecodeRankActor
 from penstock.testing.handoff.moves import MoveKind
 from penstock.testing.handoff.prefill import Phase, PrefillRankActor
-from penstock.testing.handoff.schedulers import SchedulerActor
+from penstock.testing.handoff.schedulers import (
+    DecodeSchedulerActor,
+    PrefillSchedulerActor,
+    SchedulerActor,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from penstock.testing.explore.eager import Said
     from penstock.testing.explore.memo import Memo
     from penstock.testing.handoff.casting import AnyActor, Casting
     from penstock.testing.handoff.moves import LocalMoves
 
-_NODES_MAX = 1_000
+_NODES_MAX = 100
 """Local states that are looked at for one move; with more it is not eager. They are mostly ones
 that no search comes to."""
 
 
-class _Checked(NamedTuple):
-    """A move that was eager in a local state, as far as some inputs go."""
+@dataclass(slots=True)
+class _Pairs:
+    """A move in a local state, with other inputs before or after it; inputs are bits."""
 
-    inputs: frozenset[int]
-    reached: list[int]
-    """Where they lead, before the move."""
+    unseen: bool
+    """Whether the move, there, hides nothing and takes nothing away."""
+    looked_at: int = 0
+    broken: int = 0
+    """Inputs with which the order makes a difference."""
+    leads: list[tuple[int, int]] = field(default_factory=list)
+    """Inputs, and where they lead, before the move."""
 
 
 class Eagerness:
@@ -64,6 +79,7 @@ class Eagerness:
         casting: Casting,
         local: Callable[[int, int], LocalMoves],
         *,
+        budget: Sequence[int],
         fenced: bool,
     ) -> None:
         """Takes what it has to know of a world.
@@ -71,18 +87,19 @@ class Eagerness:
         Args:
             casting: the parties.
             local: what a party can do in a local state.
+            budget: how often each fault may happen.
             fenced: whether there can be fences; then others look at which writes are posted.
         """
         self._casting, self._local, self._fenced = casting, local, fenced
+        self._budget = budget
         self.kinds = (MoveKind.DO,) if fenced else (MoveKind.DO, MoveKind.POST)
         """Moves that concern nobody but their party."""
         self._banned: set[tuple[int, int, int]] = set()
         self._known: dict[tuple[int, int, int], bool] = {}
-        self._broken: set[tuple[int, int, int]] = set()
-        """Local states in which a move is not eager, whatever else will be seen."""
-        self._checked: dict[tuple[int, int, int], _Checked] = {}
-        self._fine: dict[tuple[int, int], tuple[set[int], frozenset[int]]] = {}
-        """For a party and a move: local states and inputs with which it was seen to be eager."""
+        self._pairs: dict[tuple[int, int, int], _Pairs] = {}
+        """What comes of a move in a local state, with each input that was looked at."""
+        self._fine: dict[tuple[int, int], tuple[int, int]] = {}
+        """For a party and a move: how many local states and inputs were all right with it."""
         self._looks: list[dict[int, Looks]] = [{} for _ in casting.names]
         self.used: list[dict[int, dict[int, int]]] = [defaultdict(dict) for _ in casting.names]
         """For each party: local states, what was given to it there, and where that led."""
@@ -93,7 +110,8 @@ class Eagerness:
         key = (place, local, deed)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = key not in self._banned and self._is_unseen(*key)
+            known = key not in self._banned and self._is_unseen(*key) and not self._ends(*key)
+            self._known[key] = known
         if known:
             self._followed.add(key)
         return known
@@ -106,119 +124,124 @@ class Eagerness:
         By all that was seen until now. It is banned there from now on.
         """
         failed: set[tuple[int, int, int]] = set()
+        roots: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for place, local, deed in self._followed:
+            roots[place, deed].add(local)
         for place in range(len(self._casting.names)):
-            roots: dict[int, set[int]] = defaultdict(set)
-            for at, local, deed in self._followed:
-                if at == place:
-                    roots[deed].add(local)
-            for deed, locals_ in roots.items():
-                bad = self._failing(place, deed, locals_)
-                failed |= {(place, local, deed) for local in bad}
+            to_come = inputs_to_come(self.used[place])
+            ways = self._by_sender(to_come)
+            seen = sum(len(led) for led in self.used[place].values())
+            for (at, deed), locals_ in roots.items():
+                if at == place and self._fine.get((place, deed)) != (len(locals_), seen):
+                    rivals = ~(1 << deed | ways.get(self._sender(deed), 0))
+                    bad = self._failing(place, deed, locals_, to_come, rivals)
+                    failed |= {(place, local, deed) for local in bad}
+                    if not bad:
+                        self._fine[place, deed] = (len(locals_), seen)
         self._banned |= failed
         self._followed -= failed
         for key in failed:
             self._known[key] = False
         return {(place, local) for place, local, _ in failed}
 
-    def _failing(self, place: int, deed: int, roots: set[int]) -> set[int]:
-        """Those of the local states in which a move is not eager after all."""
-        inputs = self._inputs_after(place, deed, roots)
-        if self._fine.get((place, deed)) == (roots, inputs):
-            return set()
-        nodes, pending = set(roots), [*sorted(roots)]
-        leads: dict[int, set[int]] = defaultdict(set)
-        bad: set[int] = set()
-        while pending:
-            local = pending.pop()
-            reached = self._reached(place, local, deed, inputs)
-            if reached is None or len(nodes) > _NODES_MAX:
-                bad.add(local)
-                continue
-            for other in reached:
-                leads[other].add(local)
-                if other not in nodes:
-                    nodes.add(other)
-                    pending.append(other)
-        pending = [*bad]
-        while pending:
-            for before in leads[pending.pop()] - bad:
-                bad.add(before)
-                pending.append(before)
-        if not bad & roots:
-            self._fine[place, deed] = (roots, inputs)
-        return bad & roots
+    def _by_sender(self, to_come: dict[int, int]) -> dict[str, int]:
+        """The messages among all inputs, by who says them: of these one comes after the other."""
+        inputs = 0
+        for mine in to_come.values():
+            inputs |= mine
+        ways: dict[str, int] = defaultdict(int)
+        for given in ones(inputs):
+            ways[self._sender(given)] |= 1 << given
+        ways.pop("", None)
+        return ways
 
-    def _inputs_after(self, place: int, deed: int, roots: set[int]) -> frozenset[int]:
-        """Everything that was given to the party in local states that follow these."""
-        used = self.used[place]
-        seen, pending, inputs = set(roots), [*roots], set()
-        while pending:
-            for given, after in used.get(pending.pop(), {}).items():
-                inputs.add(given)
-                if after not in seen:
-                    seen.add(after)
-                    pending.append(after)
-        return frozenset(
-            given for given in inputs if given != deed and not self._behind(given, deed)
-        )
+    def _sender(self, deed: int) -> str:
+        """Who says a message; nobody, if it is none."""
+        given = self._casting.deeds[deed]
+        return given.message.sender.name if isinstance(given, do.Receive) else ""
 
-    def _behind(self, given: int, deed: int) -> bool:
-        """Whether one message comes on the same way as another, so that it cannot be first."""
-        one, other = self._casting.deeds[given], self._casting.deeds[deed]
-        if not isinstance(one, do.Receive) or not isinstance(other, do.Receive):
-            return False
-        return one.message.sender.name == other.message.sender.name
+    def _failing(
+        self, place: int, deed: int, roots: set[int], to_come: dict[int, int], rivals: int
+    ) -> set[int]:
+        """Those of the local states in which a move is not eager after all.
+
+        From each of them, it is compared with all that was seen to follow there, in any order and
+        number: what is left out of a path could come first on another.
+        """
+        fine: dict[int, set[int]] = defaultdict(set)
+        bad: dict[int, set[int]] = defaultdict(set)
+        for local in sorted(roots):
+            inputs = to_come.get(local, 0) & rivals
+            reached = self._reached(place, deed, local, inputs, fine[inputs], bad[inputs])
+            if reached is None:
+                bad[inputs].add(local)
+            else:
+                fine[inputs] |= reached
+        return set().union(*bad.values())
 
     def _reached(
-        self, place: int, local: int, deed: int, inputs: frozenset[int]
-    ) -> list[int] | None:
-        """As `_diamonds`, but with each input once: it does not change what comes of it."""
-        key = (place, local, deed)
-        if key in self._broken:
-            return None
-        known = self._checked.get(key)
-        if known is not None and inputs <= known.inputs:
-            return known.reached
-        more = self._diamonds(
-            place, local, deed, sorted(inputs - known.inputs if known else inputs)
-        )
-        if more is None:
-            self._broken.add(key)
-            self._checked.pop(key, None)
-            return None
-        reached = [*known.reached, *more] if known else more
-        # Mostly the same set for many local states: it is not copied for each.
-        inputs = inputs if known is None or known.inputs <= inputs else inputs | known.inputs
-        self._checked[key] = _Checked(inputs, reached)
+        self, place: int, deed: int, root: int, inputs: int, fine: set[int], bad: set[int]
+    ) -> set[int] | None:
+        """Where inputs lead before a move, if it is eager in all these; nothing if it is not.
+
+        Args:
+            place: the party.
+            deed: the move.
+            root: where it is followed alone.
+            inputs: what may come before it, as bits.
+            fine: local states that need not be looked at again.
+            bad: and those in which it is not eager.
+        """
+        reached, pending = {root}, deque([root])
+        while pending:
+            local = pending.popleft()
+            pairs = self._looked_at(place, local, deed)
+            if not pairs.unseen or local in bad or len(reached) > _NODES_MAX:
+                return None
+            self._compare(pairs, place, local, deed, inputs)
+            if pairs.broken & inputs:
+                return None
+            for given, other in pairs.leads:
+                if inputs >> given & 1 and other not in reached and other not in fine:
+                    reached.add(other)
+                    pending.append(other)
         return reached
 
-    def _diamonds(
-        self, place: int, local: int, deed: int, inputs: Iterable[int]
-    ) -> list[int] | None:
-        """Where other inputs lead before the move; nothing when it is not eager here."""
+    def _looked_at(self, place: int, local: int, deed: int) -> _Pairs:
+        key = (place, local, deed)
+        known = self._pairs.get(key)
+        if known is None:
+            known = self._pairs[key] = _Pairs(unseen=self._is_unseen(*key))
+        return known
+
+    def _compare(self, pairs: _Pairs, place: int, local: int, deed: int, inputs: int) -> None:
+        """Looks at a move with each of the inputs, once, and until one breaks it."""
+        for given in ones(inputs & ~pairs.looked_at):
+            if pairs.broken & inputs:
+                return
+            pairs.looked_at |= 1 << given
+            if self._applies(place, local, given):
+                self._compare_one(pairs, place, local, deed, given)
+
+    def _compare_one(self, pairs: _Pairs, place: int, local: int, deed: int, given: int) -> None:
+        """Both orders of a move and an input."""
         memo: Memo[AnyActor, int, Said] = self._casting.memos[place]
-        if not self._is_unseen(place, local, deed):
-            return None
         after, said = memo.after(local, deed)
-        reached = []
-        for given in inputs:
-            if not self._applies(place, local, given):
-                continue
-            try:
-                end, then_said = memo.after(after, given)
-            except DEFECTS:
-                continue  # The search comes to this, if it can happen at all.
-            try:
-                other, other_said = memo.after(local, given)
-                other_end, other_then = memo.after(other, deed)
-            except DEFECTS:
-                return None
-            alike = _by_target(said, then_said) == _by_target(other_said, other_then)
-            if end != other_end or not alike:
-                return None
-            if other != local:
-                reached.append(other)
-        return reached
+        try:
+            end, then_said = memo.after(after, given)
+        except DEFECTS:
+            return  # The search comes to this, if it can happen at all.
+        try:
+            other, other_said = memo.after(local, given)
+            other_end, other_then = memo.after(other, deed)
+        except DEFECTS:
+            pairs.broken |= 1 << given
+            return
+        alike = _by_target(said, then_said) == _by_target(other_said, other_then)
+        if end != other_end or not alike:
+            pairs.broken |= 1 << given
+        elif other != local:
+            pairs.leads.append((given, other))
 
     def _applies(self, place: int, local: int, given: int) -> bool:
         """Whether an input is possible in a local state, as far as the party itself knows."""
@@ -242,8 +265,10 @@ class Eagerness:
                 return given in self._own_deeds(place, local)
 
     def _own_deeds(self, place: int, local: int) -> set[int]:
+        """What a party may do there; faults that never happen in this world are not among it."""
         mine = self._local(place, local)
-        return {move.deed for move in (*mine.usual, *mine.conditional, *mine.faults)}
+        faults = (move for move in mine.faults if self._budget[move.fault])
+        return {move.deed for move in (*mine.usual, *mine.conditional, *faults)}
 
     # ---------------------------------------------------------------- one move in one state
 
@@ -257,6 +282,14 @@ class Eagerness:
             return False
         kept = self._own_deeds(place, local) - {deed} <= self._own_deeds(place, after)
         return kept and self._look(place, local).hides_nothing_in(self._look(place, after))
+
+    def _ends(self, place: int, local: int, deed: int) -> bool:
+        """Whether a handoff ends: that concerns the memory of others, too."""
+        after, _ = self._casting.memos[place].after(local, deed)
+        before, now = self._casting.actor(place, local), self._casting.actor(place, after)
+        if not isinstance(before, SchedulerActor) or not isinstance(now, SchedulerActor):
+            return False
+        return now.ended != before.ended
 
     def _can(self, place: int, local: int, deed: int) -> bool:
         return isinstance(self._casting.deeds[deed], do.Receive) or deed in self._own_deeds(
@@ -298,9 +331,12 @@ def look_of(actor: AnyActor, *, fenced: bool) -> Looks:
                 rising |= {("reads", handoff)} if actor.reads(handoff) else set()
                 rising |= {("computed", handoff)} if actor.is_computed(handoff) else set()
         case DecodeRankActor():
-            fixed = (frozenset(actor.revoked), frozenset(actor.slots.items()))
-            rising |= actor.touches()
-        case SchedulerActor():
+            fixed = frozenset(actor.slots.items())
+            rising |= actor.touches() | actor.revoked
+        case DecodeSchedulerActor():
+            fixed = frozenset(actor.died)
+            rising |= actor.ended.items()
+        case PrefillSchedulerActor():
             fixed = (frozenset(actor.ended.items()), frozenset(actor.died))
         case _:
             raise TypeError(f"{actor!r} is no party of a handoff")
@@ -325,3 +361,39 @@ def _by_target(first: Said, second: Said) -> dict[int, list[int]]:
     for target, message in (*first, *second):
         heard.setdefault(target, []).append(message)
     return heard
+
+
+def inputs_to_come(used: dict[int, dict[int, int]]) -> dict[int, int]:
+    """For each local state, what was given to the party there and in all that follow, as bits.
+
+    Args:
+        used: local states, what was given to the party there, and where that led.
+    """
+    inputs = {local: sum(1 << given for given in led) for local, led in used.items()}
+    before: dict[int, set[int]] = defaultdict(set)
+    for local, led in used.items():
+        for after in led.values():
+            if after != local:
+                before[after].add(local)
+    # Usual moves use something up, so there are few ways round, and this soon ends.
+    pending = deque(sorted(inputs, reverse=True))
+    waiting = set(pending)
+    while pending:
+        local = pending.popleft()
+        waiting.discard(local)
+        mine = inputs.get(local, 0)
+        for earlier in before[local]:
+            if mine & ~inputs[earlier]:
+                inputs[earlier] |= mine
+                if earlier not in waiting:
+                    waiting.add(earlier)
+                    pending.append(earlier)
+    return inputs
+
+
+def ones(bits: int) -> Iterator[int]:
+    """The places of the bits that are set."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -47,7 +47,11 @@ class RuledWorld(HandoffWorld):
         self._happened: list[set[tuple[int, int]]] = [set() for _ in self.casting.names]
         """For each party, what happened to it in which local state."""
         fenced = bool(budget.crash or budget.suspect or budget.write)
-        self._eagerness = Eagerness(self.casting, self._local, fenced=fenced) if reduced else None
+        self._eagerness = (
+            Eagerness(self.casting, self._local, budget=budget.counts(), fenced=fenced)
+            if reduced
+            else None
+        )
         self._patient = bool(budget.loss or budget.duplicate or budget.overtake or budget.timer)
         """Whether nothing is eager while a fault may come first."""
         self._spent = Look(self._purse, lambda purse: int(not self._budgets[purse][TOTAL]))
@@ -102,11 +106,21 @@ class RuledWorld(HandoffWorld):
             if move.kind is MoveKind.DELIVER:
                 place = self._hearers[move.place]
                 deed, _ = self.casting.parted(state[move.place])
+            elif move.kind is MoveKind.FENCE:
+                if not self._is_against_the_dead(state, deed):
+                    continue
             elif move.kind not in self._eagerness.kinds:
                 continue
             if self._eagerness.is_eager(place, state[place], deed):
                 return number
         return None
+
+    def _is_against_the_dead(self, state: State, deed: int) -> bool:
+        """Whether the writer that a fence keeps out has died: then nothing is posted any more."""
+        fenced = self.casting.deeds[deed]
+        assert isinstance(fenced, do.Fenced)
+        source = self._rank(state, self.casting.place[fenced.peer.name])
+        return source.identity.life != fenced.peer
 
     def joined(self, queue: int, more: int) -> int:
         """A queue with another behind it."""
