@@ -6,13 +6,13 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
+import pytest
+
 from penstock.cli.app import run
-from penstock.connectors.vllm.settings import read_settings
+from penstock.connectors.vllm.settings import KNOWN, read_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 TOML = 'version = 1\nmodel.name = "toy"\n[[tiers]]\nname = "host"\nkind = "host"\ngib = 1\n'
 
@@ -44,6 +44,38 @@ def test_the_content_may_stand_in_the_flag(
     transfer = json.loads(capsys.readouterr().out)
 
     assert transfer["kv_connector_extra_config"]["config"] == TOML
+
+
+def test_what_was_not_asked_for_does_not_stand_in_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file), "--bare"]) == 0
+    transfer = json.loads(capsys.readouterr().out)
+
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert set(transfer["kv_connector_extra_config"]) == {"config"}
+
+
+@pytest.mark.parametrize("key", [key for key in KNOWN if key != "config"])
+def test_every_key_that_the_connector_reads_can_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file), "--bare", f"--{key.replace('_', '-')}"]) == 0
+    transfer = json.loads(capsys.readouterr().out)
+    extra, policy = transfer["kv_connector_extra_config"], transfer["kv_load_failure_policy"]
+
+    assert extra[key] is True
+    assert set(extra) == {"config", key}
+    assert policy == ("fail" if key == "allow_fail" else "recompute")
+    settings = read_settings(extra, failure_policy=policy)
+    assert settings.layerwise == (key == "layerwise")
+    assert settings.any_version == (key == "any_version")
 
 
 def test_a_file_without_tiers_is_refused(

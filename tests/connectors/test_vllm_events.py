@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.connectors.vllm.events import Announcer, Removed, Stored
+from penstock.connectors.vllm.events import Announcer, Block, Removed, Stored
 
 PROMPT = list(range(100, 126))
 
 
-def hash_of(_: Any, block: int) -> bytes:
-    return bytes([block]) * 8
+def describe(request: Any, number: int) -> Block:
+    return Block(
+        hash=bytes([number]) * 8,
+        parent=bytes([number - 1]) * 8 if number else None,
+        tokens=tuple(request.all_token_ids[number * 4 : (number + 1) * 4]),
+    )
 
 
 def engine_with(make_engine: Any) -> tuple[Any, Announcer]:
-    announcer = Announcer("host", block_tokens=4, hash_of=hash_of)
+    announcer = Announcer("host", describe=describe)
     return make_engine(announcer=announcer, host=8), announcer
 
 
@@ -43,6 +47,26 @@ def test_blocks_that_make_room_are_taken_back(make_engine: Any, make_request: An
     removed = [each for event in events if isinstance(event, Removed) for each in event.hashes]
     assert len(removed) == 4
     assert len([event for event in events if isinstance(event, Stored)]) == 6
+
+
+def test_only_blocks_that_are_being_written_are_remembered(
+    make_engine: Any, make_request: Any
+) -> None:
+    """What finds no room would otherwise be remembered for good."""
+    described = []
+
+    def note(request: Any, number: int) -> Block:
+        described.append(number)
+        return describe(request, number)
+
+    announcer = Announcer("host", describe=note)
+    engine = make_engine(announcer=announcer, host=4)
+
+    engine.run(make_request("too long", PROMPT))
+
+    stored = [event.block.hash[0] for event in announcer.take() if isinstance(event, Stored)]
+    assert 0 < len(stored) <= 4
+    assert described == stored
 
 
 def test_a_reset_takes_back_what_lies_here_and_nothing_else(

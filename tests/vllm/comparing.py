@@ -35,3 +35,10 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
         a["tokens"] == b["tokens"] and a["logprobs"] == pytest.approx(b["logprobs"], abs=5e-5)
         for a, b in zip(one["rows"], other["rows"], strict=True)
     )
+
+
+def announced(act: dict[str, Any]) -> dict[str, Any]:
+    """What events say of blocks in host memory: all of it is what vLLM says of its own."""
+    stored, on_device = (act["events"][f"BlockStored {medium}"] for medium in ("CPU", "GPU"))
+    assert stored == {name: on_device[name] for name in stored}
+    return dict(stored)

@@ -20,6 +20,13 @@ sys.path.append(str(HERE))
 
 Told: TypeAlias = list[dict[str, Any]]
 Run: TypeAlias = Callable[..., tuple[Told, str]]
+Plain: TypeAlias = Callable[[str], dict[str, dict[str, Any]]]
+
+
+def two_cores() -> str:
+    """A core for each of two ranks, of those that this process may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    return f"{cores[0]}|{cores[-1]}"
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +61,7 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # One core is the scheduler's, which never sleeps while a step runs.
-            "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else "0|1",
+            "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else two_cores(),
             "PENSTOCK_TAMPER": str(tmp_path_factory.mktemp("tamper") / "word"),
             **script.pop("environment", {}),
         }
@@ -70,3 +77,20 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 
     return run_engine
+
+
+@pytest.fixture(scope="session")
+def plain_vllm(run: Run) -> Plain:
+    """For a model what plain vLLM told in each act of `references.py`."""
+    from references import ACTS, SETUPS  # noqa: PLC0415 - from the folder of this file
+
+    told: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def tell(kind: str) -> dict[str, dict[str, Any]]:
+        if kind not in told:
+            acts = ACTS[kind]
+            answers, _ = run(kind, list(acts.values()), **SETUPS[kind])
+            told[kind] = dict(zip(acts, answers, strict=True))
+        return told[kind]
+
+    return tell

@@ -52,12 +52,14 @@ def main(model: str, script: dict[str, Any]) -> None:
     if script.get("events"):
         address = f"ipc://{tempfile.mkdtemp()}/events"
         script["options"] = {
+            **script.get("options", {}),
             "kv_events_config": {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
                 "endpoint": address,
-            }
+            },
         }
+        EVENTS.rcvhwm = 0
         EVENTS.subscribe(b"")
         EVENTS.connect(address)
     llm = open_engine(model, script)
@@ -230,7 +232,7 @@ def found_tokens(llm: LLM) -> float:
 def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     """The KV events that were published since the last time, by kind and medium.
 
-    Of a block that was stored all that a router learns of it, under its hash.
+    Of a block that was stored all that a router learns of it, under its hash and its KV group.
     """
     found: dict[str, dict[str, Any]] = {}
     while EVENTS.poll(500):
@@ -243,18 +245,25 @@ def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
 
 def blocks_of(event: Any) -> dict[str, Any]:
     hashes = [str(each) for each in getattr(event, "block_hashes", [])]
+    names = [f"{name} of group {getattr(event, 'group_idx', None)}" for name in hashes]
     if not isinstance(event, BlockStored):
-        return dict.fromkeys(hashes)
+        return dict.fromkeys(names)
     size = event.block_size
+    if len(event.token_ids) != size * len(hashes):
+        # A window has passed some of its blocks, and it does not say which tokens are left.
+        return {}
     parents = [str(event.parent_block_hash), *hashes]
     return {
         name: {
             "parent": parents[number],
             "tokens": event.token_ids[number * size : (number + 1) * size],
             "size": size,
-            "adapter": event.lora_name,
+            "adapter": [event.lora_id, event.lora_name],
+            "extra_keys": msgspec.to_builtins((event.extra_keys or [])[number : number + 1]),
+            "group": [event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window],
+            "session": event.session_id,
         }
-        for number, name in enumerate(hashes)
+        for number, name in enumerate(names)
     }
 
 

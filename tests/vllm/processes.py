@@ -10,7 +10,7 @@ from pathlib import Path
 
 ENGINE_S = 480
 """An engine that is not done by then hangs."""
-END_S = 60
+END_S = 120
 """What an engine has started and has not ended by then stays."""
 
 

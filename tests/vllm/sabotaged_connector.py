@@ -1,13 +1,14 @@
 """The proof connector with a hand in its works, to show that the proof would notice.
 
-`PROOF_SABOTAGE` is `flip`: a byte of each loaded block is flipped in host memory before the
-load, which must be found; or `zero`: a block is zeroed on the device after the load, which
+The file `PENSTOCK_TAMPER` says `flip`: a byte of each loaded block is flipped in host memory before
+the load, which must be found; or `zero`: a block is zeroed on the device after the load, which
 nobody can find, and which must spoil the output.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from proof_connector import ProofConnector, Working
@@ -21,11 +22,13 @@ class SabotagedWorking(Working):
         copies = decode_plan(plan).copies if plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD]
         device, host = self.rank.carrier.stores
-        if os.environ["PROOF_SABOTAGE"] == "flip":
+        word = Path(os.environ["PENSTOCK_TAMPER"])
+        asked = word.read_text() if word.exists() else ""
+        if asked == "flip":
             for load in loads:
                 self._touch(host, load.source_slots.tolist()[2:3], lambda old: old ^ 1)
         super().step(plan)
-        if os.environ["PROOF_SABOTAGE"] == "zero":
+        if asked == "zero":
             for load in loads:
                 self._touch(device, load.target_slots[0].tolist()[2:3], lambda old: old * 0)
 

@@ -6,31 +6,27 @@ kernels compute depends, in the third digit, on what else is computed in the sam
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from comparing import TAMPERED, agree, cached, counted, generate
+from references import SHORTER_CROWD
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Plain, Run, Told
 
 pytestmark = pytest.mark.vllm
 
-CONCURRENCY = 32
-DRAWN = random.Random(13)
-CROWD = generate(
-    lengths=[DRAWN.randrange(40, 120) for _ in range(CONCURRENCY)], max_tokens=24, seed=5
-)
 SMALL: dict[str, Any] = {"max_model_len": 416, "max_num_batched_tokens": 416}
 
 
 @pytest.fixture(scope="module")
-def hybrid(run: Run) -> tuple[Told, Told]:
+def hybrid(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
     """Six KV groups on two ranks: a block of tokens takes six blocks of the pool."""
-    plain, _ = run("hybrid", [CROWD, generate()], pool=2048)
-    acts = [CROWD, CROWD, generate(), generate(forget=True), generate(forget=True, tamper="flip")]
-    told, _ = run("hybrid", acts, connector=TAMPERED, ranks=2, pool=240, **SMALL)
+    plain = [plain_vllm("hybrid")[name] for name in ("crowd", "cold")]
+    acts = [SHORTER_CROWD, SHORTER_CROWD, generate(), generate(forget=True)]
+    acts += [generate(forget=True, tamper="flip"), {"act": "events"}]
+    told, _ = run("hybrid", acts, connector=TAMPERED, ranks=2, pool=240, events=True, **SMALL)
     return plain, told
 
 
@@ -61,10 +57,27 @@ def test_52234_several_groups_never_serve_what_one_rank_could_not_load(
     assert agree(told[4], plain[1])
 
 
+def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Told, Told]) -> None:
+    """vLLM announces of a group with a window only what can still be matched."""
+    stored, on_device = (hybrid[1][5]["events"][f"BlockStored {each}"] for each in ("CPU", "GPU"))
+    both = {name: block for name, block in stored.items() if name in on_device}
+
+    assert both == {name: on_device[name] for name in both}
+    hashes = {name.partition(" ")[0] for name in stored}
+    assert len(stored) == 6 * len(hashes)
+    # What failed its checksum was saved anew.
+    saved, failed = (counted(hybrid[1][5], name) for name in ("blocks_saved", "loads_failed"))
+    assert saved - failed <= len(hashes) <= saved
+    kinds = {name.rpartition(" ")[2]: block["group"] for name, block in both.items()}
+    assert [kind for kind, _ in kinds.values()].count("sliding_window") == 5
+    assert ["full_attention", None] in kinds.values()
+
+
 @pytest.fixture(scope="module")
-def trained(run: Run) -> tuple[Told, Told]:
-    plain, _ = run("smollm2", [CROWD], pool=512)
-    return plain, run("smollm2", [CROWD, CROWD], connector=TAMPERED, pool=20, **SMALL)[0]
+def trained(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
+    acts = [SHORTER_CROWD, SHORTER_CROWD]
+    told, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
+    return [plain_vllm("smollm2")["crowd"]], told
 
 
 def test_a_trained_model_under_pressure_says_the_same(trained: tuple[Told, Told]) -> None:

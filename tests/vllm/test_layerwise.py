@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from comparing import BLOCK, DETECTED, HITS, LENGTHS, agree, cached, counted, generate
+from references import FEWER, FIRST_BLOCK, LATENT, SHARED, THREE
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Plain, Run, Told
 
 pytestmark = pytest.mark.vllm
 
 LAYERED = ["LayeredConnector", "layered_connector"]
 OFFERING = ["OfferingConnector", "layered_connector"]
 LAYERWISE = {"extra": {"layerwise": True}}
-FIRST_BLOCK = {"cut": BLOCK + 8, "max_tokens": 1}
-DRAWN = random.Random(12)
-CROWD = generate(lengths=[DRAWN.randrange(40, 160) for _ in range(12)], max_tokens=48, seed=7)
 SMALL_POOL: dict[str, Any] = {"pool": 20, "max_model_len": 416, "max_num_batched_tokens": 416}
-SHARED = 8 * BLOCK
-FOLLOWERS = generate(lengths=[20, 21, 22], shared=SHARED, seed=6)
 # One process for all but the worker: requests that are given together meet in one step. Steps
 # are so short that a prompt which is computed again takes several.
 TOGETHER: dict[str, Any] = {
@@ -38,10 +33,9 @@ def joined(output: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(run: Run) -> Told:
+def plain(plain_vllm: Plain) -> dict[str, Any]:
     """Plain vLLM: cold, from its own cache, again after one block of each prompt, and others."""
-    acts = [generate(), generate(), generate(forget=True, **FIRST_BLOCK), generate(), generate()]
-    return run("llama", [*acts, CROWD, FOLLOWERS])[0]
+    return plain_vllm("llama")
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +53,14 @@ def told(heard: tuple[Told, str]) -> Told:
     return heard[0]
 
 
-def test_blocks_from_host_memory_give_what_plain_vllm_gives(plain: Told, told: Told) -> None:
+def test_blocks_from_host_memory_give_what_plain_vllm_gives(
+    plain: dict[str, Any], told: Told
+) -> None:
     assert cached(told[0]) == [0] * len(LENGTHS)
-    assert agree(told[0], plain[0])
+    assert agree(told[0], plain["cold"])
     assert cached(told[1]) == HITS
     assert counted(told[1], "tokens_loaded") == sum(HITS)
-    assert agree(told[1], plain[1])
+    assert agree(told[1], plain["cached"])
 
 
 def test_vllm_comes_by_at_every_layer(heard: tuple[Told, str]) -> None:
@@ -74,13 +70,15 @@ def test_vllm_comes_by_at_every_layer(heard: tuple[Told, str]) -> None:
     assert all(" by layer " in step for step in steps)
 
 
-def test_what_is_not_found_is_computed_behind_what_is(plain: Told, told: Told) -> None:
+def test_what_is_not_found_is_computed_behind_what_is(plain: dict[str, Any], told: Told) -> None:
     assert cached(told[4]) == [BLOCK] * len(LENGTHS)
-    assert agree(told[4], plain[3])
+    assert agree(told[4], plain["behind it"])
 
 
 @pytest.mark.parametrize("word", [*DETECTED, "late"])
-def test_loads_that_fail_are_taken_back_and_computed(plain: Told, told: Told, word: str) -> None:
+def test_loads_that_fail_are_taken_back_and_computed(
+    plain: dict[str, Any], told: Told, word: str
+) -> None:
     """Damaged blocks, and loads whose time was up before a layer came by."""
     position = 5 + [*DETECTED, "late"].index(word)
     before, act = told[position - 1], told[position]
@@ -89,26 +87,26 @@ def test_loads_that_fail_are_taken_back_and_computed(plain: Told, told: Told, wo
 
     assert failed == len(LENGTHS)
     # The first block was sound, unless all came too late: vLLM went on from there.
-    assert agree(act, plain[0 if word == "late" else 3])
+    assert agree(act, plain["cold" if word == "late" else "behind it"])
 
 
-def test_a_step_whose_layers_did_not_wait_is_taken_back(plain: Told, told: Told) -> None:
-    assert agree(told[6 + len(DETECTED)], plain[0])
+def test_a_step_whose_layers_did_not_wait_is_taken_back(plain: dict[str, Any], told: Told) -> None:
+    assert agree(told[6 + len(DETECTED)], plain["cold"])
 
 
 def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(
-    plain: Told, told: Told
+    plain: dict[str, Any], told: Told
 ) -> None:
     """The control: nobody can find this, and the output must show it."""
     act = told[7 + len(DETECTED)]
 
     assert cached(act) == HITS
-    assert not agree(act, plain[4])
+    assert not agree(act, plain["again"])
 
 
-def test_after_all_that_host_memory_still_gives_the_same(plain: Told, told: Told) -> None:
+def test_after_all_that_host_memory_still_gives_the_same(plain: dict[str, Any], told: Told) -> None:
     assert cached(told[-1]) == HITS
-    assert agree(told[-1], plain[4])
+    assert agree(told[-1], plain["again"])
 
 
 def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
@@ -122,8 +120,7 @@ def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
         "latent",
         acts,
         connector=LAYERED,
-        dtype="bfloat16",
-        options={"max_num_seqs": 1},
+        **LATENT,
         **LAYERWISE,
     )
 
@@ -136,25 +133,27 @@ def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
     assert joined(output) == ["1 by layer 0 invalid"] * 6 + ["1 by layer 1 invalid"] * 3
 
 
-def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(run: Run, plain: Told) -> None:
+def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
+    run: Run, plain: dict[str, Any]
+) -> None:
     acts = [generate(), generate(forget=True), generate(forget=True, tamper="flip")]
 
     told, output = run("llama", acts, connector=LAYERED, ranks=2, **LAYERWISE)
 
     assert cached(told[1]) == HITS
-    assert agree(told[1], plain[1])
+    assert agree(told[1], plain["cached"])
     assert counted(told[2], "loads_failed") == len(LENGTHS)
-    assert agree(told[2], plain[3])
+    assert agree(told[2], plain["behind it"])
     invalid = [int(step.split()[-2]) for step in joined(output)]
     assert sum(invalid) == len(LENGTHS)
 
 
-def test_a_pool_of_twenty_blocks_is_enough(run: Run, plain: Told) -> None:
-    told, output = run("llama", [CROWD, CROWD], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
+def test_a_pool_of_twenty_blocks_is_enough(run: Run, plain: dict[str, Any]) -> None:
+    told, output = run("llama", [FEWER, FEWER], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
 
     assert told[1]["metrics"]["vllm:num_preemptions"] > 0
-    assert agree(told[0], plain[5])
-    assert agree(told[1], plain[5])
+    assert agree(told[0], plain["fewer"])
+    assert agree(told[1], plain["fewer"])
     assert joined(output)
     assert counted(told[1], "loads_failed") == 0
 
@@ -166,34 +165,34 @@ def together() -> list[dict[str, Any]]:
     Then the same, and they are taken back after that step; then they come again.
     """
     return [
-        FOLLOWERS,
-        {**FOLLOWERS, "forget": True, "tamper": "exchange"},
-        FOLLOWERS,
-        {**FOLLOWERS, "act": "abort", "forget": True, "tamper": "tail", "found": SHARED},
-        {**FOLLOWERS, "tamper": ""},
+        THREE,
+        {**THREE, "forget": True, "tamper": "exchange"},
+        THREE,
+        {**THREE, "act": "abort", "forget": True, "tamper": "tail", "found": SHARED},
+        {**THREE, "tamper": ""},
     ]
 
 
 def test_no_second_request_is_served_from_a_block_that_was_not_verified(
-    run: Run, plain: Told, together: list[dict[str, Any]]
+    run: Run, plain: dict[str, Any], together: list[dict[str, Any]]
 ) -> None:
     told, output = run("llama", together, connector=LAYERED, **LAYERWISE, **TOGETHER)
 
     # Each of them loaded the prefix for itself, in the same step, and two blocks were exchanged.
     assert joined(output)[0] == "3 by layer 6 invalid"
-    assert agree(told[1], plain[6])
-    assert agree(told[2], plain[6])
+    assert agree(told[1], plain["three"])
+    assert agree(told[2], plain["three"])
     assert joined(output)[1] == "3 by layer 3 invalid"
     assert max(cached(told[4])) < SHARED
-    assert agree(told[4], plain[6])
+    assert agree(told[4], plain["three"])
 
 
 def test_left_to_itself_vllm_would_serve_them(
-    run: Run, plain: Told, together: list[dict[str, Any]]
+    run: Run, plain: dict[str, Any], together: list[dict[str, Any]]
 ) -> None:
     """The control: blocks can be matched from the moment they are allocated."""
     told, output = run("llama", together, connector=OFFERING, **LAYERWISE, **TOGETHER)
 
     assert joined(output)[0] == "1 by layer 2 invalid"
-    assert not agree(told[1], plain[6])
-    assert not agree(told[4], plain[6])
+    assert not agree(told[1], plain["three"])
+    assert not agree(told[4], plain["three"])

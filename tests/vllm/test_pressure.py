@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BLOCK, HITS, PENSTOCK, TAMPERED, agree, cached, counted, generate
+from comparing import HITS, PENSTOCK, TAMPERED, agree, announced, cached, counted, generate
+from references import CROWD, FOLLOWERS, LATENT, SHARED, STRANGERS
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Plain, Run, Told
 
 pytestmark = pytest.mark.vllm
 
 RECORDED = ["RecordedConnector", "recorded_connector"]
-CONCURRENCY = 32
-DRAWN = random.Random(11)
-CROWD = generate(
-    lengths=[DRAWN.randrange(40, 160) for _ in range(CONCURRENCY)], max_tokens=48, seed=5
-)
-SHARED = 8 * BLOCK
-FOLLOWERS = generate(lengths=[20 + number for number in range(24)], shared=SHARED, seed=6)
+CONCURRENCY = len(CROWD["lengths"])
 FOUND = SHARED * len(FOLLOWERS["lengths"])
 # Ten blocks for each follower, and not as many again.
 ROOMY_POOL = 280
-STRANGERS = {**FOLLOWERS, "seed": 8}
-"""As many, as long, and of none of these is anything cached."""
 SMALL_POOL: dict[str, Any] = {"pool": 20, "max_model_len": 416, "max_num_batched_tokens": 416}
 
 
 @pytest.fixture(scope="module")
-def plain(run: Run) -> Told:
+def plain(plain_vllm: Plain) -> dict[str, Any]:
     """Plain vLLM with room for all of it."""
-    acts = [CROWD, FOLLOWERS, generate(), STRANGERS, {"act": "update"}, generate()]
-    return run("llama", acts)[0]
+    return plain_vllm("llama")
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +69,11 @@ def roomy(run: Run) -> Told:
     return run("llama", acts, connector=TAMPERED, pool=ROOMY_POOL)[0]
 
 
-def test_a_pool_of_twenty_blocks_is_enough(plain: Told, cramped: Told) -> None:
+def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Told) -> None:
     assert cramped[1]["metrics"]["vllm:num_preemptions"] > 0
-    assert agree(cramped[0], plain[0])
-    assert agree(cramped[1], plain[0])
-    assert agree(cramped[2], plain[1])
+    assert agree(cramped[0], plain["crowd"])
+    assert agree(cramped[1], plain["crowd"])
+    assert agree(cramped[2], plain["followers"])
     assert counted(cramped[2], "tokens_loaded") > 0
 
 
@@ -93,7 +84,7 @@ def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Told) 
 
 
 def test_no_more_than_a_twentieth_of_the_pool_is_ever_pinned(
-    cramped_and_printed: tuple[Told, str], plain: Told
+    cramped_and_printed: tuple[Told, str], plain: dict[str, Any]
 ) -> None:
     """Copies are so slow that requests end before their blocks were read."""
     told, printed = cramped_and_printed
@@ -103,57 +94,61 @@ def test_no_more_than_a_twentieth_of_the_pool_is_ever_pinned(
     # What found no room was given up, and nobody waited for it.
     dropped = [counted(act, "blocks_dropped_pinned") for act in told]
     assert dropped[3] > dropped[2]
-    assert agree(told[4], plain[1])
+    assert agree(told[4], plain["followers"])
 
 
-def test_concurrent_requests_from_host_memory_give_the_same(plain: Told, roomy: Told) -> None:
-    assert agree(roomy[0], plain[0])
-    assert agree(roomy[1], plain[0])
+def test_concurrent_requests_from_host_memory_give_the_same(
+    plain: dict[str, Any], roomy: Told
+) -> None:
+    assert agree(roomy[0], plain["crowd"])
+    assert agree(roomy[1], plain["crowd"])
     assert sum(cached(roomy[1])) > 0
     assert counted(roomy[1], "loads_failed") == 0
 
 
 def test_44294_requests_on_a_prefix_that_is_being_loaded_do_not_wait(
-    plain: Told, roomy: Told
+    plain: dict[str, Any], roomy: Told
 ) -> None:
     """All of them are served from below in one go, each by its own load."""
-    assert agree(roomy[2], plain[1])
-    assert agree(roomy[3], plain[1])
+    assert agree(roomy[2], plain["followers"])
+    assert agree(roomy[3], plain["followers"])
     assert min(cached(roomy[3])) >= SHARED
     # Each was looked up once: none was put off and asked about again.
     looked_up = counted(roomy[3], "lookups") - counted(roomy[2], "lookups")
     assert looked_up == len(FOLLOWERS["lengths"])
 
 
-def test_an_abort_while_blocks_are_loaded_leaves_nothing_stale(plain: Told, roomy: Told) -> None:
+def test_an_abort_while_blocks_are_loaded_leaves_nothing_stale(
+    plain: dict[str, Any], roomy: Told
+) -> None:
     """Loads write when their requests are long gone, and others want the blocks."""
     before, aborted, strangers, again = roomy[3:7]
 
     assert aborted["aborted"] == len(FOLLOWERS["lengths"])
-    assert agree(strangers, plain[3])
+    assert agree(strangers, plain["strangers"])
     assert counted(strangers, "pinned_blocks") == 0
     # Nothing failed: nobody wanted them any more.
     assert counted(strangers, "loads_failed") == counted(before, "loads_failed") == 0
     assert min(cached(again)) >= SHARED
-    assert agree(again, plain[1])
+    assert agree(again, plain["followers"])
 
 
-def test_a_request_may_opt_out(plain: Told, roomy: Told) -> None:
+def test_a_request_may_opt_out(plain: dict[str, Any], roomy: Told) -> None:
     opted_out, without_load, skipping = roomy[8:11]
 
     assert [cached(act) for act in (opted_out, without_load, skipping)] == [[0, 0, 0]] * 3
     for act in (opted_out, without_load, skipping):
-        assert agree(act, plain[2])
+        assert agree(act, plain["cold"])
     saved = counted(opted_out, "blocks_saved") - counted(roomy[7], "blocks_saved")
     assert saved == 0
 
 
-def test_another_salt_finds_nothing_of_others(plain: Told, roomy: Told) -> None:
+def test_another_salt_finds_nothing_of_others(plain: dict[str, Any], roomy: Told) -> None:
     first, second = roomy[11:13]
 
     assert cached(first) == [0, 0, 0]
     assert cached(second) == HITS
-    assert agree(second, plain[2])
+    assert agree(second, plain["cold"])
 
 
 def test_a_request_may_leave_nothing_behind(roomy: Told) -> None:
@@ -164,11 +159,13 @@ def test_a_request_may_leave_nothing_behind(roomy: Told) -> None:
     assert agree(again, unsaved)
 
 
-def test_a_weight_update_voids_what_the_old_weights_computed(plain: Told, roomy: Told) -> None:
+def test_a_weight_update_voids_what_the_old_weights_computed(
+    plain: dict[str, Any], roomy: Told
+) -> None:
     assert cached(roomy[-1]) == [0, 0, 0]
-    assert agree(roomy[-1], plain[5])
+    assert agree(roomy[-1], plain["new weights"])
     # The control: what the old weights computed gives another answer.
-    assert not agree(plain[5], plain[2])
+    assert not agree(plain["new weights"], plain["cold"])
 
 
 @pytest.fixture(scope="module")
@@ -179,47 +176,60 @@ def two_ranks(run: Run) -> Told:
     return run("llama", acts, connector=TAMPERED, ranks=2, events=True)[0]
 
 
-def test_two_ranks_load_what_each_of_them_saved(two_ranks: Told, plain: Told) -> None:
+def test_two_ranks_load_what_each_of_them_saved(two_ranks: Told, plain: dict[str, Any]) -> None:
     assert cached(two_ranks[2]) == HITS
-    assert agree(two_ranks[0], plain[2])
-    assert agree(two_ranks[2], plain[2])
+    assert agree(two_ranks[0], plain["cold"])
+    assert agree(two_ranks[2], plain["cold"])
     # Each has memory of its own: they hold different heads.
     first, second = two_ranks[4]["arenas"]
     assert not set(first) & set(second)
 
 
 def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
-    two_ranks: Told, plain: Told
+    two_ranks: Told, plain: dict[str, Any]
 ) -> None:
     assert counted(two_ranks[3], "loads_failed") == len(HITS)
-    assert agree(two_ranks[3], plain[2])
+    assert agree(two_ranks[3], plain["cold"])
 
 
 def test_events_name_blocks_in_host_memory_as_vllm_names_its_own(two_ranks: Told) -> None:
-    first, later = two_ranks[1]["events"], two_ranks[8]["events"]
+    stored = announced(two_ranks[1])
 
-    stored, on_device = first["BlockStored CPU"], first["BlockStored GPU"]
     assert len(stored) == counted(two_ranks[1], "blocks_saved")
-    # Parent, tokens and size are what vLLM itself says of a block of that hash.
-    assert stored == {name: on_device[name] for name in stored}
-    assert set(later["BlockRemoved CPU"]) == set(stored)
+    assert set(two_ranks[8]["events"]["BlockRemoved CPU"]) == set(stored)
 
 
 def test_an_engine_whose_machine_has_no_memory_for_the_tier_runs_without(
-    run: Run, plain: Told
+    run: Run, plain: dict[str, Any]
 ) -> None:
     told, output = run("llama", [generate()], connector=PENSTOCK, host_blocks=10**9)
 
-    assert agree(told[0], plain[2])
+    assert agree(told[0], plain["cold"])
     assert output.count("Penstock is off, vLLM runs without it") == 1
 
 
-def test_an_engine_of_a_version_that_was_not_tested_runs_without(run: Run, plain: Told) -> None:
+def test_an_engine_whose_machine_cannot_pin_the_tier_runs_degraded(
+    run: Run, plain: dict[str, Any]
+) -> None:
+    unpinned = ["UnpinnedConnector", "unpinned_connector"]
+
+    told, printed = run("llama", [generate(), generate(forget=True)], connector=unpinned)
+
+    assert agree(told[0], plain["cold"])
+    assert agree(told[1], plain["cold"])
+    assert cached(told[1]) == [0, 0, 0]
+    assert printed.count("Penstock: degraded: tier host is off cause=rank 0: ") == 1
+    assert printed.count("its memory cannot be pinned") == 1
+
+
+def test_an_engine_of_a_version_that_was_not_tested_runs_without(
+    run: Run, plain: dict[str, Any]
+) -> None:
     strange = ["StrangeConnector", "strange_connector"]
 
     told, printed = run("llama", [generate()], connector=strange, extra={"any_version": False})
 
-    assert agree(told[0], plain[2])
+    assert agree(told[0], plain["cold"])
     said = "Penstock is off, vLLM runs without it: this is vLLM"
     assert printed.count(said) == 1
     assert "the connector is tested with 0.1; kv_connector_extra_config.any_version" in printed
@@ -235,7 +245,7 @@ def test_an_engine_in_which_failed_loads_fail_requests_does_not_start_unasked(ru
 @pytest.fixture(scope="module")
 def sharing(run: Run) -> tuple[Told, Told, str]:
     """Latent attention on two ranks, without the connector and with one that tells its calls."""
-    setup: dict[str, Any] = {"dtype": "bfloat16", "ranks": 2, "options": {"max_num_seqs": 1}}
+    setup: dict[str, Any] = {"ranks": 2, **LATENT}
     plain, _ = run("latent", [generate(), generate()], **setup)
     acts = [generate(), generate(), generate(forget=True), {"act": "arenas"}]
     told, printed = run("latent", acts, connector=RECORDED, **setup)

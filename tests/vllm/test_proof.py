@@ -2,111 +2,70 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from comparing import HITS, agree, cached, generate
 
-from penstock.bench.vllm_engine import worker_cores
+if TYPE_CHECKING:
+    from conftest import Plain, Run, Told
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).resolve().parent
-BLOCK = 32
+PROOF = ["ProofConnector", "proof_connector"]
+SABOTAGED = ["SabotagedConnector", "sabotaged_connector"]
+SETUP: dict[str, Any] = {"pool": 64, "extra": {"host_blocks": 256}}
+NONE = [0] * len(HITS)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    # In a process of its own, so that this file can be read where vLLM is not installed.
-    subprocess.run([sys.executable, str(HERE / "tiny_llama.py"), str(folder)], check=True)
-    return folder
+def plain(plain_vllm: Plain) -> dict[str, Any]:
+    return plain_vllm("llama")
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> list[Any]:
-    return passes(model, "plain")
+def heard(run: Run) -> tuple[Told, str]:
+    """Computed, loaded, and loaded with a hand in the works: in host memory, then on the device."""
+    acts = [generate(), generate(forget=True)]
+    acts += [generate(forget=True, tamper=word) for word in ("flip", "zero")]
+    return run("llama", acts, connector=SABOTAGED, **SETUP)
 
 
 def test_loaded_blocks_give_the_same_tokens_and_log_probabilities(
-    model: Path, plain: list[Any]
+    heard: tuple[Told, str], plain: dict[str, Any]
 ) -> None:
-    first, second = passes(model, "proof")
+    first, second = heard[0][:2]
 
-    assert agree(first, plain[0])
-    assert agree(second, plain[1])
-    assert [row["cached"] for row in first] == [0, 0, 0]
-    assert [row["cached"] for row in second] == [9 * BLOCK, 6 * BLOCK, 3 * BLOCK]
+    assert cached(first) == NONE
+    assert agree(first, plain["cold"])
+    assert cached(second) == HITS
+    assert agree(second, plain["cached"])
 
 
-def test_two_ranks_load_what_each_of_them_saved(model: Path) -> None:
-    plain, proof = passes(model, "plain", ranks=2), passes(model, "proof", ranks=2)
+def test_two_ranks_load_what_each_of_them_saved(run: Run, plain: dict[str, Any]) -> None:
+    acts = [generate(), generate(forget=True)]
 
-    assert agree(proof[0], plain[0])
-    assert agree(proof[1], plain[1])
-    assert [row["cached"] for row in proof[1]] == [9 * BLOCK, 6 * BLOCK, 3 * BLOCK]
+    (first, second), _ = run("llama", acts, connector=PROOF, ranks=2, **SETUP)
+
+    assert agree(first, plain["cold"])
+    assert cached(second) == HITS
+    assert agree(second, plain["cached"])
 
 
 def test_a_block_that_changed_in_host_memory_is_computed_again(
-    model: Path, plain: list[Any]
+    heard: tuple[Told, str], plain: dict[str, Any]
 ) -> None:
-    told = run(model, "sabotaged", sabotage="flip")
+    told, printed = heard
 
-    first, second = passes_of(told)
-    assert agree(first, plain[0])
-    assert agree(second, plain[1])
-    recovered = re.findall(r"KV load failure: (\d+) request\(s\) rescheduled", told)
-    assert sum(map(int, recovered)) == 3
+    assert agree(told[2], plain["behind it"])
+    recovered = re.findall(r"KV load failure: (\d+) request\(s\) rescheduled", printed)
+    assert sum(map(int, recovered)) == len(HITS)
 
 
 def test_a_block_that_changed_on_the_device_spoils_the_output(
-    model: Path, plain: list[Any]
+    heard: tuple[Told, str], plain: dict[str, Any]
 ) -> None:
     """The control: the comparison is able to fail."""
-    _, second = passes(model, "sabotaged", sabotage="zero")
-
-    assert not agree(second, plain[1])
-
-
-def passes(model: Path, way: str, *, ranks: int = 1, sabotage: str = "") -> list[Any]:
-    return passes_of(run(model, way, ranks=ranks, sabotage=sabotage))
-
-
-def passes_of(told: str) -> list[Any]:
-    lines = [line for line in told.splitlines() if line.startswith("PASS ")]
-    return [json.loads(line.removeprefix("PASS ")) for line in lines]
-
-
-def run(model: Path, way: str, *, ranks: int = 1, sabotage: str = "") -> str:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else "0|1",
-        "PROOF_SABOTAGE": sabotage,
-    }
-    done = subprocess.run(
-        [sys.executable, str(HERE / "proof_run.py"), str(model), way, str(ranks)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
-
-
-def agree(one: list[Any], other: list[Any]) -> bool:
-    """Whether tokens are the same, and log-probabilities to four digits."""
-    return all(
-        a["tokens"] == b["tokens"] and a["logprobs"] == pytest.approx(b["logprobs"], abs=5e-5)
-        for a, b in zip(one, other, strict=True)
-    )
+    assert cached(heard[0][3]) == HITS
+    assert not agree(heard[0][3], plain["cached"])

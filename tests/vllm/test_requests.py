@@ -9,16 +9,19 @@ from comparing import (
     BLOCK,
     DETECTED,
     HITS,
+    LENGTHS,
     PENSTOCK,
     TAMPERED,
     agree,
+    announced,
     cached,
     counted,
     generate,
 )
+from references import LONG
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Plain, Run, Told
 
 pytestmark = pytest.mark.vllm
 
@@ -42,6 +45,7 @@ SPECULATIVE: dict[str, Any] = {
 }
 TRAINED: dict[str, Any] = {"pool": 40}
 NONE = [0] * len(HITS)
+ANSWER = 24
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +63,10 @@ def told(run: Run) -> Told:
         generate(forget=True),
         generate(embeds=True, forget=True),
         generate(embeds=True, forget=True),
+        generate(salt="pepper"),
+        {"act": "events"},
     ]
-    return run("llama", acts, connector=PENSTOCK, **SORTS)[0]
+    return run("llama", acts, connector=PENSTOCK, events=True, **SORTS)[0]
 
 
 def test_blocks_of_an_adapter_come_back_for_that_adapter(plain: Told, told: Told) -> None:
@@ -87,26 +93,37 @@ def test_prompt_embeddings_are_neither_saved_nor_loaded(plain: Told, told: Told)
     assert agree(second, plain[4])
 
 
-def test_speculative_decoding_goes_on_from_loaded_blocks(run: Run) -> None:
-    """The answer, drafts and all, is saved and found as far as it was accepted."""
-    long = {"max_tokens": 3 * BLOCK}
-    without, _ = run("llama", [generate(**long), generate(**long)], **SPECULATIVE)
-    acts = [generate(**long), generate(forget=True, **long)]
+def test_events_tell_adapters_and_salts_as_vllm_does(told: Told) -> None:
+    blocks = announced(told[7])
 
-    told, _ = run("llama", acts, connector=PENSTOCK, **SPECULATIVE)
+    extra_keys = [block["extra_keys"] for block in blocks.values()]
+    # Prompts and their answers, of which the last token has no KV yet.
+    blocks_of_one = sum((length + ANSWER - 1) // BLOCK for length in LENGTHS)
+    assert len(blocks) == counted(told[7], "blocks_saved") == 4 * blocks_of_one
+    assert extra_keys.count([["adapter-1"]]) == extra_keys.count([["adapter-2"]]) == blocks_of_one
+    # Salt is in the first block of a prompt, and by way of it in those after it.
+    assert extra_keys.count([["pepper"]]) == len(HITS)
+    assert [1, "adapter-1"] in [block["adapter"] for block in blocks.values()]
+
+
+def test_speculative_decoding_goes_on_from_loaded_blocks(run: Run, plain_vllm: Plain) -> None:
+    """The answer, drafts and all, is saved and found as far as it was accepted."""
+    told, _ = run("llama", [LONG, {**LONG, "forget": True}], connector=PENSTOCK, **SPECULATIVE)
 
     assert cached(told[1]) == HITS
-    assert agree(told[0], without[0])
-    assert agree(told[1], without[1])
+    # What is accepted of drafts is what the model says without them.
+    without = plain_vllm("llama")["long"]
+    assert agree(told[0], without)
+    assert agree(told[1], without)
     # Prompts and answers: of each the last token has no KV yet.
     assert counted(told[0], "blocks_saved") >= sum(HITS) // BLOCK + len(HITS) * 2
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run) -> tuple[Told, Told]:
+def trained(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
     """SmolLM2-135M; the device's pool is filled by others; then blocks are damaged."""
     crowd = generate(lengths=[9 * BLOCK + 5] * 4, seed=9, max_tokens=1)
-    without, _ = run("smollm2", [generate(), generate()], **TRAINED)
+    without = [plain_vllm("smollm2")[name] for name in ("cold", "cached")]
     acts = [generate(), generate(), crowd, generate(tamper="remember"), {"act": "reset"}]
     acts += [generate(forget=True, tamper="")]
     acts += [generate(forget=True, tamper=word) for word in DETECTED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BLOCK, PENSTOCK, agree, cached, counted, generate
+from comparing import BLOCK, PENSTOCK, agree, announced, cached, counted, generate
 from pictures import IMAGE_LENGTH
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def plain(run: Run) -> Told:
 @pytest.fixture(scope="module")
 def told(run: Run) -> Told:
     acts = [look(A, C), others(21), look(B, C), others(22), look(A, B), others(23), look(A, C)]
-    acts += [others(24), look(B, C)]
-    return run("seeing", acts, connector=PENSTOCK, **SETUP)[0]
+    acts += [others(24), look(B, C), {"act": "events"}]
+    return run("seeing", acts, connector=PENSTOCK, events=True, **SETUP)[0]
 
 
 def loaded(told: Told, act: int) -> float:
@@ -77,3 +77,13 @@ def test_the_same_image_is_found_in_host_memory_after_eviction(plain: Told, told
     assert cached(told[8]) == [WHOLE] == [loaded(told, 8)]
     assert agree(told[8], plain[1])
     assert counted(told[8], "loads_failed") == 0
+
+
+def test_events_tell_which_images_are_in_a_block_as_vllm_does(told: Told) -> None:
+    blocks = announced(told[9])
+
+    pictured = [block["extra_keys"][0] for block in blocks.values() if block["extra_keys"][0]]
+    assert {len(keys) for keys in pictured} == {1}
+    # Three images, of which one stands first and last; each is in every block it touches.
+    assert len({identifier for ((identifier, _),) in pictured}) == 3
+    assert FIRST_AT % BLOCK in [offset for ((_, offset),) in pictured]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,15 @@ class Server:
         return True
 
 
+def free_port() -> int:
+    """A port that nobody has now, and that the kernel gives to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.fixture(scope="module")
 def server(
     model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -80,9 +91,7 @@ def server(
     page = PAGE.read_text()
     for block in FILE.finditer(page):
         (folder / block["name"]).write_text(block["text"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (found,) = COMMAND.finditer(page)
     served = found["command"].replace("MODEL", str(model("seeing")))
     process = subprocess.Popen(

@@ -1,4 +1,8 @@
-"""`penstock vllm-config`: the flag that makes vLLM use Penstock."""
+"""`penstock vllm-config`: the flag that makes vLLM use Penstock.
+
+The one rule: whatever the connector reads in the flag can be had from here, and only what was
+asked for stands in it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Annotated
 import typer
 
 from penstock.config import load_config
-from penstock.connectors.vllm.settings import RECOMPUTE
+from penstock.connectors.vllm.settings import FAIL, RECOMPUTE
 from penstock.errors import ConfigError
 
 
@@ -25,6 +29,26 @@ def print_vllm_flag(
         bool,
         typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
     ] = False,
+    layerwise: Annotated[
+        bool,
+        typer.Option(
+            "--layerwise",
+            help="Steps compute on loads while they arrive; vLLM must not schedule asynchronously.",
+        ),
+    ] = False,
+    allow_fail: Annotated[
+        bool,
+        typer.Option(
+            "--allow-fail",
+            help="A block that fails its checksum fails its request, in place of being computed.",
+        ),
+    ] = False,
+    any_version: Annotated[
+        bool,
+        typer.Option(
+            "--any-version", help="Try a vLLM with which the connector was not tested, too."
+        ),
+    ] = False,
 ) -> None:
     """Print the flag that makes vLLM keep KV in the tiers of a configuration file.
 
@@ -34,12 +58,16 @@ def print_vllm_flag(
     if not config.cache.tiers:
         raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
     given = file.read_text(encoding="utf-8") if inline else str(file.resolve())
+    asked = {"layerwise": layerwise, "allow_fail": allow_fail, "any_version": any_version}
     transfer = {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "penstock.connectors.vllm",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": RECOMPUTE,
-        "kv_connector_extra_config": {"config": given},
+        "kv_load_failure_policy": FAIL if allow_fail else RECOMPUTE,
+        "kv_connector_extra_config": {
+            "config": given,
+            **{name: True for name, wanted in asked.items() if wanted},
+        },
     }
     told = json.dumps(transfer)
     print(told if bare else f"--kv-transfer-config {shlex.quote(told)}")

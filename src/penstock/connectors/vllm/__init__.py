@@ -22,6 +22,7 @@
 | `messages`   | what the halves tell each other                              | no         |
 | `statistics` | what shows up in vLLM's own metrics                          | no         |
 | `events`     | KV events, under the names that vLLM gave the blocks         | no         |
+| `logs`       | Penstock's log lines in vLLM's log                           | no         |
 
 The one rule: whatever goes wrong here, vLLM computes the right tokens. A block that is not
 certainly right is a block that vLLM computes.

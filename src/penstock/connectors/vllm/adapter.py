@@ -27,7 +27,6 @@ half, for whatever reason, every call answers as if nothing were cached, and vLL
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ from penstock.connectors.vllm import facing
 from penstock.connectors.vllm.events import Announcer
 from penstock.connectors.vllm.layerwise import Joins, joined_blocks
 from penstock.connectors.vllm.layouts import layer_numbers, tier_of
+from penstock.connectors.vllm.logs import log, log_into_vllm
 from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
 from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
@@ -67,9 +67,6 @@ if TYPE_CHECKING:
     from penstock.connectors.vllm.messages import StepPlan
     from penstock.runtime.rank import Rank
     from penstock.tiers.tensors import TensorTier
-
-# Below vLLM's own logger, so that its settings for format and level hold.
-log = logging.getLogger("vllm.penstock")
 
 
 @dataclass
@@ -105,6 +102,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_into_vllm()
         transfer = vllm_config.kv_transfer_config
         settings = read_settings(
             transfer.kv_connector_extra_config, failure_policy=transfer.kv_load_failure_policy
@@ -122,7 +120,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers: dict[str, int] = {}
         self._at_layers: Working | None = None
         """Who waits at the layers of this step, if anybody does."""
-        self._announcer: Announcer | None = None
+        self._take_events: Callable[[], list[Any]] = list
+        """What there is to publish: nothing, unless somebody listens."""
         why_not = facing.version_problem(any_version=settings.any_version)
         why_not = why_not or self._engine.why_not()
         self._config: Config | None = None
@@ -167,7 +166,6 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except ConfigError as error:
             self._run_without(str(error))
             return
-        self._announcer = self._make_announcer(self._config)
         # Where steps overlap, none of them can be clocked.
         overlap = self._vllm_config.scheduler_config.async_scheduling
         self._scheduling = Scheduling(
@@ -176,13 +174,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             Pins(self._pool),
             null_block=self._pool.null_block.block_id,
             blocks_stay=self._engine.blocks_stay,
-            announcer=self._announcer,
+            announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks),
             speed=None if overlap else PrefillSpeed(offload.computed),
         )
-        health = offload.health()
-        if not health.ok:
-            log.warning("Penstock runs degraded: %s", "; ".join(map(str, health.reasons)))
         for tier in offload.statistics().tiers[-len(self._config.cache.tiers) :]:
             log.info(
                 "Penstock keeps KV below vLLM's device cache: tier=%s blocks=%d block_tokens=%d "
@@ -203,10 +198,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         wanted = facing.events_wanted(self._vllm_config)
         if not wanted or not config.cache.tiers:
             return None
-        hash_of = facing.hash_function(self._kv_cache_config, self._engine.block_tokens)
-        return Announcer(
-            config.cache.tiers[0].name, block_tokens=self._engine.block_tokens, hash_of=hash_of
-        )
+        described = self._kv_cache_config, self._engine.block_tokens
+        publish = facing.publishing(*described)
+        announcer = Announcer(config.cache.tiers[0].name, describe=facing.describing(*described))
+        self._take_events = lambda: publish(announcer.take())
+        return announcer
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -267,9 +263,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def take_events(self) -> Iterable[Any]:
         """KV events of the host tier, in vLLM's own form."""
-        if self._announcer is None:
-            return ()
-        return facing.events_from(self._announcer.take(), self._engine.block_tokens)
+        return self._take_events()
 
     def get_kv_connector_stats(self) -> PenstockStats | None:
         """What was counted since the last call."""

@@ -2,7 +2,8 @@
 
 A router knows blocks by vLLM's hashes, from the events of vLLM's own cache. So that it
 understands that a block it knows now also lies in host memory, events from here carry the
-same hashes, and the medium. Penstock's keys never leave the process.
+same hashes and say the same of each block as vLLM does, but for the medium. Penstock's keys
+never leave the process.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from penstock.connectors.vllm.keys import Request
     from penstock.machine.kv_events import KvEvent
     from penstock.vocabulary.ids import Key
 
-    HashOf = Callable[[Request, int], bytes]
+    Describe = Callable[[Request, int], "Block"]
 
 HELD_MAX = 1 << 20
 """Blocks whose vLLM names are remembered; beyond it further ones are not announced."""
@@ -32,8 +33,12 @@ class Block:
     hash: bytes
     parent: bytes | None
     tokens: tuple[int, ...]
-    adapter: str | None
-    adapter_id: int | None
+    adapter: str | None = None
+    adapter_id: int | None = None
+    extra_keys: tuple[object, ...] | None = None
+    """What beside tokens is in the hash, as vLLM keeps it."""
+    session: str | None = None
+    """Of the request that had it stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +58,25 @@ class Removed:
 class Announcer:
     """From what happens in one tier to what vLLM publishes."""
 
-    def __init__(self, tier: str, *, block_tokens: int, hash_of: HashOf) -> None:
+    def __init__(self, tier: str, *, describe: Describe) -> None:
+        """Nothing is known yet.
+
+        Args:
+            tier: Whose blocks are announced.
+            describe: What vLLM says of a block of a request, by its number.
+        """
         self._tier = tier
-        self._tokens = block_tokens
-        self._hash_of = hash_of
+        self._describe = describe
         self._expected: dict[Key, Block] = {}
         self._stored: dict[Key, bytes] = {}
         self._events: list[Stored | Removed] = []
 
-    def expect(self, request: Request, first: int, keys: Sequence[Key]) -> None:
-        """These blocks of a request, from its block `first` on, are being written."""
-        adapter = request.lora_request
-        for block, key in enumerate(keys, start=first):
+    def expect(self, request: Request, blocks: Iterable[tuple[int, Key]]) -> None:
+        """These blocks of a request, by number and key, are being written."""
+        for number, key in blocks:
             if len(self._expected) + len(self._stored) >= HELD_MAX or key in self._stored:
                 continue
-            tokens = request.all_token_ids[block * self._tokens : (block + 1) * self._tokens]
-            self._expected[key] = Block(
-                hash=self._hash_of(request, block),
-                parent=self._hash_of(request, block - 1) if block else None,
-                tokens=tuple(tokens),
-                adapter=adapter.lora_name if adapter is not None else None,
-                adapter_id=adapter.lora_int_id if adapter is not None else None,
-            )
+            self._expected[key] = self._describe(request, number)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """The writing of these has ended; those that were not stored never will be."""

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -24,10 +28,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
 )
 
 from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.events import Removed, Stored
+from penstock.connectors.vllm.events import Block, Removed, Stored
 from penstock.vocabulary.layers import GroupKind
 from vllm import __version__ as vllm_version
 
@@ -207,36 +213,70 @@ def events_wanted(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def hash_function(kv_cache_config: Any, block_tokens: int) -> Callable[[Request, int], bytes]:
-    """What vLLM itself calls a block of a request."""
+def describing(kv_cache_config: Any, block_tokens: int) -> Callable[[Request, int], Block]:
+    """What vLLM itself says of a block of a request when it announces it."""
     parts = block_tokens // (kv_cache_config.hash_block_size or block_tokens)
 
-    def hash_of(request: Any, block: int) -> bytes:
-        found: bytes = request.block_hashes[(block + 1) * parts - 1]
+    def describe(request: Any, block: int) -> Block:
+        hashes, adapter = request.block_hashes, request.lora_request
+        first, end = block * block_tokens, (block + 1) * block_tokens
+        extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
+        return Block(
+            hash=hashes[(block + 1) * parts - 1],
+            parent=hashes[block * parts - 1] if block else None,
+            tokens=tuple(request.all_token_ids[first:end]),
+            adapter=adapter.lora_name if adapter is not None else None,
+            adapter_id=adapter.lora_int_id if adapter is not None else None,
+            extra_keys=extra_keys,
+            session=request.session_id,
+        )
+
+    return describe
+
+
+def publishing(
+    kv_cache_config: Any, block_tokens: int
+) -> Callable[[Iterable[Stored | Removed]], list[Any]]:
+    """Has events in vLLM's own form, which has one for each KV group of a block.
+
+    A block in host memory has all its groups: it is stored and removed as a whole.
+    """
+    groups = [
+        {
+            "group_idx": number,
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(group.kv_cache_spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+        }
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+
+    def publish(events: Iterable[Stored | Removed]) -> list[Any]:
+        found: list[Any] = []
+        for event in events:
+            if isinstance(event, Stored):
+                found += [_stored(event.block, block_tokens, **group) for group in groups]
+                continue
+            hashes = [maybe_convert_block_hash(each) for each in event.hashes]
+            found += [
+                BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=number)
+                for number in range(len(groups))
+            ]
         return found
 
-    return hash_of
+    return publish
 
 
-def events_from(events: Iterable[Stored | Removed], block_tokens: int) -> list[Any]:
-    """Events in vLLM's own form."""
-    found: list[Any] = []
-    for event in events:
-        if isinstance(event, Removed):
-            hashes = [maybe_convert_block_hash(each) for each in event.hashes]
-            found.append(BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU))
-            continue
-        block = event.block
-        parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
-        found.append(
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(block.hash)],
-                parent_block_hash=parent,
-                token_ids=list(block.tokens),
-                block_size=block_tokens,
-                lora_id=block.adapter_id,
-                lora_name=block.adapter,
-                medium=MEDIUM_CPU,
-            )
-        )
-    return found
+def _stored(block: Block, block_tokens: int, **group: Any) -> BlockStored:
+    parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(block.hash)],
+        parent_block_hash=parent,
+        token_ids=list(block.tokens),
+        block_size=block_tokens,
+        lora_id=block.adapter_id,
+        lora_name=block.adapter,
+        medium=MEDIUM_CPU,
+        extra_keys=to_event_extra_keys([block.extra_keys]),
+        session_id=block.session,
+        **group,
+    )

@@ -2,7 +2,7 @@
 
 A pin is a reference in vLLM's own block pool: the block stays where it is and can still be
 matched there, and vLLM never waits for a copy. The one rule: what is pinned is at most a
-twentieth of the pool, however slow the copies are.
+twentieth of the pool, however slow the copies are; in a pool of fewer than twenty blocks, nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pins:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.limit = max(1, int(len(pool.blocks) * PIN_SHARE))
+        self.limit = int(len(pool.blocks) * PIN_SHARE)
         self.count = 0
         self._of: dict[OperationId, _Pin] = {}
 

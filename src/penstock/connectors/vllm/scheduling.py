@@ -381,7 +381,8 @@ class Scheduling:
         if started.operations:
             self._keep(tracked, keys[first:end], slots, started)
         if self._announcer is not None and started.operations:
-            self._announcer.expect(tracked.request, first, keys[first:end])
+            written = [(first + place, keys[first + place]) for place in started.accepted]
+            self._announcer.expect(tracked.request, written)
 
     def _keep(
         self, tracked: Tracked, keys: Sequence[Key], slots: NDArray[np.int32], started: Started

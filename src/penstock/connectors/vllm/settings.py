@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 WHERE = "kv_connector_extra_config"
 KNOWN = ("config", "allow_fail", "any_version", "layerwise")
 RECOMPUTE = "recompute"
+FAIL = "fail"
+"""vLLM's policies for what could not be loaded; `FAIL` is its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,35 @@
+"""Pins in vLLM's block pool: at most a twentieth of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.connectors.vllm.pins import Pins
+
+
+@pytest.mark.parametrize(("blocks", "limit"), [(1, 0), (19, 0), (20, 1), (39, 1), (40, 2)])
+def test_no_pool_has_more_than_a_twentieth_pinned(make_pool: Any, blocks: int, limit: int) -> None:
+    assert Pins(make_pool(blocks)).room == limit
+
+
+def test_where_nothing_can_be_pinned_what_a_request_leaves_behind_is_given_up(
+    make_engine: Any, make_request: Any
+) -> None:
+    """Its saves begin while it runs; those that have not ended with it are cancelled."""
+    engine = make_engine(pool=16, stay=True)
+    request = make_request("first", list(range(100, 126)))
+    engine.scheduling.matched(request, 0)
+    engine.allocate(request, 7)
+    engine.compute(request)
+
+    told = engine.scheduling.plan({"first": 26}, engine.tables.__getitem__)
+    request.num_computed_tokens = 26
+    engine.scheduling.finished("first")
+
+    assert engine.pool.pinned == 0
+    assert engine.scheduling.tally.take()["blocks_dropped_pinned"] == 6
+    engine.working.after_forward(told)
+    engine.step()
+    assert engine.scheduling.matched(make_request("same", list(range(100, 126))), 0) == 0

@@ -1,0 +1,19 @@
+"""The connector on a machine that cannot pin the memory of its host tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.connectors.vllm.adapter import Facts, PenstockConnector
+from penstock.runtime.facts import RankFacts
+
+
+class UnpinnedConnector(PenstockConnector):
+    def get_handshake_metadata(self) -> Facts:
+        told: Any = super().get_handshake_metadata()
+        facts = RankFacts.from_bytes(told.facts)
+        (host,) = facts.tiers
+        refused = msgspec.structs.replace(host, off="its memory cannot be pinned")
+        return Facts(facts=msgspec.structs.replace(facts, tiers=(refused,)).to_bytes())
