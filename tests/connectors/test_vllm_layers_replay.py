@@ -12,6 +12,7 @@ GPU the load of the last layer is made late: whoever does not wait reads what la
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ LOADED = AGAIN[:3]
 LONG_CYCLES = 100_000_000
 """About 50 ms: much longer than any load here."""
 STEPS_MAX = 200
+WAIT_S = 30.0
 WAYS = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.gpu),
@@ -89,8 +91,9 @@ class Replay:
         )
         self.tables = {"first": [FIRST], "again": [AGAIN]}
         self.graph: Any = None
+        # Kernels are brought to a GPU at their first use, which may wait for what is under way.
+        self.read(waits=False)
         if way == "captured":
-            self.read(waits=False)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.read(waits=False)
@@ -113,6 +116,8 @@ class Replay:
         for _ in range(STEPS_MAX):
             if not self.scheduling.pending:
                 break
+            if self.rank.busy:
+                self.rank.wait(time.monotonic() + WAIT_S)
             self.finish(self.scheduling.plan({}, self.tables.__getitem__))
         return torch.stack([tensor[FIRST[:3]] for tensor in self.kv.values()]).cpu()
 

@@ -265,10 +265,13 @@ def test_a_step_that_the_device_does_not_end_is_given_up_and_can_end_later(engin
     engine = engines()
     run(engine, asked("warm", prompt(40, 1)))
     worker = engine._workers._worker
+    step = Step(1, [Span(0, 0, prompt(8, 2), [0])], [])
+    # What a first step of its shape takes (kernels, pinned memory) might wait for the device.
+    worker.execute(step)
     with worker._lane.computing():
         torch.cuda._sleep(LONG_CYCLES)
 
-    pending = worker.submit(Step(1, [Span(0, 0, prompt(8, 2), [0])], []))
+    pending = worker.submit(step)
     early = pending.result(time.monotonic() + 0.001)
     late = pending.result(time.monotonic() + DEADLINE_S)
     told = run(engine, asked("after", prompt(40, 3)))

@@ -11,8 +11,10 @@ from penstock.engine.attention import Heads, Turn
 from penstock.engine.batch import Shape, Span, lay_out
 from penstock.engine.cuda.attention import (
     PART_TOKENS_MAX,
+    PART_TOKENS_MIN,
     PARTS_MAX,
     CudaAttention,
+    even_part_count,
     part_count,
 )
 
@@ -125,6 +127,17 @@ def test_chunks_and_what_follows_a_prefix_and_decodes_are_right(
     assert error(found, right) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize(
+    ("start", "count"), [(4000, 32), (4033, 9), (1, 64), (64, 33), (127, 2), (2048, 64)]
+)
+def test_what_follows_a_prefix_in_blocks_of_64_is_right(start: int, count: int) -> None:
+    bench = Bench(SHAPES[0], torch.bfloat16, block=64, blocks=100)
+
+    found, right = bench.run([bench.span(start, count)])
+
+    assert error(found, right) < BOUNDS[torch.bfloat16]
+
+
 def test_rows_that_fill_up_change_nothing() -> None:
     bench = Bench((32, 8, 128), torch.bfloat16, block=16, blocks=300)
     spans = [bench.span(at, 1) for at in (40, 900)]
@@ -177,3 +190,15 @@ def test_long_contexts_are_cut_into_parts_and_short_ones_are_not(
     assert 1 <= count <= PARTS_MAX
     assert longest > 200 or count == 1
     assert count == PARTS_MAX or longest / count <= PART_TOKENS_MAX
+
+
+@pytest.mark.parametrize("programs", [1, 8, 64, 512])
+@pytest.mark.parametrize("longest", [65, 1024, 5000, 40_000])
+def test_equal_parts_are_no_more_than_run_at_a_time_and_no_shorter_than_worth_it(
+    programs: int, longest: int
+) -> None:
+    count = even_part_count(programs, longest, 132)
+
+    assert 1 <= count <= PARTS_MAX
+    assert count == 1 or count * programs <= 132
+    assert count == 1 or longest / count >= PART_TOKENS_MIN

@@ -14,7 +14,7 @@ alone, so that it can be captured in a graph.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 TAIL_TOKENS_MAX = 64
 """So many tokens after a prefix are read for where the prefix lies: more are worth a copy."""
-TILE_ROWS = 64
-"""Queries of a tile: tokens × query heads of a KV head."""
-KEY_TILE = 64
-TAIL_KEY_TILE = 32
-"""Where a tile has several tokens, it has less room for keys."""
 HEAD_TILE = 8
 PART_TOKENS_MAX = 2048
 """A part is no longer, or one long request would keep all others of its step waiting."""
@@ -39,6 +34,37 @@ PART_TOKENS_MIN = 128
 PARTS_MAX = 64
 PROGRAMS = 528
 """Four for each multiprocessor of an H100 or H200: enough to keep its memory busy."""
+
+
+class Tiling(NamedTuple):
+    """How `attend_parts` cuts its work."""
+
+    rows: int
+    """Queries of a tile: tokens × query heads of a KV head."""
+    keys: int
+    """Taken in at a time."""
+    warps: int
+    stages: int
+    """With three, the keys of two tiles are on their way while one is taken in."""
+    even: bool = False
+    """Whether parts are equal shares of a context, as the device finds it."""
+    programs: int = PROGRAMS
+    """So many run at a time; equal parts are no more."""
+    registers: int | None = None
+    """Of a thread, where the compiler would take so many that fewer programs fit in."""
+
+
+DECODE = Tiling(rows=1, keys=64, warps=4, stages=2)
+"""One token of each request, and whatever query heads share a KV head."""
+TAIL = Tiling(rows=128, keys=64, warps=8, stages=3, even=True, programs=132)
+"""32 tokens with four query heads a KV head are one tile, which reads K and V once. One program
+fills a multiprocessor of an H100 or H200."""
+SHORT_TAIL = Tiling(rows=64, keys=64, warps=4, stages=3, even=True, programs=256)
+"""The same for fewer tokens: two programs fit on a multiprocessor."""
+WIDE_TAIL = Tiling(rows=64, keys=32, warps=4, stages=2)
+"""For numbers of four bytes and heads of many channels, which leave less room for keys."""
+WIDE_CHANNELS = 128
+"""Heads of more channels are wide."""
 
 
 class CudaAttention:
@@ -55,6 +81,7 @@ class CudaAttention:
         for rows in batch.prefills:
             part = slice(rows.first, rows.first + rows.length)
             if rows.length <= TAIL_TOKENS_MAX < rows.context:
+                tiling = tail_tiling(rows.length, query.shape[1] // kv.shape[3], kv)
                 read_in_place(
                     query[part],
                     kv,
@@ -63,7 +90,7 @@ class CudaAttention:
                     result[part],
                     longest=rows.context,
                     table_stride=0,
-                    tokens=max(1, TILE_ROWS // (query.shape[1] // kv.shape[3])),
+                    tiling=tiling,
                 )
             else:
                 result[part] = _chunk(query[part], kv, rows)
@@ -78,7 +105,7 @@ class CudaAttention:
                 result[part],
                 longest=batch.decodes.longest,
                 table_stride=tables.stride(0),
-                tokens=1,
+                tiling=DECODE,
             )
         return result
 
@@ -116,7 +143,7 @@ def read_in_place(
     *,
     longest: int,
     table_stride: int,
-    tokens: int,
+    tiling: Tiling,
 ) -> None:
     """Attention of a few tokens over K and V where they lie.
 
@@ -128,35 +155,36 @@ def read_in_place(
         result: Where to write.
         longest: No position is higher.
         table_stride: From one tile's row of `tables` to the next; 0 where all have the same.
-        tokens: Tokens of a tile.
+        tiling: How the work is cut; a tile of `DECODE` is one token.
     """
     rows, heads, channels = query.shape
-    kv_heads = kv.shape[3]
-    group = heads // kv_heads
+    group = heads // (kv_heads := kv.shape[3])
+    tokens = max(1, tiling.rows // group)
     tiles = -(-rows // tokens)
-    key_tile = KEY_TILE if tokens == 1 else TAIL_KEY_TILE
-    # Tiles of one request read the same keys, and may have nothing in them.
-    count = part_count((tiles if tokens == 1 else 1) * kv_heads, longest)
-    span = -(-longest // (count * key_tile)) * key_tile
-    split = count > 1
+    if tiling.even:
+        count = even_part_count(tiles * kv_heads, longest, tiling.programs)
+    else:
+        count = part_count(kv_heads if tokens > 1 else tiles * kv_heads, longest)
+    span = -(-longest // (count * tiling.keys)) * tiling.keys
     parts = marks = result
-    if split:
-        parts = torch.empty((count, rows, heads, channels), dtype=torch.float32, device=kv.device)
-        marks = torch.empty((2, count, rows, heads), dtype=torch.float32, device=kv.device)
+    if split := count > 1:
+        parts = query.new_empty((count, rows, heads, channels), dtype=torch.float32)
+        marks = query.new_empty((2, count, rows, heads), dtype=torch.float32)
     kernels.attend_parts[tiles, kv_heads, count](
         *(query, kv[0], kv[1], tables, positions, result, parts, marks),
-        *(rows, table_stride, span, kv_heads),
-        math.log2(math.e) / math.sqrt(channels),
+        *(rows, table_stride, span, kv_heads, math.log2(math.e) / math.sqrt(channels)),
         TOKENS=tokens,
         GROUP=group,
         CHANNELS=channels,
         CHANNEL_TILE=max(16, _power(channels)),
         BLOCK=kv.shape[2],
-        KEY_TILE=key_tile,
+        KEY_TILE=tiling.keys,
         ROW_TILE=max(16, _power(tokens * group)),
         SPLIT=split,
-        num_warps=4,
-        num_stages=2,
+        EVEN=tiling.even,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        maxnreg=tiling.registers,
     )
     if split:
         kernels.put_together[rows, heads](
@@ -168,11 +196,26 @@ def read_in_place(
         )
 
 
+def tail_tiling(tokens: int, group: int, kv: torch.Tensor) -> Tiling:
+    """How the tokens after a prefix are cut, with so many query heads a KV head."""
+    if kv.dtype.itemsize > 2 or kv.shape[4] > WIDE_CHANNELS or group > SHORT_TAIL.rows:
+        return WIDE_TAIL
+    return SHORT_TAIL if tokens * group <= SHORT_TAIL.rows else TAIL
+
+
 def part_count(programs: int, longest: int) -> int:
-    """Into how many parts contexts are cut: a power of two, from shapes alone."""
+    """Into how many parts contexts are cut: a power of two, from shapes alone.
+
+    Several tiles of one request count as one: they read the same keys, and may be empty.
+    """
     wanted = max(-(-PROGRAMS // programs), -(-longest // PART_TOKENS_MAX))
     most = max(1, longest // PART_TOKENS_MIN)
     return min(_power(wanted), _power(most + 1) // 2, PARTS_MAX)
+
+
+def even_part_count(programs: int, longest: int, at_once: int) -> int:
+    """The same for parts that are equal, whatever there is: as many as run at a time, no more."""
+    return max(1, min(at_once // programs, longest // PART_TOKENS_MIN, PARTS_MAX))
 
 
 def _chunk(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:

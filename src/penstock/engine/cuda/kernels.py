@@ -99,6 +99,141 @@ def _take_in(wanted, key, value, seen, scale, peak, total, found):
     return higher, total, found * fading[:, None] + more
 
 
+@triton.jit
+def _read_seen(
+    keys,
+    values,
+    table,
+    position,
+    first,
+    last,
+    kv_head,
+    kv_heads,
+    wanted,
+    scale,
+    peak,
+    total,
+    found,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Takes in the keys of some positions, of which each row sees those up to its own."""
+    channel = tl.arange(0, CHANNEL_TILE)
+    known = (channel < CHANNELS)[None, :]
+    for start in tl.range(first, last, KEY_TILE, num_stages=STAGES):
+        token = start + tl.arange(0, KEY_TILE)
+        there = token < last
+        block = tl.load(table + token // BLOCK, mask=there, other=0)
+        offset = ((block * BLOCK + token % BLOCK) * kv_heads + kv_head)[:, None] * CHANNELS
+        offset += channel[None, :]
+        key = tl.load(keys + offset, mask=there[:, None] & known, other=0.0)
+        value = tl.load(values + offset, mask=there[:, None] & known, other=0.0)
+        seen = there[None, :] & (token[None, :] <= position[:, None])
+        peak, total, found = _take_in(wanted, key, value, seen, scale, peak, total, found)
+    return peak, total, found
+
+
+@triton.jit
+def _take_all_in(wanted, key, value, scale, peak, total, found):
+    """The same as `_take_in`, where every row sees every key."""
+    score = tl.dot(wanted, tl.trans(key), input_precision="ieee")
+    higher = tl.maximum(peak, tl.max(score, axis=1) * scale)
+    weight = tl.exp2(score * scale - higher[:, None])
+    fading = tl.exp2(peak - higher)
+    total = total * fading + tl.sum(weight, axis=1)
+    found = found * fading[:, None]
+    found = tl.dot(weight.to(value.dtype), value, found, input_precision="ieee")
+    return higher, total, found
+
+
+@triton.jit
+def _read_all(
+    keys,
+    values,
+    table,
+    first,
+    last,
+    kv_head,
+    kv_heads,
+    wanted,
+    scale,
+    peak,
+    total,
+    found,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):
+    """Takes in the keys of some positions, whole tiles of them, all of which every row sees."""
+    channel = tl.arange(0, CHANNEL_TILE)
+    known = (channel < CHANNELS)[None, :]
+    # Where the next keys lie is looked up while these are taken in. One block may have all of
+    # them: then it is looked up once.
+    coming = first + tl.arange(0, 1 if BLOCK % KEY_TILE == 0 else KEY_TILE)
+    block = tl.load(table + coming // BLOCK, mask=coming < last, other=0)
+    for start in range(first, last, KEY_TILE):
+        place = block * BLOCK + (start + tl.arange(0, KEY_TILE)) % BLOCK
+        coming += KEY_TILE
+        block = tl.load(table + coming // BLOCK, mask=coming < last, other=0)
+        offset = (place * kv_heads + kv_head)[:, None] * CHANNELS + channel[None, :]
+        if CHANNELS == CHANNEL_TILE:
+            key = tl.load(keys + offset)
+            value = tl.load(values + offset)
+        else:
+            key = tl.load(keys + offset, mask=known, other=0.0)
+            value = tl.load(values + offset, mask=known, other=0.0)
+        peak, total, found = _take_all_in(wanted, key, value, scale, peak, total, found)
+    return peak, total, found
+
+
+@triton.jit
+def _read(
+    keys,
+    values,
+    table,
+    position,
+    first,
+    last,
+    kv_head,
+    kv_heads,
+    wanted,
+    scale,
+    CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """What a tile finds in a part: first, if `EVEN`, in what all of its rows see."""
+    peak = tl.full((ROW_TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((ROW_TILE,), tl.float32)
+    found = tl.zeros((ROW_TILE, CHANNEL_TILE), tl.float32)
+    if EVEN:
+        lowest = tl.min(tl.where(position < 0, last, position), axis=0)
+        whole = tl.maximum(tl.minimum(last, lowest + 1) - first, 0) // KEY_TILE * KEY_TILE
+        peak, total, found = _read_all(
+            *(keys, values, table, first, first + whole, kv_head, kv_heads),
+            *(wanted, scale, peak, total, found, CHANNELS, CHANNEL_TILE, BLOCK, KEY_TILE),
+        )
+        first += whole
+        # Rows that fill up have taken in what they should not have.
+        peak = tl.where(position < 0, float("-inf"), peak)
+        total = tl.where(position < 0, 0.0, total)
+        found = tl.where((position < 0)[:, None], 0.0, found)
+    # What is left then are the last few keys: nothing is to be had ahead of them.
+    peak, total, found = _read_seen(
+        *(keys, values, table, position, first, last, kv_head, kv_heads),
+        *(wanted, scale, peak, total, found, CHANNELS, CHANNEL_TILE, BLOCK, KEY_TILE),
+        1 if EVEN else None,
+    )
+    return peak, total, found
+
+
 @triton.jit(
     do_not_specialize=["rows", "table_stride", "span"],
     do_not_specialize_on_alignment=["tables", "positions"],
@@ -125,33 +260,33 @@ def attend_parts(
     KEY_TILE: tl.constexpr,
     ROW_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
-    """One tile, one KV head, one part of the context: `span` tokens of it."""
+    """One tile, one KV head, one part of the context: `span` tokens of it.
+
+    `EVEN` is for several tokens of one request: then the parts are equal shares of its context,
+    however much the shape has room for, and what all of the tokens see is read without a mask.
+    """
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane, channel = tl.arange(0, ROW_TILE), tl.arange(0, CHANNEL_TILE)
     row = tile * TOKENS + lane // GROUP
     mine = (lane < TOKENS * GROUP) & (row < rows)
     position = tl.load(positions + row, mask=mine, other=-1)
+    if EVEN:
+        position = position.to(tl.int32)  # Its registers are what a program has least of.
+        share = tl.cdiv(tl.max(position, axis=0) + 1, tl.num_programs(2))
+        span = tl.cdiv(share, KEY_TILE) * KEY_TILE
     first = part * span
     last = tl.minimum(first + span, tl.max(position, axis=0) + 1)
     known = (channel < CHANNELS)[None, :]
     place = row.to(tl.int64) * kv_heads * GROUP + kv_head * GROUP + lane % GROUP
     at = place[:, None] * CHANNELS + channel[None, :]
     wanted = tl.load(query + at, mask=mine[:, None] & known, other=0.0)
-    peak = tl.full((ROW_TILE,), float("-inf"), tl.float32)
-    total = tl.zeros((ROW_TILE,), tl.float32)
-    found = tl.zeros((ROW_TILE, CHANNEL_TILE), tl.float32)
     table = tables + tile.to(tl.int64) * table_stride
-    for start in range(first, last, KEY_TILE):
-        token = start + tl.arange(0, KEY_TILE)
-        there = token < last
-        block = tl.load(table + token // BLOCK, mask=there, other=0)
-        offset = ((block * BLOCK + token % BLOCK) * kv_heads + kv_head)[:, None] * CHANNELS
-        offset += channel[None, :]
-        key = tl.load(keys + offset, mask=there[:, None] & known, other=0.0)
-        value = tl.load(values + offset, mask=there[:, None] & known, other=0.0)
-        seen = there[None, :] & (token[None, :] <= position[:, None])
-        peak, total, found = _take_in(wanted, key, value, seen, scale, peak, total, found)
+    peak, total, found = _read(
+        *(keys, values, table, position, first, last, kv_head, kv_heads, wanted, scale),
+        *(CHANNELS, CHANNEL_TILE, BLOCK, KEY_TILE, ROW_TILE, EVEN),
+    )
     if SPLIT:
         before = part.to(tl.int64) * rows * kv_heads * GROUP
         tl.store(marks + before + place, peak, mask=mine)
