@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ from penstock.errors import UnavailableError
 from penstock.transport.zmq_link import private_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from penstock.engine.engine import Engine
@@ -47,10 +47,24 @@ kind = "host"
 blocks = 64
 """
 
+# A rank as its command runs it, which then says whether its group is there at its end.
+TELLING_ITS_END = """
+import sys
+from torch import distributed
+from penstock.engine.rank_process import main
+status = main(sys.argv[1])
+sys.exit(f"there is a group: {distributed.is_initialized()}, status {status}")
+"""
+
 
 @contextmanager
 def instance(
-    folder: Path, *, ranks: int, blocks: int = 64
+    folder: Path,
+    *,
+    ranks: int,
+    blocks: int = 64,
+    program: Sequence[str] = ("-m", "penstock.engine.rank_process"),
+    errors: IO[str] | None = None,
 ) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
     spec = InstanceSpec(
         name="test",
@@ -68,13 +82,9 @@ def instance(
         given = RankSpec(instance=spec, rank=rank)
         processes.append(
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "penstock.engine.rank_process",
-                    msgspec.json.encode(given).decode(),
-                ],
+                [sys.executable, *program, msgspec.json.encode(given).decode()],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                stderr=errors,
             )
         )
     try:
@@ -86,7 +96,7 @@ def instance(
     finally:
         for process in processes:
             process.kill()
-            process.wait(timeout=30)
+            process.wait(timeout=60)
 
 
 def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint_of: Any) -> None:
@@ -96,7 +106,7 @@ def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint
     with instance(folder, ranks=3) as (engine, processes):
         told = run(engine, *requests)
         engine.close(1.0)
-        ended = [process.wait(timeout=30) for process in processes]
+        ended = [process.wait(timeout=60) for process in processes]
 
     for request in requests:
         assert tokens_of(told[request.id, 0]) == reference(model, request.prompt, 8)
@@ -134,5 +144,30 @@ def test_a_rank_that_is_killed_ends_its_instance_at_once(checkpoint_of: Any) -> 
             run(engine)
         engine.abandon()
 
-        assert time.monotonic() - began < 30
-        assert processes[0].wait(timeout=30) == 1
+        assert time.monotonic() - began < 60
+        assert processes[0].wait(timeout=60) == 1
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["with its scheduler", "after another one"])
+def test_a_rank_leaves_no_thread_of_its_group_to_the_end_of_its_process(
+    checkpoint_of: Any, tmp_path: Path, *, killed: bool
+) -> None:
+    """One that needs the interpreter when there is none any more aborts the process."""
+    folder, _ = checkpoint_of("llama")
+    told = tmp_path / "told"
+    with (
+        told.open("w") as errors,
+        instance(folder, ranks=2, program=("-c", TELLING_ITS_END), errors=errors) as found,
+    ):
+        engine, processes = found
+        if killed:
+            processes[1].kill()
+            engine.add(Request(id="r", prompt=prompt(20, 1)))
+            with pytest.raises(UnavailableError, match=r"rank . is lost"):
+                run(engine)
+            engine.abandon()
+        else:
+            engine.close(1.0)
+        processes[0].wait(timeout=60)
+
+    assert f"there is a group: False, status {int(killed)}" in told.read_text()

@@ -49,6 +49,8 @@ def main(given: str) -> int:
     except (PeerError, UnavailableError) as error:
         logger.error("rank ends: name=%s cause=%s", name, error)  # noqa: TRY400
         return 1
+    finally:
+        _part()
     logger.info("rank ends: name=%s cause=%s", name, why)
     return 0
 
@@ -92,6 +94,16 @@ def _meet(spec: RankSpec, place: str) -> None:
         )
     except RuntimeError as error:
         raise UnavailableError(f"the ranks did not meet: {error}") from error
+
+
+def _part() -> None:
+    """Ends the threads that met the other ranks, before the interpreter ends.
+
+    Gloo's let go of tensors, for which they need the interpreter: one that comes too late for that
+    has the whole process aborted. (NCCL would wait for a device that may be stuck.)
+    """
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
