@@ -54,9 +54,10 @@ def test_a_request_that_waits_for_a_slow_tier_costs_next_to_nothing() -> None:
     found = measure_idle(1.0)
 
     assert found.seconds >= 1.0
-    # Ten times what is claimed: this machine may be busy.
-    assert found.engine_cpu_s + found.rank_cpu_s < 0.2
-    assert found.wakings < 20
+    # Far more than is claimed: this machine may be busy, and the garbage collector have its turn.
+    # Who asks over and over uses all of the time, and wakes thousands of times.
+    assert found.engine_cpu_s + found.rank_cpu_s < 0.5 * found.seconds
+    assert found.wakings < 20 * found.seconds
 
 
 def test_the_command_measures_on_the_cpu_and_writes_its_report(

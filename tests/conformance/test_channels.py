@@ -8,9 +8,13 @@ from penstock.testing.channel_suite import ChannelSuite, soon
 from penstock.transport.inproc import InprocChannel, channel_pair
 from penstock.transport.zeromq import IPC, LOOPBACK, Listener, dial
 from penstock.transport.zmq_channel import ZmqChannel
+from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
     from penstock.transport.base import Channel
+
+PATIENT = ChannelSettings(silence_s=600.0, open_s=60.0)
+"""A busy machine may keep either end waiting."""
 
 
 class TestInproc(ChannelSuite):
@@ -26,8 +30,8 @@ class ZmqSuite(ChannelSuite):
     address: str
 
     def make_pair(self) -> tuple[Channel, Channel]:
-        with Listener("engine", self.address) as listener:
-            near = dial(listener.address, name="rank 0")
+        with Listener("engine", self.address, settings=PATIENT) as listener:
+            near = dial(listener.address, name="rank 0", settings=PATIENT)
             assert listener.accept() is None
             while not near.is_open:
                 listener.accept(deadline=0.0)

@@ -160,11 +160,12 @@ def test_nothing_to_do_lasts_until_the_deadline_and_costs_nothing() -> None:
     offload, _ = open_offload()
     started, used = time.monotonic(), time.process_time()
 
-    woken = offload.wait(started + 0.3)
+    woken = offload.wait(started + 1.0)
 
     assert not woken
-    assert time.monotonic() - started >= 0.3
-    assert time.process_time() - used < 0.1
+    assert time.monotonic() - started >= 1.0
+    # Whoever asks over and over uses all of it; the garbage collector may have its turn.
+    assert time.process_time() - used < 0.5
 
 
 def test_a_descriptor_of_the_engine_ends_a_wait() -> None:
@@ -230,7 +231,7 @@ sys.exit(0 if drained.clean else 1)
 
 @pytest.mark.parametrize(
     ("deadline_s", "told", "status"),
-    [("60", "1 0 0", 0), ("0.001", "0 1 0", 1)],
+    [("60", "1 0 0", 0), ("0.000001", "0 1 0", 1)],
     ids=["in time", "too late"],
 )
 def test_a_terminated_engine_drains_and_says_whether_it_could(

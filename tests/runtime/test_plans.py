@@ -299,6 +299,8 @@ def test_a_small_plan_is_cheap_to_write_and_to_read() -> None:
             times.append(time.perf_counter() - started)
         return min(times) * 1e6
 
-    # It rides on every step's message. The limit is ten times what a slow core needs.
-    assert best_us(lambda: encode_plan(plan)) < 30
-    assert best_us(lambda: decode_plan(message)) < 100
+    # It rides on every step's message. A thousand additions take this machine four times as long
+    # as the one, and as long as the other; the limits are ten times that.
+    additions_us = best_us(lambda: sum(range(1000)))
+    assert best_us(lambda: encode_plan(plan)) < 3 * additions_us
+    assert best_us(lambda: decode_plan(message)) < 10 * additions_us

@@ -343,4 +343,5 @@ def test_an_owner_with_nothing_to_do_waits_without_using_the_cpu() -> None:
 
         assert not woken
         assert time.monotonic() - started >= 1.0
-        assert time.process_time() - used < 0.1
+        # Whoever asks over and over uses all of it; the garbage collector may have its turn.
+        assert time.process_time() - used < 0.5

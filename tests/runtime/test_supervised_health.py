@@ -25,7 +25,7 @@ def test_a_lost_supervisor_is_bad_health(engine: Engine, caplog: pytest.LogCaptu
         before = cache.health()
 
         os.kill(supervisor.pid, signal.SIGKILL)
-        supervisor.receive(deadline=time.monotonic() + 30)
+        supervisor.receive(deadline=time.monotonic() + 60)
         health = [cache.health(), cache.health()]
 
     assert before.ok
@@ -41,7 +41,7 @@ def test_a_look_notices_the_loss_and_takes_no_event_away() -> None:
         events: list[object] = []
         while not any(isinstance(each, Exited) for each in events):
             looked.append(supervisor.look())
-            event = supervisor.receive(deadline=time.monotonic() + 30)
+            event = supervisor.receive(deadline=time.monotonic() + 60)
             events.append(event)
 
     assert set(looked) == {None}

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_S = 300.0
+SOON_S = 120.0
+"""Longer than anything takes that works: a busy machine is no failure."""
+ONE_EACH = httpx.Limits(max_keepalive_connections=0)
+"""A connection for each request: an idle one may be closed by the server as it is used again."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('role is ' + m.role) }}{% endif %}"
@@ -81,7 +85,7 @@ class Running:
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self.process = process
         self.address = address
-        self.client = httpx.Client(base_url=address, timeout=60.0)
+        self.client = httpx.Client(base_url=address, timeout=SOON_S, limits=ONE_EACH)
 
     def complete(self, prompt: str | list[int], **wishes: Any) -> Any:
         wishes = {"temperature": 0, "max_tokens": 8, **wishes}
@@ -125,6 +129,12 @@ def command(pid: int) -> str:
         return ""
 
 
+def pids_of(instance: str, running: Running) -> list[int]:
+    """The processes of an instance: its scheduler, its ranks."""
+    named = f'"name":"{instance}","model"'
+    return [pid for pid in descendants(running.process.pid) if named in command(pid)]
+
+
 @contextmanager
 def serve_command(*options: str) -> Iterator[subprocess.Popen[str]]:
     """A `penstock serve` of its own, gone at the end of the `with`."""
@@ -139,10 +149,10 @@ def serve_command(*options: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=SOON_S)
         finally:
             process.kill()
-            process.wait(timeout=10)
+            process.wait(timeout=SOON_S)
             assert process.stdout is not None
             process.stdout.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 from tests.serve.conftest import eventually
@@ -177,10 +178,15 @@ def test_a_client_that_goes_away_takes_its_request_along(server: Running) -> Non
     with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
     eventually(lambda: server.cache()["cache"]["leases"], 0)
-    with pytest.raises(openai.APITimeoutError):
+    # It asks, however long that takes, and does not wait for an answer of so many tokens.
+    hasty = httpx.Timeout(60, read=0.02)
+    with (
         openai.OpenAI(
-            base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=0.2
-        ).completions.create(model="small-model", prompt="Another one", max_tokens=450)
+            base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=hasty
+        ) as client,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        client.completions.create(model="small-model", prompt="Another one", max_tokens=450)
     eventually(lambda: server.cache()["cache"]["leases"], 0)
 
     assert server.cache()["running"] == 0

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.serve.conftest import command, descendants, eventually, serving
+from tests.serve.conftest import command, eventually, pids_of, serving
 from tests.serve.test_lives import killed_server_leaves_nothing
-from tests.serve.test_overload import everybody
+from tests.serve.test_overload import require_nothing_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Load:
         return self.counts["200"]
 
     async def _all(self) -> None:
-        limits = httpx.Limits(max_connections=self._clients)
+        limits = httpx.Limits(max_connections=self._clients, max_keepalive_connections=0)
         async with httpx.AsyncClient(
             base_url=self.address, timeout=HANG_S, limits=limits
         ) as client:
@@ -109,12 +109,7 @@ def load_on(running: Running, clients: int) -> Iterator[Load]:
 
 def process_of(running: Running, instance: str, rank: int) -> int:
     """One rank of an instance that has several."""
-    named = f'"name":"{instance}","model"'
-    [found] = [
-        pid
-        for pid in descendants(running.process.pid)
-        if named in command(pid) and f'"rank":{rank}}}' in command(pid)
-    ]
+    [found] = [pid for pid in pids_of(instance, running) if f'"rank":{rank}}}' in command(pid)]
     return found
 
 
@@ -124,8 +119,14 @@ def kill_under(load: Load, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def require_back(running: Running, load: Load, names: set[str]) -> None:
-    """All instances are there again, and answer."""
+def require_back(running: Running, load: Load, names: set[str], before: set[int]) -> None:
+    """All instances are there again, one of them with other processes, and answer."""
+
+    def all_new() -> bool:
+        now = {pid for name in names for pid in pids_of(name, running)}
+        return len(now) == 3 * len(names) and not now & before
+
+    eventually(all_new, wanted=True, within_s=HANG_S)
     eventually(
         lambda: running.client.get("/health").json()["instances"],
         dict.fromkeys(names, True),
@@ -135,19 +136,6 @@ def require_back(running: Running, load: Load, names: set[str]) -> None:
     eventually(lambda: load.answered() >= before + 10, wanted=True, within_s=HANG_S)
 
 
-def require_nothing_left(running: Running) -> None:
-    def left() -> set[int]:
-        phases = ("waiting", "loading", "claiming", "running")
-        return {
-            told["cache"]["leases"] + sum(told[phase] for phase in phases)
-            for told in everybody(running)
-        }
-
-    eventually(left, {0}, within_s=HANG_S)
-    assert {told["cache"]["blocks_corrupt"] for told in everybody(running)} == {0}
-    assert running.client.post("/admin/audit").status_code == 200
-
-
 def survive_kills(folder: Path, *, clients: int, rounds: int) -> None:
     names = {"prefill-0", "decode-0"}
     options = ("--prefill-tp", "2", "--decode-tp", "2")
@@ -155,12 +143,9 @@ def survive_kills(folder: Path, *, clients: int, rounds: int) -> None:
         with load_on(running, clients) as load:
             for _ in range(rounds):
                 for victim in ("prefill-0", "decode-0"):
+                    processes = set(pids_of(victim, running))
                     kill_under(load, process_of(running, victim, 1))
-                    eventually(
-                        lambda: len(running.client.get("/health").json()["instances"]) < 2,
-                        wanted=True,
-                    )
-                    require_back(running, load, names)
+                    require_back(running, load, names, processes)
 
         require_nothing_left(running)
         assert load.strange == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from tests.serve.conftest import Running, eventually, serve_command
+from tests.serve.conftest import SOON_S, Running, eventually, serve_command
 from tests.serve.test_roles import SIZES, STORY, everybody, require_same, told
 from tests.serve.test_roles_alone import Roles, line_of
 
@@ -52,7 +52,7 @@ def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
         assert state_of(first, "handoffs")["decode-2"] == {"delivered": 2}
 
         first.process.kill()
-        first.process.wait(timeout=10)
+        first.process.wait(timeout=SOON_S)
         second = router_of(roles, stack)
         kept, anew = told(second, STORY, logprobs=5), told(second, other, logprobs=5)
         require_same(kept, found)

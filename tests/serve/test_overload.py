@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ waiting_max = 8
 requests_max = {requests_max}
 """
 PROMPT_WORDS = 30
-ATTEMPTS = 200
+PATIENCE_S = 240.0
+"""Who has not been let in by then on the busiest machine never will be."""
+ROUNDS = 5
 
 
 async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> None:
@@ -41,7 +44,8 @@ async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> Non
     body = {"prompt": f"{seed} {words}", "max_tokens": 16, "stream": draw.random() < 0.5}
     body["seed"] = seed
     patience_s = draw.uniform(0.05, 2.0) if draw.random() < 0.4 else None
-    for _ in range(ATTEMPTS):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         try:
             async with asyncio.timeout(patience_s):
                 answer = await client.post("/v1/completions", json=body)
@@ -59,11 +63,26 @@ async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> Non
     counts["never"] += 1
 
 
-async def crowd(address: str, clients: int) -> Counter[str]:
+async def crowd(address: str, seeds: range) -> Counter[str]:
     counts: Counter[str] = Counter()
-    limits = httpx.Limits(max_connections=clients)
+    limits = httpx.Limits(max_connections=len(seeds), max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
-        await asyncio.gather(*(ask(client, seed, counts) for seed in range(clients)))
+        await asyncio.gather(*(ask(client, seed, counts) for seed in seeds))
+    return counts
+
+
+def crowds(address: str, clients: int) -> Counter[str]:
+    """How clients fared; they come again until some were served, some refused, and some left.
+
+    Who is quicker, they or the server, is the machine's business.
+    """
+    counts: Counter[str] = Counter()
+    for first in range(0, ROUNDS * clients, clients):
+        found = asyncio.run(crowd(address, range(first, first + clients)))
+        assert found["200"] + found["gone"] == clients, found
+        counts += found
+        if all(counts[outcome] for outcome in ("200", "gone", "429")):
+            break
     return counts
 
 
@@ -72,13 +91,12 @@ def survive(folder: Path, scratch: Path, *options: str, clients: int, blocks: in
     file = scratch / "penstock.toml"
     file.write_text(CONFIG.format(blocks=blocks, requests_max=clients // 2), encoding="utf-8")
     with serving(folder, "--config", str(file), *options) as running:
-        counts = asyncio.run(crowd(running.address, clients))
+        counts = crowds(running.address, clients)
 
-        assert counts["200"] + counts["gone"] == clients
         assert counts["200"] > 0
         assert counts["gone"] > 0
         assert counts["429"] > 0
-        _require_all_given_back(running)
+        require_nothing_left(running)
         return sum((Counter(told["handoffs"]) for told in everybody(running)), Counter())
 
 
@@ -86,12 +104,17 @@ def everybody(running: Running) -> Any:
     return running.client.get("/cache").json()["instances"]
 
 
-def _require_all_given_back(running: Running) -> None:
-    eventually(lambda: {told["cache"]["leases"] for told in everybody(running)}, {0})
-    for told in everybody(running):
+def require_nothing_left(running: Running) -> None:
+    def left() -> set[int]:
+        """Who went away is forgotten when word of that has come to the instances."""
         phases = ("waiting", "loading", "claiming", "running")
-        assert [told[phase] for phase in phases] == [0, 0, 0, 0]
-        assert told["cache"]["blocks_corrupt"] == 0
+        return {
+            told["cache"]["leases"] + sum(told[phase] for phase in phases)
+            for told in everybody(running)
+        }
+
+    eventually(left, {0})
+    assert {told["cache"]["blocks_corrupt"] for told in everybody(running)} == {0}
     assert running.client.post("/admin/audit").status_code == 200
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.serve.conftest import READY_S, Running, eventually, serve_command, serving
+from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_command, serving
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
 
 from penstock.cli.app import run
@@ -19,12 +20,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def free_port() -> int:
-    """The first of four ports that nobody has now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return min(port, 65_000)
+PORTS = range(10_000, 30_000, 4)
+"""Below those that the kernel gives to whoever asks for any."""
+
+
+def free_ports(count: int) -> list[int]:
+    """The first of four ports each that nobody has now."""
+    with ExitStack() as taken:
+        found: list[int] = []
+        for first in random.SystemRandom().sample(PORTS, len(PORTS)):
+            with suppress(OSError):
+                for port in range(first, first + 4):
+                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(first)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"there are no {count} times 4 free ports, but only {found}")
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -46,10 +57,11 @@ class Roles:
 
     def __init__(self, folder: Path) -> None:
         self.model = ("--model", str(folder))
-        self.router = f"tcp://127.0.0.1:{free_port()}"
+        router, prefill, decode = free_ports(3)
+        self.router = f"tcp://127.0.0.1:{router}"
         self.places = (
-            *("--prefill-at", f"tcp://127.0.0.1:{free_port()}", "--prefill-tp", "1"),
-            *("--decode-at", f"tcp://127.0.0.1:{free_port()}"),
+            *("--prefill-at", f"tcp://127.0.0.1:{prefill}", "--prefill-tp", "1"),
+            *("--decode-at", f"tcp://127.0.0.1:{decode}"),
         )
 
     def of(self, role: str) -> tuple[str, ...]:
@@ -90,7 +102,7 @@ def test_one_command_for_each_role_does_what_one_for_all_does(
 def _router_comes_back(roles: Roles, stack: ExitStack, running: Running) -> object:
     """Kills the router; who joined it joins the next one, with what was cached."""
     running.process.kill()
-    running.process.wait(timeout=10)
+    running.process.wait(timeout=SOON_S)
     router = stack.enter_context(serve_command(*roles.of("router")))
     line_of(router)
     address = line_of(router).partition(" at ")[2].split("/v1")[0]

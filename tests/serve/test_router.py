@@ -69,7 +69,7 @@ def played(play: Callable[[Router, Instance, Instance], Coroutine[Any, Any, None
                 each.link.close()
                 each.channel.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 30))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 async def settled() -> None:

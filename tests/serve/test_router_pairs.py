@@ -41,7 +41,7 @@ def played(play: Callable[[Router, Instance, Instance], Coroutine[Any, Any, None
                 each.link.close()
                 each.channel.close()
 
-    asyncio.run(asyncio.wait_for(whole(), 30))
+    asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -> None:

@@ -30,7 +30,10 @@ def test_the_nodes_of_a_machine_are_read_from_its_list(text: str, nodes: list[in
 )
 def test_the_kernel_confirms_what_was_bound() -> None:
     with Arena.create(1 << 20, name="bound-by-a-test") as arena:
-        bind_memory(arena.address, arena.size, 0)
+        try:
+            bind_memory(arena.address, arena.size, 0)
+        except PermissionError:
+            pytest.skip("this container may not bind memory")
 
         lines = Path("/proc/self/numa_maps").read_text(encoding="utf-8").splitlines()
 

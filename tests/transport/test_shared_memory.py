@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.descriptors import open_descriptors
 
 from penstock.errors import UnavailableError
 from penstock.testing.peer_process import peer_process
@@ -102,7 +103,7 @@ def make_target() -> Iterator[SharedTarget]:
 
 def let_in(target: SharedTarget, peer: PeerProcess) -> None:
     """Gives a peer its memory as soon as it asks, and waits until it writes."""
-    assert wait_readable(target.descriptor, time.monotonic() + 30)
+    assert wait_readable(target.descriptor, time.monotonic() + 60)
     while not any(area.connection for area in target._areas.open):
         target.notices()
     assert peer.hear() == "writing"
@@ -169,7 +170,7 @@ def test_no_byte_of_memory_in_use_changes_when_a_stopped_writer_goes_on(
         before = area.memory.copy()
 
         peer.resume()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (area.memory == before).all():
             assert time.monotonic() < deadline, "the writer did not go on"
         untouched = [counts(other.memory) for other in others]
@@ -196,7 +197,7 @@ def test_a_fence_can_be_waited_for(target: SharedTarget) -> None:
         os.kill(peer.pid, signal.SIGKILL)
 
         assert not alive
-        assert wait_readable(pidfd, time.monotonic() + 30)
+        assert wait_readable(pidfd, time.monotonic() + 60)
         assert target.fence(area) == Fenced()
 
 
@@ -204,7 +205,7 @@ def test_a_child_of_a_writer_cannot_write(target: SharedTarget) -> None:
     """Or the death of the writer would say nothing. The mapping is not there in the child."""
     area = target.open_area("rank 0", 1000)
     with peer_process(PARENT, area.description.hex()) as peer:
-        assert wait_readable(target.descriptor, time.monotonic() + 30)
+        assert wait_readable(target.descriptor, time.monotonic() + 60)
         while area.connection is None:
             target.notices()
 
@@ -370,11 +371,11 @@ def test_no_descriptor_is_left_behind() -> None:
         target.close()
 
     round_trip()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(3):
         round_trip()
 
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() <= before
 
 
 def test_freed_memory_is_kept_within_a_bound(target: SharedTarget) -> None:

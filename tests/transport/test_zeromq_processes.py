@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,7 @@ from penstock.testing.channel_suite import (
     soon,
 )
 from penstock.testing.peer_process import peer_process
-from penstock.transport.base import Closed, Failed
+from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect
 
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.testing.peer_process import PeerProcess
+    from penstock.transport.base import Received
     from penstock.transport.zmq_channel import ZmqChannel
 
-QUICK = ChannelSettings(heartbeat_s=0.1, silence_s=0.5)
-PATIENCE_S = QUICK.heartbeat_s + QUICK.silence_s + QUICK.settle_s
-SLACK_S = 30.0
-"""What a busy machine may add to a waiting time."""
+PATIENT = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)
+"""Asks often, and gives nobody up: a busy machine may keep anybody waiting."""
+QUICK = ChannelSettings(heartbeat_s=0.1, silence_s=0.5, open_s=60.0)
+"""For peers that are to be given up, and may be so before they are stopped."""
 
 # It connects, sends "ready", and then does what its standard input says, line by line.
 PEER = """
@@ -37,7 +39,7 @@ import sys, time
 from penstock.testing.channel_suite import receive_end, receive_frame, soon
 from penstock.transport.zeromq import ChannelSettings, connect
 
-settings = ChannelSettings(heartbeat_s=0.1, silence_s=0.5)
+settings = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)
 channel = connect(sys.argv[1], name="rank 0", deadline=soon(), settings=settings)
 channel.send(b"ready")
 for line in sys.stdin:
@@ -85,9 +87,16 @@ zmq_link.Pulse.connect = CONNECT_PULSE
 """
 
 
-@pytest.fixture(name="listener", params=[IPC, LOOPBACK], ids=["ipc", "tcp"])
-def make_listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
-    with Listener("engine", request.param, settings=QUICK) as listener:
+@pytest.fixture(params=[IPC, LOOPBACK], ids=["ipc", "tcp"])
+def near(request: pytest.FixtureRequest) -> str:
+    """Where to listen."""
+    address: str = request.param
+    return address
+
+
+@pytest.fixture(name="listener")
+def make_listener(near: str) -> Iterator[Listener]:
+    with Listener("engine", near, settings=PATIENT) as listener:
         yield listener
 
 
@@ -105,6 +114,28 @@ def accept_peer(listener: Listener, peer: PeerProcess) -> Iterator[ZmqChannel]:
     assert receive_frame(channel) == b"ready"
     yield channel
     channel.close()
+
+
+@contextmanager
+def quickly_given_up(
+    near: str, program: str = PEER, settings: ChannelSettings = QUICK
+) -> Iterator[tuple[PeerProcess, ZmqChannel]]:
+    """A peer, and this end of its channel, which does not wait for it for long."""
+    with (
+        Listener("engine", near, settings=settings) as listener,
+        peer_process(program, listener.address) as peer,
+    ):
+        channel = listener.accept(deadline=soon())
+        assert channel is not None
+        yield peer, channel
+        channel.close()
+
+
+def receive_last(channel: ZmqChannel) -> Received:
+    """How a channel ended, whatever came before."""
+    while isinstance(received := channel.receive(deadline=soon()), Item):
+        pass
+    return received
 
 
 def test_frames_go_to_another_process_and_back(peer: PeerProcess, channel: ZmqChannel) -> None:
@@ -138,66 +169,85 @@ def test_a_peer_that_exits_without_closing_has_failed(
 
 
 def test_a_killed_peer_has_failed_at_once(peer: PeerProcess, channel: ZmqChannel) -> None:
-    """The kernel tells; no heartbeat has to be missed."""
-    before = time.monotonic()
-
+    """The kernel tells; no heartbeat has to be missed, which would take minutes here."""
     peer.kill()
 
     assert receive_end(channel) == Failed("the connection to rank 0 was lost")
-    assert time.monotonic() - before < SLACK_S
     with pytest.raises(UnavailableError, match="lost"):
         channel.send(b"x")
 
 
-def test_a_stopped_peer_has_failed_when_it_was_silent_for_too_long(
+def test_a_stopped_peer_has_failed_when_it_was_silent_for_too_long(near: str) -> None:
+    with quickly_given_up(near) as (peer, channel):
+        peer.stop()
+
+        assert receive_last(channel) == Failed("rank 0 has not answered for 0.5 s")
+
+
+def test_a_peer_that_is_stopped_for_some_heartbeats_is_not_given_up(
     peer: PeerProcess, channel: ZmqChannel
 ) -> None:
-    before = time.monotonic()
-
     peer.stop()
-    end = receive_end(channel)
-
-    assert end == Failed("rank 0 has not answered for 0.5 s")
-    assert QUICK.silence_s * 0.9 <= time.monotonic() - before
-    assert time.monotonic() - before < PATIENCE_S + SLACK_S
-
-
-def test_a_peer_that_was_stopped_and_goes_on_learns_that_it_was_given_up(
-    peer: PeerProcess, channel: ZmqChannel
-) -> None:
-    """Both ends agree in the end: neither goes on as if nothing had happened."""
-    peer.stop()
-    assert isinstance(receive_end(channel), Failed)
+    silent = channel.receive(deadline=time.monotonic() + 5 * PATIENT.heartbeat_s)
 
     peer.resume()
-    peer.tell("end")
+    peer.tell("echo 1")
+    channel.send(b"still there?")
 
-    assert peer.hear() == "Failed(cause='the connection to engine was lost')"
-
-
-def test_a_peer_that_takes_nothing_for_long_is_not_given_up(
-    peer: PeerProcess, channel: ZmqChannel
-) -> None:
-    """It may be in a long step. Heartbeats get through although its window is full."""
-    taken = send_until_full(channel, bytes(1000))
-
-    silent = channel.receive(deadline=time.monotonic() + 3 * QUICK.silence_s)
-    peer.tell(f"take {taken}")
-
-    assert peer.hear() == "taken"
-    assert channel.is_open, silent
-    send_soon(channel, b"x")
+    assert silent == Empty()
+    assert receive_frame(channel) == b"still there?"
 
 
-def test_wait_any_wakes_up_for_a_stopped_peer(peer: PeerProcess, channel: ZmqChannel) -> None:
+def test_a_peer_that_was_stopped_and_goes_on_learns_that_it_was_given_up(near: str) -> None:
+    """Both ends agree in the end: neither goes on as if nothing had happened."""
+    with quickly_given_up(near) as (peer, channel):
+        peer.stop()
+        assert isinstance(receive_last(channel), Failed)
+
+        peer.resume()
+        peer.tell("end")
+
+        assert peer.hear() == "Failed(cause='the connection to engine was lost')"
+
+
+def test_a_peer_that_takes_nothing_for_long_is_not_given_up(near: str) -> None:
+    """It may be in a long step. Heartbeats get through although its window is full.
+
+    A machine that pauses looks like a silent peer; so who seems to be one is given more time.
+    """
+    assert any(is_kept_although_full(near, silence_s) for silence_s in (0.5, 5.0, 20.0))
+
+
+def is_kept_although_full(near: str, silence_s: float) -> bool:
+    """Whether a channel goes on after its peer has taken nothing for three times so long."""
+    settings = ChannelSettings(heartbeat_s=0.1, silence_s=silence_s, open_s=60.0)
+    with quickly_given_up(near, settings=settings) as (peer, channel):
+        try:
+            taken = send_until_full(channel, bytes(1000))
+            until = time.monotonic() + 3 * silence_s
+            while isinstance(channel.receive(deadline=until), Item):
+                pass
+            if not channel.is_open:
+                return False
+            peer.tell(f"take {taken}")
+            assert peer.hear() == "taken"
+            send_soon(channel, b"x")
+        except UnavailableError:
+            return False
+    return True
+
+
+def test_wait_any_wakes_up_for_a_stopped_peer(near: str) -> None:
     """Although no descriptor tells when the peer has been waited for long enough."""
-    before = time.monotonic()
+    with quickly_given_up(near) as (peer, channel):
+        peer.stop()
+        while True:
+            found = wait_any([channel], deadline=soon())
 
-    peer.stop()
-    found = wait_any([channel], deadline=soon())
-
-    assert found.channels == (channel,)
-    assert time.monotonic() - before < PATIENCE_S + SLACK_S
+            assert found.channels == (channel,)
+            if not isinstance(channel.receive(), Item):
+                break
+        assert channel.failure == "rank 0 has not answered for 0.5 s"
 
 
 @pytest.mark.parametrize(
@@ -206,19 +256,14 @@ def test_wait_any_wakes_up_for_a_stopped_peer(peer: PeerProcess, channel: ZmqCha
     ids=["no connection", "no handshake"],
 )
 def test_a_peer_that_is_stopped_before_its_first_heartbeat_is_missed_as_any_other(
-    listener: Listener, connect_pulse: str
+    near: str, connect_pulse: str
 ) -> None:
     """Its frames came; but the connection that tells of its death never did."""
     program = WITHOUT_PULSE.replace("CONNECT_PULSE", connect_pulse) + PEER
-    with peer_process(program, listener.address) as peer:
-        channel = listener.accept(deadline=soon())
-        assert channel is not None
-        assert receive_frame(channel) == b"ready"
-
+    with quickly_given_up(near, program) as (peer, channel):
         peer.stop()
-        end = channel.receive(deadline=soon())
 
-        assert end == Failed("rank 0 has not answered for 0.5 s")
+        assert receive_last(channel) == Failed("rank 0 has not answered for 0.5 s")
 
 
 def test_a_process_survives_that_closes_a_channel_whose_peer_goes_on_sending_and_is_killed(
@@ -232,10 +277,10 @@ def test_a_process_survives_that_closes_a_channel_whose_peer_goes_on_sending_and
 
     channel.close()
     peer.resume()
-    with Listener("another", settings=QUICK) as listener:
+    with Listener("another", settings=PATIENT) as listener:
         assert listener.accept(deadline=time.monotonic() + 0.005) is None
         peer.kill()
-        assert listener.accept(deadline=time.monotonic() + 4 * QUICK.heartbeat_s) is None
+        assert listener.accept(deadline=time.monotonic() + 4 * PATIENT.heartbeat_s) is None
 
 
 def test_many_peers_are_apart(listener: Listener) -> None:

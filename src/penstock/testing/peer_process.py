@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """How long a peer may take to end; only failures take so long."""
 HEAR_S = 120.0
 """A peer that has said nothing for so long says nothing any more."""

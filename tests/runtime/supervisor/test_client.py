@@ -76,7 +76,7 @@ def test_the_engines_poll_hears_of_events(lab: Lab) -> None:
 
     os.kill(pid, 9)
 
-    assert poller.poll(30_000)
+    assert poller.poll(60_000)
     assert lab.supervisor.events() == [Exited(name="run", pid=pid, signal=9)]
     assert poller.poll(0) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import select
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ class Stage:
         called = dict(self.crew.watched())
         for fd in called:
             poller.register(fd, select.POLLIN)
-        ready = poller.poll(30_000)
+        ready = poller.poll(60_000)
         assert ready
         for fd, _ in ready:
             called[fd](now)
@@ -62,9 +61,8 @@ def stage() -> Iterator[Stage]:
 @contextmanager
 def no_more_descriptors() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    # Nothing can be opened, whichever numbers are free or become so.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Bare:
