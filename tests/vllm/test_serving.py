@@ -83,6 +83,16 @@ def free_port() -> int:
             return port
 
 
+def accepts(port: int) -> bool:
+    """Whether the server listens, by and by: it says that it is ready just before it does."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        with socket.socket() as asking:
+            if asking.connect_ex(("127.0.0.1", port)) == 0:
+                return True
+    return False
+
+
 @pytest.fixture(scope="module")
 def server(
     model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
@@ -128,6 +138,7 @@ def server(
         # It goes on talking, and somebody must listen.
         listening = threading.Thread(target=process.stdout.read)
         listening.start()
+        assert accepts(port)
         yield Server(port)
         process.send_signal(signal.SIGTERM)
         process.wait(END_S)
