@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import select
-import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.ports import free_ports
 from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_command, serving
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
 
@@ -18,24 +17,6 @@ from penstock.cli.app import run
 if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
-
-
-PORTS = range(10_000, 30_000, 4)
-"""Below those that the kernel gives to whoever asks for any."""
-
-
-def free_ports(count: int) -> list[int]:
-    """The first of four ports each that nobody has now."""
-    with ExitStack() as taken:
-        found: list[int] = []
-        for first in random.SystemRandom().sample(PORTS, len(PORTS)):
-            with suppress(OSError):
-                for port in range(first, first + 4):
-                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
-                found.append(first)
-            if len(found) == count:
-                return found
-    raise AssertionError(f"there are no {count} times 4 free ports, but only {found}")
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -13,12 +12,12 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from processes import END_S, ENGINE_S, ends, session_of
+from tests.ports import free_ports
 
 from penstock.bench.vllm_engine import worker_cores
 
@@ -74,15 +73,6 @@ class Server:
         return True
 
 
-def free_port() -> int:
-    """A port that nobody has now, and that the kernel gives to nobody who asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-
-
 def accepts(port: int) -> bool:
     """Whether the server listens, by and by: it says that it is ready just before it does."""
     deadline = time.monotonic() + END_S
@@ -101,7 +91,7 @@ def server(
     page = PAGE.read_text()
     for block in FILE.finditer(page):
         (folder / block["name"]).write_text(block["text"])
-    port = free_port()
+    [port] = free_ports(1)
     (found,) = COMMAND.finditer(page)
     served = found["command"].replace("MODEL", str(model("seeing")))
     process = subprocess.Popen(

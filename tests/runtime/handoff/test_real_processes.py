@@ -368,7 +368,7 @@ def run(fleet: Fleet, count: int, *, trouble_every: int, first: int = 0) -> None
 
 
 def deliver_more(fleet: Fleet, count: int, *, first: int) -> None:
-    """Hands over requests until so many more are delivered: trouble that is over costs nothing.
+    """Hands over requests until so many more are delivered, as they are once trouble is over.
 
     How many trouble itself may cost is not said: each may hit all that are under way, and on a busy
     machine most are.

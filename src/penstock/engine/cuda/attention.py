@@ -50,8 +50,6 @@ class Tiling(NamedTuple):
     """Whether parts are equal shares of a context, as the device finds it."""
     programs: int = PROGRAMS
     """So many run at a time; equal parts are no more."""
-    registers: int | None = None
-    """Of a thread, where the compiler would take so many that fewer programs fit in."""
 
 
 DECODE = Tiling(rows=1, keys=64, warps=4, stages=2)
@@ -184,7 +182,6 @@ def read_in_place(
         EVEN=tiling.even,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        maxnreg=tiling.registers,
     )
     if split:
         kernels.put_together[rows, heads](
