@@ -16,6 +16,7 @@ import torch
 
 from penstock.bench.engine_model import EIGHT_B, Model
 from penstock.engine.batch import Span, lay_out
+from penstock.engine.cuda.lane import CudaLane
 from penstock.engine.requests import Output, Reason, Request
 from penstock.engine.sampling import LOGPROBS_MAX, Sampling
 from penstock.engine.scheduler import SchedulerSettings
@@ -50,6 +51,7 @@ TELLING = Sampling(logprobs=LOGPROBS_MAX)
 DEADLINE_S = 60.0
 LONG_CYCLES = 100_000_000
 """Some 50 ms of an H200."""
+SHORT_CYCLES = LONG_CYCLES // 50
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +281,20 @@ def test_a_step_that_the_device_does_not_end_is_given_up_and_can_end_later(engin
     assert early is None
     assert late == StepResult(1, [])
     assert len(tokens_of(told["after"])) == 6
+
+
+def test_a_step_is_heard_of_while_the_next_one_is_computed() -> None:
+    lane = CudaLane(torch.device("cuda", torch.cuda.current_device()))
+    heard_in_time = 0
+    with lane.computing():
+        for _ in range(10):
+            torch.cuda._sleep(SHORT_CYCLES)
+            first = lane.mark()
+            torch.cuda._sleep(LONG_CYCLES)
+            second = lane.mark()
+            assert first.wait(DEADLINE_S)
+            heard_in_time += not torch.cuda.current_stream().query()
+            assert second.wait(DEADLINE_S)
+
+    # Not all ten: the machine may pause for longer than a step takes.
+    assert heard_in_time >= 6

@@ -16,6 +16,8 @@ class Device:
     def __init__(self) -> None:
         self.reached = False
         self.recorded: list[tuple[int, object]] = []
+        self.rung: list[tuple[int, int]] = []
+        """Events, each with how many had been recorded when its ring was asked for."""
         self.waited: list[tuple[int, float]] = []
         self.events: list[int] = []
         self.closed: list[int] = []
@@ -24,7 +26,10 @@ class Device:
         self.events.append(len(self.events))
         return Event(self, self.events[-1])
 
-    def wait(self, event: Event, seconds: float) -> bool:
+    def ring_behind(self, event: Event) -> None:
+        self.rung.append((event.number, len(self.recorded)))
+
+    def hear(self, event: Event, seconds: float) -> bool:
         self.waited.append((event.number, seconds))
         return self.reached
 
@@ -56,6 +61,18 @@ def test_a_mark_that_was_reached_leaves_its_event_to_the_next_one() -> None:
     assert reached == [True] * 3
     assert device.recorded == [(0, 7)] * 3
     assert device.waited == [(0, 30.0)] * 3
+
+
+def test_a_ring_is_asked_for_before_more_work_is_submitted() -> None:
+    device = Device()
+    marks = marks_of(device)
+
+    first, second = marks.make(), marks.make()
+    device.reached = True
+    first.wait(1.0)
+    second.wait(1.0)
+
+    assert device.rung == [(0, 1), (1, 2)]
 
 
 def test_marks_of_steps_in_flight_have_events_of_their_own() -> None:

@@ -36,7 +36,7 @@ class Mark:
             UnavailableError: the device failed.
         """
         if self._event is not None:
-            if not self._bell.wait(self._event, seconds):
+            if not self._bell.hear(self._event, seconds):
                 return False
             self._spare.append(self._event)
             self._event = None
@@ -62,6 +62,8 @@ class Marks:
         """A point behind all that was submitted so far."""
         event = self._spare.pop() if self._spare else self._new_event()
         event.record(self._stream)
+        # Now, not when somebody waits: by then more work may be ahead of the ring.
+        self._bell.ring_behind(event)
         return Mark(event, self._bell, self._spare)
 
     def close(self) -> None:
