@@ -204,7 +204,10 @@ class Scheduler:
             self._computed(self._answers[owner], span)
         for draw, token in zip(step.draws, sampled, strict=True):
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
-        self._bury()
+        # Tokens are told first: long leases take a while to be given back, for which there is
+        # time before the next plan, while another step is computed.
+        if not self._flying:
+            self._bury()
         return self.take_outputs()
 
     # Choosing what runs.
