@@ -60,7 +60,7 @@ class PlainAttention:
         result = torch.empty_like(query)
         for rows in batch.prefills:
             part = slice(rows.first, rows.first + rows.length)
-            result[part] = prefill_by_gathering(query[part], kv, rows)
+            result[part] = _prefill_by_gathering(query[part], kv, rows)
         if batch.decodes is not None:
             part = slice(batch.decodes.first, query.shape[0])
             result[part] = decode_by_gathering(query[part], kv, batch.decodes)
@@ -82,7 +82,7 @@ def write_kv(
     flat[1].index_copy_(0, places, value)
 
 
-def prefill_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
+def _prefill_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRows) -> torch.Tensor:
     """One chunk over a copy of its blocks, in token order."""
     key, value = (
         _heads_first(kv[part, rows.table].flatten(0, 1)[: rows.context], query.shape[1])

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from penstock.engine.batch import Batch, Shape, Sheet
-from penstock.engine.cuda.attention import TAIL_TOKENS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 ROWS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
 """Requests of a graph; beyond, in steps of the last."""
-TAILS = (16, 32, TAIL_TOKENS_MAX)
+TAILS = (16, 32, 64)
 """Tokens that follow a long prefix."""
 TOKENS_MIN = 1024
 """The shortest context of a graph; beyond, by powers of two."""
@@ -53,7 +52,7 @@ class StepGraphs:
         if not sheet.prefills:
             return Shape(rows, blocks)
         tail = sheet.prefills[0]
-        if len(sheet.prefills) > 1 or not len(tail.tokens) <= TAIL_TOKENS_MAX < tail.stop:
+        if len(sheet.prefills) > 1 or not len(tail.tokens) <= TAILS[-1] < tail.stop:
             return None
         tail_rows = next(count for count in TAILS if count >= len(tail.tokens))
         return Shape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))

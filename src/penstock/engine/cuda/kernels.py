@@ -1,7 +1,7 @@
 """Triton kernels of the engine's attention, over blocks that lie anywhere.
 
     turn_and_write:  rotary embedding of Q and K; K and V to their places in the blocks
-    attend_parts:    a few queries over one part of their context, read where it lies
+    attend_parts:    some queries over one part of their context, read where it lies
     put_together:    the parts of each query's result
 
 `attend_parts` computes for a *tile*: some tokens of one request (one, for a decode) and all query
