@@ -203,6 +203,23 @@ def test_two_steps_in_flight_change_no_answer(checkpoint_of: Any) -> None:
         assert tokens_of(told[request.id, 0]) == expected[:ends]
 
 
+def test_who_was_told_its_end_is_no_request_any_more_while_others_are_computed(
+    checkpoint_of: Any,
+) -> None:
+    folder, _ = checkpoint_of("llama")
+    engine = make_engine(folder, steps_in_flight=2)
+    engine.add(Request(id="goes on", prompt=prompt(20, 1), max_tokens=30))
+    engine.add(Request(id="ends", prompt=prompt(20, 2), max_tokens=4))
+    while not any(output.reason for output in engine.step()):
+        pass
+
+    unfinished = engine.unfinished
+    told = run(engine, Request(id="ends", prompt=prompt(20, 2), max_tokens=4))
+
+    assert unfinished == 1
+    assert len(tokens_of(told["ends", 0])) == 4
+
+
 def test_several_answers_share_their_prompt_and_differ(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     request = Request(

@@ -29,6 +29,7 @@ from penstock.errors import CapacityError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.runtime.leases import Lease
     from penstock.runtime.managed import Cache
 
 
@@ -83,6 +84,8 @@ class Scheduler:
         self._steps = 0
         self._flying: deque[tuple[Step, list[int]]] = deque()
         self._told: list[Output] = []
+        self._ended: list[Lease] = []
+        """Leases of answers that are over, which are to be given back."""
 
     @property
     def unfinished(self) -> int:
@@ -169,6 +172,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step; `None` when enough are under way, or nothing can run."""
+        self._bury()
         if self.flying >= self.settings.steps_in_flight:
             return None
         self._wake()
@@ -204,10 +208,9 @@ class Scheduler:
             self._computed(self._answers[owner], span)
         for draw, token in zip(step.draws, sampled, strict=True):
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
-        # Tokens are told first: long leases take a while to be given back, for which there is
-        # time before the next plan, while another step is computed.
-        if not self._flying:
-            self._bury()
+        # Tokens are told first: a long lease takes a while to be given back, for which there is
+        # time when the next step is planned, while another one is computed.
+        self._bury(keep_leases=bool(self._flying))
         return self.take_outputs()
 
     # Choosing what runs.
@@ -417,19 +420,21 @@ class Scheduler:
         if answer.held and reason is Reason.ABORTED:
             self._handoffs.cancel(answer)
 
-    def _bury(self) -> None:
+    def _bury(self, *, keep_leases: bool = False) -> None:
         """Gives back the blocks of ended answers that no step touches any more."""
         for arrival, answer in list(self._answers.items()):
             if answer.phase is not Phase.ENDED or answer.flying or answer.unknown or answer.held:
                 continue
             if answer.lease is not None:
                 self._publish(answer)
-                answer.lease.release()
+                self._ended.append(answer.lease)
             del self._answers[arrival]
             numbers = self._by_request[answer.request.id]
             numbers.remove(arrival)
             if not numbers:
                 del self._by_request[answer.request.id]
+        while self._ended and not keep_leases:
+            self._ended.pop().release()
 
     def _tell(self, answer: Answer, token: Sampled | None) -> None:
         first = answer.generated - answer.unknown == 1
