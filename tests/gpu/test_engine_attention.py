@@ -10,12 +10,17 @@ import torch
 from penstock.engine.attention import Heads, Turn
 from penstock.engine.batch import Shape, Span, lay_out
 from penstock.engine.cuda.attention import (
+    CHUNK,
     PART_TOKENS_MAX,
     PART_TOKENS_MIN,
     PARTS_MAX,
+    SMALL,
+    TAIL,
     CudaAttention,
+    Tiling,
     even_part_count,
     part_count,
+    tiling_within,
 )
 
 pytestmark = pytest.mark.gpu
@@ -190,6 +195,24 @@ def test_long_contexts_are_cut_into_parts_and_short_ones_are_not(
     assert 1 <= count <= PARTS_MAX
     assert longest > 200 or count == 1
     assert count == PARTS_MAX or longest / count <= PART_TOKENS_MAX
+
+
+@pytest.mark.parametrize(
+    ("shared_kib", "tail", "chunk"),
+    [
+        pytest.param(227, TAIL, CHUNK, id="H100 and H200"),
+        pytest.param(163, TAIL, TAIL, id="A100"),
+        pytest.param(99, SMALL, SMALL, id="smaller ones"),
+    ],
+)
+def test_tiles_fit_into_the_shared_memory_that_there_is(
+    shared_kib: int, tail: Tiling, chunk: Tiling
+) -> None:
+    head_bytes = 128 * 2
+
+    found = [tiling_within(shared_kib * 1024, rows, head_bytes) for rows in (128, 129)]
+
+    assert found == [tail, chunk]
 
 
 @pytest.mark.parametrize("programs", [1, 8, 64, 512])

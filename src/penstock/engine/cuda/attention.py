@@ -54,7 +54,7 @@ TAIL = Tiling(rows=64, keys=64, warps=4, stages=3, even=True, programs=256)
 CHUNK = Tiling(rows=128, keys=128, warps=8, stages=3, even=True, programs=132)
 """More tokens: one program fills a multiprocessor, and reads as many keys for as many rows."""
 SMALL = Tiling(rows=64, keys=32, warps=4, stages=2, even=True)
-"""Where the others do not fit: numbers of four bytes, heads of many channels, other GPUs."""
+"""For numbers of four bytes, heads of many channels, and GPUs that have less room."""
 WIDE_CHANNELS = 128
 """Heads of more channels are wide."""
 TAIL_ROWS_MAX = 128
@@ -212,11 +212,16 @@ def read_in_place(
 def chunk_tiling(tokens: int, group: int, kv: torch.Tensor) -> Tiling:
     """How the tokens of a prompt are cut, with so many query heads a KV head."""
     channels, size = _channel_tile(kv.shape[4]), kv.dtype.itemsize
-    wanted = TAIL if tokens * group <= TAIL_ROWS_MAX else CHUNK
-    held = wanted.rows + 2 * wanted.stages * wanted.keys
-    fits = held * channels * size <= _shared_bytes(kv.device)
-    plain = size <= 2 and channels <= WIDE_CHANNELS and group <= TAIL.rows
-    return wanted if plain and fits else SMALL
+    if size > 2 or channels > WIDE_CHANNELS or group > TAIL.rows:
+        return SMALL
+    return tiling_within(_shared_bytes(kv.device), tokens * group, channels * size)
+
+
+def tiling_within(shared_bytes: float, rows: int, head_bytes: int) -> Tiling:
+    """The first choice for so many rows that has room in a multiprocessor's shared memory."""
+    choices = (TAIL,) if rows <= TAIL_ROWS_MAX else (CHUNK, TAIL)
+    held = ((each, each.rows + 2 * each.stages * each.keys) for each in choices)
+    return next((each for each, count in held if count * head_bytes <= shared_bytes), SMALL)
 
 
 @cache

@@ -7,7 +7,8 @@ An input goes up in a stream of its own while the step before is computed, so th
 wait for the link behind blocks on their way when the step is due. `StepGraphs` replay steps of
 few tokens, if that is wanted.
 
-The one rule: a step's work is in one stream, so whatever is behind one step is behind all before.
+The one rule: a step's work begins and ends in one stream, so whatever is behind one step is behind
+all before. What attention reads beside it, in another one, that stream waits for.
 """
 
 from __future__ import annotations
