@@ -193,7 +193,7 @@ def bench_interference(
     rounds: RoundsOption = interference.ROUNDS,
     seconds: SecondsOption = interference.SECONDS,
     only: OnlyOption = "eager,graph,small",
-    rates: RatesOption = "15,30,50",
+    rates: RatesOption = "27,47",
     in_flight: InFlightOption = interference.IN_FLIGHT,
     idle_seconds: IdleOption = interference.IDLE_SECONDS,
     check: CheckOption = False,

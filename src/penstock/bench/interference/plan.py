@@ -17,12 +17,12 @@ Work = Literal["save", "load", "both"]
 LOOPS = ("eager", "graph", "small")
 WORKS: tuple[Work, ...] = ("save", "load", "both")
 ROUNDS = 7
-SECONDS = 0.4
+SECONDS = 0.15
 IN_FLIGHT = 2
 IDLE_SECONDS = 10.0
 IDLE_SHARE = 0.02
 """CPU time while one request waits for a slow tier, as a share of the time: 0.2 s in 10 s."""
-WANTED = (15.0, 30.0, 50.0)
+WANTED = (27.0, 47.0)
 """GB/s that Penstock's budget is made for, both ways together; without limit comes besides."""
 
 
