@@ -59,8 +59,8 @@ def test_a_round_returns_what_the_peer_measured(tmp_path: Path) -> None:
         second = peer.round(tokens=128, block=32, seed=2, source="buffer", blocks=9)
 
     assert (peer.vllm_version, peer.hash_name) == ("0.32.0", "sha256")
-    assert (first.keys_ns, first.hit_ns) == (4, 48)
-    assert (second.keys_ns, second.hit_ns) == (9, 96)
+    assert (first.keys_ns, first.hit_match_ns, first.evict_free_ns) == (4, 16, 16)
+    assert (second.keys_ns, second.hit_match_ns, second.evict_free_ns) == (9, 32, 32)
 
 
 def test_a_peer_that_is_left_has_ended(tmp_path: Path) -> None:

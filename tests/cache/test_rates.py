@@ -10,6 +10,12 @@ import pytest
 from penstock.cache.rates import SAMPLE_COUNT, STEPS_TO_TELL, HopMeter, MovingMedian
 
 
+def sample_count(rate: MovingMedian) -> int:
+    """How many samples it is the median of."""
+    _, *samples = rate.freeze()
+    return len(samples)
+
+
 def test_nothing_was_measured_at_first() -> None:
     assert MovingMedian(age_s=60.0).value(0.0) is None
 
@@ -24,7 +30,7 @@ def test_the_value_is_the_median_of_the_last_samples(seed: int) -> None:
         rate.add(sample, 0.0)
         last = samples[max(0, count - SAMPLE_COUNT) : count]
         assert rate.value(0.0) == median_high(last)
-        assert rate.sample_count == len(last)
+        assert sample_count(rate) == len(last)
 
 
 def test_one_sample_far_off_changes_nothing() -> None:
@@ -54,7 +60,7 @@ def test_stale_samples_do_not_outvote_a_fresh_one() -> None:
     rate.add(100.0, now=100.0)
 
     assert rate.value(100.0) == 100.0
-    assert rate.sample_count == 1
+    assert sample_count(rate) == 1
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def test_idle_time_does_not_count(meter: HopMeter) -> None:
     meter.tick()
 
     assert meter.seen.value(51.0) == 10.0
-    assert meter.seen.sample_count == 2
+    assert sample_count(meter.seen) == 2
 
 
 def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> None:
@@ -104,7 +110,7 @@ def test_a_hop_that_is_never_idle_is_measured_all_the_same(meter: HopMeter) -> N
 
     assert meter.queued == 10
     assert meter.seen.value(4.0) == 10.0
-    assert meter.seen.sample_count == 4
+    assert sample_count(meter.seen) == 4
 
 
 def test_a_copy_that_was_given_up_tells_nothing(meter: HopMeter) -> None:
@@ -160,7 +166,7 @@ def test_copies_one_after_the_other_are_not_overdue_together(meter: HopMeter) ->
         if step:
             meter.end(10, now=float(step), whole=True)
 
-    assert meter.seen.sample_count > 10
+    assert sample_count(meter.seen) > 10
     assert meter.bound.value(20.0) is None
 
 

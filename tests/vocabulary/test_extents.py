@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.extents import Extent, coalesce, in_pieces, total_bytes, window
+from penstock.vocabulary.extents import Extent, coalesce
 
 extents = st.builds(Extent, st.integers(0, 2), st.integers(0, 30), st.integers(1, 12))
 
@@ -35,10 +35,6 @@ def test_an_extent_is_split_inside_only(at: int) -> None:
         Extent(0, 0, 10).split(at)
 
 
-def test_a_shifted_extent_keeps_place_and_length() -> None:
-    assert Extent(1, 100, 10).shift(-50) == Extent(1, 50, 10)
-
-
 @pytest.mark.parametrize(
     "following",
     [Extent(0, 11, 4), Extent(0, 9, 4), Extent(1, 10, 4)],
@@ -47,14 +43,6 @@ def test_a_shifted_extent_keeps_place_and_length() -> None:
 def test_only_what_follows_directly_is_merged(following: Extent) -> None:
     with pytest.raises(ValueError, match="must start where"):
         Extent(0, 0, 10).merge(following)
-
-
-def test_extents_overlap_if_they_share_a_byte_of_one_place() -> None:
-    extent = Extent(0, 10, 5)
-
-    assert extent.overlaps(Extent(0, 14, 1))
-    assert not extent.overlaps(Extent(0, 15, 1))
-    assert not extent.overlaps(Extent(1, 10, 5))
 
 
 @pytest.mark.parametrize(
@@ -85,29 +73,4 @@ def test_coalesced_extents_spell_the_same_bytes(found: list[Extent]) -> None:
     merged = coalesce(found)
 
     assert spelled(merged) == spelled(found)
-    assert total_bytes(merged) == total_bytes(found)
     assert not any(a.adjoins(b) for a, b in pairwise(merged))
-
-
-@given(st.lists(extents, min_size=1), st.data())
-def test_a_window_is_a_slice_of_the_bytes(found: list[Extent], data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, total_bytes(found) - 1))
-    length = data.draw(st.integers(1, total_bytes(found) - start))
-
-    cut = window(found, start=start, length=length)
-
-    assert spelled(cut) == spelled(found)[start : start + length]
-
-
-def test_a_window_past_the_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="window ends at 11, but the extents end at 10"):
-        window([Extent(0, 0, 10)], start=5, length=6)
-
-
-@given(st.lists(extents), st.integers(1, 20))
-def test_pieces_are_equal_and_together_the_whole(found: list[Extent], piece_bytes: int) -> None:
-    pieces = list(in_pieces(found, piece_bytes=piece_bytes))
-
-    assert [byte for piece in pieces for byte in spelled(piece)] == spelled(found)
-    assert all(total_bytes(piece) == piece_bytes for piece in pieces[:-1])
-    assert all(0 < total_bytes(piece) <= piece_bytes for piece in pieces[-1:])

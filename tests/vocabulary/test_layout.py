@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.extents import Extent, total_bytes
+from penstock.vocabulary.extents import Extent
 from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import Axis, Plane, Role, opaque_plane, plane_from_strides
@@ -168,7 +168,7 @@ def test_extents_of_a_block_spell_all_its_bytes() -> None:
 
     found = layout.block_extents(2)
 
-    assert total_bytes(found) == layout.block_bytes
+    assert sum(extent.length for extent in found) == layout.block_bytes
     assert {extent.place for extent in found} == {0, 1}
     assert all(extent.end <= layout.buffer_bytes[extent.place] for extent in found)
 

@@ -75,11 +75,6 @@ class PeerTimings(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     evict_allocate_ns: int
     evict_free_ns: int
 
-    @property
-    def hit_ns(self) -> int:
-        """A full hit from match to free, without its keys."""
-        return self.hit_match_ns + self.hit_allocate_ns + self.hit_free_ns
-
 
 _Answer = Ready | Refusal | PeerTimings
 _DECODER: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from penstock.movers.cuda.queue import QueuedMover
 
 ROUNDS = 7
+LAYOUTS = (("8b", 16), ("8b", 64), ("mla", 16), ("mla", 64))
+"""What the blocks are of, and their tokens."""
 MOVED_BYTES = 4 << 30
 """What one measurement of ours moves: long enough that beginning and end do not count."""
 SLOW_BYTES = 128 << 20
@@ -95,7 +97,9 @@ class Rig:
         return self.tier.layout.block_bytes
 
 
-def run_transfer(report: Report, *, rounds: int = ROUNDS) -> None:
+def run_transfer(
+    report: Report, *, rounds: int = ROUNDS, layouts: Sequence[tuple[str, int]] = LAYOUTS
+) -> None:
     """Measures everything.
 
     Raises:
@@ -104,7 +108,7 @@ def run_transfer(report: Report, *, rounds: int = ROUNDS) -> None:
     if not torch.cuda.is_available():
         raise UnavailableError("bench transfer needs a CUDA device, and torch sees none")
     report.add_note(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, tokens in (("8b", 16), ("8b", 64), ("mla", 16), ("mla", 64)):
+    for name, tokens in layouts:
         rig = _rig(name, tokens)
         _measure(report, rig, rounds)
         rig.saved.close()

@@ -44,11 +44,6 @@ class MovingMedian:
             return None
         return self._sorted[len(self._sorted) // 2]
 
-    @property
-    def sample_count(self) -> int:
-        """How many samples it is the median of."""
-        return len(self._sorted)
-
     def freeze(self) -> tuple[float, ...]:
         """The samples, oldest first, and when the last came."""
         return (self._at, *self._recent)

@@ -168,16 +168,6 @@ def cut(
     )
 
 
-def parts_in(parts: int) -> list[int]:
-    """The numbers of the parts in a set, lowest first."""
-    found = []
-    while parts:
-        lowest = parts & -parts
-        found.append(lowest.bit_length() - 1)
-        parts ^= lowest
-    return found
-
-
 def to_bytes(parts: int) -> bytes:
     """A set as it travels: little-endian, without trailing zeros."""
     return parts.to_bytes((parts.bit_length() + 7) // 8, "little")

@@ -19,11 +19,6 @@ class PartyStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     counts: Mapping[str, int]
 
-    @property
-    def refused_count(self) -> int:
-        """Messages that made no sense here."""
-        return sum(n for name, n in self.counts.items() if name.startswith("refused: "))
-
 
 class PrefillRankStatistics(PartyStatistics, frozen=True, kw_only=True):
     """A prefill rank."""

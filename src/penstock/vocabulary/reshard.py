@@ -102,18 +102,6 @@ class ReshardPlan:
         """Tokens of the larger of the two blocks: what can be resharded by itself."""
         return max(self.source_tokens, self.target_tokens)
 
-    def routes_from(self, source: int) -> tuple[Route, ...]:
-        """The routes of one source."""
-        return tuple(route for route in self.routes if route.source == source)
-
-    def routes_to(self, target: int) -> tuple[Route, ...]:
-        """The routes of one target."""
-        return tuple(route for route in self.routes if route.target == target)
-
-    def bytes_from(self, source: int) -> int:
-        """What a source sends, in all, for each block of the targets."""
-        return sum(route.block_bytes for route in self.routes_from(source))
-
 
 def plan_reshard(sources: Sequence[Form], targets: Sequence[Form]) -> ReshardPlan:
     """Who sends what to whom, for ranks in the order of their forms.

@@ -1,0 +1,117 @@
+"""Nothing in the package is left over: what nobody names, nobody calls.
+
+A name counts wherever it stands as a word, in code, comments and pages alike. So what is found
+here is surely unused, while what shares its name with something else can hide.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "penstock"
+WORD = re.compile(r"[A-Za-z_]\w*")
+
+FOR_TESTS = "testing/"
+"""What lies there is used by tests, ours and those of others."""
+
+_CONNECTOR = "vLLM calls it: part of what it asks of a connector"
+_OFFLOADING = "vLLM calls it: part of what it asks of an offloading worker or spec"
+_DEFINITION = "the definition of sums, a cell at a time; the fast ones are tested against it"
+
+# Each exception: where it is, and why. One that is no longer needed fails the test as well.
+CALLED_FROM_ELSEWHERE = {
+    "bench/vllm_offload_shim.py:get_finished": _OFFLOADING,
+    "bench/vllm_offload_shim.py:get_worker": _OFFLOADING,
+    "bench/vllm_offload_shim.py:submit_load": _OFFLOADING,
+    "bench/vllm_offload_shim.py:submit_store": _OFFLOADING,
+    "connectors/vllm/adapter.py:has_pending_push_work": _CONNECTOR,
+    "connectors/vllm/adapter.py:save_kv_layer": _CONNECTOR,
+    "connectors/vllm/adapter.py:set_xfer_handshake_metadata": _CONNECTOR,
+    "connectors/vllm/adapter.py:take_events": _CONNECTOR,
+    "connectors/vllm/logs.py:emit": "logging calls it: what a handler does with a record",
+    "connectors/vllm/metrics.py:is_empty": "vLLM calls it: part of what it asks of statistics",
+    "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
+    "vocabulary/checksums.py:add_sums": _DEFINITION,
+    "vocabulary/checksums.py:cell_seed": _DEFINITION,
+    "vocabulary/checksums.py:cell_sum": _DEFINITION,
+}
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def named_once(sources: Mapping[str, str]) -> set[str]:
+    """What is defined in some files and named nowhere else in any, as `file:name`."""
+    words = Counter(word for text in sources.values() for word in WORD.findall(text))
+    return {
+        f"{file}:{node.name}"
+        for file, text in sources.items()
+        if not file.startswith(FOR_TESTS)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, Definition) and words[node.name] == 1
+        if not is_special(node.name) and not is_command(node)
+    }
+
+
+def is_special(name: str) -> bool:
+    """Whether Python itself calls it."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def is_command(node: Definition) -> bool:
+    """Whether the command line calls it: `@app.command(…)`."""
+    called = (each.func for each in node.decorator_list if isinstance(each, ast.Call))
+    return any(isinstance(each, ast.Attribute) and each.attr == "command" for each in called)
+
+
+def package_files() -> dict[str, str]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def words_of_pages() -> set[str]:
+    """All that readers are told of: pages and examples."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages += (path for path in (ROOT / "examples").rglob("*") if path.suffix in {".py", ".md"})
+    return {word for path in pages for word in WORD.findall(path.read_text("utf-8"))}
+
+
+def test_everything_in_the_package_is_used_or_told_of() -> None:
+    found = named_once(package_files())
+
+    told = words_of_pages()
+    unused = {where for where in found if where.partition(":")[2] not in told}
+
+    assert not unused - CALLED_FROM_ELSEWHERE.keys()
+    assert not CALLED_FROM_ELSEWHERE.keys() - found
+
+
+def test_what_nobody_names_is_found_and_nothing_else() -> None:
+    sources = {
+        "one.py": """
+class Left:
+    def called(self): ...
+    @property
+    def over(self): ...
+    def __len__(self): ...
+
+@app.command("run")
+def run_it(): ...
+
+@cache
+async def forgotten(): ...
+""",
+        "two.py": "thing.called()",
+        "testing/three.py": "def test_something(): ...",
+    }
+
+    found = named_once(sources)
+
+    assert found == {"one.py:Left", "one.py:over", "one.py:forgotten"}
