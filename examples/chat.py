@@ -2,9 +2,8 @@
 
     python examples/chat.py
 
-Read it as a template for an engine: `Engine.answer` is the life of a request, from `acquire`
-to `release`. Eight clients need more blocks than the device has, so that the second turn of
-most of them is found in host memory.
+`Engine.answer` is the life of a request, from `acquire` to `release`. Eight clients need more
+blocks than the device has, so that the second turn of most of them is found in host memory.
 """
 
 from __future__ import annotations

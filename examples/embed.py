@@ -38,8 +38,7 @@ class _Engine:
         while self.waiting and self.admit(self.waiting[0]):
             self.running.append(self.waiting.pop(0))
         for request in list(self.running):
-            lease = request.lease
-            if lease is not None and lease.state is penstock.LeaseState.READY:
+            if (lease := request.lease) and lease.state is penstock.LeaseState.READY:
                 self.advance(request, lease)  # those still `LOADING` delay nobody
 
     def admit(self, request: _Request) -> bool:
@@ -57,9 +56,8 @@ class _Engine:
             self.running.remove(request)
             self.waiting.append(request)
             return
-        missing = request.tokens[lease.token_count :]
-        self.compute(lease, missing)
-        lease.commit(missing)  # 4. commit: full blocks can be found by others from now on
+        self.compute(lease, request.tokens)
+        lease.commit(request.tokens[lease.token_count :])  # 4. commit: others find full blocks now
         request.tokens.append(len(request.tokens))
         if len(request.tokens) == request.end:
             lease.release()  # 5. release
@@ -67,13 +65,15 @@ class _Engine:
             print(f"{request.name}: found {lease.cached_by_tier}; {lease.miss}")
 
     def compute(self, lease: penstock.Lease, tokens: list[int]) -> None:
-        positions = np.arange(lease.token_count, lease.token_count + len(tokens))
-        slots = lease.block_table[positions // BLOCK_TOKENS]
-        self.kv[slots, positions % BLOCK_TOKENS] = np.asarray(tokens, np.float32)[:, np.newaxis]
+        blocks, rows = divmod(np.arange(len(tokens)), BLOCK_TOKENS)
+        slots, known = lease.block_table[blocks], lease.token_count
+        kv = np.cumsum(tokens, dtype=np.float32)[:, np.newaxis]  # of all tokens so far, as KV is
+        assert (self.kv[slots[:known], rows[:known]] == kv[:known]).all(), "KV of other tokens"
+        self.kv[slots[known:], rows[known:]] = kv[known:]
 
 
 engine = _Engine()
-engine.waiting = [_Request(f"chat {n}", [*range(100), *[n] * 60]) for n in range(12)]
+engine.waiting = [_Request(f"chat {n}", [*range(100), *[100 + n] * 60]) for n in range(12)]
 while engine.waiting or engine.running:
     engine.step()
-print(f"closed: {engine.cache.close(deadline_s=1.0)}")
+print(f"closed: {engine.cache.close(deadline_s=30.0)}")

@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import penstock
+
+if TYPE_CHECKING:
+    import numpy as np
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+LINES_MAX = 79
+"""docs/integrating.md promises it of the example that integrators copy from."""
+ENDED = re.compile(r"(?P<name>chat \d+): found \((?P<device>\d+), (?P<host>\d+)\); .+")
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_runs_and_prints(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(path), run_name="__main__")
+def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
 
-    assert capsys.readouterr().out
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_runs_and_is_no_longer_than_a_page(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed_by(name, capsys)
+    assert len((EXAMPLES / name).read_text().splitlines()) <= LINES_MAX
+
+
+def test_every_chat_of_the_embedded_cache_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    *lines, last = printed_by("embed.py", capsys)
+
+    ended = [ENDED.fullmatch(line) for line in lines]
+
+    assert sorted(each["name"] for each in ended if each) == sorted(f"chat {n}" for n in range(12))
+    assert len(lines) == 12
+    assert "unsettled=0" in last
+
+
+def test_chats_come_back_through_the_cache_after_preemption(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = runpy.run_path(str(EXAMPLES / "embed.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+
+    found = [(int(each["device"]), int(each["host"])) for each in map(ENDED.match, lines) if each]
+
+    assert any(host > 0 for _, host in found)
+    # Nobody else has tokens of its answer: who finds more than its prompt was here before.
+    prompt_tokens = 160
+    assert any(device + host > prompt_tokens for device, host in found)
+    assert made["engine"].cache.statistics().requests > len(found)
+
+
+def test_the_embedding_engine_notices_kv_that_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[np.ndarray[Any, Any]] = []
+    open_cache, grow = penstock.open, penstock.Lease.grow
+
+    def keep(config: Any, *, kv: Any) -> penstock.Cache:
+        opened.append(kv)
+        return open_cache(config, kv=kv)
+
+    def spoil(lease: penstock.Lease, token_count: int) -> None:
+        grow(lease, token_count)
+        if lease.cached_by_tier[1]:
+            opened[0][lease.block_table[0]] = opened[0][lease.block_table[1]]
+
+    monkeypatch.setattr(penstock, "open", keep)
+    monkeypatch.setattr(penstock.Lease, "grow", spoil)
+
+    with pytest.raises(AssertionError, match="KV of other tokens"):
+        runpy.run_path(str(EXAMPLES / "embed.py"), run_name="__main__")
 
 
 def test_the_chat_finds_second_turns_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / "chat.py"), run_name="__main__")
+    lines = printed_by("chat.py", capsys)
 
-    lines = capsys.readouterr().out.splitlines()
     assert "client 1, turn 1: 180 tokens, found 0, 0 (device, host); block 0: never seen" in lines
     assert (
         "client 8, turn 2: 244 tokens, found 96, 96 (device, host); block 12: never seen" in lines

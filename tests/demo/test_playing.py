@@ -15,6 +15,7 @@ from penstock.cli import demo
 from penstock.cli.app import run
 from penstock.demo import Played, Stage
 from penstock.demo.chats import CHATS_MAX, chats
+from penstock.demo.playing import too_much
 from penstock.demo.result import GENERATED_MAX
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ def test_it_ends_well_when_every_answer_is_right(shown: Shown) -> None:
     assert exactness["answers"] == 2 * CHATS * TURNS
     assert exactness["largest_difference"] < exactness["bound"]
     assert 0 < shown.document["generated_tokens"] <= 2 * CHATS * TURNS * TOKENS
+
+
+def test_it_says_how_long_it_took_and_how_much_it_generated(shown: Shown) -> None:
+    heard = sum(len(turn.heard) for each in shown.played.rounds for turn in each.turns)
+    printed = " ".join(shown.text.split())
+
+    assert f"It took {shown.played.seconds:.0f} s" in printed
+    assert f"{heard:,} tokens were generated, {GENERATED_MAX:,} may be" in printed
+    assert shown.document["generated_tokens"] == heard
+    assert shown.played.seconds > sum(each.seconds for each in shown.played.rounds)
 
 
 def test_prompts_are_handed_over_and_later_ones_found(shown: Shown) -> None:
@@ -143,6 +154,23 @@ def test_too_many_tokens_are_refused_before_anything_starts() -> None:
         Stage(max_tokens=100)
     with pytest.raises(ValueError, match="clients is 7"):
         Stage(clients=7)
+
+
+def test_what_is_played_without_options_stays_within_the_tokens_it_may_generate() -> None:
+    assert Stage().planned_tokens == 2 * 6 * 3 * 28 <= GENERATED_MAX == 1500
+
+
+def test_more_tokens_than_planned_are_a_finding(shown: Shown) -> None:
+    first, second = shown.played.rounds
+    stage = Stage(chats=CHATS, turns=TURNS, clients=2, max_tokens=TOKENS)
+    turn = first.turns[0]
+    long = replace(turn, heard=turn.heard * (GENERATED_MAX // len(turn.heard) + 1))
+
+    found = too_much(stage, [replace(first, turns=(long, *first.turns[1:])), second])
+
+    assert too_much(stage, [first, second]) == []
+    assert f"{turn.chat}, turn 1, {first.title}: {len(long.heard)} tokens" in found[0]
+    assert found[1].endswith(f"tokens were generated, must be at most {GENERATED_MAX}")
 
 
 def test_half_of_the_conversations_share_a_system_prompt() -> None:

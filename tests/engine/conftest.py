@@ -55,7 +55,11 @@ def make_model(kind: str) -> Any:
     """A reference model whose output depends on its context, unlike one with customary weights."""
     make_config, make, options = KINDS[kind]
     torch.manual_seed(11)
-    model = make(make_config(**SIZES, **options))
+    return telling(make(make_config(**SIZES, **options)))
+
+
+def telling(model: Any) -> Any:
+    """The model with weights that let every token before the last one tell on its output."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:

@@ -130,10 +130,12 @@ def _print_verdict(console: Console, played: Played, picture: Path) -> None:
         f"{verdict.largest:.1e}, {verdict.bound:g} is allowed; {verdict.near_ties} tokens differ "
         f"where two are as good as equal.\nA picture of it: {picture}\n"
     )
-    parts = f"{played.ready_s:.0f} s to get ready, {played.check_s:.0f} s to check"
+    console.print(
+        f"It took {played.seconds:.0f} s, of which {played.ready_s:.0f} s to get ready and "
+        f"{played.check_s:.0f} s to check; {played.generated:,} tokens were generated, "
+        f"{played.generated_max:,} may be.\n"
+    )
     if not played.findings:
-        console.print(
-            f"[bold green]All answers were right[/bold green], in {played.seconds:.0f} s ({parts})."
-        )
+        console.print("[bold green]All answers were right[/bold green].")
         return
     print_section(console, f"{len(played.findings)} findings", *played.findings)

@@ -64,12 +64,17 @@ class Stage:
             raise ValueError(
                 f"clients is {self.clients}, must be from 1 to the number of chats, {self.chats}"
             )
-        generated = len(ROUNDS) * self.chats * self.turns * self.max_tokens
-        if generated > GENERATED_MAX:
+        if self.planned_tokens > GENERATED_MAX:
             raise ValueError(
                 f"{self.chats} chats of {self.turns} turns with {self.max_tokens} tokens each, "
-                f"{len(ROUNDS)} times, come to {generated} tokens, must be at most {GENERATED_MAX}"
+                f"{len(ROUNDS)} times, come to {self.planned_tokens} tokens, must be at most "
+                f"{GENERATED_MAX}"
             )
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens that are generated if every answer is as long as it may be."""
+        return len(ROUNDS) * self.chats * self.turns * self.max_tokens
 
     @property
     def options(self) -> list[str]:
@@ -117,7 +122,7 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
         rounds=tuple(rounds),
         verdict=verdict,
         check_s=ended - checking,
-        findings=(*verdict.findings, *left, *_not_shown(rounds)),
+        findings=(*verdict.findings, *left, *_not_shown(rounds), *too_much(stage, rounds)),
         seconds=ended - began,
     )
 
@@ -190,6 +195,21 @@ def _not_shown(rounds: Sequence[Round]) -> list[str]:
         findings.append("no token came from the cache")
     if any(cached[1:]):
         findings.append(f"{cached[1]} tokens came from the cache although it was off")
+    return findings
+
+
+def too_much(stage: Stage, rounds: Sequence[Round]) -> list[str]:
+    """What was generated beyond the plan; how long it took is told, and depends on the machine."""
+    findings = [
+        f"{turn.chat}, turn {turn.number + 1}, {played.title}: {len(turn.heard)} tokens, must be "
+        f"at most {stage.max_tokens}"
+        for played in rounds
+        for turn in played.turns
+        if len(turn.heard) > stage.max_tokens
+    ]
+    generated = sum(played.generated for played in rounds)
+    if generated > GENERATED_MAX:
+        findings.append(f"{generated} tokens were generated, must be at most {GENERATED_MAX}")
     return findings
 
 

@@ -95,6 +95,11 @@ class Played:
         """Tokens of all answers, of all rounds."""
         return sum(each.generated for each in self.rounds)
 
+    @property
+    def generated_max(self) -> int:
+        """As many as these may be."""
+        return GENERATED_MAX
+
     def document(self) -> dict[str, Any]:
         """All of it that a program may want to read."""
         return {
@@ -104,6 +109,7 @@ class Played:
             "ready_s": round(self.ready_s, 3),
             "check_s": round(self.check_s, 3),
             "generated_tokens": self.generated,
+            "generated_tokens_max": self.generated_max,
             "rounds": [_round(each) for each in self.rounds],
             "exactness": {
                 "answers": self.verdict.answers,
