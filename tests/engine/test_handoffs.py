@@ -269,3 +269,23 @@ def test_what_was_computed_in_vain_is_let_go(checkpoint_of: Any) -> None:
         pair.finish()
 
         assert pair.outcomes(pair.prefill) == {"cancelled": 1}
+
+
+def test_who_has_nobody_left_to_tell_lets_everything_go(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    with paired(folder) as pair:
+        pair.meet()
+        pair.submit("begun", prompt_of(41), max_tokens=20)
+        pair.until(lambda: ("begun", 0) in pair.told)
+        # Computed, and told: only decode, which has not heard of it, would come for it.
+        pair.prefill.add(Request(id="r", prompt=prompt_of(41, 1), handoff="r", max_tokens=1))
+        pair.until(lambda: any(output.reason for output in pair.prefill.step()))
+        assert pair.prefill.unfinished == pair.decode.unfinished == 1
+
+        pair.prefill.abort_all()
+        pair.decode.abort_all()
+        pair.finish()
+
+        assert pair.outcomes(pair.prefill) == {"delivered": 2, "cancelled": 1}
+        assert pair.decode.handoffs is not None
+        assert pair.decode.handoffs.delivered == set()

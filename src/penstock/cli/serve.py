@@ -32,7 +32,7 @@ ModelOption: TypeAlias = Annotated[
     ),
 ]
 TpOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Ranks that share the model.")
+    int | None, typer.Option(metavar="N", min=1, help="Ranks that share the model, a process each.")
 ]
 BlocksOption: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each rank.")
@@ -47,9 +47,12 @@ HostGibOption: TypeAlias = Annotated[
 DtypeOption: TypeAlias = Annotated[
     str | None, typer.Option(help="Of weights and KV: float32, bfloat16 or float16.")
 ]
-DeviceOption: TypeAlias = Annotated[str | None, typer.Option(help="Where to compute: cpu.")]
+DeviceOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N; a pair on the cpu.")
+]
 InstancesOption: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, max=16, help="Copies of the model.")
+    int | None,
+    typer.Option(metavar="N", min=1, max=16, help="Copies of the model, or pairs of them."),
 ]
 PrefillTpOption: TypeAlias = Annotated[
     int | None,

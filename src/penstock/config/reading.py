@@ -126,6 +126,7 @@ def _read_engine(document: dict[str, object]) -> EngineTable | None:
         decode_at=table.word("decode_at"),
         dtype=table.word("dtype"),
         device=table.word("device"),
+        graphs=table.flag("graphs"),
         threads=table.whole("threads"),
         step_tokens=table.whole("step_tokens"),
         step_requests=table.whole("step_requests"),

@@ -206,6 +206,7 @@ ENGINE_KEYS: Mapping[str, Key] = {
     "decode_at": Word(default=""),
     "dtype": Word(default="float32", choices=("float32", "bfloat16", "float16")),
     "device": Word(default="cpu"),
+    "graphs": Flag(default=True),
     "threads": Whole(minimum=0, maximum=1_024, default=0),
     "step_tokens": Whole(minimum=1, maximum=65_536, default=512),
     "step_requests": Whole(minimum=1, maximum=4_096, default=64),

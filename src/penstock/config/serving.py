@@ -57,6 +57,8 @@ class EngineTable:
     """Where the scheduler of the other one listens."""
     dtype: str = "float32"
     device: str = "cpu"
+    graphs: bool = True
+    """Whether a GPU replays decode steps as CUDA graphs."""
     threads: int = 0
     """Of torch, in each rank; 0: the cores of the machine, divided by the ranks."""
     step_tokens: int = 512

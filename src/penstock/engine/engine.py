@@ -132,6 +132,12 @@ class Engine:
         """Ends a request, whatever it is doing."""
         self.scheduler.abort(request)
 
+    def abort_all(self) -> None:
+        """Ends every request: nobody is there to be told of any."""
+        self.scheduler.abort_all()
+        if self.handoffs is not None:
+            self.handoffs.delivered.clear()
+
     def step(self) -> list[Output]:
         """Lets copies advance and computes a step, if anything can run."""
         for report in self._workers.take_reports():

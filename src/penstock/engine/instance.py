@@ -82,8 +82,6 @@ class Instance:
         room = config.cache.device.slot_count * config.cache.block_tokens
         self._longest = min(architecture.positions, room)
         self._token_bytes = token_bytes_of(architecture, spec)
-        self._answers_left: dict[str, int] = {}
-        """Of every request that the server waits for."""
 
     def tell_ready(self, model: str) -> None:
         """Says what it can do; requests may come from now on."""
@@ -119,7 +117,6 @@ class Instance:
                 continue
             for output in self._engine.step():
                 handed = self._was_handed(output)
-                self._count(output)
                 self._outbox.put(_progress(output, handed=handed))
             kept = self._engine.cache.take_kv_events()
             if kept:
@@ -136,9 +133,8 @@ class Instance:
         Raises:
             UnavailableError: a rank is lost.
         """
-        for name in list(self._answers_left):
-            self._engine.abort(name)
-        self._answers_left.clear()
+        # Also prompts that were computed and told of: their claims may never come.
+        self._engine.abort_all()
         while not stop.stopping:
             channel = dial(self._spec.server, name=self._spec.name)
             if self._wait_open(channel, stop):
@@ -181,14 +177,6 @@ class Instance:
             return False
         handoffs.delivered.discard(output.request)
         return True
-
-    def _count(self, output: Output) -> None:
-        """Forgets requests all of whose answers have ended."""
-        if output.reason is None or output.request not in self._answers_left:
-            return
-        self._answers_left[output.request] -= 1
-        if not self._answers_left[output.request]:
-            del self._answers_left[output.request]
 
     def hang_up(self) -> None:
         """Ends the channel to the server; twice does no harm."""
@@ -255,7 +243,6 @@ class Instance:
     def _submit(self, message: ms.Submit) -> None:
         try:
             self._engine.add(self._request(message))
-            self._answers_left[message.id] = message.answers
         except CapacityError as error:
             self._outbox.put(ms.Refused(id=message.id, kind="busy", problem=str(error)))
         except ValueError as error:

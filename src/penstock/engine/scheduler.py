@@ -92,6 +92,11 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._by_request)
 
+    def abort_all(self) -> None:
+        """Ends every request, also those that only another instance still comes for."""
+        for request in list(self._by_request):
+            self.abort(request)
+
     @property
     def flying(self) -> int:
         """Steps under way."""

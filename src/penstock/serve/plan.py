@@ -188,6 +188,7 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
         pair=pair,
         dtype=engine.dtype,
         device=engine.device,
+        graphs=engine.graphs,
         step_tokens=engine.step_tokens,
         step_requests=engine.step_requests,
         waiting_max=engine.waiting_max,

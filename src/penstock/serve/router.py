@@ -2,77 +2,41 @@
 
 What an instance has cached is known from its KV events. Instances come and go; a request whose
 instance was lost before its first token is sent to another one.
+
+Who answers a request may have another instance compute its prompt, always the same one. The two
+are chosen together, by what both have cached and by what waits before both.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config import parse_config
 from penstock.engine.messages import Abort, Local, Reset, StopAnswer
-from penstock.machine.kv_events import BlocksRemoved, BlocksStored
+from penstock.serve.holdings import Holdings, PromptKeys
 from penstock.serve.link import Link, Lost, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from penstock.config import Config
     from penstock.engine import messages as ms
     from penstock.machine.kv_events import KvEvent
-    from penstock.vocabulary.ids import Key
 
 LOAD_BLOCKS = 8
 """A request under way weighs as much as so many cached blocks: a long queue outweighs a hit."""
+GONE_LOAD = 4
+"""A pair whose prefill instance is gone counts as if it had so many more requests: others come
+first, unless they are busier still, or have much less of the prefix."""
 ATTEMPTS_MAX = 3
 
 
 def handoffs_of(request: str) -> list[str]:
     """What the handoffs of a request are called, attempt by attempt."""
     return [f"{request}/{attempt}" for attempt in range(1, ATTEMPTS_MAX + 1)]
-
-
-class Holdings:
-    """What one instance has cached, in whatever tier."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self._tiers_of: dict[bytes, set[str]] = {}
-
-    def take(self, events: list[KvEvent]) -> None:
-        """Follows the instance's events."""
-        for event in events:
-            if isinstance(event, BlocksStored):
-                for key in event.keys:
-                    self._tiers_of.setdefault(key, set()).add(event.tier)
-            elif isinstance(event, BlocksRemoved):
-                for key in event.keys:
-                    self._remove(key, event.tier)
-            else:
-                self._tiers_of.clear()
-
-    def change_weights(self, version: str) -> None:
-        """Keys are made with other weights from now on."""
-        model = replace(self.config.model, weights_version=version)
-        self.config = replace(self.config, model=model)
-
-    def leading(self, keys: list[Key]) -> int:
-        """How many leading blocks of a prompt it has."""
-        for position, key in enumerate(keys):
-            if key not in self._tiers_of:
-                return position
-        return len(keys)
-
-    def _remove(self, key: bytes, tier: str) -> None:
-        tiers = self._tiers_of.get(key)
-        if tiers is not None:
-            tiers.discard(tier)
-            if not tiers:
-                del self._tiers_of[key]
 
 
 class _Prefill:
@@ -218,24 +182,37 @@ class Router:
             raise Lost("no instance is ready")
         if len(able) == 1:
             return able[0]
-        return max(able, key=lambda link: self._worth(link, submit))
+        prompt = PromptKeys(submit)
+        return max(able, key=lambda link: self._worth(link, prompt))
 
     def _paired(
         self, submit: ms.Submit, link: Link, *, attempt: int
     ) -> tuple[ms.Submit, _Prefill | None]:
         """The request as its instance gets it, and who computes its prompt, if somebody does."""
-        partner = link.ready.partner if link.ready is not None else ""
-        found = [other for other in self.ready if partner and other.name == partner]
-        if not found:
+        partner = self._partner_of(link)
+        if partner is None:
             return submit, None
         handed = msgspec.structs.replace(submit, handoff=handoffs_of(submit.id)[attempt - 1])
-        return handed, _Prefill(found[0], link, handed)
+        return handed, _Prefill(partner, link, handed)
 
-    def _worth(self, link: Link, submit: ms.Submit) -> int:
-        holdings = self._holdings_of(link)
-        chain = holdings.config.key_chain(tenant=submit.tenant)
-        chain.extend(submit.prompt)
-        return holdings.leading(chain.keys) - LOAD_BLOCKS * link.load
+    def _partner_of(self, link: Link) -> Link | None:
+        """Who computes prompts for an instance; nobody if it does that itself, or has to."""
+        name = link.ready.partner if link.ready is not None else ""
+        found = [other for other in self.ready if name and other.name == name]
+        return found[0] if found else None
+
+    def _worth(self, link: Link, prompt: PromptKeys) -> int:
+        """What need not be handed over and what need not be computed, less what waits before.
+
+        An instance that computes its prompts itself counts twice, since it does both.
+        """
+        assert link.ready is not None
+        partner = self._partner_of(link)
+        gone = LOAD_BLOCKS * GONE_LOAD if link.ready.partner and partner is None else 0
+        return self._worth_alone(link, prompt) + self._worth_alone(partner or link, prompt) - gone
+
+    def _worth_alone(self, link: Link, prompt: PromptKeys) -> int:
+        return self._holdings_of(link).leading(prompt) - LOAD_BLOCKS * link.load
 
     def _follow(self, link: Link, events: list[KvEvent]) -> None:
         self._holdings_of(link).take(events)
