@@ -11,14 +11,13 @@ from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.effects import Fence
 from penstock.handoff.landing import Landing
 from penstock.handoff.states import RankReport
-from penstock.testing.explore import Bounds, FindingKind, explore
+from penstock.testing.explore import FindingKind, explore
 from penstock.testing.handoff.faults import Budget
-from penstock.testing.handoff.worlds import WORLDS, Small
+from penstock.testing.handoff.worlds import Small
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.handoff import messages as msg
     from penstock.handoff.decode_rank import Key
 
 
@@ -149,22 +148,6 @@ def test_without_the_fence_the_explorer_finds_a_write_into_memory_given_back(
     assert problem.startswith("given back: D0")
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_without_the_epoch_check_the_explorer_finds_a_completion_of_an_earlier_claim(
-    monkeypatch: pytest.MonkeyPatch, *, bulk: bool
-) -> None:
-    def of_any_epoch(
-        scheduler: DecodeScheduler, message: msg.Report | msg.Finished | msg.Gone | msg.Closed
-    ) -> bool:
-        return message.handoff in scheduler.claimed
-
-    monkeypatch.setattr(DecodeScheduler, "_is_current", of_any_epoch)
-
-    problem = problem_of(small("epoch", budget=Budget(withdraw=1, duplicate=1), bulk=bulk))
-
-    assert problem.startswith("content: a is delivered, but D0")
-
-
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("crashing", ["P", "P0"])
 def test_a_rank_that_calls_a_handoff_dropped_while_it_writes_to_its_slots_is_found(
@@ -204,11 +187,3 @@ def test_a_rank_that_answers_too_early_is_found_at_work_for_two_lives_of_its_sch
     problem = problem_of(SCHEDULER_DIES)
 
     assert problem.startswith("given back: D0 takes a part for D#")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
-def test_every_world_of_the_command_is_without_findings(world: Small) -> None:
-    bounds = Bounds(seconds=100 if world.large else 600)
-
-    assert world.look(bounds).finding is None

@@ -7,9 +7,19 @@ seeds find nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.explore.epoch_checks import (
+    Plant,
+    answer_earlier_claims,
+    begin_what_was_dropped,
+    believe_every_report,
+    close_later_claims,
+    merge_earlier_claims,
+    serve_what_was_stopped,
+    stop_later_claims,
+)
 
 from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.decode_scheduler import DecodeScheduler
@@ -26,12 +36,8 @@ from penstock.testing.sim.checkers import SimulationError
 from penstock.testing.sim.handoff import HandoffSimulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.handoff.effects import AnyEffect, Take
     from penstock.handoff.names import WriteId
-
-Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
 
 
 def finder_of(seed: int) -> str:
@@ -70,13 +76,6 @@ def plant_no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
             landing._free_if_unused(peer, generation)
 
     monkeypatch.setattr(Landing, "_retire", retire_and_free)
-
-
-def plant_no_epoch_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said about an earlier claim counts for the present one."""
-    monkeypatch.setattr(
-        DecodeScheduler, "_is_current", lambda self, message: message.handoff in self.claimed
-    )
 
 
 def plant_hasty_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +168,13 @@ def plant_unbounded_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED = [
     pytest.param(plant_any_rank_will_do, 20, id="any rank will do"),
     pytest.param(plant_no_fence, 60, id="no fence"),
-    pytest.param(plant_no_epoch_check, 200, id="no epoch check"),
+    pytest.param(believe_every_report, 200, id="no epoch check of reports"),
+    pytest.param(begin_what_was_dropped, 20, id="no epoch check of expects"),
+    pytest.param(serve_what_was_stopped, 40, id="no epoch check of what was stopped"),
+    pytest.param(merge_earlier_claims, 200, id="no epoch check of claims"),
+    pytest.param(stop_later_claims, 20, id="no epoch check of stops"),
+    pytest.param(answer_earlier_claims, 200, id="no epoch check of questions"),
+    pytest.param(close_later_claims, 400, id="no epoch check of closes"),
     pytest.param(plant_hasty_release, 60, id="hasty release"),
     pytest.param(plant_one_prefill_rank_will_do, 40, id="one prefill rank will do"),
     pytest.param(plant_berth_reused_early, 20, id="berth reused early"),

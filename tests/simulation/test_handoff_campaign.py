@@ -58,6 +58,7 @@ def test_there_are_worlds_of_every_size() -> None:
     assert {scene.prefill_count for scene in scenes} >= {1, 2, 3, 4, 6, 8}
     assert {scene.stages for scene in scenes} == {1, 2}
     assert any(scene.prefill_count % scene.decode_count for scene in scenes)
+    assert {len(scene.prompts) for scene in scenes} == {1, 2, 3, 4}
     grids = [
         grid
         for scene in scenes
@@ -71,6 +72,16 @@ def test_there_are_worlds_of_every_size() -> None:
         for scene in scenes
         for prompt in scene.prompts.values()
     )
+
+
+def test_there_are_worlds_of_eight_by_eight_ranks_with_two_prompts() -> None:
+    # Ranks that hear of two handoffs in different orders are what other designs deadlock on.
+    scenes = [HandoffSimulation(seed).scene for seed in range(1000)]
+
+    largest = [scene for scene in scenes if (scene.prefill_count, scene.decode_count) == (8, 8)]
+
+    assert largest
+    assert all(len(scene.prompts) == 2 for scene in largest)
 
 
 def test_a_calm_world_delivers_everything_however_bad_its_network() -> None:

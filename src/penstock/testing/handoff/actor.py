@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.handoff import effects as ef
 from penstock.handoff.party import Party
+from penstock.testing.explore.world import Violation
 from penstock.testing.handoff import deeds as do
 from penstock.testing.handoff.scene import identity_of
 
@@ -57,7 +58,7 @@ class Actor(Generic[M]):
         """What the machine makes of a deed."""
         match deed:
             case do.Receive(message=message):
-                return self.machine.receive(message, now)
+                return self._receive(message, now)
             case do.Expire(timer=timer):
                 return self.machine.expire(timer, now)
             case do.Introduce(peer=peer):
@@ -70,6 +71,15 @@ class Actor(Generic[M]):
                 return self._begin(self.identity, peers)
             case _:
                 return self._effects_of_own(deed, now)
+
+    def _receive(self, message: AnyMessage, now: float) -> Effects:
+        """What the machine makes of a message; an earlier claim changes nothing of a later one."""
+        before = self._later(message)
+        effects = self.machine.receive(message, now)
+        if before is not None and before != self._later(message):
+            kind = type(message).__name__
+            raise Violation("epoch", f"{self.name}: an earlier {kind} changes a later claim")
+        return effects
 
     def _carry_out(self, effects: Effects) -> tuple[AnyMessage, ...]:
         said, asked = [], []
@@ -106,6 +116,11 @@ class Actor(Generic[M]):
 
     def _new_machine(self, identity: Identity) -> M:
         raise NotImplementedError
+
+    def _later(self, message: AnyMessage) -> Hashable | None:
+        """What it knows of a later claim than the one a message is about; `None` if nothing."""
+        del message
+        return None
 
     def _die(self, life: Life) -> None:
         """The process of that life dies, with all its memory."""

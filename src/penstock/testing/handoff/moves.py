@@ -196,5 +196,12 @@ def _claims_of(actor: DecodeSchedulerActor) -> Iterator[do.Claim]:
             epoch for name, epoch in (*actor.open, *actor.ended, *actor.died) if name == handoff
         ]
         last = max(epochs, default=0)
-        if last == 0 or actor.ended.get((handoff, last)) is Outcome.WITHDRAWN:
+        outcome = actor.ended.get((handoff, last))
+        if last == 0 or outcome is Outcome.WITHDRAWN or (last == 1 and _insists(actor, handoff)):
             yield do.Claim(handoff, last + 1)
+
+
+def _insists(actor: DecodeSchedulerActor, handoff: str) -> bool:
+    """Whether the engine tries again after a failure, and may: nothing is left of the first try."""
+    failed = actor.ended.get((handoff, 1)) not in (None, Outcome.DELIVERED)
+    return actor.scene.insistent and failed and handoff not in actor.machine.claimed

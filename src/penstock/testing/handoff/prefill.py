@@ -4,7 +4,8 @@ A write is *asked* for by the machine, *posted* by the driver, has *landed*, and
 be done; then it is forgotten. A write whose poster died, or was told that it failed, is a
 *ghost*: it may land once more, or never.
 
-What must not break: only what was computed is ever written.
+What must not break: only what was computed is ever written; nothing more of a claim, once it was
+said that it has stopped; and no claim changes what is known of a later one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.handoff import effects as ef
+from penstock.handoff import messages as msg
 from penstock.handoff.prefill_rank import PrefillRank
 from penstock.testing.explore.world import Violation
 from penstock.testing.handoff import deeds as do
@@ -54,9 +56,11 @@ class PrefillRankActor(Actor[PrefillRank]):
     """Tokens of each layer, by handoff."""
     writes: dict[WriteId, Posting]
     ghosts: dict[Ghost, ef.Write]
+    stopped: dict[tuple[Life, str], int]
+    """By target and handoff, the last claim of which it was said that nothing more comes."""
 
     def __init__(self, scene: Scene, name: str) -> None:
-        self.computed, self.writes, self.ghosts = {}, {}, {}
+        self.computed, self.writes, self.ghosts, self.stopped = {}, {}, {}, {}
         super().__init__(scene, name)
 
     def is_computed(self, handoff: str) -> bool:
@@ -109,7 +113,15 @@ class PrefillRankActor(Actor[PrefillRank]):
         for write, posting in self.writes.items():
             if posting.phase is Phase.POSTED:
                 self.ghosts[life, write] = posting.write
-        self.writes, self.computed = {}, {}
+        self.writes, self.computed, self.stopped = {}, {}, {}
+
+    def _later(self, message: msg.AnyMessage) -> Hashable | None:
+        if not isinstance(message, msg.Claim | msg.Stop):
+            return None
+        want = self.machine.wants.get(message.sender.name, {}).get(message.handoff)
+        if want is None or want.epoch <= message.epoch:
+            return None
+        return (want.epoch, want.have, want.spoiled)
 
     def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
         match deed:
@@ -164,6 +176,22 @@ class PrefillRankActor(Actor[PrefillRank]):
         if any(marks[layer - first] < needed for layer in write.grid.layers_of(name.part)):
             raise Violation("content", f"{self.name} writes part {name.part} before it is computed")
 
+    def _carry_out(self, effects: Effects) -> tuple[msg.AnyMessage, ...]:
+        for effect in effects:
+            if isinstance(effect, ef.Send) and isinstance(effect.message, msg.Stopped):
+                stopped = effect.message
+                self.stopped[stopped.target, stopped.handoff] = stopped.epoch
+            elif isinstance(effect, ef.Write):
+                self._check_wanted(effect.write)
+        return super()._carry_out(effects)
+
+    def _check_wanted(self, write: WriteId) -> None:
+        if write.epoch <= self.stopped.get((write.target, write.handoff), 0):
+            raise Violation(
+                "stopped",
+                f"{self.name} writes for claim {write.epoch} of {write.handoff}, which it stopped",
+            )
+
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
         if not isinstance(effect, ef.Write):
             raise TypeError(f"a prefill rank does not ask for {effect!r}")
@@ -174,10 +202,12 @@ class PrefillRankActor(Actor[PrefillRank]):
     def _clone_own(self, twin: Self) -> None:
         twin.computed = dict(self.computed)
         twin.writes, twin.ghosts = dict(self.writes), dict(self.ghosts)
+        twin.stopped = dict(self.stopped)
 
     def _freeze_own(self) -> Hashable:
         return (
             tuple(sorted(self.computed.items())),
             tuple(sorted((write, posting.phase) for write, posting in self.writes.items())),
             tuple(sorted(self.ghosts)),
+            tuple(sorted(self.stopped.items())),
         )

@@ -61,6 +61,8 @@ class Scene:
     """How many requests each engine can have open at a time."""
     doubtful: tuple[str, ...] | None = None
     """The prompts that engines may cancel or withdraw, where that is a fault; all when `None`."""
+    insistent: bool = False
+    """Whether the decode engine claims a second time whatever became of its first claim."""
     stages: int = 1
     """Groups of prefill ranks, each with its share of the layers."""
 

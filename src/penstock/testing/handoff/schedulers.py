@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.handoff import effects as ef
+from penstock.handoff import messages as msg
 from penstock.handoff.decode_scheduler import DecodeScheduler
 from penstock.handoff.prefill_scheduler import PrefillScheduler
 from penstock.testing.explore.world import Violation
@@ -98,6 +99,14 @@ class PrefillSchedulerActor(SchedulerActor[PrefillScheduler]):
                 return self.machine.cancel(handoff, now)
             case _:
                 raise TypeError(f"a prefill scheduler cannot {deed!r}")
+
+    def _later(self, message: msg.AnyMessage) -> Hashable | None:
+        if not isinstance(message, msg.Await | msg.Close):
+            return None
+        prefill = self.machine.prefills.get(message.handoff)
+        if prefill is None or prefill.epoch <= message.epoch:
+            return None
+        return (prefill.epoch, prefill.state, prefill.outcome)
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
         if not isinstance(effect, ef.Ended):

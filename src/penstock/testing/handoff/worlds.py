@@ -52,6 +52,8 @@ class Small:
     """Whether it may have more states than there is time for."""
     batched: bool = True
     """Whether the engines begin with, compute and claim all prompts in the same steps."""
+    insistent: bool = False
+    """Whether the decode engine claims a second time whatever became of its first claim."""
 
     @property
     def says(self) -> str:
@@ -65,7 +67,8 @@ class Small:
         return (
             f"{self.request_count} request{'s' * (self.request_count > 1)}{self._room_said}, "
             f"{self.prefill_count}×{self.decode_count} ranks, "
-            f"{self.layer_count} layer{'s' * (self.layer_count > 1)}; "
+            f"{self.layer_count} layer{'s' * (self.layer_count > 1)}"
+            f"{', claimed again if it fails' if self.insistent else ''}; "
             f"faults: {', '.join(faults) or 'none'}{most}"
         )
 
@@ -127,6 +130,7 @@ class Small:
             settings=_settings(self.berth_count),
             batched=self.batched,
             room=self.room,
+            insistent=self.insistent,
             # Which of several requests an engine gives up makes no difference; the first will do.
             doubtful=("a",),
         )
@@ -197,11 +201,12 @@ def _two_by_two(name: str, budget: Budget, *, reduced: bool = True) -> Small:
     )
 
 
-def _crashes(small: Small) -> tuple[Small, ...]:
+def _crashes(small: Small, *, late: tuple[str, ...] = ()) -> tuple[Small, ...]:
     """The same world for each party that may die; with one crash, together they are all of it.
 
     Far more is eager where all others are known to live, so four of these have fewer states than
     one in which anybody may die. Ranks of a side differ in their names only: the first will do.
+    The death of those in `late` is noticed when the new life is heard of, and not before.
     """
     return tuple(
         replace(
@@ -209,8 +214,7 @@ def _crashes(small: Small) -> tuple[Small, ...]:
             name=f"{small.name}-{party}",
             budget=Budget(crash=1),
             crashing=(party,),
-            suspicious=False,
-            large=True,
+            suspicious=party not in late,
         )
         for party in CRASHING
     )
@@ -227,7 +231,6 @@ def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget) -> 
         room=2,
         berth_count=1,
         budget=budget,
-        suspicious=False,
         bulk=True,
         large=True,
         mirrored=True,
@@ -241,7 +244,6 @@ def _delayed(name: str, ranks: tuple[int, int], layers: int, budget: Budget, del
         small,
         name=f"delayed-{name}",
         berth_count=layers,
-        suspicious=True,
         bulk=False,
         delays=delays,
         reduced=False,
@@ -270,6 +272,14 @@ WORLDS: tuple[Small, ...] = (
         bulk=True,
         reduced=False,
     ),
+    Small(
+        name="one-insistent",
+        prefill_count=1,
+        decode_count=1,
+        budget=Budget(cancel=1, timer=1, overtake=1),
+        bulk=True,
+        insistent=True,
+    ),
     Small(name="two-by-two", prefill_count=2, decode_count=2, layer_count=2),
     _two_by_two("loss", Budget(loss=1, duplicate=1), reduced=False),
     _two_by_two("cancel", Budget(cancel=1)),
@@ -282,7 +292,8 @@ WORLDS: tuple[Small, ...] = (
     _delayed("faults", (2, 2), 2, Budget(loss=1, duplicate=1, cancel=1, total=1), delays=1),
     replace(_at_once("in-turn", (2, 2), 1, Budget(cancel=1)), name="in-turn-cancel", room=1),
     _at_once("cancel", (2, 2), 1, Budget(cancel=1)),
-    *_crashes(_two_by_two("crash", Budget())),
-    *_crashes(_at_once("crash", (1, 2), 1, Budget())),
+    *_crashes(replace(_two_by_two("crash", Budget()), large=True), late=("P0",)),
+    _at_once("loss", (2, 2), 1, Budget(loss=1, cancel=1, total=1)),
+    *_crashes(_at_once("crash", (1, 2), 1, Budget()), late=CRASHING),
 )
 """Large ones last: they share the time that is left, the largest with what others left over."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.testing.sim.handoff import HandoffSimulation
 
 EPOCH_MAX = 5
-"""An engine that withdrew a claim so often computes the prompt itself."""
+"""An engine that claimed a prompt so often in vain computes it itself."""
 
 
 class Engines:
@@ -107,9 +107,9 @@ class Engines:
         """The decode engine claims a handoff, as soon as it can."""
         world = self._world
         ranks = world.scene.decode_ranks
-        if not world.is_up(DECODE) or not all(
-            world.decode_scheduler.machine.is_open(rank) for rank in ranks
-        ):
+        scheduler = world.decode_scheduler.machine
+        ready = world.is_up(DECODE) and all(scheduler.is_open(rank) for rank in ranks)
+        if not ready or handoff in scheduler.claimed:
             world.after(0.5, self.claim, handoff, epoch)
             return
         world.give(DECODE, do.Claim(handoff, epoch))
@@ -139,5 +139,14 @@ class Engines:
             if knows_life(self._world.decode_scheduler, rank):
                 check_slots(rank, ended.handoff, ended.epoch, ended.outcome)
             self._world.give(name, do.Purge(ended.handoff, ended.epoch))
-        if ended.outcome is Outcome.WITHDRAWN:
+        if ended.outcome is Outcome.WITHDRAWN or self._insists(ended):
             self._world.after(self._while(), self.claim, ended.handoff, ended.epoch + 1)
+
+    def _insists(self, ended: ef.Ended) -> bool:
+        """Whether the engine tries once more what has failed, or was cancelled."""
+        if ended.outcome is Outcome.DELIVERED or ended.epoch >= EPOCH_MAX:
+            return False
+        if self._rng.random() >= self._weather.insistence:
+            return False
+        self._world.note("claimed anyway")
+        return True

@@ -12,6 +12,7 @@ from penstock.testing.sim.coverage import Kinds
 FAULT_KINDS = (
     "cancel by decode",
     "cancel by prefill",
+    "claimed anyway",
     "false suspicion",
     "fence does not hold yet",
     "ghost lands",

@@ -25,6 +25,9 @@ AMPLE_S = 600.0
 _SMALL = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 """Numbers of ranks: small ones more often, because they run quicker and show as much."""
 
+_LARGE_RANK_COUNT = 8
+"""A world with more ranks than that on both sides is large."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffWeather:
@@ -54,6 +57,8 @@ class HandoffWeather:
     cancel: float
     """Each engine, for itself."""
     withdraw: float
+    insistence: float
+    """The decode engine claims again what was not delivered."""
     misrouting: float
     """A request reaches one engine only."""
 
@@ -95,6 +100,7 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
         write_failure=fault(0.3, 0.15),
         cancel=fault(0.4, 0.4),
         withdraw=fault(0.5, 1.0),
+        insistence=fault(0.3, 1.0),
         misrouting=fault(0.3, 0.3),
         crash_count=count(0.4, 3),
         partition_count=count(0.3, 2),
@@ -106,10 +112,11 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
 def _draw_scene(rng: Random, *, calm: bool) -> Scene:
     tensor, decode_count = rng.choice(_SMALL), rng.choice(_SMALL)
     stages = rng.choice((1, 1, 1, 2)) if tensor <= 4 else 1
-    most = 1 if tensor * stages + decode_count > 8 else 4
     layer_count = rng.randint(stages, 4)
     prompts = {}
-    for number in range(rng.randint(1, most)):
+    # Two can get into each other's way; where there are many ranks, more would cost much time.
+    large = tensor * stages + decode_count > _LARGE_RANK_COUNT
+    for number in range(2 if large else rng.randint(1, 4)):
         handoff = f"h{number}"
         grid, token_count = _draw_grid(rng, layer_count)
         prompts[handoff] = Prompt(
