@@ -9,8 +9,10 @@ import sys
 
 import pytest
 
-from penstock.bench.vllm_engine import worker_cores
-from penstock.bench.vllm_run import low_end
+from penstock.bench.report import Report
+from penstock.bench.vllm_engine import RoundResult, worker_cores
+from penstock.bench.vllm_first_token import FirstToken
+from penstock.bench.vllm_run import low_end, tell
 
 PROGRAM = """
 import sys
@@ -48,10 +50,50 @@ def test_the_scheduler_has_a_core_of_its_own_where_there_are_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "below"), [(1, 0), (5, 0), (6, 0), (9, 1), (12, 2), (15, 3), (25, 7)]
+    ("count", "below"), [(1, None), (5, None), (6, 0), (9, 1), (12, 2), (15, 3), (25, 7)]
 )
 def test_the_low_end_of_an_interval_leaves_out_as_many_as_the_odds_allow(
-    count: int, below: int
+    count: int, below: int | None
 ) -> None:
     # The table of the sign test: so many samples may lie below the interval.
     assert low_end([float(number) for number in reversed(range(count))]) == below
+
+
+def a_round(scheduler_s: float) -> RoundResult:
+    token = FirstToken(
+        request=0,
+        prompt_tokens=64,
+        cached_tokens=32,
+        seconds=0.1,
+        outside_s=0.0,
+        waited_s=0.0,
+        calls=1,
+        worker_s=0.1,
+        cpu_s=0.1,
+        connector_s=0.0,
+    )
+    return RoundResult(
+        first_tokens=[token],
+        tokens_per_s=20.0,
+        hit_rate=0.5,
+        scheduler_s=scheduler_s,
+        worker_s=0.01,
+        connector_s=0.001,
+        steps=10,
+        empty_steps=1,
+        answers=[[1, 2]],
+    )
+
+
+@pytest.mark.parametrize(("rounds", "told"), [(3, 0), (5, 0), (6, 1), (9, 1)])
+def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, told: int) -> None:
+    report = Report(version="0", command="penstock bench vllm")
+    sides = {"no-connector": 0.001, "vllm-offloading": 0.004, "penstock": 0.002}
+    measured = {side: [a_round(spent_s)] * rounds for side, spent_s in sides.items()}
+
+    tell(report, measured, {"block_tokens": 32}, reuse=True)
+
+    names = [ratio.name for ratio in report.document().ratios]
+    compared = "scheduler and connector a step against vllm-offloading"
+    assert names.count(compared) == 1
+    assert names.count(f"{compared}, low end of the 95 % interval") == told

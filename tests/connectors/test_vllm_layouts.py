@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import pytest
 import torch
+from tests.connectors.orders import LOGICAL, ORDERS
 
 from penstock.connectors.vllm.engine import Engine, LayerGroup
 from penstock.connectors.vllm.layouts import layer_numbers, tier_of
@@ -14,15 +13,13 @@ from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Role
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 6, 2, 4, 8, 3
-# vLLM's names: layer, block, head, token (n), content.
-ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * CHANNELS}
 
 
 def views(order: str, device: str = "meta") -> dict[str, torch.Tensor]:
     """One allocation in a physical order, as views [block, head, token, content] of its layers."""
     whole = torch.empty([SIZES[axis] for axis in order], device=device)
-    logical = whole.permute([order.index(axis) for axis in "LBHNC"])
+    logical = whole.permute([order.index(axis) for axis in LOGICAL])
     return {f"model.layers.{layer}.attn": logical[layer] for layer in range(LAYERS)}
 
 
@@ -43,7 +40,7 @@ def test_k_and_v_lie_where_vllm_says(order: str) -> None:
     whole = torch.arange(LAYERS * BLOCKS * HEADS * TOKENS * 2 * CHANNELS).float()
     real = {
         name: whole.view([SIZES[axis] for axis in order]).permute(
-            [order.index(axis) for axis in "LBHNC"]
+            [order.index(axis) for axis in LOGICAL]
         )[layer]
         for layer, name in enumerate(views(order))
     }
@@ -136,12 +133,40 @@ def test_what_cannot_be_described_is_refused() -> None:
         tier_of(engine(["layers.0"]), scattered, encoding)
 
     odd = {"layers.0": torch.zeros(BLOCKS + 1, HEADS, TOKENS, CHANNELS)}
-    with pytest.raises(UnavailableError, match="7 blocks"):
+    with pytest.raises(UnavailableError, match=r"shape \(7, 2, 4, 8\).* must have 6 blocks"):
         tier_of(engine(["layers.0"]), odd, encoding)
 
 
-def test_the_orders_are_those_that_keep_content_innermost() -> None:
-    """Of all orders vLLM could choose, those it does are in the list above."""
-    possible = {"".join(order) + "C" for order in permutations("LBHN")}
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_k_and_v_apart_within_a_block_are_moved_unread(device: str) -> None:
+    """As two head slots, which is how vLLM describes kernels that want K and V apart."""
+    apart = {"layers.0": torch.empty(BLOCKS, 2, TOKENS, HEADS * CHANNELS, device=device)}
 
-    assert set(ORDERS) <= possible
+    layout = tier_of(engine(["layers.0"], channels=0), apart, encoding).layout
+
+    (plane,) = layout.groups[0].layers[0].planes
+    assert (plane.role, plane.encoding) == (Role.OPAQUE, "kernels of layers.0")
+    assert plane.block_bytes == 2 * TOKENS * HEADS * CHANNELS * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_k_and_v_each_over_all_blocks_are_refused(device: str) -> None:
+    whole = torch.empty(2, BLOCKS, TOKENS, HEADS * CHANNELS, device=device)
+    apart = {"layers.0": whole.permute(1, 0, 2, 3)}
+
+    with pytest.raises(UnavailableError, match="only blocks in one run of bytes can be moved"):
+        tier_of(engine(["layers.0"], channels=0), apart, encoding)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_k_and_v_in_two_halves_of_a_tensor_are_refused(device: str) -> None:
+    """As vLLM once had them. Which axis is which is not guessed from sizes."""
+    split = {"layers.0": torch.empty(2, BLOCKS, TOKENS, HEADS, CHANNELS, device=device)}
+
+    with pytest.raises(UnavailableError) as refused:
+        tier_of(engine(["layers.0"]), split, encoding)
+
+    assert str(refused.value) == (
+        "layer layers.0 is a tensor of shape (2, 6, 4, 2, 8) and strides (384, 64, 16, 8, 1), must "
+        "have 6 blocks along its first axis, or a multiple of it without gaps"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.connectors.orders import LOGICAL, ORDERS
 
 import penstock
 from penstock.connectors.vllm.engine import Engine, LayerGroup
@@ -22,7 +23,6 @@ from penstock.vocabulary.layers import GroupKind
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * CHANNELS}
-ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 WAYS = [
     *(pytest.param("cpu", order, id=f"cpu-{order}") for order in ORDERS if order[-3:] == "HNC"),
     *(
@@ -41,7 +41,7 @@ class Model:
     def __init__(self, way: str, order: str) -> None:
         self.device = "cpu" if way == "cpu" else "cuda"
         whole = torch.zeros([SIZES[axis] for axis in order], device=self.device)
-        logical = whole.permute([order.index(axis) for axis in "LBHNC"])
+        logical = whole.permute([order.index(axis) for axis in LOGICAL])
         self.kv = {f"model.layers.{layer}.attn": logical[layer] for layer in range(LAYERS)}
         self.block = torch.zeros(1, dtype=torch.long, device=self.device)
         self.token = torch.zeros(TOKENS, device=self.device)

@@ -50,9 +50,7 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
     """Runs an engine through a list of acts: what each told, and all that was printed."""
     from processes import run_to_the_end  # noqa: PLC0415 - from the folder of this file
 
-    def run_engine(
-        kind: str, acts: list[dict[str, Any]], *, starts: bool = True, **script: Any
-    ) -> tuple[Told, str]:
+    def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Told, str]:
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
@@ -72,7 +70,7 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
             json.dumps({"acts": acts, **script}),
         ]
         status, printed = run_to_the_end(command, environment)
-        assert (status == 0) is starts, printed[-6000:]
+        assert status == 0, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 

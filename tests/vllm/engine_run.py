@@ -127,7 +127,10 @@ def prompts_of(act: dict[str, Any]) -> list[Any]:
 
 
 def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
-    """Generates for all prompts at once; `forget` makes vLLM forget its own cache first."""
+    """Generates for all prompts at once, or `alone`: one after the other.
+
+    `forget` makes vLLM forget its own cache first.
+    """
     prepare(llm, act)
     sampling = SamplingParams(
         temperature=0.0,
@@ -138,9 +141,12 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
         skip_reading_prefix_cache=act.get("skip_reading"),
         extra_args={"kv_transfer_params": act["params"]} if "params" in act else None,
     )
-    rows = []
-    for out in llm.generate(
-        prompts_of(act), sampling, use_tqdm=False, lora_request=adapter_of(act)
+    prompts, rows = prompts_of(act), []
+    together = [[prompt] for prompt in prompts] if act.get("alone") else [prompts]
+    for out in (
+        out
+        for some in together
+        for out in llm.generate(some, sampling, use_tqdm=False, lora_request=adapter_of(act))
     ):
         answer = out.outputs[0]
         rows.append(

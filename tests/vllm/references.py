@@ -54,8 +54,8 @@ ACTS: dict[str, dict[str, dict[str, Any]]] = {
     "smollm2": {**KINDS, "crowd": SHORTER_CROWD},
 }
 # vLLM's kernels for latent attention need bfloat16 on the CPU, where the same tokens computed in
-# other pieces differ in the third digit. So requests run one at a time, and are compared with
-# what plain vLLM computes in the same pieces.
+# other pieces differ in the third digit of KV, and in most answers after a few tokens. So requests
+# run one at a time, and are compared with what plain vLLM computes in the same pieces.
 LATENT: dict[str, Any] = {"dtype": "bfloat16", "options": {"max_num_seqs": 1}}
 SETUPS: dict[str, dict[str, Any]] = {
     "llama": {},

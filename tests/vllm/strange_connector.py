@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.connectors.vllm import facing
-from penstock.connectors.vllm.adapter import PenstockConnector
+from penstock.connectors.vllm import versions
 
-facing.TESTED = (0, 1)
-
-
-class StrangeConnector(PenstockConnector):
-    pass
+versions.TESTED = (0, 1)
+StrangeConnector = versions.connector_class()

@@ -17,7 +17,8 @@ With `hold` no plan is carried out until something was computed that is to be sa
 steps more: loads are late, and requests may be gone when they write. With `slow` every plan is
 carried out three steps late: requests end before their blocks are saved.
 
-Pins are counted as well: `PINNED` and two numbers are printed, how many there are and may be.
+Pins are counted as well: `PINNED` and two numbers are printed, how many there are and may be. When
+a worker starts it prints `ENCODING`, and what the form of a block says of its bytes.
 """
 
 from __future__ import annotations
@@ -164,6 +165,13 @@ class CountedPins(Pins):
 
 
 class TamperedConnector(PenstockConnector):
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        assert self._tier is not None
+        planes = self._tier.layout.groups[0].layers[0].planes
+        sys.stdout.write(f"ENCODING {planes[0].encoding}\n")
+        sys.stdout.flush()
+
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         super().set_xfer_handshake_metadata(metadata)
         assert self._scheduling is not None

@@ -1,7 +1,8 @@
 """Other models than a Llama with 32 requests at once and a pool too small for them.
 
 `test_pressure.py` does the same with a Llama, and more. Latent attention is not here: what its
-kernels compute depends, in the third digit, on what else is computed in the same step.
+kernels compute depends on what else is computed in the same step, so that plain vLLM does not
+agree with itself. `test_kinds.py` has a crowd of it whose answers are not compared.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from comparing import BLOCK, DETECTED, HITS, LENGTHS, TAMPERED, agree, cached, counted, generate
-from references import FIRST_BLOCK, LATENT
+from references import FIRST_BLOCK, LATENT, SHORTER_CROWD
 
 if TYPE_CHECKING:
     from conftest import Plain, Run, Told
@@ -16,13 +17,16 @@ pytestmark = pytest.mark.vllm
 
 SETUPS: dict[str, dict[str, Any]] = {
     "llama": {"pool": 64},
-    "latent": {"pool": 64, **LATENT},
+    # Where one request at a time is compared, and then many at once are not.
+    "latent": {"pool": 64, "dtype": LATENT["dtype"]},
     "hybrid": {"pool": 2048},
 }
 # Fills a pool of 64 with others, so that vLLM evicts all that it has. That of the hybrid is larger;
 # what it evicts is loaded in `test_crowds.py`.
 OTHERS = generate(lengths=[9 * BLOCK + 5] * 8, seed=9, max_tokens=1)
 EVICTING = {"llama", "latent"}
+LAST = 7 + len(DETECTED)
+"""The act that is left undisturbed after all the others were."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ def heard(request: pytest.FixtureRequest, run: Run, plain_vllm: Plain) -> Heard:
     """What plain vLLM was asked, but for host memory in place of the device's, where it can be.
 
     Then with each kind of damage, with damage on the device, undisturbed, and after eviction.
+    Latent attention also with 32 requests at once, twice, and again undisturbed.
     """
     kind = request.param
     acts = [generate(), generate(), generate(forget=True, tamper="remember"), {"act": "reset"}]
@@ -45,8 +50,22 @@ def heard(request: pytest.FixtureRequest, run: Run, plain_vllm: Plain) -> Heard:
     acts += [generate(forget=True, tamper=word) for word in DETECTED]
     acts += [generate(forget=True, tamper="device"), generate(forget=True, tamper="")]
     acts += [OTHERS, generate()] if kind in EVICTING else []
+    if kind == "latent":
+        acts = [{**act, "alone": True} for act in acts]
+        acts += [SHORTER_CROWD, SHORTER_CROWD, generate(forget=True, alone=True)]
     told, output = run(kind, acts, connector=TAMPERED, **SETUPS[kind])
     return Heard(kind, plain_vllm(kind), told, output)
+
+
+def test_the_form_of_a_block_says_for_which_instruction_set_it_is_packed(heard: Heard) -> None:
+    ((kernels, packed_for),) = set(re.findall(r"ENCODING vllm (\S+) (\S+) ", heard.output))
+
+    if heard.kind == "latent":
+        # Its blocks are not packed.
+        assert (kernels.endswith("_MLA"), packed_for) == (True, "cpu")
+    else:
+        assert kernels == "CPU_ATTN"
+        assert packed_for != "cpu"
 
 
 def test_computed_blocks_give_what_plain_vllm_gives(heard: Heard) -> None:
@@ -98,7 +117,7 @@ def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(heard: 
 
 
 def test_after_all_that_host_memory_still_gives_the_same(heard: Heard) -> None:
-    act = heard.told[7 + len(DETECTED)]
+    act = heard.told[LAST]
 
     assert cached(act) == HITS
     assert agree(act, heard.plain["again"])
@@ -107,8 +126,24 @@ def test_after_all_that_host_memory_still_gives_the_same(heard: Heard) -> None:
 def test_blocks_that_vllm_evicted_from_the_device_come_from_host_memory(heard: Heard) -> None:
     if heard.kind not in EVICTING:
         pytest.skip("its pool is larger than what this fills")
-    before, act = heard.told[-2:]
+    before, act = heard.told[LAST + 1 : LAST + 3]
 
     assert cached(act) == HITS
     assert counted(act, "tokens_loaded") - counted(before, "tokens_loaded") == sum(HITS)
     assert agree(act, heard.plain["again"])
+
+
+def test_a_crowd_whose_answers_cannot_be_compared_loads_and_spoils_nothing(heard: Heard) -> None:
+    """What kernels for latent attention compute for many at once is not the same twice."""
+    if heard.kind != "latent":
+        pytest.skip("others are compared under pressure in `test_pressure.py` and `test_crowds.py`")
+    before, first, second, after = heard.told[LAST + 2 :]
+
+    assert second["metrics"]["vllm:num_preemptions"] > 0
+    assert counted(second, "tokens_loaded") > counted(first, "tokens_loaded")
+    assert counted(second, "loads_failed") == counted(before, "loads_failed")
+    for act in (first, second):
+        assert [len(row["tokens"]) for row in act["rows"]] == [24] * 32
+    # Of requests that were computed alone, host memory gives what it gave before.
+    assert cached(after) == HITS
+    assert agree(after, heard.plain["again"])

@@ -1,4 +1,7 @@
-"""Where steps may compute on loads, by vLLM's own objects; no engine is started."""
+"""What is refused, and where steps may compute on loads, by vLLM's own objects.
+
+No engine is started. An engine whose connector cannot be made does not start.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,9 @@ def configured(model: Callable[[str], Path]) -> Callable[..., Any]:
 def connect(config: Any, *groups: str) -> Any:
     """The scheduler's half of the connector, for a model with these KV groups."""
     import torch  # noqa: PLC0415
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
         FullAttentionSpec,
@@ -66,8 +72,6 @@ def connect(config: Any, *groups: str) -> Any:
         KVCacheGroupSpec,
         SlidingWindowSpec,
     )
-
-    from penstock.connectors.vllm.adapter import PenstockConnector  # noqa: PLC0415
 
     shape: dict[str, Any] = {
         "block_size": 32,
@@ -87,7 +91,7 @@ def connect(config: Any, *groups: str) -> Any:
             for number, group in enumerate(groups)
         ],
     )
-    return PenstockConnector(config, KVConnectorRole.SCHEDULER, described)
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, described)
 
 
 def test_one_group_with_all_its_blocks_is_served(configured: Callable[..., Any]) -> None:
@@ -136,6 +140,20 @@ def test_without_the_option_none_of_this_matters(configured: Callable[..., Any])
     config.kv_transfer_config.kv_connector_extra_config["layerwise"] = False
 
     assert connect(config, FULL, SLIDING)._config.layer_wise == "off"
+
+
+def test_failed_loads_that_fail_requests_are_refused_unless_they_are_meant(
+    configured: Callable[..., Any],
+) -> None:
+    config = configured()
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+
+    with pytest.raises(ConfigError, match="kv_load_failure_policy: is 'fail'") as refused:
+        connect(config, FULL)
+
+    assert "kv_connector_extra_config.allow_fail must be true" in str(refused.value)
+    config.kv_transfer_config.kv_connector_extra_config["allow_fail"] = True
+    assert connect(config, FULL)._config is not None
 
 
 @pytest.mark.parametrize(

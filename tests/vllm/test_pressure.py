@@ -235,13 +235,6 @@ def test_an_engine_of_a_version_that_was_not_tested_runs_without(
     assert "the connector is tested with 0.1; kv_connector_extra_config.any_version" in printed
 
 
-def test_an_engine_in_which_failed_loads_fail_requests_does_not_start_unasked(run: Run) -> None:
-    _, printed = run("llama", [], connector=PENSTOCK, policy="fail", starts=False)
-
-    assert "kv_load_failure_policy: is 'fail'" in printed
-    assert "kv_connector_extra_config.allow_fail must be true" in printed
-
-
 @pytest.fixture(scope="module")
 def sharing(run: Run) -> tuple[Told, Told, str]:
     """Latent attention on two ranks, without the connector and with one that tells its calls."""

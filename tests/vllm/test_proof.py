@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 
-PROOF = ["ProofConnector", "proof_connector"]
 SABOTAGED = ["SabotagedConnector", "sabotaged_connector"]
 SETUP: dict[str, Any] = {"pool": 64, "extra": {"host_blocks": 256}}
 NONE = [0] * len(HITS)
@@ -38,16 +37,6 @@ def test_loaded_blocks_give_the_same_tokens_and_log_probabilities(
     first, second = heard[0][:2]
 
     assert cached(first) == NONE
-    assert agree(first, plain["cold"])
-    assert cached(second) == HITS
-    assert agree(second, plain["cached"])
-
-
-def test_two_ranks_load_what_each_of_them_saved(run: Run, plain: dict[str, Any]) -> None:
-    acts = [generate(), generate(forget=True)]
-
-    (first, second), _ = run("llama", acts, connector=PROOF, ranks=2, **SETUP)
-
     assert agree(first, plain["cold"])
     assert cached(second) == HITS
     assert agree(second, plain["cached"])

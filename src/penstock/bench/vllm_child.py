@@ -44,7 +44,11 @@ def transfer_of(side: str, host_blocks: int, block_bytes: int) -> dict[str, Any]
             "kv_connector_module_path": "penstock.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"config": TOML.format(blocks=host_blocks)},
+            "kv_connector_extra_config": {
+                "config": TOML.format(blocks=host_blocks),
+                # In another version it would be off, and be measured as if it were on.
+                "any_version": True,
+            },
         }
     if side == "vllm-offloading":
         return {
@@ -107,7 +111,8 @@ def open_engine(told: dict[str, Any]) -> Any:
         skip_tokenizer_init=True,
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=told["pool"],
-        max_model_len=1024,
+        # One request must fit into the pool, of which vLLM keeps a block for itself.
+        max_model_len=min(1024, (told["pool"] - 1) * BLOCK_TOKENS),
         max_num_batched_tokens=1024,
         enforce_eager=True,
         enable_prefix_caching=True,

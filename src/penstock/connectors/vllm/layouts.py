@@ -4,6 +4,7 @@
 |---------------------------------------------------|------------------------------------------|
 | on a GPU: K and V dense, [block, head, token, K|V] | a plane K and a plane V, by head         |
 | on a GPU: latent KV, [block, 1, token, channel]    | a latent plane                           |
+| K and V apart within a block, [block, 2, token, …] | opaque blocks, one a layer               |
 | content that only its kernels can read             | opaque blocks, one a layer               |
 | on the CPU: blocks packed for an instruction set    | opaque blocks; the set is in the form    |
 
@@ -112,8 +113,9 @@ def _whole_blocks(name: str, tensor: torch.Tensor, block_count: int) -> torch.Te
     parts, rest = divmod(tensor.shape[0], block_count)
     if rest or parts < 1 or not tensor.is_contiguous():
         raise UnavailableError(
-            f"layer {name} has {tensor.shape[0]} blocks of strides {tuple(tensor.stride())}, "
-            f"must have {block_count}, or a multiple of it without gaps"
+            f"layer {name} is a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tuple(tensor.stride())}, must have {block_count} blocks along its first axis, or a "
+            "multiple of it without gaps"
         )
     return tensor.view(block_count, -1)
 

@@ -23,3 +23,8 @@ def log_into_vllm() -> None:
     penstock = logging.getLogger("penstock")
     if not any(isinstance(handler, _IntoVllm) for handler in penstock.handlers):
         penstock.addHandler(_IntoVllm())
+
+
+def log_off(why: str) -> None:
+    """Says that vLLM runs without Penstock; said by the scheduler, once for all its ranks."""
+    log.warning("Penstock is off, vLLM runs without it: %s", why)

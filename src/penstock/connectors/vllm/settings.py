@@ -35,7 +35,6 @@ class Settings:
     """One flag's worth of settings."""
 
     config: Config
-    any_version: bool = False
     layerwise: bool = False
 
 
@@ -55,11 +54,17 @@ def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settin
             f"is {failure_policy!r}, with which a block that fails its checksum fails its "
             f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
         )
-    return Settings(
-        config=_config(extra),
-        any_version=_flag(extra, "any_version"),
-        layerwise=_flag(extra, "layerwise"),
-    )
+    asks_any_version(extra)
+    return Settings(config=_config(extra), layerwise=_flag(extra, "layerwise"))
+
+
+def asks_any_version(extra: Mapping[str, object]) -> bool:
+    """Whether the connector is to run in a vLLM that it was not tested with.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    return _flag(extra, "any_version")
 
 
 def _config(extra: Mapping[str, object]) -> Config:

@@ -1,0 +1,107 @@
+"""The connector in a vLLM that it was not tested with: off, unless `any_version` is told.
+
+vLLM asks for a class before it says what the class is told, so the choice is made when an
+object is wanted. Off, it needs three names of vLLM, without which there are no connectors at all.
+
+The one rule: whatever vLLM calls here, the answer is that nothing is cached.
+"""
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+import inspect
+from abc import update_abstractmethods
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from penstock.connectors.vllm.logs import log_off
+from penstock.connectors.vllm.settings import WHERE, asks_any_version
+from penstock.connectors.vllm.versions import connector_itself, which
+
+# Before connectors were asked whether they know several KV groups, none had to say so.
+KnowsGroups: Any = getattr(base, "SupportsHMA", object)
+
+
+class Nothing(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells every rank, once a step."""
+
+
+class PenstockConnector(KVConnectorBase_V1, KnowsGroups):  # type: ignore[misc]
+    """Penstock, switched off."""
+
+    def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> Any:
+        """The connector itself, where it was asked for nevertheless."""
+        if _any_version(vllm_config):
+            return connector_itself()(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        # What vLLM did not give, its base class does not take.
+        given = () if kv_cache_config is None else (kv_cache_config,)
+        super().__init__(vllm_config, role, *given)
+        if role is KVConnectorRole.SCHEDULER:
+            log_off(f"{which()}; {WHERE}.any_version = true tries it nevertheless")
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is delivered."""
+        return False
+
+    def get_num_new_matched_tokens(self, *_args: Any, **_how: Any) -> tuple[int, bool]:
+        """Nothing is found."""
+        return 0, False
+
+    def build_connector_meta(self, *_args: Any, **_how: Any) -> Nothing:
+        """Nothing is planned."""
+        return Nothing()
+
+    def request_finished(self, *_args: Any, **_how: Any) -> tuple[bool, None]:
+        """Nothing is kept."""
+        return False, None
+
+    def request_finished_all_groups(self, *_args: Any, **_how: Any) -> tuple[bool, None]:
+        """Nothing is kept."""
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Nothing is there."""
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Where something was counted, the connector itself counted it."""
+        return connector_itself().build_kv_connector_stats(data) if data else None
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> Any:
+        """Metrics of the connector itself, where it was asked for."""
+        if _any_version(vllm_config):
+            return connector_itself().build_prom_metrics(vllm_config, *args)
+        return None
+
+
+def _any_version(vllm_config: Any) -> bool:
+    return asks_any_version(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def _do_nothing(*_args: Any, **_how: Any) -> None:
+    """For all that vLLM wants of every connector, and that is not answered above."""
+
+
+def _answer_the_rest() -> None:
+    for name in PenstockConnector.__abstractmethods__:
+        # A method in place of a property would be taken for a yes.
+        read = isinstance(inspect.getattr_static(PenstockConnector, name), property)
+        setattr(PenstockConnector, name, property(_do_nothing) if read else _do_nothing)
+    update_abstractmethods(PenstockConnector)
+
+
+_answer_the_rest()

@@ -1,0 +1,78 @@
+"""Which vLLM this is, and which connector it gets.
+
+| vLLM                           | gets                                              |
+|--------------------------------|---------------------------------------------------|
+| the version that was tested    | the connector, `adapter`                          |
+| another one                    | one that is off, `untested`                       |
+| another one, and `any_version` | the connector, if it has what the connector needs |
+
+The one rule: what only the tested version is known to have is imported after the version was
+compared. A name that another version lacks must not keep vLLM from starting.
+"""
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from penstock.errors import UnavailableError
+
+TESTED = (0, 32)
+"""The version of vLLM, major and minor, that `make test-vllm` runs."""
+HERE = "penstock.connectors.vllm"
+
+
+def connector_class() -> Any:
+    """The class for the vLLM that is installed.
+
+    Raises:
+        UnavailableError: this vLLM lacks what any connector needs.
+    """
+    return connector_itself() if is_tested(_found()) else _from_vllm("untested").PenstockConnector
+
+
+def connector_itself() -> Any:
+    """The class for the tested version, whatever version this is.
+
+    Raises:
+        UnavailableError: this vLLM lacks what the connector imports, or wants more of it.
+    """
+    found = _from_vllm("adapter").PenstockConnector
+    if found.__abstractmethods__:
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise UnavailableError(_cannot_run(f"it has no method {missing}"))
+    return found
+
+
+def which() -> str:
+    """Which vLLM this is, and which one was tested."""
+    major, minor = TESTED
+    return f"this is vLLM {_found()}, the connector is tested with {major}.{minor}"
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of vLLM is one of those that were tested."""
+    return version.partition("+")[0].split(".")[:2] == [str(part) for part in TESTED]
+
+
+def _found() -> str:
+    # When somebody asks: all else in this package is of use where vLLM is not installed.
+    from vllm import __version__  # noqa: PLC0415
+
+    return str(__version__)
+
+
+def _from_vllm(name: str) -> Any:
+    try:
+        return import_module(f"{HERE}.{name}")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "vllm":
+            raise
+        raise UnavailableError(_cannot_run(str(error))) from error
+
+
+def _cannot_run(why: str) -> str:
+    return f"{which()}, and cannot run in this one: {why}"
