@@ -150,7 +150,13 @@ class World:
     # Requests.
 
     def submit(
-        self, request: str, token_count: int, *, cached_tokens: int = 0, first: int = 0
+        self,
+        request: str,
+        token_count: int,
+        *,
+        cached_tokens: int = 0,
+        first: int = 0,
+        scattered: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Sends a request to both engines; returns its slots on both sides, from the first on."""
         plan = self.directory.plan
@@ -158,6 +164,8 @@ class World:
         there = [first + n for n in reversed(range(len(keys)))]
         here = [first + n for n in reversed(range(-(-token_count // plan.target_tokens)))]
         assert max(*there, *here) < SLOTS
+        if scattered:
+            there, here = (self.rng.sample(range(SLOTS), len(each)) for each in (there, here))
         self.decode.submit(
             request,
             token_count=token_count,

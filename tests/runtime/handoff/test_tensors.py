@@ -27,8 +27,6 @@ from penstock.tiers.tensors import TensorTier  # noqa: E402
 if TYPE_CHECKING:
     from penstock.handoff.grid import Grid
 
-TOKENS = 22
-
 
 class PlayedEvent:
     """Is passed when the test says so."""
@@ -88,11 +86,13 @@ def write_of(part: int) -> WriteId:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("source_tokens", "target_tokens"), [(4, 4), (8, 4), (4, 8)])
+@pytest.mark.parametrize(("source_tokens", "target_tokens"), [(4, 4), (8, 4), (4, 8), (8, 2)])
+@pytest.mark.parametrize("tokens", [22, 17])
 def test_staging_moves_the_same_bytes_as_arrays_do(
     scaled: bool,  # noqa: FBT001 - a case
     source_tokens: int,
     target_tokens: int,
+    tokens: int,
 ) -> None:
     source = split(0, 4, tokens=source_tokens, scaled=scaled)
     target = split(1, 2, tokens=target_tokens, scaled=scaled)
@@ -102,18 +102,18 @@ def test_staging_moves_the_same_bytes_as_arrays_do(
     there, here, wanted = tier_of(source, 1), tier_of(target, 2), tier_of(target, 2)
     grid = cut(
         layers=parts.layers,
-        blocks=range(-(-TOKENS // plan.unit_tokens)),
+        blocks=range(-(-tokens // plan.unit_tokens)),
         cell_bytes=parts.layer_bytes_max,
         block_tokens=plan.unit_tokens,
-        berth_bytes=2 * parts.layer_bytes_max,
+        berth_bytes=3 * parts.layer_bytes_max,
         part_bytes_min=0,
     )
     reader = TensorReader(there, Algorithm.XXH3, part_bytes=grid.part_bytes)
     taker = TensorTaker(here, Algorithm.XXH3, part_bytes=grid.part_bytes)
-    slots = [7, 2, 9, 0, 11, 5]
+    slots = [7, 2, 9, 0, 11, 5, 10, 1, 8, 3, 6, 4]
 
     for part in range(grid.part_count):
-        place = parts.place(grid, part, TOKENS)
+        place = parts.place(grid, part, tokens)
         keys = [b"key %d" % n for n in place.source_blocks]
         from_slots = [slots[n] for n in place.source_blocks]
         to_slots = [slots[-n - 1] for n in place.target_blocks]

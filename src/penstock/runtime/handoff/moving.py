@@ -193,7 +193,9 @@ class PartScatter:
                     packed = packed[window::ratio]
                     some = slots[: len(packed)]
                 elif self._target_ratio > 1:
+                    # The prompt may end inside the last block of the source.
                     some = slots[window::ratio]
+                    packed = packed[: len(some)]
                 runs = _runs(some)
                 if pair.is_small and len(runs) > 1:
                     pair.slots[list(some)] = packed

@@ -321,7 +321,9 @@ class WindowScatter:
                     packed = packed[window :: len(self._windows)]
                     some = numbers[: len(packed)]
                 elif self._route.target_ratio > 1:
+                    # The prompt may end inside the last block of the source.
                     some = numbers[window :: len(self._windows)]
+                    packed = packed[: len(some)]
                 pair.slots.index_copy_(0, some, packed)
 
 
