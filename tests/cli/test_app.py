@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import pytest
 import typer
 
+import penstock
 from penstock.cli import app as application
-from penstock.cli.app import run
+from penstock.cli.app import COMMANDS, run
 from penstock.errors import (
     CapacityError,
     ConfigError,
@@ -36,7 +40,7 @@ def command_raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], No
         @app.command()
         def other() -> None: ...
 
-        monkeypatch.setattr(application, "app", app)
+        monkeypatch.setattr(application, "app_for", lambda _: app)
 
     return install
 
@@ -106,3 +110,46 @@ def test_version_names_penstock_python_and_what_is_used(capsys: pytest.CaptureFi
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert ended == 0
     assert names == ["penstock", "numpy", "msgspec", "xxhash", "pyzmq", "torch", "python", "system"]
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = run(["--version"])
+
+    assert ended == 0
+    assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_about_itself(name: str) -> None:
+    row = COMMANDS[name]
+    module = import_module(f"penstock.cli.{row.module}")
+
+    if row.function:
+        said = getattr(module, row.function).__doc__.split("\n\n")[0]
+        assert " ".join(said.split()) == row.help
+    else:
+        assert module.commands.registered_commands
+
+
+def test_a_word_that_is_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["srve"]) == 2
+    assert "Did you mean 'serve'?" in capsys.readouterr().err
+
+
+def test_help_imports_no_command_and_no_heavy_package() -> None:
+    script = (
+        "import sys\n"
+        "from penstock.cli.entry import main\n"
+        "main(['--help'])\n"
+        "print(sorted(name for name in sys.modules if name.startswith('penstock.')))\n"
+        "print(sorted({'numpy', 'zmq', 'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    ours = {f"penstock.{name}" for name in ("cli", "cli.app", "cli.conventions", "cli.entry")}
+    *_, loaded, heavy = done.stdout.splitlines()
+    assert loaded == str(sorted({*ours, "penstock.errors"}))
+    assert heavy == "[]"

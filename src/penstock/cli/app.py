@@ -1,7 +1,8 @@
 """The commands of `penstock`, and the edge where errors become exit statuses.
 
-Each command has a module of its own beside this one and is added to `app` below; options
-that several commands share are in `conventions`.
+Each command has a module of its own beside this one and a row in `COMMANDS` below; options
+that several commands share are in `conventions`. Only the module of the command that runs is
+imported: the others together take more than a second, and `penstock --help` needs none.
 
 The one rule that must not break: what the caller or the world got wrong ends as one line and
 a status; what we got wrong ends as a traceback, never as a tidy message.
@@ -10,18 +11,15 @@ a status; what we got wrong ends as a traceback, never as a tidy message.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.main import get_command
 
-from penstock.cli import bench, config, explore
+from penstock import __version__
 from penstock.cli.conventions import ExitStatus
-from penstock.cli.demo import show_demo
-from penstock.cli.serve import serve
-from penstock.cli.sim import simulate
-from penstock.cli.version import show_version
-from penstock.cli.vllm_config import print_vllm_flag
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,45 +29,125 @@ RUN = "Run"
 SET_UP = "Set up"
 PROVE = "Try, test and measure"
 
-app = typer.Typer(
-    name="penstock",
-    help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
-    epilog="Exit status: 0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-)
-app.add_typer(
-    config.commands,
-    name="config",
-    help="Check a configuration file, or show what it comes to.",
-    rich_help_panel=SET_UP,
-)
-app.add_typer(
-    bench.commands,
-    name="bench",
-    help="Measure, beside peers and ceilings in the same run.",
-    rich_help_panel=PROVE,
-)
-app.add_typer(
-    explore.commands,
-    name="explore",
-    help="Look at small worlds in every order in which things can happen.",
-    rich_help_panel=PROVE,
-)
-app.command("serve", rich_help_panel=RUN)(serve)
-app.command("demo", rich_help_panel=PROVE)(show_demo)
-app.command("sim", rich_help_panel=PROVE)(simulate)
-app.command("version", rich_help_panel=SET_UP)(show_version)
-app.command("vllm-config", rich_help_panel=SET_UP)(print_vllm_flag)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One command: where it is, and what the list of commands says about it."""
+
+    module: str
+    """A module of `penstock.cli`."""
+    function: str = ""
+    """The command in it; empty: the module has several, in a Typer called `commands`."""
+    help: str
+    panel: str
+
+
+COMMANDS = {
+    "serve": Row(
+        module="serve",
+        function="serve",
+        help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
+        panel=RUN,
+    ),
+    "config": Row(
+        module="config",
+        help="Check a configuration file, or show what it comes to.",
+        panel=SET_UP,
+    ),
+    "bench": Row(
+        module="bench",
+        help="Measure, beside peers and ceilings in the same run.",
+        panel=PROVE,
+    ),
+    "explore": Row(
+        module="explore",
+        help="Look at small worlds in every order in which things can happen.",
+        panel=PROVE,
+    ),
+    "demo": Row(
+        module="demo",
+        function="show_demo",
+        help="Serve a model by a pair of instances, talk to it, and check every answer.",
+        panel=PROVE,
+    ),
+    "sim": Row(
+        module="sim",
+        function="simulate",
+        help="Simulate cache or handoff from many seeds, or tell the story of one.",
+        panel=PROVE,
+    ),
+    "version": Row(
+        module="version",
+        function="show_version",
+        help="Print the versions of Penstock, of Python and of what Penstock uses.",
+        panel=SET_UP,
+    ),
+    "vllm-config": Row(
+        module="vllm_config",
+        function="print_vllm_flag",
+        help="Print the flag that makes vLLM keep KV in the tiers of a configuration file.",
+        panel=SET_UP,
+    ),
+}
+
+
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """The application for these arguments: the command that they name; the others are listed."""
+    app = typer.Typer(
+        name="penstock",
+        help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
+        epilog="Exit status: 0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="markdown",
+    )
+    app.callback()(_root)
+    # Options before the command's name take no values, so the first other word is the name.
+    named = next((word for word in arguments if not word.startswith("-")), "")
+    for name, row in COMMANDS.items():
+        if name != named:
+            app.command(name, help=row.help, rich_help_panel=row.panel)(_only_listed)
+            continue
+        module = import_module(f"penstock.cli.{row.module}")
+        if row.function:
+            app.command(name, rich_help_panel=row.panel)(getattr(module, row.function))
+        else:
+            app.add_typer(module.commands, name=name, help=row.help, rich_help_panel=row.panel)
+    return app
+
+
+def _only_listed() -> None:
+    """Stands in the list of commands for one that is not going to run."""
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version of Penstock, and end.",
+        ),
+    ] = False,
+) -> None:
+    """Keeps the KV cache of LLM serving: tools to try, check and measure it."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, by default from `sys.argv`, and returns its exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
-    command = get_command(app)
+    command = get_command(app_for(given))
     try:
-        command(args=None if arguments is None else list(arguments), prog_name="penstock")
+        command(args=given, prog_name="penstock")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitStatus.FINE
     except InvariantViolation:
