@@ -202,6 +202,14 @@ def test_a_story_tells_what_happened_to_a_request(server: Running) -> None:
     assert told["story"]
 
 
+def test_there_is_no_story_of_a_request_that_nobody_knows(server: Running) -> None:
+    found = server.client.get("/cache/story", params={"request": "cmpl-nobody"})
+
+    assert found.status_code == 404
+    assert found.json()["error"]["param"] == "request"
+    assert "'cmpl-nobody'" in found.json()["error"]["message"]
+
+
 def test_metrics_can_be_read_by_prometheus(server: Running) -> None:
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415
 

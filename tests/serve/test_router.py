@@ -97,6 +97,26 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
     played(play)
 
 
+def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        # A block of both is what all conversations begin with: it binds them to nobody.
+        one.keep(4)
+        await settled()
+        went: list[str] = []
+        for number in range(4):
+            name = f"r{number}"
+            task = asyncio.create_task(answered(router, submit(name)))
+            await settled()
+            [chosen] = [each for each in (one, two) if each.heard()]
+            went.append("one" if chosen is one else "two")
+            chosen.say(ms.Progress(id=name, answer=0, token=1, reason="stop"))
+            await task
+
+        assert went == ["one", "two", "one", "two"]
+
+    played(play)
+
+
 def test_an_instance_that_tells_what_it_caches_too_early_is_left() -> None:
     async def play(_router: Router, _one: Instance, _two: Instance) -> None:
         near, far = channel_pair("server", "early")

@@ -45,6 +45,7 @@ from penstock.serve.shapes import (
     logprobs_of,
     max_tokens_of,
     read_request,
+    shown,
     wants_logprobs,
 )
 
@@ -236,11 +237,20 @@ class Server:
         name = http.query_params.get("request", "")
         if not name:
             raise BadRequest("request is empty, must be the id of an answer", param="request")
+        if not self._router.ready:
+            return errors.unavailable("no instance is ready")
         # Where prompts are computed for others, each attempt is a request of its own.
         names = [name, *handoffs_of(name)]
         found = [
             line for each in names for told in await self._told("story", each) for line in told
         ]
+        if not found:
+            raise BadRequest(
+                f"request is {shown(name)}, must be the id of an answer that an instance still "
+                "remembers",
+                param="request",
+                status=404,
+            )
         return JSONResponse({"request": name, "story": found})
 
     async def timeline(self, http: HttpRequest) -> Response:

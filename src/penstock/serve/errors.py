@@ -4,7 +4,7 @@
 |--------|-------------------------|---------------------------------------------------------|
 | 400    | `invalid_request_error` | the request is wrong; `param` names the field           |
 | 401    | `authentication_error`  | the API key is missing or wrong                         |
-| 404    | `invalid_request_error` | no such path, or no such model                          |
+| 404    | `invalid_request_error` | no such path, model, or story                           |
 | 405    | `invalid_request_error` | the path takes another method                           |
 | 408    | `invalid_request_error` | the body does not come to its end                       |
 | 413    | `invalid_request_error` | the body is too large                                   |

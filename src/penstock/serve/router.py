@@ -31,6 +31,10 @@ LOAD_BLOCKS = 8
 GONE_LOAD = 4
 """A pair whose prefill instance is gone counts as if it had so many more requests: others come
 first, unless they are busier still, or have much less of the prefix."""
+EQUAL_BLOCKS = 1
+"""Instances that differ by no more than this in what they need not compute count as equal: such
+requests are dealt out in turn. It covers the start that all conversations have in common, such as
+a chat template's own first lines, which would otherwise bind all of them to one instance."""
 ATTEMPTS_MAX = 3
 
 
@@ -88,6 +92,9 @@ class Router:
         """What the weights are called, if that has changed."""
         self._told: dict[str, int] = {}
         """The last reset that each instance was told of, whichever life it was in."""
+        self._choices = 0
+        self._chosen: dict[Link, int] = {}
+        """When each instance was last chosen, counted in choices."""
 
     def add(self, link: Link) -> None:
         """A new instance."""
@@ -99,6 +106,7 @@ class Router:
         """An instance is gone."""
         self.links.remove(link)
         self._holdings.pop(link, None)
+        self._chosen.pop(link, None)
 
     @property
     def ready(self) -> list[Link]:
@@ -180,10 +188,16 @@ class Router:
         able = [link for link in self.answering if link not in tried]
         if not able:
             raise Lost("no instance is ready")
-        if len(able) == 1:
-            return able[0]
-        prompt = PromptKeys(submit)
-        return max(able, key=lambda link: self._worth(link, prompt))
+        if len(able) > 1:
+            prompt = PromptKeys(submit)
+            worths = {link: self._worth(link, prompt) for link in able}
+            # Twice: what is handed over and what is computed are counted separately.
+            least = max(worths.values()) - 2 * EQUAL_BLOCKS
+            able = [link for link in able if worths[link] >= least]
+        chosen = min(able, key=lambda link: self._chosen.get(link, 0))
+        self._choices += 1
+        self._chosen[chosen] = self._choices
+        return chosen
 
     def _paired(
         self, submit: ms.Submit, link: Link, *, attempt: int

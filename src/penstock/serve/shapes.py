@@ -27,6 +27,15 @@ class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes sta
         self.status = status
 
 
+SHOWN_CHARACTERS = 120
+
+
+def shown(value: object) -> str:
+    """A value as messages quote it, cut short where it is long."""
+    found = repr(value)
+    return found if len(found) <= SHOWN_CHARACTERS else f"{found[:SHOWN_CHARACTERS]}…"
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stream tells besides the text."""
 
