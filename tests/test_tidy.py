@@ -22,7 +22,10 @@ DECISION_LINES_MAX = 60
 # Each exception: where it is, and why. One that is no longer needed fails the test as well.
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
-BROAD_EXCEPTS: dict[str, str] = {}
+BROAD_EXCEPTS: dict[str, str] = {
+    "src/penstock/runtime/handoff/decode_rank.py": "one part fails its handoff, not the rank",
+    "src/penstock/runtime/handoff/prefill_rank.py": "one part fails its handoff, not the rank",
+}
 
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 # Spelled in pieces, so that this file does not find itself.

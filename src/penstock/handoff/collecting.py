@@ -102,6 +102,12 @@ class Collection(NamedTuple):
             ),
         )
 
+    def untaken(self, name: str, part: int) -> Collection:
+        """After our mover gave a part up."""
+        return self._with(
+            name, lambda source: source._replace(under_way=source.under_way & ~(1 << part))
+        )
+
     def spoiled(self, name: str, part: int, attempt: int) -> Collection:
         """After a part was found not to be intact."""
         return self._with(name, lambda source: source.with_spoiled(part, attempt))

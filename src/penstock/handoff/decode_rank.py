@@ -80,6 +80,22 @@ class DecodeRank(Landing):
         self._after_take(key, take)
         return self.effects
 
+    def take_failed(self, take: Take, now: float, *, why: str) -> list[AnyEffect]:
+        """Our mover could not take a part, whatever its bytes are: the handoff fails (P11).
+
+        Raises:
+            ValueError: that is not under way.
+        """
+        self._end_take(take, now)
+        self._count("parts not taken")
+        key = (take.handoff, take.epoch)
+        self.collections[key] = self.collections[key].untaken(take.source.name, take.part)
+        self._fail_if_collecting(
+            key, f"part {take.part} of {take.source.name} could not be taken: {why}"
+        )
+        self._after_take(key, take)
+        return self.effects
+
     def area_failed(self, peer: Life, generation: int, now: float, *, why: str) -> list[AnyEffect]:
         """There was no memory for an area: the handoffs that need it fail over (P18).
 

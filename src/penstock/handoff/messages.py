@@ -34,7 +34,8 @@ ATTEMPT_COUNT_MAX = 64
 BERTH_COUNT_MAX = 1 << 16
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
-Index = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+INDEX_MAX = 2**31
+Index = Annotated[int, msgspec.Meta(ge=0, le=INDEX_MAX)]
 PartSet = Annotated[bytes, msgspec.Meta(max_length=1 << 17)]
 """A set of parts, see `penstock.handoff.grid.to_bytes`."""
 Fact = tuple[Text, Text]

@@ -67,6 +67,7 @@ class DeviceReader:
     """
 
     def __init__(self, tier: TensorTier, *, part_bytes: int) -> None:
+        self.slot_count = tier.slot_count
         self._tier = tier
         self._device = Device(tier, part_bytes)
         self._reading: deque[_Reading] = deque()

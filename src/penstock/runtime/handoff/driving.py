@@ -190,6 +190,15 @@ class PartyDriver(Generic[MachineT]):
         self.refused[reason] += 1
         _log.debug("refused party=%s from=%s cause=%s: %s", self.life.name, name, reason, what)
 
+    def _fault(self, reason: str, name: str, handoff: str, error: Exception) -> None:
+        """Counts and logs what should not happen; the caller fails that handoff."""
+        self.refused[reason] += 1
+        _log.error(
+            "failed party=%s peer=%s handoff=%s cause=%s",
+            *(self.life.name, name, handoff, reason),
+            exc_info=error,
+        )
+
     # Effects.
 
     def _carry_out(self, effects: Sequence[AnyEffect]) -> None:

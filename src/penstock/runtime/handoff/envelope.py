@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from penstock.errors import PeerError
-from penstock.handoff.framing import decode, encode
+from penstock.handoff.framing import MESSAGE_BYTES_MAX, decode, encode
 from penstock.transport.base import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _LENGTH_BYTES = 4
 KEY_BYTES_MAX = 64
 KEY_COUNT_MAX = 1 << 18
 TOKEN_COUNT_MAX = 1 << 31
+CONTENT_BYTES_MAX = FRAME_BYTES_MAX - MESSAGE_BYTES_MAX - _LENGTH_BYTES
+"""An encoded content of this size fits a frame with any message."""
 
 
 class Envelope(NamedTuple):

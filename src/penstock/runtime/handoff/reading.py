@@ -29,6 +29,11 @@ Window_contra = TypeVar("Window_contra", contravariant=True)
 class PartReader(Protocol[Window_contra]):
     """Packs parts out of the slots of one rank."""
 
+    @property
+    def slot_count(self) -> int:
+        """How many slots there are."""
+        ...
+
     def read(
         self,
         write: WriteId,
@@ -63,6 +68,7 @@ class ArrayReader:
     """Packs parts on the CPU; each is done when `read` returns."""
 
     def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
+        self.slot_count = tier.slot_count
         self._tier = tier
         self._algorithm = algorithm
         self._gathers: dict[PartForm, PartGather] = {}

@@ -12,8 +12,15 @@ from penstock.handoff import messages as msg
 from penstock.handoff.decode_scheduler import DecodeScheduler
 from penstock.handoff.grid import PART_BYTES_MIN
 from penstock.handoff.prefill_scheduler import PrefillScheduler
+from penstock.runtime.handoff.arguments import (
+    block_keys,
+    handoff_name,
+    numbers,
+    slot_numbers,
+    whole_number,
+)
 from penstock.runtime.handoff.driving import PartyDriver
-from penstock.runtime.handoff.envelope import Content, encode_content
+from penstock.runtime.handoff.envelope import CONTENT_BYTES_MAX, Content, encode_content
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,12 +50,14 @@ class PrefillSchedulerDriver(PartyDriver[PrefillScheduler]):
 
     def submit(self, handoff: str, *, lease_s: float | None = None) -> None:
         """Offers the KV of a prompt; see `PrefillScheduler.submit`."""
-        self._carry_out(self.machine.submit(handoff, self._clock(), lease_s=lease_s))
+        name = handoff_name(handoff)
+        self._carry_out(self.machine.submit(name, self._clock(), lease_s=lease_s))
 
     def first_token(
         self, handoff: str, tokens: tuple[int, ...], drafts: tuple[int, ...] = ()
     ) -> None:
         """The prompt is computed; see `PrefillScheduler.first_token`."""
+        tokens, drafts = numbers("tokens", tokens), numbers("drafts", drafts)
         now = self._clock()
         self._carry_out(self.machine.first_token(handoff, now, tokens=tokens, drafts=drafts))
 
@@ -103,38 +112,64 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
             patience_s: gives up after this.
 
         Raises:
+            TypeError: an argument is of another kind.
             ValueError, UnavailableError, CapacityError: see `DecodeScheduler.submit`.
         """
-        plan = self._directory.plan
+        handoff = handoff_name(handoff)
+        token_count = whole_number("token_count", token_count, first=1)
+        cached_tokens = whole_number("cached_tokens", cached_tokens)
+        epoch = whole_number("epoch", epoch, first=1)
+        taken = {name: slot_numbers(f"slots of {name!r}", given) for name, given in slots.items()}
         wanted = self._directory.wanted(
             cached_tokens=cached_tokens,
             token_count=token_count,
             berth_bytes=self.machine.settings.bounds.berth_bytes,
             part_bytes_min=self._part_bytes_min,
         )
-        block_count = -(-token_count // plan.source_tokens)
-        if len(keys) != block_count:
-            raise ValueError(
-                f"keys has {len(keys)} keys, {token_count} tokens in blocks of "
-                f"{plan.source_tokens} need {block_count}"
-            )
-        missing = -(-token_count // plan.target_tokens) - cached_tokens // plan.target_tokens
-        for name, given in slots.items():
-            if len(given) != missing:
-                raise ValueError(f"slots of {name!r} are {len(given)}, must be {missing}")
-        first = cached_tokens // plan.source_tokens
-        content = Content(token_count=token_count, keys=tuple(keys[first:]))
+        self._require_slots(taken, cached_tokens, token_count)
+        content = self._content_of(block_keys(keys), cached_tokens, token_count)
         effects = self.machine.submit(
             handoff,
             self._clock(),
             prefill=self._directory.prefill.scheduler,
             wanted=wanted,
             epoch=epoch,
-            slots={name: tuple(given) for name, given in slots.items()},
+            slots=taken,
             patience_s=patience_s,
         )
-        self._contents[handoff] = encode_content(content)
+        self._contents[handoff] = content
         self._carry_out(effects)
+
+    def _require_slots(
+        self, slots: Mapping[str, Sequence[int]], cached_tokens: int, token_count: int
+    ) -> None:
+        """Refuses what is not one slot of its own for each missing block."""
+        size = self._directory.plan.target_tokens
+        missing = -(-token_count // size) - cached_tokens // size
+        for name, given in slots.items():
+            different = len(set(given))
+            if not len(given) == different == missing:
+                raise ValueError(
+                    f"slots of {name!r} are {len(given)}, {different} of them different, must be "
+                    f"{missing} different ones"
+                )
+
+    def _content_of(self, keys: tuple[bytes, ...], cached_tokens: int, token_count: int) -> bytes:
+        """What ranks have to know of a prompt, as it is attached."""
+        size = self._directory.plan.source_tokens
+        block_count = -(-token_count // size)
+        if len(keys) != block_count:
+            raise ValueError(
+                f"keys has {len(keys)} keys, {token_count} tokens in blocks of {size} need "
+                f"{block_count}"
+            )
+        missing = keys[cached_tokens // size :]
+        content = encode_content(Content(token_count=token_count, keys=missing))
+        if len(content) > CONTENT_BYTES_MAX:
+            raise ValueError(
+                f"keys have {len(content)} bytes together, must be at most {CONTENT_BYTES_MAX}"
+            )
+        return content
 
     def cancel(self, handoff: str, *, why: str = "cancelled") -> None:
         """Nobody wants it any more; see `DecodeScheduler.cancel`."""

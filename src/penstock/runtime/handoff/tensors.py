@@ -166,6 +166,7 @@ class TensorReader:
         part_bytes: int,
         event: Callable[[], DeviceEvent] | None = None,
     ) -> None:
+        self.slot_count = tier.slot_count
         self._tier = tier
         self._algorithm = algorithm
         self._staging = _Staging(tier.device, part_bytes, event)
