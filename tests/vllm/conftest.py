@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +22,15 @@ sys.path.append(str(HERE))
 Told: TypeAlias = list[dict[str, Any]]
 Run: TypeAlias = Callable[..., tuple[Told, str]]
 Plain: TypeAlias = Callable[[str], dict[str, dict[str, Any]]]
+
+
+def pytest_report_header() -> str | None:
+    """How latent attention is computed on this machine, or why its tests are skipped."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from latent_kernels import how_here  # noqa: PLC0415 - from the folder of this file
+
+    return f"latent attention: {how_here()}"
 
 
 def two_cores() -> str:
@@ -46,7 +56,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """For a model the `PYTHONPATH` of its engines; skips what this machine cannot compute."""
+    from latent_kernels import BY_TORCH, NOT_HERE, how_here, make_plugin  # noqa: PLC0415
+
+    plugins: list[str] = []
+
+    def find(kind: str) -> str:
+        given = [str(HERE), os.environ.get("PYTHONPATH", "")]
+        if kind != "latent":
+            return os.pathsep.join(given)
+        if how_here().startswith(NOT_HERE):
+            pytest.skip(how_here())
+        if how_here() == BY_TORCH and not plugins:
+            plugins.append(str(make_plugin(tmp_path_factory.mktemp("plugin"))))
+        return os.pathsep.join([*plugins, *given])
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def run(
+    model: Callable[[str], Path],
+    sources: Callable[[str], str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
     """Runs an engine through a list of acts: what each told, and all that was printed."""
     from processes import run_to_the_end  # noqa: PLC0415 - from the folder of this file
 
@@ -54,7 +88,7 @@ def run(model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": sources(kind),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
