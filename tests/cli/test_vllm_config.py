@@ -34,6 +34,31 @@ def test_the_flag_is_what_the_connector_reads(
     assert settings.config.cache.tiers[0].name == "host"
 
 
+def test_a_path_with_an_equals_sign_is_read_as_a_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "team=blue" / "penstock.toml"
+    file.parent.mkdir()
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file), "--bare"]) == 0
+    extra = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
+
+    assert extra["config"] == str(file)
+    assert read_settings(extra, failure_policy="recompute").config.cache.tiers[0].name == "host"
+
+
+def test_a_path_with_a_line_break_cannot_stand_in_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "two\nlines.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file)]) != 0
+    assert "line break" in capsys.readouterr().err
+    assert run(["vllm-config", str(file), "--inline"]) == 0
+
+
 def test_the_content_may_stand_in_the_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

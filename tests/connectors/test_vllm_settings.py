@@ -34,6 +34,28 @@ def test_the_configuration_is_a_path_or_the_content(tmp_path: Path) -> None:
     assert inside.config == beside.config
 
 
+@pytest.mark.parametrize("name", ["a=b", "k8s=prod.toml", "x = 1", "version=1"])
+def test_a_path_may_have_an_equals_sign_in_it(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name / "penstock.toml"
+    file.parent.mkdir()
+    file.write_text(TOML)
+
+    settings = read_settings({"config": str(file)}, failure_policy="recompute")
+
+    assert settings == read_settings({"config": TOML}, failure_policy="recompute")
+
+
+def test_a_path_with_an_equals_sign_that_is_not_there_is_told_as_a_path() -> None:
+    with pytest.raises(ConfigError, match="no/such=file"):
+        read_settings({"config": "no/such=file"}, failure_policy="recompute")
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "KV_BOTH", "", None])
+def test_a_role_that_the_connector_does_not_have_is_refused(role: str | None) -> None:
+    with pytest.raises(ConfigError, match=r'kv_role: is .*, must be "kv_both"'):
+        read_settings({"config": TOML}, failure_policy="recompute", role=role)
+
+
 @pytest.mark.parametrize(
     ("extra", "policy", "field"),
     [

@@ -35,11 +35,11 @@ def configured(model: Callable[[str], Path]) -> Callable[..., Any]:
     """The configuration of an engine with the connector."""
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - vLLM is not everywhere
 
-    def configure(**how: Any) -> Any:
+    def configure(role: str = "kv_both", **how: Any) -> Any:
         transfer = {
             "kv_connector": "PenstockConnector",
             "kv_connector_module_path": "penstock.connectors.vllm",
-            "kv_role": "kv_both",
+            "kv_role": role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "config": CONFIG,
@@ -154,6 +154,14 @@ def test_failed_loads_that_fail_requests_are_refused_unless_they_are_meant(
     assert "kv_connector_extra_config.allow_fail must be true" in str(refused.value)
     config.kv_transfer_config.kv_connector_extra_config["allow_fail"] = True
     assert connect(config, FULL)._config is not None
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_an_engine_that_is_to_save_or_to_load_alone_is_refused(
+    configured: Callable[..., Any], role: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"kv_role: is '{role}', must be \"kv_both\""):
+        connect(configured(role), FULL)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from penstock.config import load_config
-from penstock.connectors.vllm.settings import FAIL, RECOMPUTE
+from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE
 from penstock.errors import ConfigError
 
 
@@ -58,11 +58,14 @@ def print_vllm_flag(
     if not config.cache.tiers:
         raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
     given = file.read_text(encoding="utf-8") if inline else str(file.resolve())
+    if "\n" in given and not inline:
+        # In the flag, what has a line break in it is the content of a file.
+        raise ConfigError(f"{given!r}", "has a line break in its path, must be given --inline")
     asked = {"layerwise": layerwise, "allow_fail": allow_fail, "any_version": any_version}
     transfer = {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "penstock.connectors.vllm",
-        "kv_role": "kv_both",
+        "kv_role": ROLE,
         "kv_load_failure_policy": FAIL if allow_fail else RECOMPUTE,
         "kv_connector_extra_config": {
             "config": given,

@@ -105,7 +105,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         log_into_vllm()
         transfer = vllm_config.kv_transfer_config
         settings = read_settings(
-            transfer.kv_connector_extra_config, failure_policy=transfer.kv_load_failure_policy
+            transfer.kv_connector_extra_config,
+            failure_policy=transfer.kv_load_failure_policy,
+            role=transfer.kv_role,
         )
         self._engine: Engine = facing.engine_of(vllm_config, kv_cache_config)
         self._scheduling: Scheduling | None = None

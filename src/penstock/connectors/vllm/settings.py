@@ -7,7 +7,8 @@
 | `any_version` | true: run with a version of vLLM that this connector was not tested with |
 | `layerwise`   | true: steps compute on loads while they arrive, where vLLM allows it     |
 
-The one rule: a key that is not known here is refused, never ignored.
+The one rule: a key that is not known here is refused, never ignored. So is a `kv_role` other than
+`kv_both`: the connector both saves and loads, and would not keep to another role.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 WHERE = "kv_connector_extra_config"
 KNOWN = ("config", "allow_fail", "any_version", "layerwise")
+ROLE = "kv_both"
+"""The only role of vLLM's that this connector has."""
 RECOMPUTE = "recompute"
 FAIL = "fail"
 """vLLM's policies for what could not be loaded; `FAIL` is its default."""
@@ -38,13 +41,26 @@ class Settings:
     layerwise: bool = False
 
 
-def read_settings(extra: Mapping[str, object], *, failure_policy: str) -> Settings:
+def read_settings(
+    extra: Mapping[str, object], *, failure_policy: str, role: str | None = ROLE
+) -> Settings:
     """The settings that vLLM was given for this connector.
 
+    Args:
+        extra: vLLM's `kv_connector_extra_config`.
+        failure_policy: vLLM's `kv_load_failure_policy`.
+        role: vLLM's `kv_role`.
+
     Raises:
-        ConfigError: a key is unknown or missing, the configuration is wrong, or a failed load
-            would fail its request and nobody said that this is meant.
+        ConfigError: a key is unknown or missing, the configuration is wrong, the role is another
+            one, or a failed load would fail its request and nobody said that this is meant.
     """
+    if role != ROLE:
+        raise ConfigError(
+            "kv_role",
+            f'is {role!r}, must be "{ROLE}": every engine with this connector both saves and '
+            "loads; a single request stays out by its kv_transfer_params",
+        )
     for key in extra:
         if key not in KNOWN:
             raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
@@ -74,8 +90,8 @@ def _config(extra: Mapping[str, object]) -> Config:
             f"{WHERE}.config",
             f"is {given!r}, must be the path of a Penstock configuration file, or its content",
         )
-    # No path has a line break or an assignment in it, and no configuration is without.
-    if "\n" in given or "=" in given:
+    # A configuration has a version and tiers, so at least two lines; a path may have a "=" in it.
+    if "\n" in given:
         return parse_config(given, source=f"{WHERE}.config")
     return load_config(given)
 
