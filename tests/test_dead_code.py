@@ -24,6 +24,7 @@ FOR_TESTS = "testing/"
 
 _CONNECTOR = "vLLM calls it: part of what it asks of a connector"
 _OFFLOADING = "vLLM calls it: part of what it asks of an offloading worker or spec"
+_UVICORN = "uvicorn calls it: what its server or a connection of it does"
 _DEFINITION = "the definition of sums, a cell at a time; the fast ones are tested against it"
 
 # Each exception: where it is, and why. One that is no longer needed fails the test as well.
@@ -39,6 +40,9 @@ CALLED_FROM_ELSEWHERE = {
     "connectors/vllm/logs.py:emit": "logging calls it: what a handler does with a record",
     "connectors/vllm/metrics.py:is_empty": "vLLM calls it: part of what it asks of statistics",
     "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
+    "serve/http.py:capture_signals": _UVICORN,
+    "serve/http.py:main_loop": _UVICORN,
+    "serve/http.py:send_400_response": _UVICORN,
     "vocabulary/checksums.py:add_sums": _DEFINITION,
     "vocabulary/checksums.py:cell_seed": _DEFINITION,
     "vocabulary/checksums.py:cell_sum": _DEFINITION,

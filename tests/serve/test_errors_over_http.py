@@ -93,10 +93,9 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
     assert answer.json()["error"]["message"] == "the body has more than 1048576 bytes"
 
 
-def test_a_body_that_does_not_come_to_its_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.05)
+def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:
     text: Any = None
-    settings = app.ServerSettings()
+    settings = app.ServerSettings(body_s=0.05)
     served = app.Server(Router(), text, Metrics(), model="m", settings=settings).app()
     sent: list[Any] = []
     first = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]

@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from penstock.cli.app import app_for, run
 from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
+from penstock.config.serving import ServeTable
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
+from penstock.serve.listening import listen
 from penstock.serve.plan import Wishes, instances_of, settle
 
 if TYPE_CHECKING:
@@ -94,8 +96,70 @@ def test_no_process_is_told_the_key(model_folder: Path) -> None:
     specs = instances_of(config)
 
     assert [spec.name for spec in specs] == ["instance-0", "instance-1", "instance-2"]
-    assert "secret" in config.to_toml()
+    assert config.serve is not None
+    assert config.serve.api_key == "secret"
     assert not any("secret" in str(spec) for spec in specs)
+
+
+def test_a_key_is_in_nothing_that_is_printed(
+    model_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = settled(model_folder, api_key="secret")
+    options = ["serve", "--model", str(model_folder), "--api-key", "secret", "--print-config"]
+
+    status = run(options)
+
+    printed = capfd.readouterr()
+    assert status == 0
+    assert "secret" not in f"{printed.out}{printed.err}{config!r}{config.to_toml()}"
+    assert "secret" not in repr(Wishes(api_key="secret"))
+    assert printed.err == "penstock: serve.api_key is set, and not printed\n"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"api_key": "a", "api_key_file": "b"}, "must be only one of the two"),
+        ({"api_key": ""}, "--api-key: is empty, must be left out"),
+        ({"api_key_file": ""}, "--api-key-file: is empty, must be left out"),
+    ],
+)
+def test_a_key_is_given_in_one_way(wishes: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settle(None, Wishes(**wishes))  # type: ignore[arg-type]
+
+
+def test_an_option_for_the_key_takes_the_place_of_either_in_the_file(model_folder: Path) -> None:
+    text = FILE.format(folder=model_folder)
+    file = replace(parse_config(text), serve=ServeTable(api_key="of-the-file"))
+
+    config = settle(file, Wishes(api_key_file="key"))
+
+    assert config.serve is not None
+    assert (config.serve.api_key, config.serve.api_key_file) == ("", "key")
+
+
+def test_a_port_in_use_is_told_before_the_model_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+
+        status = run(["serve", "--model", str(tmp_path / "none"), "--port", str(port)])
+
+    assert status == 3
+    said = capsys.readouterr().err
+    assert said == f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("host", ["not an address!", "a" * 70 + ".example", "192.0.2.1", "", "::x"])
+def test_a_host_that_is_not_here_is_one_line(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["serve", "--model", str(tmp_path / "none"), "--port", "0", "--host", host])
+
+    assert status in {2, 3}
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

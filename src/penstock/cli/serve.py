@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
+import rich.progress
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config import load_config
+from penstock.config.serving import KEY_VARIABLE, ServeTable
 from penstock.errors import UnavailableError
+from penstock.observe import logs
+from penstock.serve.listening import listen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
-    from penstock.config import Config
+    from rich.progress import TaskID
 
+    from penstock.config import Config
+    from penstock.serve.plan import Wishes
+
+logger = logging.getLogger(__name__)
+
+ABOUT_THE_FILE = {"config", "print_config"}
+"""Options that are no settings; every other one is a field of `Wishes`."""
 NEEDED = ("torch", "transformers", "safetensors", "gguf", "starlette", "uvicorn")
 
 
@@ -89,7 +101,27 @@ PortOption: TypeAlias = Annotated[
     int | None, typer.Option(min=0, max=65535, help="The port; 8000 if not given, 0: a free one.")
 ]
 ApiKeyOption: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="KEY", help="What clients must send as their API key.")
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="What clients must send as their API key. Everybody on this machine can see it: "
+        f"better is --api-key-file, or {KEY_VARIABLE} in the environment.",
+    ),
+]
+ApiKeyFileOption: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A file that holds the API key.")
+]
+DrainOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S", min=0, help="How long answers may take to end when asked to stop; 20."
+    ),
+]
+LogLevelOption: TypeAlias = Annotated[
+    str | None, typer.Option(help="What is logged: debug, info, warning or error.")
+]
+LogJsonOption: TypeAlias = Annotated[
+    bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
 ]
 PrintConfigOption: TypeAlias = Annotated[
     bool, typer.Option("--print-config", help="Print every setting in effect as TOML, and end.")
@@ -116,6 +148,10 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     host: HostOption = None,
     port: PortOption = None,
     api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    drain_s: DrainOption = None,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = None,
     config: ConfigOption = None,
     print_config: PrintConfigOption = False,
 ) -> None:
@@ -124,34 +160,25 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     Options change what the file of `--config` says. Everything that this command starts ends
     with it.
     """
+    said = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
     require_extras()
-    from penstock.serve.plan import Wishes, settle  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.plan import Wishes  # noqa: PLC0415  (needs the extras)
 
-    wishes = Wishes(
-        model=model,
-        tp=tp,
-        host_gib=host_gib,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        dtype=dtype,
-        device=device,
-        host=host,
-        port=port,
-        api_key=api_key,
-        instances=instances,
-        role=role,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        router=router,
-        prefill_at=prefill_at,
-        decode_at=decode_at,
-        number=number,
-    )
-    settled = settle(load_config(config) if config else None, wishes)
+    wishes = Wishes(**said)
+    given = load_config(config) if config else None
     if print_config:
-        print(settled.to_toml(), end="")
-        return
-    _serve(settled)
+        _print_settled(given, wishes)
+    else:
+        _serve(given, wishes)
+
+
+def _print_settled(given: Config | None, wishes: Wishes) -> None:
+    from penstock.serve.plan import settle  # noqa: PLC0415  (needs the extras)
+
+    settled = settle(given, wishes)
+    print(settled.to_toml(), end="")
+    if settled.serve is not None and settled.serve.api_key:
+        print("penstock: serve.api_key is set, and not printed", file=sys.stderr)
 
 
 def require_extras() -> None:
@@ -163,34 +190,73 @@ def require_extras() -> None:
         )
 
 
-def _serve(config: Config) -> None:
-    from penstock.serve.running import serve as run  # noqa: PLC0415  (needs the extras)
+def _serve(given: Config | None, wishes: Wishes) -> None:
+    from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.plan import serves_http, settle  # noqa: PLC0415
+    from penstock.serve.running import serve as run  # noqa: PLC0415
 
-    logging.basicConfig(level=logging.WARNING, format="%(name)s %(message)s")
-    with Bars(config) as bars:
-        run(config, bars)
+    with ExitStack() as held:
+        bound = None
+        if serves_http(given, wishes):
+            table = (given and given.serve) or ServeTable()
+            host = table.host if wishes.host is None else wishes.host
+            # Before anything is loaded: that takes a while, and a port may be in use.
+            bound = listen(host, table.port if wishes.port is None else wishes.port)
+            held.enter_context(bound)
+        config = settle(given, wishes)
+        assert config.serve is not None
+        logs.set_up(config.serve.log_level, as_json=config.serve.log_json)
+        key = find_key(config.serve)
+        if bound is not None:
+            _warn_of_openness(config.serve, key, on_command_line=wishes.api_key is not None)
+        with Progress(config) as progress:
+            run(config, progress, bound, api_key=key)
 
 
-class Bars:
-    """Shows on standard error how far the ranks have loaded, then says where to find them."""
+def _warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> None:
+    from penstock.serve.guard import is_loopback  # noqa: PLC0415  (needs the extras)
+
+    if on_command_line:
+        logger.warning(
+            "the API key is on the command line, where everybody on this machine can see it: "
+            "--api-key-file or %s keep it to yourself",
+            KEY_VARIABLE,
+        )
+    if not key and not is_loopback(serve.host):
+        logger.warning(
+            "LISTENING ON %s WITHOUT AN API KEY: EVERYBODY WHO CAN REACH THIS MACHINE IS SERVED. "
+            "GIVE --api-key-file OR %s, OR LISTEN ON 127.0.0.1",
+            serve.host,
+            KEY_VARIABLE,
+        )
+
+
+class Progress:
+    """Tells how far the ranks have loaded, then where to find them.
+
+    On a terminal by bars, which go; elsewhere by log lines, one for each quarter of a rank's
+    layers. Where to find them is one line on standard output.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("layers"),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._bars = _bars() if sys.stderr.isatty() and not _logs_json(config) else None
         self._tasks: dict[str, TaskID] = {}
+        self._quarters: dict[str, int] = {}
 
     def loading(self, name: str, layers: int, of: int) -> None:
-        """Moves a rank's bar."""
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=of)
-        self._progress.update(self._tasks[name], completed=layers)
+        """Moves a rank's bar, or logs."""
+        if self._bars is not None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name, total=of)
+            self._bars.update(self._tasks[name], completed=layers)
+            return
+        quarter = 4 * layers // max(of, 1)
+        if layers == 0 or quarter < self._quarters.get(name, 0):
+            self._quarters.pop(name, None)  # Another life of the rank.
+        if quarter > self._quarters.get(name, 0):
+            self._quarters[name] = quarter
+            logger.info("loading: %s: %d of %d layers", name, layers, of)
 
     def waiting(self, address: str, router: str) -> None:
         """One line says where everybody is expected."""
@@ -198,7 +264,7 @@ class Bars:
 
     def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
         """The bars go; one line is left, which says how long the memory of each tier took."""
-        self._progress.stop()
+        self._stop()
         config = self._config
         if config.engine is not None and config.engine.role == "router":
             print(f"penstock: ready: {config.model.name} at {address}/v1", flush=True)
@@ -219,7 +285,9 @@ class Bars:
         )
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        if self._bars is not None:
+            self._bars.start()
+        logger.info("starting: model=%s", self._config.model.name)
         return self
 
     def __exit__(
@@ -228,7 +296,26 @@ class Bars:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _bars() -> rich.progress.Progress:
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TextColumn("layers"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def _logs_json(config: Config) -> bool:
+    return config.serve is not None and config.serve.log_json
 
 
 def _who(config: Config) -> str:

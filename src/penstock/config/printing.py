@@ -2,9 +2,9 @@
 
 A printer for our own schema, not for TOML at large: tables of strings and numbers.
 
-The one rule that must not break: what is printed reads back as an equal `Config`. So a
-setting that would be refused for having no effect (room on a device that the engine owns,
-`hits` without `selective`, `blocks` beside `gib`) is left out.
+The one rule that must not break: what is printed reads back as an equal `Config`, but for the
+API key, which is never printed. So a setting that would be refused for having no effect (room
+on a device that the engine owns, `hits` without `selective`, `blocks` beside `gib`) is left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import TierSettings
     from penstock.config.schema import Value
+    from penstock.config.serving import ServeTable
     from penstock.config.values import Config, ModelSettings, TierKind
 
 
@@ -40,7 +41,7 @@ def print_toml(config: Config) -> str:
     if config.engine is not None:
         parts.append(_table("[engine]", asdict(config.engine)))
     if config.serve is not None:
-        parts.append(_table("[serve]", asdict(config.serve)))
+        parts.append(_table("[serve]", _serve(config.serve)))
     return "\n".join(part for part in parts if part)
 
 
@@ -52,6 +53,14 @@ def _model(model: ModelSettings) -> dict[str, Value]:
         "kv_scales": model.kv_scales,
         "rotary": model.rotary,
     }
+
+
+def _serve(serve: ServeTable) -> dict[str, Value]:
+    """What is printed ends in terminals, logs and reports of problems, where no key belongs."""
+    values = asdict(serve)
+    if serve.api_key:
+        del values["api_key"]
+    return values
 
 
 def _cache(config: Config) -> dict[str, Value]:

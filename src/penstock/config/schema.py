@@ -34,6 +34,7 @@ RESERVED_TABLES = ("handoff",)
 
 LAYER_WISE = ("auto", "off")
 """Whether a step may compute on loads that are still arriving, layer by layer."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 BLOCKS_MAX = 2**31 - 1
 """Slot numbers are kept in 32-bit integers."""
 UNSIZED_BLOCKS = BLOCKS_MAX
@@ -217,9 +218,16 @@ SERVE_KEYS: Mapping[str, Key] = {
     "host": Word(default="127.0.0.1"),
     "port": Whole(minimum=0, maximum=65_535, default=8_000),
     "api_key": Word(default=""),
+    "api_key_file": Word(default=""),
     "instances": Whole(minimum=1, maximum=16, default=1),
     "body_bytes_max": Whole(minimum=1_024, maximum=1 << 30, default=1 << 20),
     "requests_max": Whole(minimum=1, maximum=65_536, default=512),
+    "connections_max": Whole(minimum=1, maximum=65_536, default=1_024),
+    "header_s": Number(minimum=0.1, maximum=3_600, default=10.0),
+    "body_s": Number(minimum=0.1, maximum=3_600, default=60.0),
+    "drain_s": Number(minimum=0, maximum=86_400, default=20.0),
+    "log_level": Word(default="info", choices=LOG_LEVELS),
+    "log_json": Flag(default=False),
     "router": Word(default=""),
     "number": Whole(minimum=0, maximum=1_023, default=0),
 }

@@ -7,12 +7,14 @@ does.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 PORT_MAX = 65_535
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+"""The environment variable that may hold the API key."""
 _ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 
@@ -90,10 +92,21 @@ class ServeTable:
 
     host: str = LOOPBACK
     port: int = 8000
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
+    api_key_file: str = ""
+    """A file that holds the key, instead of `api_key`."""
     instances: int = 1
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
+    connections_max: int = 1024
+    header_s: float = 10.0
+    """The head of a request may take so long to come."""
+    body_s: float = 60.0
+    """The body of a request may take so long to come."""
+    drain_s: float = 20.0
+    """Answers under way may take so long to end when the server is asked to stop."""
+    log_level: str = "info"
+    log_json: bool = False
     router: str = ""
     """Where a router lets instances in that other commands start; empty: only its own."""
     number: int = 0
@@ -102,3 +115,8 @@ class ServeTable:
     def __post_init__(self) -> None:
         if self.router:
             require_address("serve.router", self.router)
+        if self.api_key and self.api_key_file:
+            raise ConfigError(
+                "serve.api_key_file",
+                f"is {self.api_key_file!r} beside serve.api_key, must be the only one of the two",
+            )

@@ -37,6 +37,7 @@ from penstock.engine.spec import InstanceSpec
 from penstock.engine.telling import answer_to, token_bytes_of
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
+from penstock.observe import logs
 from penstock.runtime.supervisor.keeping import keeper
 from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any, wait_readable
@@ -361,8 +362,8 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
 
 def main(given: str) -> int:
     """Runs the instance; the exit status is 0 when it ended in good order."""
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     spec = msgspec.json.decode(given, type=InstanceSpec)
+    logs.set_up(spec.log_level, as_json=spec.log_json)
     if spec.threads:
         torch.set_num_threads(spec.threads)
     with penstock.StopSignal() as stop:

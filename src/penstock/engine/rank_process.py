@@ -26,6 +26,7 @@ from penstock.engine.meeting import Loading, encode, join
 from penstock.engine.remote import serve_rank
 from penstock.engine.spec import RankSpec
 from penstock.errors import PeerError, UnavailableError
+from penstock.observe import logs
 from penstock.runtime.supervisor.keeping import keeper
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ COLLECTIVE_S = 60.0
 
 def main(given: str) -> int:
     """Runs the rank; the exit status is 0 when its scheduler ended in good order."""
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     spec = msgspec.json.decode(given, type=RankSpec)
+    logs.set_up(spec.instance.log_level, as_json=spec.instance.log_json)
     name = f"{spec.instance.name}-rank-{spec.rank}"
     try:
         channel, place = join(spec.instance.scheduler, name=name, rank=spec.rank)

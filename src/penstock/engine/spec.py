@@ -67,6 +67,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     waiting_max: int = 1024
     threads: int = 0
     """Threads of torch in each rank; 0 leaves it to torch."""
+    log_level: str = "info"
+    log_json: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

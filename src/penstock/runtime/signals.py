@@ -32,6 +32,8 @@ class StopSignal:
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM,)) -> None:
         self.stopping = False
         """Whether one of the signals has come."""
+        self.times = 0
+        """How many have come: who asks twice does not want to wait."""
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, object] = {}
         self._fd = -1
@@ -64,5 +66,6 @@ class StopSignal:
 
     def _remember(self, _number: int, _frame: FrameType | None) -> None:
         self.stopping = True
+        self.times += 1
         # A wait that the signal interrupted goes on, and finds this.
         os.eventfd_write(self._fd, 1)

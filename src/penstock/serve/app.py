@@ -21,10 +21,9 @@ wrong.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +35,7 @@ from penstock.engine import messages as ms
 from penstock.serve import errors
 from penstock.serve.answers import Form, Reader
 from penstock.serve.generating import Admission, Generating
+from penstock.serve.guard import Guard
 from penstock.serve.router import handoffs_of
 from penstock.serve.shapes import (
     TOKENS_DEFAULT,
@@ -59,19 +59,19 @@ if TYPE_CHECKING:
 
 TENANT_CHARACTERS_MAX = 128
 TOKENS_END = 1 << 31
-BODY_S = 60.0
-"""A request whose body takes longer to come is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """What the server allows."""
 
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     """Without it, everybody who can reach the port is served."""
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
     """Requests under way; more are answered with 429."""
+    body_s: float = 60.0
+    """A request whose body takes longer to come is given up."""
 
 
 class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +92,7 @@ class Server:
         self._model = model
         self._settings = settings
         self._admission = Admission(settings.requests_max)
+        self._guard = Guard(settings.api_key)
 
     def app(self) -> Starlette:
         """The application, for any ASGI server."""
@@ -133,7 +134,7 @@ class Server:
 
     async def models(self, http: HttpRequest) -> Response:
         """`GET /v1/models`."""
-        self._require_key(http)
+        self._guard.require_key(http)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "penstock"}
         name = http.path_params.get("name")
         if name is None:
@@ -227,13 +228,13 @@ class Server:
 
     async def cache(self, http: HttpRequest) -> Response:
         """`GET /cache`, or `GET /cache?instance=NAME`."""
-        self._require_key(http)
+        self._guard.require_key(http)
         name = http.query_params.get("instance", "")
         return JSONResponse({"instances": await self._told("statistics", only=name)})
 
     async def story(self, http: HttpRequest) -> Response:
         """`GET /cache/story?request=NAME`."""
-        self._require_key(http)
+        self._guard.require_key(http)
         name = http.query_params.get("request", "")
         if not name:
             raise BadRequest("request is empty, must be the id of an answer", param="request")
@@ -255,17 +256,18 @@ class Server:
 
     async def timeline(self, http: HttpRequest) -> Response:
         """`GET /cache/timeline`, or `GET /cache/timeline?instance=NAME`."""
-        self._require_key(http)
+        self._guard.require_key(http)
         name = http.query_params.get("instance", "")
         return JSONResponse({"instances": await self._told("timeline", only=name)})
 
     async def reset(self, http: HttpRequest) -> Response:
         """`POST /admin/reset`."""
-        self._require_key(http)
+        self._guard.require_admin(http)
         return JSONResponse({"reset": self._router.reset("an operator asked for it")})
 
     async def weights(self, http: HttpRequest) -> Response:
         """`POST /admin/weights` with `{"version": "…"}`."""
+        self._guard.require_admin(http)
         version = read_request(await self._body(http), WeightsRequest).version
         if not 1 <= len(version.encode()) <= TENANT_CHARACTERS_MAX:
             raise BadRequest(
@@ -278,7 +280,7 @@ class Server:
 
     async def audit(self, http: HttpRequest) -> Response:
         """`POST /admin/audit`: an instance whose books do not add up ends, with the story."""
-        self._require_key(http)
+        self._guard.require_admin(http)
         told = await self._told("audit")
         return JSONResponse({"in_order": [each["instance"] for each in told]})
 
@@ -289,24 +291,18 @@ class Server:
     # What every path checks.
 
     async def _body(self, http: HttpRequest) -> bytes:
-        self._require_key(http)
-        limit = self._settings.body_bytes_max
+        self._guard.require_key(http)
+        limit, within_s = self._settings.body_bytes_max, self._settings.body_s
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_S):
+            async with asyncio.timeout(within_s):
                 async for part in http.stream():
                     body += part
                     if len(body) > limit:
                         raise BadRequest(f"the body has more than {limit} bytes", status=413)
         except TimeoutError as error:
-            raise BadRequest(f"the body did not come within {BODY_S:g} s", status=408) from error
+            raise BadRequest(f"the body did not come within {within_s:g} s", status=408) from error
         return bytes(body)
-
-    def _require_key(self, http: HttpRequest) -> None:
-        key = self._settings.api_key
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if key and not hmac.compare_digest(given.encode(), key.encode()):
-            raise BadRequest("the API key is missing or wrong", status=401)
 
     def _require_model(self, name: str | None) -> None:
         if name not in {None, self._model}:

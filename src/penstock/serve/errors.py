@@ -4,6 +4,7 @@
 |--------|-------------------------|---------------------------------------------------------|
 | 400    | `invalid_request_error` | the request is wrong; `param` names the field           |
 | 401    | `authentication_error`  | the API key is missing or wrong                         |
+| 403    | `permission_error`      | `/admin/*` from where it may not be asked               |
 | 404    | `invalid_request_error` | no such path, model, or story                           |
 | 405    | `invalid_request_error` | the path takes another method                           |
 | 408    | `invalid_request_error` | the body does not come to its end                       |
@@ -24,9 +25,11 @@ from penstock.serve.link import Lost
 from penstock.serve.shapes import BadRequest
 
 if TYPE_CHECKING:
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request as HttpRequest
 
 RETRY_AFTER_S = 1
+KINDS = {401: "authentication_error", 403: "permission_error"}
 
 
 def shape(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def busy(message: str) -> Response:
 
 
 async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
-    kind = "authentication_error" if wrong.status == 401 else "invalid_request_error"
+    kind = KINDS.get(wrong.status, "invalid_request_error")
     content = {"error": shape(str(wrong), kind, wrong.param)}
     return JSONResponse(content, status_code=wrong.status)
 
@@ -70,9 +73,10 @@ async def _no_path(http: HttpRequest, _: Exception) -> Response:
     return error(f"there is no {http.url.path} here", "invalid_request_error", 404)
 
 
-async def _no_method(http: HttpRequest, _: Exception) -> Response:
+async def _no_method(http: HttpRequest, wrong: HTTPException) -> Response:
     message = f"{http.url.path} does not take {http.method}"
-    return error(message, "invalid_request_error", 405)
+    content = {"error": shape(message, "invalid_request_error")}
+    return JSONResponse(content, status_code=405, headers=wrong.headers)
 
 
 async def _defect(_http: HttpRequest, _: Exception) -> Response:

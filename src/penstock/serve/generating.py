@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 
 from penstock.serve import errors
+from penstock.serve.access import name_request, note_failure, note_tokens
 from penstock.serve.answers import Piece, pieces_of
 from penstock.serve.link import Lost, Refusal
 from penstock.serve.shapes import BadRequest
@@ -58,6 +59,7 @@ class Generating:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, unless too many requests are under way or the client goes away."""
+        name_request(scope, self.submit.id)
         if self.admission.running >= self.admission.limit:
             self.metrics.requests.labels("refused").inc()
             refused = errors.busy(
@@ -70,6 +72,12 @@ class Generating:
             await self._while_connected(scope, receive, send)
         finally:
             self.admission.running -= 1
+            note_tokens(
+                scope,
+                prompt=self.reader.prompt_tokens,
+                cached=self.reader.cached,
+                completion=self.reader.completion_tokens,
+            )
 
     async def _while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(scope, receive, send))
@@ -98,7 +106,7 @@ class Generating:
                 response = errors.unavailable(str(lost))
             else:
                 if self.stream:
-                    await self._stream(first, pieces, send)
+                    await self._stream(first, pieces, scope, send)
                     return
                 response = await self._whole(first, pieces)
         await response(scope, receive, send)
@@ -110,7 +118,9 @@ class Generating:
             return errors.unavailable(f"{lost}, in the middle of the answer")
         return JSONResponse(self.form.whole(self.reader, found, self.text))
 
-    async def _stream(self, first: Piece, pieces: AsyncGenerator[Piece, None], send: Send) -> None:
+    async def _stream(
+        self, first: Piece, pieces: AsyncGenerator[Piece, None], scope: Scope, send: Send
+    ) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         begun = {first.answer}
@@ -121,6 +131,7 @@ class Generating:
                 begun.add(piece.answer)
                 await _event(send, self.form.chunk(piece, self.text, first=is_first))
         except Lost as lost:
+            note_failure(scope)
             message = f"{lost}, in the middle of the answer"
             await _event(send, {"error": errors.shape(message, "server_error")})
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -50,7 +50,11 @@ class Wishes:
     device: str | None = None
     host: str | None = None
     port: int | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    drain_s: float | None = None
+    log_level: str | None = None
+    log_json: bool | None = None
     instances: int | None = None
     role: str | None = None
     prefill_tp: int | None = None
@@ -82,7 +86,10 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
         (config and config.serve) or ServeTable(),
         host=wishes.host,
         port=wishes.port,
-        api_key=wishes.api_key,
+        **_key_of(wishes),
+        drain_s=wishes.drain_s,
+        log_level=wishes.log_level,
+        log_json=wishes.log_json,
         instances=wishes.instances,
         router=wishes.router,
         number=wishes.number,
@@ -94,8 +101,18 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
     settled = replace(settled, engine=engine, serve=serve, model=_named(settled, model, engine))
     # Read back, so that what the command line says is held to the same bounds as a file.
     settled = parse_config(_sized(settled, wishes).to_toml())
+    assert settled.serve is not None
+    settled = replace(settled, serve=replace(settled.serve, api_key=serve.api_key))
     _require_sense(settled, architecture)
     return settled
+
+
+def serves_http(config: Config | None, wishes: Wishes) -> bool:
+    """Whether this command answers clients, and not only those that join a router elsewhere."""
+    engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
+    role = engine.role if wishes.role is None else wishes.role
+    router = (serve or ServeTable()).router if wishes.router is None else wishes.router
+    return role == ROUTER or not router
 
 
 def _pair_of(wishes: Wishes, table: EngineTable | None) -> dict[str, int | None]:
@@ -107,6 +124,23 @@ def _pair_of(wishes: Wishes, table: EngineTable | None) -> dict[str, int | None]
         "prefill_tp": wishes.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
         "decode_tp": wishes.decode_tp or (table and table.decode_tp) or (1 if given else None),
     }
+
+
+def _key_of(wishes: Wishes) -> dict[str, str | None]:
+    """Either way of giving a key takes the place of both in the file."""
+    if wishes.api_key is not None and wishes.api_key_file is not None:
+        raise ConfigError(
+            "--api-key", "is given beside --api-key-file, must be only one of the two"
+        )
+    for option, given in (
+        ("--api-key", wishes.api_key),
+        ("--api-key-file", wishes.api_key_file),
+    ):
+        if given == "":
+            raise ConfigError(option, "is empty, must be left out to serve without a key")
+    if wishes.api_key is None and wishes.api_key_file is None:
+        return {}
+    return {"api_key": wishes.api_key or "", "api_key_file": wishes.api_key_file or ""}
 
 
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
@@ -193,10 +227,12 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
         step_requests=engine.step_requests,
         waiting_max=engine.waiting_max,
         threads=engine.threads,
+        log_level=config.serve.log_level,
+        log_json=config.serve.log_json,
     )
 
 
-def _changed(table: TableT, **wishes: str | int | None) -> TableT:
+def _changed(table: TableT, **wishes: str | float | None) -> TableT:
     given = {name: value for name, value in wishes.items() if value is not None}
     return replace(table, **given)  # type: ignore[arg-type]
 

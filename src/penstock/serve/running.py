@@ -17,35 +17,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-import socket
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
-
-import uvicorn
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.checkpoints import find_model
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.runtime.signals import StopSignal
 from penstock.runtime.supervisor.client import Supervisor
+from penstock.serve.access import AccessLog
 from penstock.serve.app import Server, ServerSettings
+from penstock.serve.http import HttpServer, raise_descriptor_limit
 from penstock.serve.link import Link
+from penstock.serve.listening import address_of
 from penstock.serve.metrics import Metrics
-from penstock.serve.plan import ROUTER, instances_of
+from penstock.serve.plan import instances_of
 from penstock.serve.processes import Processes
 from penstock.serve.router import Router
 from penstock.transport.zeromq import IPC, Listener
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Sequence
+    from types import FrameType
 
     from penstock.config import Config
 
 logger = logging.getLogger(__name__)
-
-GRACE_S = 5
-"""Answers under way may end for so long when the server is asked to stop."""
 
 
 class Audience(Protocol):
@@ -72,7 +72,9 @@ class Audience(Protocol):
 class Serving:
     """The channels behind an HTTP server, and who comes over them."""
 
-    def __init__(self, config: Config, audience: Audience, *, address: str, expected: int) -> None:
+    def __init__(
+        self, config: Config, audience: Audience, *, address: str, expected: int, api_key: str
+    ) -> None:
         assert config.engine is not None
         assert config.serve is not None
         self._expected = expected
@@ -80,6 +82,7 @@ class Serving:
         self._audience = audience
         self._address = address
         self._announced = False
+        self._stopped = False
         self._alarm: asyncio.TimerHandle | None = None
         self._listener = Listener("server", IPC if expected else config.serve.router)
         self.router = Router()
@@ -89,8 +92,9 @@ class Serving:
             Metrics(),
             model=config.model.name,
             settings=ServerSettings(
-                api_key=config.serve.api_key,
+                api_key=api_key,
                 body_bytes_max=config.serve.body_bytes_max,
+                body_s=config.serve.body_s,
                 requests_max=config.serve.requests_max,
             ),
         )
@@ -110,7 +114,10 @@ class Serving:
             self._audience.waiting(self._address, self.door)
 
     def stop(self) -> None:
-        """Ends all channels."""
+        """Ends all channels, and with them every request; twice does no harm."""
+        if self._stopped:
+            return
+        self._stopped = True
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._listener.descriptor)
         if self._alarm is not None:
@@ -136,7 +143,8 @@ class Serving:
     def _changed(self, link: Link) -> None:
         if link.lost:
             self.router.remove(link)
-            logger.warning("instance gone: name=%s cause=%s", link.name, link.lost)
+            level = logging.INFO if self._stopped else logging.WARNING
+            logger.log(level, "instance gone: name=%s cause=%s", link.name, link.lost)
             return
         if link.ready is None:
             for rank, at in link.loading.items():
@@ -167,29 +175,47 @@ async def _processes(config: Config, supervisor: Supervisor, door: str) -> Async
         found.stop()
 
 
-def serve(config: Config, audience: Audience, *, log_level: str = "warning") -> None:
+def serve(
+    config: Config, audience: Audience, bound: socket.socket | None, *, api_key: str = ""
+) -> None:
     """Does what a settled configuration says until the process is asked to stop.
+
+    Args:
+        config: What to run.
+        audience: Who is told how the start goes on.
+        bound: The socket of the HTTP server; without it, instances join a router elsewhere.
+        api_key: What clients must send, if anything.
 
     Raises:
         UnavailableError: an address is taken, or no instance is left.
     """
-    assert config.engine is not None
-    assert config.serve is not None
     # The supervisor comes before the loop and its threads.
-    if config.engine.role != ROUTER and config.serve.router:
-        with Supervisor.start() as supervisor, _stop_signal() as stop:
+    with Supervisor.start() as supervisor, _stop_signal() as stop:
+        if bound is None:
             asyncio.run(_join(config, supervisor, stop))
-        return
-    with (
-        _bound(config.serve.host, config.serve.port) as bound,
-        Supervisor.start() as supervisor,
-        _stop_signal() as stop,
-    ):
-        asyncio.run(_serve(config, supervisor, audience, bound, stop, log_level))
+        else:
+            asyncio.run(_serve(config, supervisor, audience, bound, stop, api_key))
+        _end_at_once_if_asked_again(stop)
 
 
 def _stop_signal() -> StopSignal:
     return StopSignal((signal.SIGINT, signal.SIGTERM))
+
+
+def _end_at_once_if_asked_again(stop: StopSignal) -> None:
+    """While instances end, which may take seconds, another signal ends the command.
+
+    The supervisor ends everything that it started when the command is gone.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        logging.shutdown()
+        os._exit(0)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, end)
+    if stop.times > 1:
+        end(signal.SIGTERM, None)
 
 
 async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> None:
@@ -204,55 +230,61 @@ async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> Non
             raise UnavailableError(processes.failed.result())
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise UnavailableError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return bound
-
-
 async def _serve(
     config: Config,
     supervisor: Supervisor,
     audience: Audience,
     bound: socket.socket,
     stop: StopSignal,
-    log_level: str,
+    api_key: str,
 ) -> None:
-    host, port = bound.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    found = Serving(config, audience, address=address, expected=len(instances_of(config)))
+    found = Serving(
+        config,
+        audience,
+        address=address_of(bound),
+        expected=len(instances_of(config)),
+        api_key=api_key,
+    )
     found.start()
     try:
         async with _processes(config, supervisor, found.door) as processes:
-            await _answer(found, processes, bound, stop, log_level)
+            await _answer(config, found, processes, bound, stop)
     finally:
         found.stop()
 
 
 async def _answer(
-    found: Serving, processes: Processes, bound: socket.socket, stop: StopSignal, log_level: str
+    config: Config, found: Serving, processes: Processes, bound: socket.socket, stop: StopSignal
 ) -> None:
-    server = uvicorn.Server(
-        uvicorn.Config(
-            found.server.app(),
-            log_level=log_level,
-            lifespan="off",
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    assert config.serve is not None
+    server = HttpServer(
+        AccessLog(found.server.app()),
+        connections_max=raise_descriptor_limit(config.serve.connections_max),
+        header_s=config.serve.header_s,
+        drain_s=config.serve.drain_s,
+        on_overtime=found.stop,
     )
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_tell_failure)
 
-    def end(_: asyncio.Future[str]) -> None:
-        server.should_exit = True
+    def asked() -> None:
+        for _ in range(os.eventfd_read(stop.descriptor)):
+            server.stop()
 
-    processes.failed.add_done_callback(end)
-    # While it serves, uvicorn takes the signals; what came before, it does not know.
-    server.should_exit = stop.stopping
-    await server.serve(sockets=[bound])
+    loop.add_reader(stop.descriptor, asked)
+    processes.failed.add_done_callback(lambda _: server.stop())
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        loop.remove_reader(stop.descriptor)
     if processes.failed.done():
         raise UnavailableError(processes.failed.result())
+
+
+def _tell_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A machine that has no descriptor left is told of in one line; the rest is a defect."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and "accept" in context["message"]:
+        logger.error("no connection taken: cause=%s", error.strerror)
+    else:
+        loop.default_exception_handler(context)

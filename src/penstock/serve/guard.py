@@ -1,0 +1,140 @@
+"""Who may do what: the API key of clients, and who may change the server.
+
+| path        | with a key                    | without one                                     |
+|-------------|-------------------------------|-------------------------------------------------|
+| `/admin/*`  | whoever has the key           | this machine: loopback on both ends, no proxy   |
+| the others  | whoever has the key           | everybody who can reach the port                |
+
+A page of another site that a browser shows is never let near `/admin/*`, whatever it sends.
+
+The one rule: a key is compared in constant time, and is in no message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config.serving import KEY_VARIABLE
+from penstock.errors import ConfigError
+from penstock.serve.shapes import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from starlette.requests import Request as HttpRequest
+
+    from penstock.config.serving import ServeTable
+
+_KEY = re.compile(r"[!-~]{1,512}")
+_FILE_BYTES_MAX = 4096
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
+class Guard:
+    """Lets requests pass, or refuses them."""
+
+    def __init__(self, api_key: str) -> None:
+        self._digest = _digest(api_key.encode()) if api_key else b""
+
+    def require_key(self, http: HttpRequest) -> None:
+        """Refuses a request without the key, if there is one."""
+        given = http.headers.get("authorization", "")
+        scheme, _, key = given.partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else given
+        # Digests have one length, so not even that of the key can be found out.
+        if self._digest and not hmac.compare_digest(_digest(key.encode()), self._digest):
+            raise BadRequest("the API key is missing or wrong", status=401)
+
+    def require_admin(self, http: HttpRequest) -> None:
+        """Refuses a request that may not change the server."""
+        _require_same_site(http)
+        if self._digest:
+            self.require_key(http)
+            return
+        client = http.client.host if http.client is not None else ""
+        host = _host_of(http.headers.get("host", ""))
+        forwarded = any(name in http.headers for name in _FORWARDED)
+        if forwarded or not is_loopback(client) or not is_loopback(host):
+            raise BadRequest(
+                f"{http.url.path} needs an API key, which this server has not, unless it is asked "
+                "from its own machine, without a proxy, by a loopback address",
+                status=403,
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name means this machine alone."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.environ) -> str:
+    """The API key in effect, empty if there is none; it is taken out of the environment.
+
+    What options or the configuration say comes before the environment.
+
+    Raises:
+        ConfigError: the key, or the file that should hold it, is not usable.
+    """
+    of_environment = environment.pop(KEY_VARIABLE, "")
+    if serve.api_key_file:
+        return _key_in(Path(serve.api_key_file))
+    if serve.api_key:
+        return _usable("serve.api_key", serve.api_key)
+    return _usable(KEY_VARIABLE, of_environment) if of_environment else ""
+
+
+def _key_in(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            found = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            "serve.api_key_file", f"is {str(path)!r}, which cannot be read: {error.strerror}"
+        ) from error
+    return _usable(f"the key in {str(path)!r}", found.decode("latin-1").strip())
+
+
+def _usable(where: str, key: str) -> str:
+    if not _KEY.fullmatch(key):
+        raise ConfigError(
+            where,
+            f"has {len(key)} characters, must be from 1 to 512 printable ASCII characters without "
+            "spaces",
+        )
+    return key
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _require_same_site(http: HttpRequest) -> None:
+    """Refuses what a browser sends for a page of another site.
+
+    Browsers add `Origin` to every POST, and `Sec-Fetch-Site` to every request.
+    """
+    origin = http.headers.get("origin")
+    site = http.headers.get("sec-fetch-site", "none")
+    same = origin is None or origin.partition("://")[2] == http.headers.get("host", "")
+    if not same or site not in {"none", "same-origin"}:
+        raise BadRequest(f"{http.url.path} is not for pages of other sites", status=403)
+
+
+def _host_of(header: str) -> str:
+    """The host of a `Host` header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]

@@ -1,0 +1,339 @@
+"""The edge of the HTTP server: how many connections there are, how long each may take, the stop.
+
+A connection waits for a request, takes its body, answers, and waits for the next one. Each of
+these has an end, whatever the client does:
+
+| while it                        | it may take        | then                                      |
+|---------------------------------|--------------------|-------------------------------------------|
+| sends the head of a request     | `header_s`         | 408, and the end                          |
+| sends the body                  | `body_s`           | 408, and the end (the application's task) |
+| sends a body that nobody reads  | `LINGER_S`         | the end                                   |
+| does not read its answer        | `WRITE_S`          | the end, and that of its request          |
+| waits between two requests      | `KEEP_ALIVE_S`     | the end                                   |
+
+When there are `connections_max` of them, a new one takes the place of the one that has waited
+longest; if none waits, it is told 503.
+
+The stop: `HttpServer.stop` once ends connections that wait and takes no new ones; what is
+under way may end until `drain_s` are over, then `on_overtime` has to end it. `stop` again ends
+the waiting.
+
+The one rule that must not break: nothing that a client does, or leaves undone, costs more than
+its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.serve import errors
+from penstock.serve.listening import BACKLOG
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+    from starlette.types import ASGIApp
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 65.0
+"""Longer than clients and proxies usually keep an idle connection (httpx 5 s, many proxies 60 s):
+it is they who should end it, so that none is closed as it is used again."""
+LINGER_S = 5.0
+WRITE_S = 60.0
+HEAD_BYTES_MAX = 64 * 1024
+LAST_S = 2.0
+"""What was told when the time was over may be sent for so long."""
+ACCEPTS_A_ROUND = 64
+"""asyncio accepts up to so many connections before any of them is counted."""
+RESERVED_DESCRIPTORS = 256
+"""For everything but HTTP: instances that come back, files, pipes, and one round of accepts."""
+_EVERY_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Limits:
+    """What connections may do, and which ones only wait, the one that waits longest first."""
+
+    connections_max: int
+    header_s: float
+    waiting: dict[Connection, None] = field(default_factory=dict)
+    stopping: bool = False
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last connection has gone after the stop."""
+
+
+def raise_descriptor_limit(connections_max: int) -> int:
+    """Has the process allowed as many descriptors as it needs; returns how many connections fit.
+
+    A reserve is left to everything but HTTP: libzmq ends the process when it finds no descriptor.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + RESERVED_DESCRIPTORS
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    reserved = min(RESERVED_DESCRIPTORS, soft // 2)
+    fit = max(1, min(connections_max, soft - reserved))
+    if fit < connections_max:
+        logger.warning(
+            "fewer connections than asked for: serve.connections_max=%d allowed=%d descriptors=%d",
+            connections_max,
+            fit,
+            soft,
+        )
+    return fit
+
+
+class Connection(H11Protocol):
+    """One connection of a client, with a bound to everything that it can wait for."""
+
+    def __init__(self, *, limits: Limits, **given: Any) -> None:  # noqa: ANN401 - uvicorn's own
+        super().__init__(**given)
+        self._limits = limits
+        self._head_alarm: asyncio.TimerHandle | None = None
+        self._write_alarm: asyncio.TimerHandle | None = None
+
+    # What uvicorn and asyncio call.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a place, if need be that of a connection that only waits."""
+        super().connection_made(transport)
+        self._limits.waiting[self] = None
+        self._set_head_alarm(self._limits.header_s)
+        if self._limits.stopping:
+            transport.close()
+        elif len(self.connections) > self._limits.connections_max:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the place back."""
+        super().connection_lost(exc)
+        # uvicorn leaves its own timer running if the connection was broken.
+        self._unset_keepalive_if_required()
+        self._limits.waiting.pop(self, None)
+        self._set_head_alarm(None)
+        self._set_write_alarm(None)
+        if self._limits.stopping and not self.connections:
+            self._limits.empty.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes what came; the first bytes of a request begin its time."""
+        began = self.timeout_keep_alive_task is not None
+        super().data_received(data)
+        if self._is_answering:
+            self._begin_answering()
+        elif began and self.conn.their_state is h11.IDLE:
+            self._set_head_alarm(self._limits.header_s)
+
+    def on_response_complete(self) -> None:
+        """The connection waits again; a request that followed at once is taken by uvicorn."""
+        self._limits.waiting[self] = None
+        body_is_left = self.conn.their_state is h11.SEND_BODY
+        super().on_response_complete()
+        if body_is_left:
+            # It is read and dropped, so that the client gets to see the answer.
+            self._set_head_alarm(LINGER_S)
+        elif self._is_answering:
+            self._begin_answering()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        super().pause_writing()
+        self._set_write_alarm(WRITE_S)
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        super().resume_writing()
+        self._set_write_alarm(None)
+
+    def send_400_response(self, msg: str) -> None:
+        """Tells a client that what it sent is no HTTP, in the shape of all our errors."""
+        self._refuse(400, f"the request cannot be read as HTTP/1.1 ({msg.rstrip('.').lower()})")
+
+    # What we do about it.
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it waits for its client, which has got all that it asked for."""
+        return not self.transport.get_write_buffer_size()
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _begin_answering(self) -> None:
+        self._limits.waiting.pop(self, None)
+        self._set_head_alarm(None)
+
+    def _make_room(self) -> None:
+        oldest = next((each for each in self._limits.waiting if each.may_go), None)
+        if oldest is not None and oldest is not self:
+            oldest.give_up()
+            return
+        self._refuse(503, f"{len(self.connections) - 1} connections are open, at most that many")
+
+    def give_up(self) -> None:
+        """Ends the connection, which is waiting for its client."""
+        self._limits.waiting.pop(self, None)
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _head_is_late(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(408, f"the head did not come within {self._limits.header_s:g} s")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers what has not become a request, and ends the connection."""
+        client = self.client[0] if self.client else "unknown"
+        logger.info("no request: client=%s status=%d cause=%s", client, status, message)
+        if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
+            # An answer is under way: nothing can be added to it.
+            self.transport.abort()
+            return
+        kind = "service_unavailable" if status == 503 else "invalid_request_error"
+        body = json.dumps({"error": errors.shape(message, kind)}).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body)))]
+        answer = h11.Response(status_code=status, headers=[*headers, ("connection", "close")])
+        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _set_head_alarm(self, after_s: float | None) -> None:
+        if self._head_alarm is not None:
+            self._head_alarm.cancel()
+        late = self._head_is_late
+        self._head_alarm = None if after_s is None else self.loop.call_later(after_s, late)
+
+    def _set_write_alarm(self, after_s: float | None) -> None:
+        if self._write_alarm is not None:
+            self._write_alarm.cancel()
+        late = self.transport.abort
+        self._write_alarm = None if after_s is None else self.loop.call_later(after_s, late)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server with bounds, and with a stop that lets answers end."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        connections_max: int,
+        header_s: float,
+        drain_s: float,
+        on_overtime: Callable[[], None],
+    ) -> None:
+        self._limits = Limits(connections_max=connections_max, header_s=header_s)
+        self._drain_s = drain_s
+        self._on_overtime = on_overtime
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=partial(Connection, limits=self._limits),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,  # type: ignore[arg-type]
+                backlog=ACCEPTS_A_ROUND,
+                h11_max_incomplete_event_size=HEAD_BYTES_MAX,
+            )
+        )
+        # What it warns of is the client's doing, and has a line of ours.
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
+    def stop(self) -> None:
+        """Ends it in good order; asked again, at once."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    # What uvicorn calls.
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the command, which knows what else has to end."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            # More may wait in the kernel than are taken at once.
+            each.listen(BACKLOG)
+
+    async def main_loop(self) -> None:
+        """Serves until it is asked to stop."""
+        while not self._stop.is_set():
+            await self.on_tick(0)  # The date of answers.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _EVERY_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers end, for a while."""
+        self._limits.stopping = True
+        for server in self.servers:
+            server.close()
+        for each in sockets or ():
+            each.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        under_way = len(self.server_state.tasks)
+        logger.info("stopping: under_way=%d drain_s=%g", under_way, self._drain_s)
+        if not await self._ended(self._drain_s, self._hurry):
+            logger.warning("answers cut off: under_way=%d", len(self.server_state.tasks))
+            self._on_overtime()
+            await self._ended(LAST_S)
+        await self._emptied(LAST_S)
+        for connection in list(self.server_state.connections):
+            # Who has not read its answer by now will not.
+            connection.transport.abort()
+        await self._ended(LAST_S)
+
+    async def _emptied(self, within_s: float) -> None:
+        """Waits until the ends of all answers are sent, for a while."""
+        if self.server_state.connections:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._limits.empty.wait(), within_s)
+
+    async def _ended(self, within_s: float, unless: asyncio.Event | None = None) -> bool:
+        """Whether every request ends within a time."""
+        tasks = set(self.server_state.tasks)
+        if not tasks:
+            return True
+        ends = asyncio.create_task(_all_of(tasks))
+        stops = asyncio.create_task(unless.wait() if unless else asyncio.Event().wait())
+        try:
+            await asyncio.wait({ends, stops}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            return ends.done()
+        finally:
+            for each in (ends, stops):
+                each.cancel()
+            await asyncio.gather(ends, stops, return_exceptions=True)
+
+
+async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks)
