@@ -4,33 +4,38 @@ Bytes that leave the device get their sums here; bytes that come back are checke
 they are written where somebody could read them. A block whose bytes do not agree with its
 key and its sums is not delivered: it is a fault.
 
-| from                | to                    | by way of                                          |
-|---------------------|-----------------------|----------------------------------------------------|
-| a tier without sums | packed slots          | nothing: packed into its slot, and summed there    |
-| any other           | any other             | a staging area, where it is summed and checked     |
+| between                                  | by way of                                             |
+|------------------------------------------|-------------------------------------------------------|
+| an engine's memory and packed slots      | compiled code, which sums while it copies (`packing`) |
+| any two, or where that cannot be had     | a staging area, where blocks are summed and checked   |
+
+The one rule: slots may be memory that other processes can write at any time. What is summed was
+read once, into memory or a register of this process, and what was summed is what is delivered.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.movers.base import Moved
+from penstock.movers.packing import Packing, load_parts_library
 from penstock.tiers.base import KeepsSums
 from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.checksums import key_seeds
 from penstock.vocabulary.packing import BlockCopier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
+    from penstock.movers.packing import PartsLibrary
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import Key, OperationId
@@ -60,9 +65,23 @@ class _Job:
 
 
 class MemcpyMover:
-    """Copies between two tiers in memory, first come, first served."""
+    """Copies between two tiers in memory, first come, first served.
 
-    def __init__(self, source: SlotStore, target: SlotStore, algorithm: Algorithm) -> None:
+    Args:
+        source: where blocks are read.
+        target: where they are written.
+        algorithm: of the sums.
+        library: how to get at the compiled code.
+    """
+
+    def __init__(
+        self,
+        source: SlotStore,
+        target: SlotStore,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
+    ) -> None:
         self._source_sums = source if isinstance(source, KeepsSums) else None
         self._target_sums = target if isinstance(target, KeepsSums) else None
         self._algorithm = algorithm
@@ -71,10 +90,7 @@ class MemcpyMover:
         self._batch = max(1, min(_BATCH_BLOCKS, _STAGING_BYTES // self._block_bytes))
         self._staging = np.empty((self._batch, self._block_bytes), dtype=np.uint8)
         self._pack, self._unpack = self._prepare(source, target)
-        checks = self._source_sums is not None or self._target_sums is None
-        # Nobody reads a slot that is being written, so a block that needs no check can grow there.
-        self._rows = None if checks else _packed_rows(target)
-        self._direct = [] if self._rows is None else _copiers(source, target)
+        self._compiled = _Compiled.between(source, target, algorithm, library)
         self._jobs: deque[_Job] = deque()
         self._abandoned: list[Moved] = []
 
@@ -120,8 +136,10 @@ class MemcpyMover:
         first, job.next = job.next, job.next + count
         copy = job.copy
         sources, targets = copy.source_slots[..., part], copy.target_slots[..., part]
-        if self._rows is not None:
-            self._pack_in_place(self._rows, copy.keys[part], sources, targets)
+        alone = sources.ndim == targets.ndim == 1 and bool((targets != NOWHERE).all())
+        if self._compiled is not None and alone:
+            bad = self._compiled.copy(copy.keys[part], sources, targets)
+            job.faults += [(first + number, BlockFault.CORRUPT) for number in bad]
             return
         rows = np.arange(count)
         _pass(self._pack, sources, rows)
@@ -133,27 +151,11 @@ class MemcpyMover:
         good = np.ones(count, dtype=bool)
         if self._source_sums is not None:
             good = (sums == self._source_sums.sums(sources)).all(axis=1)
-            bad = np.flatnonzero(~good) + first
-            job.faults += [(position, BlockFault.CORRUPT) for position in bad.tolist()]
+            wrong = np.flatnonzero(~good) + first
+            job.faults += [(position, BlockFault.CORRUPT) for position in wrong.tolist()]
         _pass(self._unpack, rows[good], targets[..., good])
         if self._target_sums is not None:
             self._target_sums.keep_sums(targets[good], sums[good])
-
-    def _pack_in_place(
-        self,
-        rows: NDArray[np.uint8],
-        keys: Sequence[Key],
-        sources: NDArray[np.int32],
-        targets: NDArray[np.int32],
-    ) -> None:
-        """Packs blocks into the slots where they stay, and sums them there."""
-        assert self._target_sums is not None
-        _pass(self._direct, sources, targets)
-        first = int(targets[0])
-        follow = bool((targets == np.arange(first, first + len(targets))).all())
-        # Slots that follow each other, as they mostly do, are summed as they lie.
-        packed = rows[first : first + len(targets)] if follow else rows[targets]
-        self._target_sums.keep_sums(targets, self._span.sum_blocks(packed, keys, self._algorithm))
 
     def _prepare(
         self, source: SlotStore, target: SlotStore
@@ -173,29 +175,63 @@ class MemcpyMover:
         return pack, unpack
 
 
-def _copiers(source: SlotStore, target: SlotStore) -> list[BlockCopier]:
-    """Copiers from one tier into another, one for each KV group."""
-    read, write = source.blocks(()), target.blocks(())
-    return [
-        BlockCopier(read.layout, read.buffers, write.layout, write.buffers, group=group)
-        for group in range(len(source.layout.groups))
-    ]
+class _Compiled(NamedTuple):
+    """The same between an engine's memory and packed slots, by compiled code."""
 
+    packing: Packing
+    """Of the engine's memory."""
+    slots: KeepsSums
+    memory: NDArray[np.uint8]
+    """The packed slots,"""
+    distance: int
+    """so many bytes from one to the next."""
+    saves: bool
 
-def _packed_rows(store: SlotStore) -> NDArray[np.uint8] | None:
-    """The slots of a tier as rows of packed bytes; `None` where blocks lie otherwise in it."""
-    layout = store.layout
-    distance = layout.groups[0].layers[0].planes[0].block_stride
-    if distance < layout.block_bytes:
-        return None
-    if layout != layout.packed(block_count=store.slot_count, slot_bytes=distance):
-        return None
-    return as_strided(
-        store.blocks(()).buffers[0],
-        shape=(store.slot_count, layout.block_bytes),
-        strides=(distance, 1),
-        writeable=False,
-    )
+    @classmethod
+    def between(
+        cls,
+        source: SlotStore,
+        target: SlotStore,
+        algorithm: Algorithm,
+        library: Callable[[], PartsLibrary | None],
+    ) -> _Compiled | None:
+        """The way from one to the other; nothing where there is none."""
+        saves = isinstance(target, KeepsSums)
+        if saves == isinstance(source, KeepsSums):
+            return None
+        engine, slots = (source, target) if saves else (target, source)
+        assert isinstance(slots, KeepsSums)
+        distance = slots.layout.groups[0].layers[0].planes[0].block_stride
+        if distance < slots.layout.block_bytes or slots.layout != slots.layout.packed(
+            block_count=slots.slot_count, slot_bytes=distance
+        ):
+            return None
+        packing = Packing.of(engine.layout, engine.blocks(()).buffers, algorithm, library=library)
+        if packing is None:
+            return None
+        return cls(packing, slots, slots.blocks(()).buffers[0], distance, saves)
+
+    def copy(
+        self, keys: Sequence[Key], sources: NDArray[np.int32], targets: NDArray[np.int32]
+    ) -> list[int]:
+        """Copies blocks; the numbers of those that are not intact, and were not written."""
+        seeds = np.array(key_seeds(keys), dtype=np.uint64)
+        if self.saves:
+            places = targets.astype(np.int64) * self.distance
+            sums = self.packing.pack(sources.tolist(), seeds, self.memory, places)
+            self.slots.keep_sums(targets, sums)
+            return []
+        places, told = sources.astype(np.int64) * self.distance, self.slots.sums(sources)
+        slots, first, bad = targets.tolist(), 0, []
+        while first < len(slots):
+            wrong = self.packing.put_away(
+                *(self.memory, seeds[first:], told[first:], slots[first:], places[first:])
+            )
+            if wrong is None:
+                break
+            bad.append(first + wrong)
+            first += wrong + 1
+        return bad
 
 
 def _pass(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from penstock.vocabulary.reshard import plan_reshard
 
 torch = pytest.importorskip("torch")
 
+from penstock.runtime.handoff import tensors  # noqa: E402
 from penstock.runtime.handoff.tensors import BUFFERS, TensorReader, TensorTaker  # noqa: E402
 from penstock.tiers.tensors import TensorTier  # noqa: E402
 
@@ -179,3 +180,46 @@ def test_a_part_that_is_not_intact_does_not_reach_the_device() -> None:
 
     assert taken is False
     assert bytes_of(here) == before
+
+
+def test_what_was_summed_is_what_is_moved_whatever_becomes_of_the_berth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = split(0, 4, tokens=4, scaled=False)
+    form = Form(layout=layout)
+    plan = plan_reshard([form], [form])
+    parts = RouteParts(plan, plan.routes[0], form, form)
+    part = parts.form_of(0, 1)
+    there, here, wanted = tier_of(layout, 1), tier_of(layout, 2), tier_of(layout, 2)
+    grid = cut(
+        layers=range(3),
+        blocks=range(1),
+        cell_bytes=parts.layer_bytes_max,
+        block_tokens=4,
+        berth_bytes=1 << 20,
+    )
+    berth, plain = (np.zeros(part.block_bytes, dtype=np.uint8) for _ in range(2))
+    sums = PartGather(part, there, Algorithm.XXH3).gather([5], [b"key"], plain)
+    PartScatter(parts, part, wanted, Algorithm.XXH3).scatter(plain, [b"key"], sums, [3])
+    reader, taker = (
+        kind(tier, Algorithm.XXH3, part_bytes=part.block_bytes)
+        for kind, tier in ((TensorReader, there), (TensorTaker, here))
+    )
+    plain_sums = tensors._sums
+
+    def damage_and_sum(*args: Any) -> bytes:
+        berth[7] ^= 1
+        found = plain_sums(*args)
+        berth[8] ^= 1
+        return found
+
+    reader.read(write_of(0), part, [5], [b"key"], berth)
+    with monkeypatch.context() as patched:
+        patched.setattr(tensors, "_sums", damage_and_sum)
+        ((_, found),) = reader.ended()
+        berth[:] = plain
+        taker.take(take_of(grid, 0, sums), parts, part, berth, [b"key"], [3])
+
+    assert found == sums
+    assert taker.ended() == [(take_of(grid, 0, sums), True)]
+    assert bytes_of(here) == bytes_of(wanted)

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from penstock.errors import UnavailableError
-from penstock.movers.cuda.streams import Piece
 from penstock.runtime.handoff.device_staging import Device, address_of, numbers_of
 from penstock.runtime.handoff.tensors import WindowScatter
 from penstock.vocabulary.checksums import SUM_BYTES
@@ -148,7 +147,9 @@ class _Taking(NamedTuple):
     shape: Shape
     batch: Batch
     put_away: Callable[[], None] | None
-    """What is left to do once the part is known to be intact: blocks of another size."""
+    """What is left to do once the part is known to be intact: blocks of another size,"""
+    scratch: torch.Tensor | None
+    """of which this is a copy."""
 
 
 class DeviceTaker:
@@ -170,8 +171,8 @@ class DeviceTaker:
         self._taking: deque[_Taking] = deque()
         self._scatters: dict[PartForm, WindowScatter] = {}
         self._part_bytes = part_bytes
-        self._scratch: torch.Tensor | None = None
-        """For blocks of another size; taken when there are such."""
+        self._scratches: list[torch.Tensor] = []
+        """Free copies of parts with blocks of another size; taken when there are such."""
 
     def take(
         self,
@@ -198,6 +199,12 @@ class DeviceTaker:
         batch.sums[:count] = np.frombuffer(take.sums, dtype="<u8").reshape(count, -1)
         manifest.send(calls, stream)
         calls.copy(stream, berth.staged, address_of(memory), len(memory))
+        scratch = None
+        if not whole:
+            # Staging is used again before the verdict is seen, and others can write the berth:
+            # what is put away later is this copy of what is summed.
+            scratch = self._take_scratch()
+            calls.copy(stream, scratch.data_ptr(), berth.staged, len(memory))
         packer.sum(calls, manifest, berth, stream)
         packer.judge(calls, manifest, berth, batch.sums_address, stream)
         step = self._last_step(numbers)
@@ -208,9 +215,9 @@ class DeviceTaker:
         calls.record(manifest.ended, stream)
         calls.make()
         put_away = None
-        if not whole:
-            put_away = self._put_away_of(route, form, memory, count, slots)
-        self._taking.append(_Taking(take, shape, batch, put_away))
+        if scratch is not None:
+            put_away = self._put_away_of(route, form, scratch, count, slots)
+        self._taking.append(_Taking(take, shape, batch, put_away, scratch))
         return None
 
     @property
@@ -232,6 +239,8 @@ class DeviceTaker:
                 break
             self._taking.popleft()
             taking.shape.free.append(taking.batch)
+            if taking.scratch is not None:
+                self._scratches.append(taking.scratch)
             found.append((taking.take, intact))
         return found
 
@@ -255,26 +264,27 @@ class DeviceTaker:
     def _last_step(self, slots: NDArray[np.int32]) -> Event | None:
         return None if self._steps is None else self._steps.event_of(self._steps.last_of(slots))
 
+    def _take_scratch(self) -> torch.Tensor:
+        if self._scratches:
+            return self._scratches.pop()
+        try:
+            return torch.empty(self._part_bytes, dtype=torch.uint8, device=self._tier.device)
+        except torch.OutOfMemoryError as error:
+            raise UnavailableError(f"{self._part_bytes} bytes for a part: {error}") from error
+
     def _put_away_of(
         self,
         route: RouteParts,
         form: PartForm,
-        memory: Window,
+        scratch: torch.Tensor,
         count: int,
         slots: Sequence[int],
     ) -> Callable[[], None]:
         scatter = self._scatters.get(form)
         if scatter is None:
             scatter = self._scatters[form] = WindowScatter(route, form, self._tier)
-        if self._scratch is None:
-            self._scratch = torch.empty(
-                self._part_bytes, dtype=torch.uint8, device=self._tier.device
-            )
-        scratch = self._scratch
 
         def put_away() -> None:
-            piece = Piece(address_of(memory), scratch.data_ptr(), len(memory))
-            self._device.stream.copy([piece])
             with torch.cuda.stream(self._torch_stream):
                 scatter.scatter(scratch, count, slots)
 

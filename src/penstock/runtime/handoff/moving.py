@@ -4,11 +4,16 @@
     PartScatter:  packed bytes, verified ──→ slots of the target
 
 Compiled code does it in one pass, block by block (`packing.py`). Where that cannot be had, and
-for blocks of different sizes, NumPy goes through a part in pieces of some megabytes: packed, then
-summed; verified, then put away. Consecutive slots are copied in one call, and no Python runs for
-a single cell. Both ways give the same bytes and sums.
+for blocks of different sizes, NumPy goes through a part in pieces of some megabytes. Consecutive
+slots are copied in one call, and no Python runs for a single cell. Both ways give the same bytes
+and sums.
 
-The one rule: no byte is put away before the piece it is in was found intact.
+Packed bytes lie in memory that other processes can write at any time. So a piece is packed and
+summed in memory of this process before it is copied there, and copied from there before it is
+verified and put away.
+
+Two rules: what is summed is memory of this process alone, and each byte outside is written once
+or read once; no byte is put away before the piece it is in was found intact.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.runtime.handoff.packing import Packing, load_parts_library
+from penstock.movers.packing import Packing, Scratch, load_parts_library, seeds_of
 from penstock.vocabulary.narrowing import narrow, token_window
 
 if TYPE_CHECKING:
@@ -25,16 +30,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.runtime.handoff.packing import PartsLibrary
+    from penstock.movers.packing import PartsLibrary
     from penstock.runtime.handoff.parts import PartForm, RouteParts
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.layout import Layout
     from penstock.vocabulary.planes import Plane
 
-PIECE_BYTES = 4 << 20
-"""Packed and summed at a time. Smaller pieces stay in a core's own cache, but take more calls,
-and those were found to cost more (`penstock bench handoff`)."""
+PIECE_BYTES = 2 << 20
+"""Packed and summed at a time. Smaller pieces take more calls, larger ones leave the caches before
+they are copied on: 0.5 to 4 MiB were tried."""
 _SMALL_BYTES = 8192
 """Of a plane's block. So little is copied by one call for all slots, through a second copy."""
 
@@ -69,6 +74,7 @@ class PartGather:
         tier: where the slots are.
         algorithm: of the sums.
         library: how to get at the compiled code.
+        scratch: memory for pieces, shared with others of the same thread.
     """
 
     def __init__(
@@ -78,16 +84,20 @@ class PartGather:
         algorithm: Algorithm,
         *,
         library: Callable[[], PartsLibrary | None] = load_parts_library,
+        scratch: Scratch | None = None,
     ) -> None:
         self._form = form
         self._algorithm = algorithm
         self._pairs: list[_PlanePair] = []
+        self._scratch = scratch or Scratch()
         self._packing: Packing | None = None
         if form.packed is not None:
             source = narrow(tier.layout, form.source_cuts)
             self._pairs = _pairs(form.packed, source, tier)
             buffers = tier.blocks(()).buffers
-            self._packing = Packing.of(source, buffers, algorithm, library=library())
+            self._packing = Packing.of(
+                source, buffers, algorithm, library=library, scratch=self._scratch
+            )
         self._step = max(1, PIECE_BYTES // max(1, form.block_bytes))
 
     def gather(
@@ -98,12 +108,12 @@ class PartGather:
         if span is None:
             return b""
         if self._packing is not None:
-            found = self._packing.pack(slots, keys, memory)
+            found = self._packing.pack(slots, seeds_of(tuple(keys)), memory)
             return found.astype("<u8", copy=False).tobytes()
         sums = []
         for first in range(0, len(slots), self._step):
             some = slots[first : first + self._step]
-            piece = memory[first * size : (first + len(some)) * size]
+            piece = self._scratch.room(len(some) * size)
             runs = _runs(some)
             for pair in self._pairs:
                 packed = pair.packed(piece, len(some), size)
@@ -114,6 +124,7 @@ class PartGather:
                     packed[here : here + count] = pair.slots[there : there + count]
             blocks = piece.reshape(len(some), size)
             sums.append(span.sum_blocks(blocks, keys[first : first + len(some)], self._algorithm))
+            memory[first * size : (first + len(some)) * size] = piece
         return b"".join(table.astype("<u8", copy=False).tobytes() for table in sums)
 
 
@@ -131,12 +142,14 @@ class PartScatter:
         algorithm: Algorithm,
         *,
         library: Callable[[], PartsLibrary | None] = load_parts_library,
+        scratch: Scratch | None = None,
     ) -> None:
         self._form = form
         self._algorithm = algorithm
         self._source_ratio = parts.source_ratio
         self._target_ratio = parts.target_ratio
         self._windows: list[list[_PlanePair]] = []
+        self._scratch = scratch or Scratch()
         self._packing: Packing | None = None
         if form.packed is not None:
             target = narrow(tier.layout, form.target_cuts)
@@ -144,7 +157,9 @@ class PartScatter:
                 self._windows.append(_pairs(packed, narrowed, tier))
             if self._source_ratio == self._target_ratio == 1:
                 buffers = tier.blocks(()).buffers
-                self._packing = Packing.of(target, buffers, algorithm, library=library())
+                self._packing = Packing.of(
+                    target, buffers, algorithm, library=library, scratch=self._scratch
+                )
         unit_bytes = form.block_bytes * self._source_ratio
         self._step = max(1, PIECE_BYTES // max(1, unit_bytes))
 
@@ -171,11 +186,13 @@ class PartScatter:
             return False
         told = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
         if self._packing is not None:
-            return self._packing.put_away(memory, keys, told, slots)
+            seeds = seeds_of(tuple(keys))
+            return self._packing.put_away(memory, seeds, told, slots) is None
         step, targets = self._step * self._source_ratio, self._step * self._target_ratio
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
-            piece = memory[first * size : (first + len(some)) * size]
+            piece = self._scratch.room(len(some) * size)
+            piece[:] = memory[first * size : (first + len(some)) * size]
             found = span.sum_blocks(piece.reshape(len(some), size), some, self._algorithm)
             if not np.array_equal(found, told[first : first + len(some)]):
                 return False

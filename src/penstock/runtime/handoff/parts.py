@@ -5,8 +5,8 @@
 What travels is packed as blocks of the source, so its sums are those of the source's cells,
 seeded with the source's keys. Blocks of other sizes at the target are a matter of putting away.
 
-The one rule: bytes are summed as they were packed, and put away only after they were verified
-where they landed.
+The one rule: bytes are summed as they were read from slots, and put away only after the target has
+copied them out of the berth and verified the copy.
 """
 
 from __future__ import annotations

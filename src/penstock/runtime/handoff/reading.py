@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from penstock.movers.packing import Scratch
 from penstock.runtime.handoff.moving import PartGather
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ArrayReader:
         self._tier = tier
         self._algorithm = algorithm
         self._gathers: dict[PartForm, PartGather] = {}
+        self._scratch = Scratch()
 
     def read(
         self,
@@ -84,7 +86,8 @@ class ArrayReader:
         """Packs blocks into `memory`; see `PartReader`."""
         gather = self._gathers.get(form)
         if gather is None:
-            gather = self._gathers[form] = PartGather(form, self._tier, self._algorithm)
+            gather = PartGather(form, self._tier, self._algorithm, scratch=self._scratch)
+            self._gathers[form] = gather
         return gather.gather(slots, keys, memory)
 
     @property

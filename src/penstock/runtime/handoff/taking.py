@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.movers.packing import Scratch
 from penstock.runtime.handoff.moving import PartScatter
 from penstock.runtime.handoff.reading import Window_contra
 
@@ -66,6 +67,7 @@ class ArrayTaker:
         self._tier = tier
         self._algorithm = algorithm
         self._scatters: dict[PartForm, PartScatter] = {}
+        self._scratch = Scratch()
 
     def take(
         self,
@@ -79,7 +81,7 @@ class ArrayTaker:
         """Verifies and puts away; see `PartTaker`."""
         scatter = self._scatters.get(form)
         if scatter is None:
-            scatter = PartScatter(route, form, self._tier, self._algorithm)
+            scatter = PartScatter(route, form, self._tier, self._algorithm, scratch=self._scratch)
             self._scatters[form] = scatter
         return scatter.scatter(memory, keys, take.sums, slots)
 

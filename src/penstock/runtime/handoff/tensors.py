@@ -13,7 +13,7 @@ for none. On tensors of the CPU the same code runs without streams, which is how
 | a berth, a staging buffer         | used again when the CPU has seen the event                  |
 
 The one rule: bytes go into the window of a write that is still wanted, after the CPU has seen
-that they are in the staging; and into slots only after they were verified in the berth.
+that they are in the staging; and into slots only after the copy in the staging was verified.
 """
 
 from __future__ import annotations
@@ -215,8 +215,10 @@ class TensorReader:
             if write in self._forgotten:
                 self._forgotten.remove(write)
             else:
-                np.copyto(memory, buffer.host[: len(memory)])
-                found.append((write, _sums(form, memory, keys, self._algorithm)))
+                packed = buffer.host[: len(memory)]
+                # Not of `memory`: others can write there.
+                found.append((write, _sums(form, packed, keys, self._algorithm)))
+                np.copyto(memory, packed)
             self._staging.free.append(buffer)
         return found
 
@@ -258,14 +260,16 @@ class TensorTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
-        """Verifies a part where it landed, and begins to put it away; see `PartTaker`."""
+        """Verifies a copy of a part, and begins to put it away; see `PartTaker`."""
         if form.packed is None:
             return not take.sums
-        if _sums(form, memory, keys, self._algorithm) != take.sums:
-            return False
         staging = self._staging
+        landed = staging.free[0].host[: len(memory)]
+        # Others can write `memory`: what is put away is the copy that was verified.
+        np.copyto(landed, memory)
+        if _sums(form, landed, keys, self._algorithm) != take.sums:
+            return False
         buffer = staging.free.popleft()
-        np.copyto(buffer.host[: len(memory)], memory)
         scatter = self._scatters.get(form)
         if scatter is None:
             scatter = self._scatters[form] = WindowScatter(route, form, self._tier)

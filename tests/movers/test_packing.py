@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.movers.compiling import compiled
+from penstock.movers.packing import Packing, PartsLibrary, load_parts_library, seeds_of
 from penstock.runtime.handoff.moving import PartGather, PartScatter
-from penstock.runtime.handoff.packing import Packing, PartsLibrary, load_parts_library
 from penstock.runtime.handoff.parts import RouteParts
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
@@ -164,15 +164,25 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
     source, _ = CASES["head major"]
     tier = filled(source, 1)
     packing = Packing.of(
-        source, tier.blocks(()).buffers, Algorithm.XXH3, library=load_parts_library()
+        source, tier.blocks(()).buffers, Algorithm.XXH3, library=load_parts_library
     )
     assert packing is not None
     room = np.zeros(4 * packing.block_bytes, dtype=np.uint8)
 
-    with pytest.raises(ValueError, match="4 slots and 3 keys"):
-        packing.pack(SLOTS, KEYS[:3], room)
+    seeds = seeds_of(tuple(KEYS))
+    places = np.arange(4) * packing.block_bytes
+    told = np.zeros((4, packing.cell_count), dtype=np.uint64)
+
+    with pytest.raises(ValueError, match="4 slots, 3 seeds"):
+        packing.pack(SLOTS, seeds[:3], room)
     with pytest.raises(ValueError, match=f"each need {4 * packing.block_bytes}"):
-        packing.pack(SLOTS, KEYS, room[:-1])
+        packing.pack(SLOTS, seeds, room[:-1])
+    with pytest.raises(ValueError, match="not all within"):
+        packing.pack(SLOTS, seeds, room, places + 1)
+    with pytest.raises(ValueError, match="not all within"):
+        packing.put_away(room, seeds, told, SLOTS, places - 1)
+    with pytest.raises(ValueError, match="told has shape"):
+        packing.put_away(room, seeds, told[:3], SLOTS)
 
     assert not room.any()
 
@@ -189,7 +199,7 @@ def test_short_segments_and_other_sums_are_left_to_numpy(
 ) -> None:
     buffers = filled(layout, 1).blocks(()).buffers
 
-    assert Packing.of(layout, buffers, algorithm, library=load_parts_library()) is None
+    assert Packing.of(layout, buffers, algorithm, library=load_parts_library) is None
 
 
 @needs_compiler

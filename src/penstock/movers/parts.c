@@ -1,13 +1,20 @@
 /* Packing parts and putting them away, one pass over the bytes each.
 
    A part is blocks of segments. A segment is what one plane adds to a cell: rows of bytes at equal
-   distances in a slot, one after the other in the packed block. A block is copied and summed before
-   the next one is touched, so that it is in a core's own cache the second time; the sums of a
-   cell's segments are added by halves, as docs/checksums.md says.
+   distances in a slot, one after the other in the packed block. The sums of a cell's segments are
+   added by halves, as docs/checksums.md says.
+
+   The packed part lies in memory that other processes can write at any time. So a block goes
+   through `scratch`, memory of this process alone that stays in a core's own cache:
+
+     pack:      slot -> scratch, then scratch -> part; each word is summed as it leaves scratch
+     put away:  part -> scratch, each word summed as it is stored; then scratch -> slot
 
    Sums are XXH3 with 64 bits under a seed, of more than 240 bytes: what is shorter goes another way.
 
-   The one rule: no byte of a block is put away before all sums of the block were found right. */
+   Two rules: a sum is made of bytes of this process alone, never of the part, and each byte of the
+   part is written once or read once; no byte of a block is put away before all sums of the block
+   were found right. */
 
 #include <stdint.h>
 #include <string.h>
@@ -73,27 +80,50 @@ static inline uint64_t read64(const uint8_t *at)
     return word;
 }
 
+/* The same, and the compiler may not read it a second time. */
+static inline uint64_t read_once64(const uint8_t *at)
+{
+    typedef uint64_t __attribute__((aligned(1), may_alias)) word_t;
+    return *(const volatile word_t *)at;
+}
+
 static inline uint64_t fold(uint64_t one, uint64_t other)
 {
     unsigned __int128 product = (unsigned __int128)one * other;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-typedef void (*lanes_t)(uint64_t *, const uint8_t *, int64_t, const uint8_t *, const uint8_t *);
+/* Where the stripes of a segment are read: rows of so many stripes, with a gap after each. */
+typedef struct {
+    const uint8_t *at;
+    int64_t row_stripes;
+    int64_t gap;
+} rows_t;
 
-/* All stripes of a segment but the last, into eight lanes. As much from `ahead` on is fetched on the
-   way: one core has only so many loads of far memory under way by itself. */
-static void lanes_plain(uint64_t *acc, const uint8_t *in, int64_t stripes, const uint8_t *secret,
-                        const uint8_t *ahead)
+typedef void (*lanes_t)(uint64_t *, rows_t, int64_t, const uint8_t *, const uint8_t *, uint8_t *);
+
+/* All stripes of a segment but the last, into eight lanes, and copied to `out`. Each word is read
+   once: what is summed is what is stored. As much from `ahead` on is fetched on the way: one core
+   has only so many loads of far memory under way by itself. */
+static void lanes_plain(uint64_t *acc, rows_t rows, int64_t stripes, const uint8_t *secret,
+                        const uint8_t *ahead, uint8_t *out)
 {
     (void)ahead;
+    const uint8_t *in = rows.at;
+    int64_t left = rows.row_stripes;
     for (int64_t n = 0; n < stripes; n++) {
         const uint8_t *key = secret + n % STRIPES * 8;
         for (int i = 0; i < 8; i++) {
-            uint64_t value = read64(in + n * STRIPE_BYTES + 8 * i);
+            uint64_t value = read_once64(in + 8 * i);
+            memcpy(out + n * STRIPE_BYTES + 8 * i, &value, 8);
             uint64_t mixed = value ^ read64(key + 8 * i);
             acc[i ^ 1] += value;
             acc[i] += (mixed & 0xFFFFFFFFU) * (mixed >> 32);
+        }
+        in += STRIPE_BYTES;
+        if (--left == 0) {
+            in += rows.gap;
+            left = rows.row_stripes;
         }
         if (n % STRIPES == STRIPES - 1)
             for (int i = 0; i < 8; i++) {
@@ -104,24 +134,36 @@ static void lanes_plain(uint64_t *acc, const uint8_t *in, int64_t stripes, const
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) static void lanes_avx2(uint64_t *acc, const uint8_t *in,
-                                                       int64_t stripes, const uint8_t *secret,
-                                                       const uint8_t *ahead)
+/* Keeps a loaded value in its register: the compiler may not load it a second time. */
+#define ONCE(value) __asm__ volatile("" : "+v"(value))
+
+__attribute__((target("avx2"))) static void lanes_avx2(uint64_t *acc, rows_t rows, int64_t stripes,
+                                                       const uint8_t *secret,
+                                                       const uint8_t *ahead, uint8_t *out)
 {
+    const uint8_t *in = rows.at;
+    int64_t left = rows.row_stripes;
     __m256i lane[2];
     const __m256i prime = _mm256_set1_epi32((int)P32_1);
     for (int i = 0; i < 2; i++)
         lane[i] = _mm256_loadu_si256((const __m256i *)acc + i);
     for (int64_t n = 0; n < stripes; n++) {
         const __m256i *key = (const __m256i *)(secret + n % STRIPES * 8);
-        const __m256i *data = (const __m256i *)(in + n * STRIPE_BYTES);
+        const __m256i *data = (const __m256i *)in;
         _mm_prefetch((const char *)(ahead + n * STRIPE_BYTES), _MM_HINT_T1);
         for (int i = 0; i < 2; i++) {
             __m256i value = _mm256_loadu_si256(data + i);
+            ONCE(value);
+            _mm256_storeu_si256((__m256i *)(out + n * STRIPE_BYTES) + i, value);
             __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256(key + i));
             __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
             lane[i] = _mm256_add_epi64(lane[i], _mm256_shuffle_epi32(value, 0x4E));
             lane[i] = _mm256_add_epi64(lane[i], product);
+        }
+        in += STRIPE_BYTES;
+        if (--left == 0) {
+            in += rows.gap;
+            left = rows.row_stripes;
         }
         if (n % STRIPES == STRIPES - 1) {
             key = (const __m256i *)(secret + SECRET_BYTES - STRIPE_BYTES);
@@ -138,20 +180,30 @@ __attribute__((target("avx2"))) static void lanes_avx2(uint64_t *acc, const uint
         _mm256_storeu_si256((__m256i *)acc + i, lane[i]);
 }
 
-__attribute__((target("avx512f"))) static void lanes_avx512(uint64_t *acc, const uint8_t *in,
+__attribute__((target("avx512f"))) static void lanes_avx512(uint64_t *acc, rows_t rows,
                                                             int64_t stripes, const uint8_t *secret,
-                                                            const uint8_t *ahead)
+                                                            const uint8_t *ahead, uint8_t *out)
 {
+    const uint8_t *in = rows.at;
+    int64_t left = rows.row_stripes;
     __m512i lane = _mm512_loadu_si512(acc);
     const __m512i prime = _mm512_set1_epi32((int)P32_1);
     const __m512i last = _mm512_loadu_si512(secret + SECRET_BYTES - STRIPE_BYTES);
     for (int64_t n = 0; n < stripes; n++) {
         _mm_prefetch((const char *)(ahead + n * STRIPE_BYTES), _MM_HINT_T1);
-        __m512i value = _mm512_loadu_si512(in + n * STRIPE_BYTES);
+        __builtin_prefetch(out + n * STRIPE_BYTES + WRITE_AHEAD_BYTES, 1);
+        __m512i value = _mm512_loadu_si512(in);
+        ONCE(value);
+        _mm512_storeu_si512(out + n * STRIPE_BYTES, value);
         __m512i mixed = _mm512_xor_si512(value, _mm512_loadu_si512(secret + n % STRIPES * 8));
         __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
         lane = _mm512_add_epi64(lane, _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)0x4E));
         lane = _mm512_add_epi64(lane, product);
+        in += STRIPE_BYTES;
+        if (--left == 0) {
+            in += rows.gap;
+            left = rows.row_stripes;
+        }
         if (n % STRIPES == STRIPES - 1) {
             __m512i x = _mm512_xor_si512(lane, _mm512_srli_epi64(lane, 47));
             x = _mm512_xor_si512(x, last);
@@ -176,8 +228,10 @@ static lanes_t find_lanes(void)
     return lanes_plain;
 }
 
-static uint64_t sum_of(const uint8_t *in, int64_t length, uint64_t seed, const uint8_t *ahead,
-                       lanes_t lanes)
+/* Copies a segment and returns the sum of what was copied. One of the two, `own`, is memory of this
+   process alone: what is needed a second time is read there. */
+static uint64_t sum_of(rows_t rows, uint8_t *out, int out_is_own, int64_t length, uint64_t seed,
+                       const uint8_t *ahead, lanes_t lanes)
 {
     uint64_t acc[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     uint64_t words[SECRET_BYTES / 8];
@@ -186,9 +240,12 @@ static uint64_t sum_of(const uint8_t *in, int64_t length, uint64_t seed, const u
         words[i] = secret_words[i] + seed;
         words[i + 1] = secret_words[i + 1] - seed;
     }
-    lanes(acc, in, (length - 1) / STRIPE_BYTES, secret, ahead);
+    int64_t stripes = (length - 1) / STRIPE_BYTES, done = stripes * STRIPE_BYTES;
+    lanes(acc, rows, stripes, secret, ahead, out);
     /* The last stripe ends with the segment, and has a key of its own. */
-    const uint8_t *end = in + length - STRIPE_BYTES;
+    const uint8_t *in = rows.at + done + stripes / rows.row_stripes * rows.gap;
+    memcpy(out + done, in, (size_t)(length - done));
+    const uint8_t *end = (out_is_own ? out + length : in + (length - done)) - STRIPE_BYTES;
     const uint8_t *key = secret + SECRET_BYTES - STRIPE_BYTES - 7;
     for (int i = 0; i < 8; i++) {
         uint64_t value = read64(end + 8 * i);
@@ -280,26 +337,6 @@ static void copy_strip(const strip_t *strip, int64_t slot, uint8_t *packed, int 
         }
 }
 
-/* Sums a packed block. Meanwhile the slot of the next one is fetched (`strips` and `next`), where
-   its rows are too short for the processor to see that they follow each other; or, without strips,
-   what follows in the packed part. */
-static void sum_block(const segment_t *segments, int64_t count, uint64_t key_seed,
-                      const uint8_t *packed, const strip_t *strips, int64_t next, uint64_t *sums,
-                      int64_t cells, lanes_t lanes)
-{
-    memset(sums, 0, (size_t)cells * 8);
-    for (const segment_t *each = segments; each < segments + count; each++) {
-        const uint8_t *in = packed + each->start, *ahead = strips ? in : in + AHEAD_BYTES;
-        if (strips && are_interleaved(strips + each->strip)) {
-            const strip_t *strip = strips + each->strip;
-            ahead = (const uint8_t *)(strip->address + next * strip->block_stride);
-            ahead += each->head * each->length;
-        }
-        uint64_t seed = seed_of(key_seed, each->place);
-        add_by_halves(sums + each->cell, sum_of(in, each->length, seed, ahead, lanes));
-    }
-}
-
 static copy_t copy_out_of_slots(void)
 {
 #if defined(__x86_64__)
@@ -324,40 +361,80 @@ static copy_t copy_into_slots(const strip_t *strip)
     return copy_plain;
 }
 
-/* Packs blocks out of their slots. `sums` has `cells` numbers for each block. */
+/* Whether the rows of a head are whole stripes, or one row: they are summed where they lie. */
+static inline int are_stripes(const strip_t *strip)
+{
+    return strip->rows == 1 || strip->row_bytes % STRIPE_BYTES == 0;
+}
+
+/* Bytes without gaps. */
+static inline rows_t one_row(const uint8_t *at)
+{
+    return (rows_t){at, INT64_MAX, 0};
+}
+
+/* Packs blocks out of their slots, each to its place in `packed`, counted in bytes. `sums` has `cells`
+   numbers for each block; `scratch` has room for one block. Meanwhile the slot of the next block is fetched, where rows are too short for the
+   processor to see that they follow each other. */
 void penstock_pack(const strip_t *strips, int64_t strip_count, const segment_t *segments,
                    int64_t segment_count, const int64_t *slots, const uint64_t *key_seeds,
-                   int64_t count, uint8_t *packed, int64_t block_bytes, uint64_t *sums,
-                   int64_t cells)
+                   int64_t count, uint8_t *packed, const int64_t *places, uint64_t *sums,
+                   int64_t cells, uint8_t *scratch)
 {
     lanes_t lanes = find_lanes();
     copy_t copy = copy_out_of_slots();
-    for (int64_t block = 0; block < count; block++, packed += block_bytes, sums += cells) {
+    for (int64_t block = 0; block < count; block++, sums += cells) {
+        int64_t slot = slots[block], next = slots[block + 1 < count ? block + 1 : block];
         for (int64_t n = 0; n < strip_count; n++)
-            copy_strip(strips + n, slots[block], packed, 0, copy);
-        int64_t next = slots[block + 1 < count ? block + 1 : block];
-        sum_block(segments, segment_count, key_seeds[block], packed, strips, next, sums, cells,
-                  lanes);
+            if (!are_stripes(strips + n))
+                copy_strip(strips + n, slot, scratch, 0, copy);
+        memset(sums, 0, (size_t)cells * 8);
+        for (const segment_t *each = segments; each < segments + segment_count; each++) {
+            const strip_t *strip = strips + each->strip;
+            const uint8_t *place = (const uint8_t *)strip->address;
+            rows_t rows = one_row(scratch + each->start);
+            if (are_stripes(strip)) {
+                rows = one_row(place + slot * strip->block_stride + each->head * strip->head_stride);
+                if (strip->rows > 1) {
+                    rows.row_stripes = strip->row_bytes / STRIPE_BYTES;
+                    rows.gap = strip->row_stride - strip->row_bytes;
+                }
+            }
+            const uint8_t *ahead = rows.at + READ_AHEAD_BYTES;
+            if (are_interleaved(strip))
+                ahead = place + next * strip->block_stride + each->head * each->length;
+            uint64_t seed = seed_of(key_seeds[block], each->place);
+            uint8_t *out = packed + places[block] + each->start;
+            add_by_halves(sums + each->cell,
+                          sum_of(rows, out, 0, each->length, seed, ahead, lanes));
+        }
     }
 }
 
-/* Puts blocks away into their slots, and stops at the first whose sums are not those told: returns
-   its number, or -1. `found` has room for the sums of one block. */
+/* Puts blocks away into their slots, each from its place in `packed`, and stops at the first whose sums are not those told: returns
+   its number, or -1. `found` has room for the sums of one block, `scratch` for its bytes. */
 int64_t penstock_put_away(const strip_t *strips, int64_t strip_count, const segment_t *segments,
                           int64_t segment_count, const int64_t *slots, const uint64_t *key_seeds,
-                          int64_t count, uint8_t *packed, int64_t block_bytes,
-                          const uint64_t *told, uint64_t *found, int64_t cells)
+                          int64_t count, const uint8_t *packed, const int64_t *places,
+                          const uint64_t *told, uint64_t *found, int64_t cells, uint8_t *scratch)
 {
     lanes_t lanes = find_lanes();
     int64_t bad = -1;
-    for (int64_t block = 0; block < count; block++, packed += block_bytes, told += cells) {
-        sum_block(segments, segment_count, key_seeds[block], packed, 0, 0, found, cells, lanes);
+    for (int64_t block = 0; block < count; block++, told += cells) {
+        memset(found, 0, (size_t)cells * 8);
+        for (const segment_t *each = segments; each < segments + segment_count; each++) {
+            const uint8_t *in = packed + places[block] + each->start;
+            uint64_t seed = seed_of(key_seeds[block], each->place);
+            add_by_halves(found + each->cell,
+                          sum_of(one_row(in), scratch + each->start, 1, each->length, seed,
+                                 in + AHEAD_BYTES, lanes));
+        }
         if (memcmp(found, told, (size_t)cells * 8) != 0) {
             bad = block;
             break;
         }
         for (int64_t n = 0; n < strip_count; n++)
-            copy_strip(strips + n, slots[block], packed, 1, copy_into_slots(strips + n));
+            copy_strip(strips + n, slots[block], scratch, 1, copy_into_slots(strips + n));
     }
 #if defined(__x86_64__)
     _mm_sfence(); /* Whoever hears that the part is there sees its bytes. */

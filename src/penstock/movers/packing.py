@@ -1,9 +1,11 @@
-"""Parts by compiled code: packed and summed, or verified and put away, in one call each.
+"""Blocks by compiled code: packed and summed, or verified and put away, in one call each.
 
-`parts.c` does what `moving.py` does with NumPy and one XXH3 call a segment, segment by segment
-while the bytes are in the first cache, so that a part takes one pass over memory on each side.
-It is compiled at first use, like the calls of the CUDA movers; where that cannot be done, or a
-form is not of the plain kind, NumPy does it: slower, with the same bytes and sums.
+For saves and loads between host memory and host memory (`memcpy.py`), and for the parts of a
+handoff (`runtime/handoff/moving.py`). `parts.c` does what these do with NumPy and one XXH3 call a
+segment, segment by segment while the bytes are in the first cache, so that blocks take one pass
+over memory on each side. It is compiled at first use, like the calls of the CUDA movers; where
+that cannot be done, or a layout is not of the plain kind, NumPy does it: slower, with the same
+bytes and sums.
 
 The one rule: addresses are handed out only of memory that is kept alive here, and only for slots
 that the caller has checked.
@@ -28,7 +30,7 @@ from penstock.vocabulary.checksums import Algorithm, key_seed, place_number
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LENGTH_MIN = 241
 """Shorter segments are summed in another way, which `parts.c` does not know."""
+LINE_BYTES = 64
+"""Of a processor's caches."""
 PROMPTS_KEPT = 64
 """Lists of slots and keys whose arrays are kept: every layer of a prompt has the same."""
 
@@ -53,12 +57,12 @@ class PartsLibrary:
             raise UnavailableError(f"compiled packing cannot be loaded: {error}") from error
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         tables = (pointer, number, pointer, number)
-        blocks = (*tables, pointer, pointer, number, pointer, number)
+        blocks = (*tables, pointer, pointer, number, pointer, pointer)
         self.pack = loaded.penstock_pack
-        self.pack.argtypes = (*blocks, pointer, number)
+        self.pack.argtypes = (*blocks, pointer, number, pointer)
         self.pack.restype = None
         self.put_away = loaded.penstock_put_away
-        self.put_away.argtypes = (*blocks, pointer, pointer, number)
+        self.put_away.argtypes = (*blocks, pointer, pointer, number, pointer)
         self.put_away.restype = number
 
 
@@ -73,13 +77,30 @@ def load_parts_library() -> PartsLibrary | None:
         with tempfile.TemporaryDirectory(prefix="penstock-") as made_here:
             return PartsLibrary(compiled("parts", source, Path(made_here)))
     except UnavailableError as error:
-        logger.warning("parts are packed by NumPy, which takes longer: cause=%s", error)
+        logger.warning("blocks are packed by NumPy, which takes longer: cause=%s", error)
         return None
+
+
+class Scratch:
+    """Memory that no other process can write, in which a block or a piece is summed.
+
+    All parts of one direction share one, so that it stays in a core's own cache.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def room(self, size: int) -> NDArray[np.uint8]:
+        """So many bytes, from the start of a cache line on; what was in them is lost."""
+        if len(self._memory) < size:
+            memory = np.empty(size + LINE_BYTES, dtype=np.uint8)
+            self._memory = memory[-memory.ctypes.data % LINE_BYTES :]
+        return self._memory[:size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Where the segments of one form lie in the slots of a tier, for `parts.c`."""
+    """Where the segments of a block lie in the slots of a tier, for `parts.c`."""
 
     library: PartsLibrary
     strips: NDArray[np.int64]
@@ -90,6 +111,7 @@ class Packing:
     cell_count: int
     kept: tuple[NDArray[np.uint8], ...]
     """The memory behind the addresses."""
+    scratch: Scratch
 
     @classmethod
     def of(
@@ -98,10 +120,11 @@ class Packing:
         buffers: Mapping[int, NDArray[np.uint8]],
         algorithm: Algorithm,
         *,
-        library: PartsLibrary | None,
+        library: Callable[[], PartsLibrary | None],
+        scratch: Scratch | None = None,
     ) -> Packing | None:
         """The packing of the blocks of a layout; nothing where NumPy has to do it."""
-        if library is None or algorithm is not Algorithm.XXH3:
+        if algorithm is not Algorithm.XXH3:
             return None
         strips: list[tuple[int, ...]] = []
         segments: list[tuple[int, ...]] = []
@@ -119,14 +142,19 @@ class Packing:
                 place = place_number(layer=cell.layer, plane=segment.plane.role, head=cell.head)
                 of_strip = strip_numbers[segment.plane], segment.local_head
                 segments.append((segment.start, segment.length, place, number, *of_strip))
+        # Asked last: it may have to be compiled.
+        loaded = library()
+        if loaded is None:
+            return None
         used = {segment.plane.buffer for cell in layout.cells for segment in cell.segments}
         return cls(
-            library,
+            loaded,
             np.array(strips, dtype=np.int64),
             np.array(segments, dtype=np.int64),
             layout.block_bytes,
             len(layout.cells),
             tuple(buffers[number] for number in sorted(used)),
+            scratch or Scratch(),
         )
 
     @property
@@ -135,46 +163,83 @@ class Packing:
         return strips.ctypes.data, len(strips), segments.ctypes.data, len(segments)
 
     def pack(
-        self, slots: Sequence[int], keys: Sequence[bytes], memory: NDArray[np.uint8]
+        self,
+        slots: Sequence[int],
+        seeds: NDArray[np.uint64],
+        memory: NDArray[np.uint8],
+        places: NDArray[np.int64] | None = None,
     ) -> NDArray[np.uint64]:
-        """Packs blocks into `memory`; their cell sums, of shape [blocks, cells]."""
-        numbers, seeds = _numbers(tuple(slots)), _seeds(tuple(keys))
-        self._require_room(memory, len(numbers), len(seeds))
+        """Packs blocks into `memory`; their cell sums, of shape [blocks, cells].
+
+        Args:
+            slots: of the blocks.
+            seeds: of their keys.
+            memory: where the packed blocks go; nothing is read there.
+            places: where in it each begins; one after the other unless told.
+        """
+        numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.empty((len(numbers), self.cell_count), dtype=np.uint64)
         self.library.pack(
-            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data),
-            *(len(numbers), memory.ctypes.data, self.block_bytes, sums.ctypes.data),
-            self.cell_count,
+            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
+            *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self.cell_count),
+            self.scratch.room(self.block_bytes).ctypes.data,
         )
         return sums
 
     def put_away(
         self,
         memory: NDArray[np.uint8],
-        keys: Sequence[bytes],
+        seeds: NDArray[np.uint64],
         told: NDArray[np.uint64],
         slots: Sequence[int],
-    ) -> bool:
-        """Puts blocks away, one after the other; `False` at the first that is not intact."""
-        numbers, seeds = _numbers(tuple(slots)), _seeds(tuple(keys))
-        self._require_room(memory, len(numbers), len(seeds))
+        places: NDArray[np.int64] | None = None,
+    ) -> int | None:
+        """Puts blocks away, one after the other: the number of the first that is not intact.
+
+        It and those after it are not put away. Each byte of `memory` is read once.
+        """
+        numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.ascontiguousarray(told, dtype=np.uint64)
+        if sums.shape != (len(numbers), self.cell_count):
+            raise ValueError(
+                f"told has shape {list(sums.shape)}, {len(numbers)} blocks of {self.cell_count} "
+                f"cells need {[len(numbers), self.cell_count]}"
+            )
         found = np.empty(self.cell_count, dtype=np.uint64)
         first_bad: int = self.library.put_away(
-            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data),
-            *(len(numbers), memory.ctypes.data, self.block_bytes, sums.ctypes.data),
-            *(found.ctypes.data, self.cell_count),
+            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
+            *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, found.ctypes.data),
+            *(self.cell_count, self.scratch.room(self.block_bytes).ctypes.data),
         )
-        return first_bad < 0
+        return None if first_bad < 0 else first_bad
 
-    def _require_room(self, memory: NDArray[np.uint8], count: int, keys: int) -> None:
-        if count != keys or len(memory) != count * self.block_bytes:
+    def _checked(
+        self,
+        slots: Sequence[int],
+        seeds: NDArray[np.uint64],
+        memory: NDArray[np.uint8],
+        places: NDArray[np.int64] | None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The slots and places as arrays, once it is sure that compiled code stays within them."""
+        numbers = _numbers(tuple(slots))
+        count, size = len(numbers), self.block_bytes
+        if places is None:
+            places = _places(count, size)
+            if len(memory) != count * size:
+                raise ValueError(
+                    f"memory has {len(memory)} bytes, {count} blocks of {size} bytes each need "
+                    f"{count * size}"
+                )
+        elif count and not 0 <= places.min() <= places.max() <= len(memory) - size:
+            raise ValueError(f"places {places} are not all within {len(memory)} bytes of memory")
+        if len(seeds) != count or len(places) != count:
             raise ValueError(
-                f"memory has {len(memory)} bytes, {count} slots and {keys} keys of "
-                f"{self.block_bytes} bytes each need {count * self.block_bytes}"
+                f"{count} slots, {len(seeds)} seeds and {len(places)} places, must be as many"
             )
-        if not memory.flags.c_contiguous:
-            raise ValueError("memory has gaps, must be bytes along one axis without any")
+        for name, array in (("memory", memory), ("seeds", seeds), ("places", places)):
+            if not array.flags.c_contiguous:
+                raise ValueError(f"{name} has gaps, must be numbers along one axis without any")
+        return numbers, places
 
 
 def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[int, ...] | None:
@@ -198,7 +263,13 @@ def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[i
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)
-def _seeds(keys: tuple[bytes, ...]) -> NDArray[np.uint64]:
+def _places(count: int, size: int) -> NDArray[np.int64]:
+    return np.arange(count, dtype=np.int64) * size
+
+
+@lru_cache(maxsize=PROMPTS_KEPT)
+def seeds_of(keys: tuple[bytes, ...]) -> NDArray[np.uint64]:
+    """What the seeds of each key's cells are made from."""
     return np.array([key_seed(key) for key in keys], dtype=np.uint64)
 
 

@@ -1,0 +1,145 @@
+"""Memory that others change while blocks are copied: damage is found, or was never there."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.movers.flipping import flipped_bits
+
+from penstock.cache.ledger import Purpose
+from penstock.movers.memcpy import MemcpyMover
+from penstock.movers.packing import load_parts_library
+from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
+from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots
+from penstock.tiers.arrays import ArrayTier
+from penstock.tiers.host import HostTier
+from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.movers.packing import PartsLibrary
+
+    Library = Callable[[], PartsLibrary | None]
+
+BLOCKS = 6
+LAYOUT = Layout.split(
+    layers=range(4),
+    heads=HeadRange.all_of(2),
+    channels=64,
+    dtype=DType.BF16,
+    block_tokens=16,
+    block_count=BLOCKS,
+)
+
+
+def no_library() -> None:
+    """Without a compiler NumPy copies and sums."""
+
+
+has_compiler = any(map(shutil.which, ("gcc", "clang", "cc")))
+LIBRARIES = [pytest.param(no_library, id="numpy")]
+if has_compiler:
+    LIBRARIES.append(pytest.param(load_parts_library, id="compiled"))
+
+
+def engine_of(layout: Layout) -> ArrayTier:
+    sizes = layout.buffer_bytes.values()
+    return ArrayTier(layout, [np.zeros(size, dtype=np.uint8) for size in sizes])
+
+
+def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, slots = engine_of(LAYOUT), range(BLOCKS)
+    content = draw_blocks(LAYOUT, BLOCKS, seed=1)
+    write_slots(engine, slots, content)
+    with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
+        sum_blocks = CellSpan.sum_blocks
+
+        def damage_and_sum(
+            span: CellSpan, blocks: NDArray[np.uint8], keys: Sequence[bytes], how: Algorithm
+        ) -> NDArray[np.uint64]:
+            host.blocks(()).buffers[0][:: host.slot_bytes] ^= 1
+            return sum_blocks(span, blocks, keys, how)
+
+        save = MemcpyMover(engine, host, Algorithm.XXH3, library=no_library)
+        load = MemcpyMover(host, engine, Algorithm.XXH3, library=no_library)
+        with monkeypatch.context() as patched:
+            patched.setattr(CellSpan, "sum_blocks", damage_and_sum)
+            save.submit(make_copy(1, slots, slots, purpose=Purpose.SAVE, keys=keys_of(BLOCKS)))
+            poll_until_idle(save)
+        write_slots(engine, slots, np.zeros_like(content))
+
+        load.submit(make_copy(2, slots, slots, purpose=Purpose.LOAD, keys=keys_of(BLOCKS)))
+        (moved,) = poll_until_idle(load)
+
+    # What was damaged before it was written is whole; what was damaged later is a fault.
+    damaged = {position for position, _ in moved.faults}
+    for position, block in enumerate(read_slots(engine, slots)):
+        assert position in damaged or np.array_equal(block, content[position])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
+    library: Library,
+) -> None:
+    engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
+    faults = 0
+    with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
+        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
+        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        end = host.blocks_offset + BLOCKS * host.slot_bytes
+        with flipped_bits(host.arena.fd, 0, end):
+            for number in range(40):
+                content = draw_blocks(LAYOUT, BLOCKS, seed=number)
+                write_slots(engine, slots, content)
+                save.submit(make_copy(number, slots, slots, purpose=Purpose.SAVE, keys=keys))
+                poll_until_idle(save)
+                write_slots(engine, slots, np.zeros_like(content))
+                load.submit(make_copy(number, slots, slots, purpose=Purpose.LOAD, keys=keys))
+                (moved,) = poll_until_idle(load)
+
+                damaged = {position for position, _ in moved.faults}
+                faults += len(damaged)
+                wanted = content.copy()
+                wanted[sorted(damaged)] = 0
+                np.testing.assert_array_equal(read_slots(engine, slots), wanted)
+    assert faults, "the other process has changed nothing: the test has shown nothing"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(library: Library) -> None:
+    half: dict[str, Any] = {"channels": 64, "dtype": DType.BF16, "block_tokens": 16}
+    heads = HeadRange.all_of(2)
+    first, second = (
+        Layout.split(layers=layers, heads=heads, block_count=BLOCKS, **half)
+        for layers in (range(2), range(2, 4))
+    )
+    layout = Layout.join(first, second)
+    engine = engine_of(layout)
+    content = draw_blocks(layout, BLOCKS, seed=3)
+    write_slots(engine, range(BLOCKS), content)
+    apart = np.array([[0, 1, 2], [5, 4, 3]], dtype=np.int32)
+    with HostTier.create(layout, BLOCKS, huge_pages=False) as host:
+        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
+        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        save.submit(make_copy(1, apart, range(3), purpose=Purpose.SAVE, keys=keys_of(3)))
+        poll_until_idle(save)
+        load.submit(make_copy(2, range(3), apart[:, ::-1], purpose=Purpose.LOAD, keys=keys_of(3)))
+        (moved,) = poll_until_idle(load)
+
+    assert not moved.faults
+    wanted, half_bytes = content.copy(), layout.block_bytes // 2
+    wanted[:3, :half_bytes] = content[[2, 1, 0], :half_bytes]
+    wanted[3:, half_bytes:] = content[[5, 4, 3], half_bytes:]
+    np.testing.assert_array_equal(read_slots(engine, range(BLOCKS)), wanted)
