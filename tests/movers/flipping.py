@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PROGRAM = """
 import mmap, random, sys
@@ -19,6 +21,20 @@ while True:
     at = random.randrange(first, end)
     memory[at] ^= 1 << random.randrange(8)
 """
+
+
+ROUNDS = 40
+PATIENCE_S = 120.0
+
+
+def rounds(was_damaged: Callable[[], object]) -> Iterator[int]:
+    """So many rounds, and as many more as it takes until the other process has changed something."""
+    deadline = time.monotonic() + PATIENCE_S
+    for number in count():
+        if number >= ROUNDS and was_damaged():
+            return
+        assert time.monotonic() < deadline, "the other process has changed nothing in all the time"
+        yield number
 
 
 @contextmanager

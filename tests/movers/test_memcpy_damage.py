@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.movers.flipping import flipped_bits
+from tests.movers.flipping import flipped_bits, rounds
 
 from penstock.cache.ledger import Purpose
 from penstock.movers.memcpy import MemcpyMover
@@ -100,7 +100,7 @@ def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
         load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
         end = host.blocks_offset + BLOCKS * host.slot_bytes
         with flipped_bits(host.arena.fd, 0, end):
-            for number in range(40):
+            for number in rounds(lambda: faults):
                 content = draw_blocks(LAYOUT, BLOCKS, seed=number)
                 write_slots(engine, slots, content)
                 save.submit(make_copy(number, slots, slots, purpose=Purpose.SAVE, keys=keys))
@@ -114,7 +114,6 @@ def test_no_load_delivers_what_another_process_changed_while_saving_or_loading(
                 wanted = content.copy()
                 wanted[sorted(damaged)] = 0
                 np.testing.assert_array_equal(read_slots(engine, slots), wanted)
-    assert faults, "the other process has changed nothing: the test has shown nothing"
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
