@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 PROGRAM = """
 import mmap, random, sys
@@ -27,11 +27,11 @@ ROUNDS = 40
 PATIENCE_S = 120.0
 
 
-def rounds(was_damaged: Callable[[], object]) -> Iterator[int]:
-    """So many rounds, and as many more as it takes until the other process has changed something."""
+def rounds(damaged: list[int]) -> Iterator[int]:
+    """So many rounds, and more until one of them was noted in `damaged`."""
     deadline = time.monotonic() + PATIENCE_S
     for number in count():
-        if number >= ROUNDS and was_damaged():
+        if number >= ROUNDS and damaged:
             return
         assert time.monotonic() < deadline, "the other process has changed nothing in all the time"
         yield number

@@ -186,10 +186,10 @@ def test_no_part_is_taken_for_intact_that_another_process_changed(
     assert PartScatter(parts, form, wanted, Algorithm.XXH3).scatter(
         plain, KEYS, gather.gather(SLOTS, KEYS, plain), numbers
     )
-    damaged = 0
+    damaged: list[int] = []
     arena = Arena.create(size, name="berths", huge_pages=False)
     with flipped_bits(arena.fd, 0, size):
-        for _ in rounds(lambda: damaged):
+        for number in rounds(damaged):
             for buffer in target.blocks(()).buffers.values():
                 buffer[:] = 0
             sums = gather.gather(SLOTS, KEYS, arena.bytes[:size])
@@ -201,5 +201,5 @@ def test_no_part_is_taken_for_intact_that_another_process_changed(
                 ):
                     np.testing.assert_array_equal(buffer, right)
             else:
-                damaged += 1
+                damaged.append(number)
     arena.close()
