@@ -22,6 +22,7 @@ from penstock.config import (
 )
 from penstock.config.schema import CACHE_KEYS, ENGINE_KEYS, MODEL_KEYS, SERVE_KEYS, TIER_KEYS
 from penstock.errors import ConfigError
+from penstock.vocabulary.dtypes import DTYPE_NAMES
 
 HEAD = """
 version = 1
@@ -150,11 +151,11 @@ def test_the_reserved_tables_may_be_there() -> None:
 
 
 def test_the_model_fixes_its_part_of_every_namespace() -> None:
-    model = ModelSettings(name="m", weights_version="w", kv_dtype="d", kv_scales="s", rotary="r")
+    model = ModelSettings(name="m", weights_version="w", kv_dtype="fp16", kv_scales="s", rotary="r")
 
     namespace = model.namespace(tenant="t", adapter="a", kv_group="g")
 
-    assert (namespace.model, namespace.weights_version, namespace.kv_dtype) == ("m", "w", "d")
+    assert (namespace.model, namespace.weights_version, namespace.kv_dtype) == ("m", "w", "fp16")
     assert (namespace.kv_scales, namespace.rotary, namespace.kv_group) == ("s", "r", "g")
     assert (namespace.adapter, namespace.tenant) == ("a", "t")
 
@@ -403,7 +404,7 @@ def configs(draw: st.DrawFn) -> Config:
     model = ModelSettings(
         name=draw(st.text(min_size=1, max_size=20)),
         weights_version=draw(words),
-        kv_dtype=draw(words),
+        kv_dtype=draw(st.sampled_from(["", *DTYPE_NAMES])),
         kv_scales=draw(words),
         rotary=draw(words),
     )

@@ -56,14 +56,29 @@ def test_a_host_tier_may_have_a_size_instead_of_blocks() -> None:
             "blocks = 4\ngib = 2",
             "blocks: has no effect while gib is 2.0; give one of the two",
         ),
-        ("gib = -1", "gib: is -1, must be a number from 0 to 65536"),
-        ("gib = '2'", "gib: is '2', must be a number from 0 to 65536"),
+        (
+            "gib = -1",
+            "gib: is -1, must be a number of GiB from 0 to 65536, or a size with its unit, "
+            'such as "512MiB" or "10GiB"',
+        ),
+        (
+            "gib = '2'",
+            "gib: is '2', must be a number of GiB from 0 to 65536, or a size with its unit, "
+            'such as "512MiB" or "10GiB"',
+        ),
         ("blocks = 4\nhuge_pages = true", "huge_pages: is True, must be one of auto, never"),
         ("blocks = 4\nnuma_node = -2", "numa_node: is -2, must be a whole number from -1 to 1023"),
     ],
 )
 def test_a_host_tier_that_is_wrong_is_refused(size: str, message: str) -> None:
     assert refusal(HEAD + HOST.replace("blocks = 400", size)) == f"tiers[0].{message}"
+
+
+@pytest.mark.parametrize(("written", "gib"), [("2", 2.0), ("'2GiB'", 2.0), ("'512 MiB'", 0.5)])
+def test_the_size_of_a_host_tier_may_have_its_unit(written: str, gib: float) -> None:
+    config = parse_config(HEAD + HOST.replace("blocks = 400", f"gib = {written}"))
+
+    assert config.tier_kinds[0].gib == gib
 
 
 def test_a_memory_tier_has_no_size_in_gib() -> None:

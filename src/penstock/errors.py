@@ -15,6 +15,11 @@ of its operation, and ends as a counted miss.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class PenstockError(Exception):
     """The root of all errors that Penstock raises on purpose."""
@@ -31,12 +36,17 @@ class CapacityError(PenstockError):
 
 
 class ConfigError(PenstockError, ValueError):
-    """A setting is wrong; `field` names it."""
+    """A setting is wrong; `field` names it.
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
+    A file with several wrong settings is refused by one error: `further` has the others, and the
+    message has a line for each.
+    """
+
+    def __init__(self, field: str, problem: str, *, further: Sequence[ConfigError] = ()) -> None:
+        super().__init__("\n".join((f"{field}: {problem}", *map(str, further))))
         self.field = field
         self.problem = problem
+        self.further = tuple(further)
 
 
 class LeaseError(PenstockError, ValueError):

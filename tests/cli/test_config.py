@@ -57,7 +57,7 @@ def test_check_tells_the_size_of_a_tier_that_has_no_number_of_blocks(
     assert "→ ram (host, 1.5 GiB)" in capsys.readouterr().out
 
 
-def test_check_refuses_a_file_in_one_line(
+def test_check_refuses_a_file_with_a_line_for_each_key_that_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "penstock.toml"
@@ -68,6 +68,7 @@ def test_check_refuses_a_file_in_one_line(
     assert status == 2
     assert capsys.readouterr().err == (
         f"penstock: {path}: cache.block: unknown; did you mean blocks?\n"
+        f"{path}: tiers[0].block: unknown; did you mean blocks?\n"
     )
 
 

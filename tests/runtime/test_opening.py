@@ -175,3 +175,77 @@ def test_arrays_that_do_not_fit_the_layout_are_refused() -> None:
             kv=[np.zeros(size, dtype=np.uint8), np.zeros(10, dtype=np.uint8)],
             layout=layout,
         )
+
+
+# What is given instead of a configuration or of memory.
+
+
+@pytest.mark.parametrize("given", [MANAGED, "", 5, None, {"version": 1}])
+def test_what_is_no_configuration_is_refused_with_what_would_be(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"^config: is .* must be .*path of a TOML file"):
+        penstock.open(given, kv=arrays())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 5, "kv", b"kv", {}, object()])
+def test_what_is_no_memory_is_refused_with_what_would_be(given: object) -> None:
+    with pytest.raises(ValueError, match=r"^kv is .* must be .*NumPy arrays or torch tensors"):
+        penstock.open(config(MANAGED), kv=given)  # type: ignore[arg-type]
+
+
+def dtyped(name: str) -> Config:
+    return penstock.parse_config(MANAGED.replace('"none"', f'"none"\nkv_dtype = "{name}"'))
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        ("float32", np.float32),
+        ("fp32", np.float32),
+        ("float16", np.float16),
+        ("bfloat16", np.uint16),
+        ("bfloat16", np.int16),
+        ("float8_e4m3", np.uint8),
+        ("bfloat16", np.uint8),
+        ("int8", np.int8),
+    ],
+)
+def test_kv_may_be_kept_in_numbers_of_its_type_or_in_plain_ones(named: str, kept: type) -> None:
+    cache = penstock.open(dtyped(named), kv=np.zeros((8, 4, 3), dtype=kept))
+
+    with cache.acquire([1, 2, 3]) as lease:
+        assert lease.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [
+        ("bfloat16", np.float32),
+        ("float32", np.float64),
+        ("float16", np.uint32),
+        ("bfloat16", np.int8),
+        ("bfloat16", np.complex64),
+    ],
+)
+def test_a_kv_dtype_that_is_not_that_of_the_arrays_is_refused(named: str, kept: type) -> None:
+    name = np.dtype(kept).name
+    with pytest.raises(ConfigError, match=f"^model.kv_dtype: is '{named}', .*'{name}'"):
+        penstock.open(dtyped(named), kv=np.zeros((8, 4, 3), dtype=kept))
+
+
+def test_keys_name_the_type_of_the_arrays_where_the_file_does_not() -> None:
+    keys = []
+    for text in (MANAGED, MANAGED.replace('"none"', '"none"\nkv_dtype = "float32"')):
+        cache = penstock.open(penstock.parse_config(text), kv=arrays())
+        with cache.acquire(range(9)) as lease:
+            lease.commit(list(range(9)))
+        keys.append([event.keys for event in cache.take_kv_events() if hasattr(event, "keys")])
+
+    assert keys[0]
+    assert keys[0] == keys[1]
+
+
+def test_a_memory_tier_larger_than_the_machine_is_refused_before_it_is_made() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tiers\[0\].blocks: is 2000000000, needs .* must be at"
+    ):
+        penstock.open(config(MANAGED.replace("blocks = 16", "blocks = 2000000000")), kv=arrays())

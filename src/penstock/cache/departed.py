@@ -74,6 +74,8 @@ class Miss:
     """When, from which tier and by which policy, where that is known."""
 
     def __str__(self) -> str:
+        if self.reason is MissReason.NONE:
+            return "complete"
         text = f"block {self.block}: {self.reason.value}"
         if self.departure is not None:
             left = self.departure

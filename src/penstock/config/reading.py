@@ -1,8 +1,8 @@
-"""TOML → `Config`, or one refusal.
+"""TOML → `Config`, or one refusal that lists everything that is wrong.
 
 A refusal is a `ConfigError` whose field is the key as the file spells it, such as
 `cache.block_tokens` or `tiers[1].write` (tiers are counted from 0), behind the name of the
-file when there is one.
+file when there is one. Reading goes on past a wrong key, so that `further` has the others.
 
 The one rule that must not break: every key of the text is either used or refused.
 """
@@ -76,7 +76,12 @@ def parse_config(text: str, *, source: str = "") -> Config:
     except ConfigError as error:
         if not source:
             raise
-        raise ConfigError(f"{source}: {error.field}", error.problem) from error
+        raise _from_source(error, source) from error
+
+
+def _from_source(error: ConfigError, source: str) -> ConfigError:
+    further = [_from_source(each, source) for each in error.further]
+    return ConfigError(f"{source}: {error.field}", error.problem, further=further)
 
 
 def _read_toml(text: str) -> dict[str, object]:
@@ -84,33 +89,74 @@ def _read_toml(text: str) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("TOML", f"cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(
+            "TOML", "cannot be read: its arrays or tables are nested too deeply; four levels do"
+        ) from None
+
+
+class _Problems:
+    """Everything that was found wrong so far."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Reading goes on after the block, also where it was refused."""
+        try:
+            yield
+        except ConfigError as error:
+            self._found += [ConfigError(error.field, error.problem), *error.further]
+
+    def refuse_if_any(self) -> None:
+        """Raises one error for all of them."""
+        if self._found:
+            first, *further = self._found
+            raise ConfigError(first.field, first.problem, further=further)
 
 
 def _read_config(document: dict[str, object]) -> Config:
     # Another version may mean anything by the rest, so the version comes first.
     _check_version(document)
+    problems = _Problems()
     for name in document:
-        if name not in TABLES:
-            raise ConfigError(name, unknown(name, TABLES))
-    for name in RESERVED_TABLES:
-        for key in _table_at(name, document.get(name, {})):
-            raise ConfigError(f"{name}.{key}", f"unknown; [{name}] has no settings yet")
-    if "model" not in document:
-        raise ConfigError("model", "is missing; must be a table with the name of the model")
-    model = _read_model(_Table("model", document["model"], MODEL_KEYS))
-    table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
-    tiers, kinds = _read_tiers(document.get("tiers", []))
+        with problems.collect():
+            _check_table_name(name, document)
+    model, engine, serve, table, device = None, None, None, None, None
+    with problems.collect():
+        model = _read_model(document)
+    with problems.collect():
+        table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
+        device = _read_device(table)
+    tiers, kinds = _read_tiers(document.get("tiers", []), problems)
+    with problems.collect():
+        engine = _read_engine(document)
+    with problems.collect():
+        serve = _read_serve(document)
+    # What concerns all tiers together can be judged only where each of them is in order.
+    problems.refuse_if_any()
+    assert model is not None, "read, or refused"
+    assert table is not None, "read, or refused"
     return Config(
         model=model,
-        cache=_read_cache(table, tiers),
+        cache=_read_cache(table, device, tiers),
         hash=table.word("hash"),
         tier_kinds=kinds,
         equal_ranks=table.flag("equal_ranks"),
         layer_wise=table.word("layer_wise"),
         device_wait_s=table.number("device_wait_s"),
-        engine=_read_engine(document),
-        serve=_read_serve(document),
+        engine=engine,
+        serve=serve,
     )
+
+
+def _check_table_name(name: str, document: dict[str, object]) -> None:
+    if name not in TABLES:
+        raise ConfigError(name, unknown(name, TABLES))
+    if name in RESERVED_TABLES:
+        for key in _table_at(name, document[name]):
+            raise ConfigError(f"{name}.{key}", f"unknown; [{name}] has no settings yet")
 
 
 def _read_engine(document: dict[str, object]) -> EngineTable | None:
@@ -165,7 +211,10 @@ def _check_version(document: dict[str, object]) -> None:
         raise ConfigError("version", f"is {version!r}, must be {VERSION}: no other is known here")
 
 
-def _read_model(table: _Table) -> ModelSettings:
+def _read_model(document: dict[str, object]) -> ModelSettings:
+    if "model" not in document:
+        raise ConfigError("model", "is missing; must be a table with the name of the model")
+    table = _Table("model", document["model"], MODEL_KEYS)
     return ModelSettings(
         name=table.word("name"),
         weights_version=table.word("weights_version"),
@@ -175,8 +224,9 @@ def _read_model(table: _Table) -> ModelSettings:
     )
 
 
-def _read_cache(table: _Table, tiers: tuple[TierSettings, ...]) -> CacheSettings:
-    device = _read_device(table)
+def _read_cache(
+    table: _Table, device: TierSettings | None, tiers: tuple[TierSettings, ...]
+) -> CacheSettings:
     if device is None and not tiers:
         raise ConfigError(
             "cache.blocks", "is 0 and there are no [[tiers]]: nothing to keep; give one or both"
@@ -214,22 +264,41 @@ def _read_device(table: _Table) -> TierSettings | None:
         return TierSettings(name=DEVICE_NAME, slot_count=blocks, **room)
 
 
-def _read_tiers(given: object) -> tuple[tuple[TierSettings, ...], tuple[TierKind, ...]]:
-    if not isinstance(given, list):
-        raise ConfigError("tiers", "is no array of tables; each tier must begin with [[tiers]]")
+def _read_tiers(
+    given: object, problems: _Problems
+) -> tuple[tuple[TierSettings, ...], tuple[TierKind, ...]]:
     tiers: list[TierSettings] = []
     kinds: list[TierKind] = []
-    for index, entry in enumerate(given):
-        place = f"tiers[{index}]"
-        kind = _read_kind(place, _table_at(place, entry))
-        table = _Table(place, entry, {**TIER_KEYS, **TIER_KINDS[kind]})
-        tier = _read_tier(table)
-        if tier.name in {DEVICE_NAME, *(earlier.name for earlier in tiers)}:
-            raise ConfigError(f"{place}.name", f"is {tier.name!r}, the name of another tier")
-        tiers.append(tier)
-        options = table.options(TIER_KINDS[kind])
-        kinds.append(TierKind(name=kind, options=options, required=table.flag("required")))
+    with problems.collect():
+        if not isinstance(given, list):
+            raise ConfigError("tiers", "is no array of tables; each tier must begin with [[tiers]]")
+        for index, entry in enumerate(given):
+            with problems.collect():
+                tier, kind = _read_tier_and_kind(f"tiers[{index}]", entry, problems)
+                if tier.name in {DEVICE_NAME, *(earlier.name for earlier in tiers)}:
+                    raise ConfigError(
+                        f"tiers[{index}].name", f"is {tier.name!r}, the name of another tier"
+                    )
+                tiers.append(tier)
+                kinds.append(kind)
     return tuple(tiers), tuple(kinds)
+
+
+def _read_tier_and_kind(
+    place: str, entry: object, problems: _Problems
+) -> tuple[TierSettings, TierKind]:
+    given = _table_at(place, entry)
+    try:
+        kind = _read_kind(place, given)
+    except ConfigError:
+        # Its own keys are not known, but what every tier has can be judged.
+        with problems.collect():
+            known = {name: given[name] for name in given if name in TIER_KEYS and name != "kind"}
+            _Table(place, known, TIER_KEYS, optional=TIER_KEYS)
+        raise
+    table = _Table(place, given, {**TIER_KEYS, **TIER_KINDS[kind]}, optional=["blocks"])
+    options = table.options(TIER_KINDS[kind])
+    return _read_tier(table), TierKind(name=kind, options=options, required=table.flag("required"))
 
 
 def _read_kind(place: str, given: Mapping[str, object]) -> str:
@@ -297,15 +366,37 @@ def _spelled_as_in_the_file(places: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Table:
-    """One table of the file. To open it is to refuse the keys that it should not have."""
+    """One table of the file. To open it is to refuse all keys that are not as they should be.
 
-    def __init__(self, place: str, given: object, keys: Mapping[str, Key]) -> None:
+    Args:
+        place: What the file calls it.
+        given: What the file says.
+        keys: Which keys it may have.
+        optional: Keys without a default that need not be there.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        given: object,
+        keys: Mapping[str, Key],
+        *,
+        optional: Collection[str] = (),
+    ) -> None:
         self.place = place
         self._given = _table_at(place, given)
         self._keys = keys
-        for name in self._given:
-            if name not in keys:
-                raise ConfigError(f"{place}.{name}", unknown(name, keys))
+        problems = _Problems()
+        for name, value in self._given.items():
+            with problems.collect():
+                if name not in keys:
+                    raise ConfigError(f"{place}.{name}", unknown(name, keys))
+                keys[name].read(f"{place}.{name}", value)
+        for name in keys:
+            if name not in self._given and name not in optional:
+                with problems.collect():
+                    self._value(name, keys[name])
+        problems.refuse_if_any()
 
     def knows(self, name: str) -> bool:
         """Whether it may have this key."""

@@ -1,14 +1,16 @@
 """Which keys a configuration file may have, with their types, ranges and defaults, as data.
 
-A key is a value of one of five kinds, which reads what the file gives or refuses it:
+A key is a value of one of seven kinds, which reads what the file gives or refuses it:
 
-| kind     | TOML                  |
-|----------|-----------------------|
-| `Whole`  | integer               |
-| `Number` | integer or float      |
-| `Word`   | string                |
-| `Flag`   | boolean               |
-| `Shares` | table of numbers 0…1  |
+| kind     | TOML                                                     |
+|----------|----------------------------------------------------------|
+| `Whole`  | integer                                                  |
+| `Bytes`  | integer, or a size with its unit, such as `"1MiB"`       |
+| `Number` | integer or float                                         |
+| `Gib`    | integer or float (of GiB), or a size with its unit       |
+| `Word`   | string                                                   |
+| `Flag`   | boolean                                                  |
+| `Shares` | table of numbers 0…1                                     |
 
 The one rule that must not break: a default here equals the default of the setting it
 becomes, so that a file and a program that say nothing get the same cache.
@@ -16,12 +18,14 @@ becomes, so that a file and a program that say nothing get the same cache.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.cache.settings import EVICTION_POLICIES, Gate, WriteKind
 from penstock.errors import ConfigError
+from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS
 
 if TYPE_CHECKING:
@@ -84,6 +88,67 @@ class Number:
         return f"a number from {self.minimum:g} to {self.maximum:g}"
 
 
+_UNITS: Mapping[str, int] = {
+    "B": 1,
+    **{f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(?P<number>[0-9]{1,18}(?:\.[0-9]{1,9})?)\s*(?P<unit>[A-Za-z]+)\s*")
+SIZE_EXAMPLES = '"512MiB" or "10GiB"'
+
+
+def size_bytes(text: str) -> float | None:
+    """The bytes that a size such as `"10GiB"` or `"1.5 GB"` names; `None` if it names none.
+
+    Units are those of a thousand (`KB`) and of 1,024 (`KiB`), in any case of letters.
+    """
+    found = _SIZE.fullmatch(text)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if found is None or found["unit"].lower() not in units:
+        return None
+    return float(found["number"]) * units[found["unit"].lower()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes(Whole):
+    """A number of bytes: a whole number, or a size with its unit."""
+
+    def read(self, place: str, value: object) -> int:
+        """Returns the number of bytes, or refuses the value in the name of `place`."""
+        if isinstance(value, str):
+            size = size_bytes(value)
+            if size is None or not size.is_integer():
+                raise ConfigError(place, f"is {value!r}, must be {self}")
+            value = int(size)
+        return Whole.read(self, place, value)
+
+    def __str__(self) -> str:
+        return (
+            f"a number of bytes from {self.minimum} to {self.maximum}, or a size with its unit, "
+            f"such as {SIZE_EXAMPLES}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gib(Number):
+    """A number of GiB, or a size with its unit."""
+
+    def read(self, place: str, value: object) -> float:
+        """Returns the number of GiB, or refuses the value in the name of `place`."""
+        if isinstance(value, str):
+            size = size_bytes(value)
+            if size is None:
+                raise ConfigError(place, f"is {value!r}, must be {self}")
+            value = size / (1 << 30)
+        return Number.read(self, place, value)
+
+    def __str__(self) -> str:
+        return (
+            f"a number of GiB from {self.minimum:g} to {self.maximum:g}, or a size with its unit, "
+            f"such as {SIZE_EXAMPLES}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
     """A string, any or one of `choices`; without a default it must be given."""
@@ -100,7 +165,7 @@ class Word:
         return value
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else "a string"
+        return f"one of {', '.join(filter(None, self.choices))}" if self.choices else "a string"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +209,7 @@ Value: TypeAlias = int | float | str
 MODEL_KEYS: Mapping[str, Key] = {
     "name": Word(),
     "weights_version": Word(default=""),
-    "kv_dtype": Word(default="bfloat16"),
+    "kv_dtype": Word(default="", choices=("", *DTYPE_NAMES)),
     "kv_scales": Word(default=""),
     "rotary": Word(default=""),
 }
@@ -191,7 +256,7 @@ TIER_KEYS: Mapping[str, Key] = {
 TIER_KINDS: Mapping[str, Mapping[str, Option]] = {
     "memory": {},
     "host": {
-        "gib": Number(minimum=0, maximum=65_536, default=0.0),
+        "gib": Gib(minimum=0, maximum=65_536, default=0.0),
         "huge_pages": Word(default="auto", choices=("auto", "never")),
         "numa_node": Whole(minimum=-1, maximum=1_023, default=-1),
     },
@@ -220,7 +285,7 @@ SERVE_KEYS: Mapping[str, Key] = {
     "api_key": Word(default=""),
     "api_key_file": Word(default=""),
     "instances": Whole(minimum=1, maximum=16, default=1),
-    "body_bytes_max": Whole(minimum=1_024, maximum=1 << 30, default=1 << 20),
+    "body_bytes_max": Bytes(minimum=1_024, maximum=1 << 30, default=1 << 20),
     "requests_max": Whole(minimum=1, maximum=65_536, default=512),
     "connections_max": Whole(minimum=1, maximum=65_536, default=1_024),
     "header_s": Number(minimum=0.1, maximum=3_600, default=10.0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from penstock.errors import ConfigError
 
@@ -15,6 +16,11 @@ LOOPBACK = "127.0.0.1"
 PORT_MAX = 65_535
 KEY_VARIABLE = "PENSTOCK_API_KEY"
 """The environment variable that may hold the API key."""
+HOST_NAME_MAX = 253
+"""Characters, as DNS has it."""
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 _ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 
@@ -39,6 +45,24 @@ def require_address(key: str, address: str, *, ports: int = 1) -> tuple[str, int
             f"port from 1 to {PORT_MAX + 1 - ports}",
         )
     return host, port
+
+
+def require_host(key: str, host: str) -> None:
+    """Refuses what is neither an IP address nor can be the name of a host.
+
+    Raises:
+        ConfigError: names `key`.
+    """
+    try:
+        ip_address(host)
+    except ValueError:
+        numeric = re.fullmatch(r"[0-9.]*", host) is not None or ":" in host
+        if numeric or len(host) > HOST_NAME_MAX or _HOST_NAME.fullmatch(host) is None:
+            raise ConfigError(
+                key,
+                f"is {host!r}, must be an address to listen on, such as '127.0.0.1', '0.0.0.0' or "
+                "'::1', or the name of this host",
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +92,11 @@ class EngineTable:
     waiting_max: int = 1024
 
     def __post_init__(self) -> None:
+        if _DEVICE.fullmatch(self.device) is None:
+            raise ConfigError(
+                "engine.device",
+                f"is {self.device!r}, must be 'cpu', 'cuda' or 'cuda:N', the N-th GPU from 0 on",
+            )
         if bool(self.prefill_tp) is not bool(self.decode_tp):
             raise ConfigError(
                 "engine.prefill_tp",
@@ -113,6 +142,7 @@ class ServeTable:
     """Which of the router's instances, or pairs, this one is."""
 
     def __post_init__(self) -> None:
+        require_host("serve.host", self.host)
         if self.router:
             require_address("serve.router", self.router)
         if self.api_key and self.api_key_file:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from penstock.config.printing import print_toml
 from penstock.config.schema import LAYER_WISE, TIER_KINDS, UNSIZED_BLOCKS
 from penstock.errors import ConfigError
+from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
-UNKNOWN_WEIGHTS = "unknown"
-"""What a namespace says when nobody said which weights the model has."""
+UNKNOWN = "unknown"
+"""What a namespace says when nobody said which weights the model has, or how its KV is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,18 @@ class ModelSettings:
     name: str
     weights_version: str = ""
     """Empty: unknown."""
-    kv_dtype: str = "bfloat16"
+    kv_dtype: str = ""
+    """Empty: `penstock.open` takes that of the arrays it is given; unknown elsewhere."""
     kv_scales: str = ""
     rotary: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("model.name", "is '', must name the model: keys are made from it")
+        if self.kv_dtype and self.kv_dtype not in DTYPE_NAMES:
+            raise ConfigError(
+                "model.kv_dtype", f"is {self.kv_dtype!r}, must be one of {', '.join(DTYPE_NAMES)}"
+            )
         for name in ("name", "weights_version", "kv_dtype", "kv_scales", "rotary"):
             size = len(getattr(self, name).encode("utf-8"))
             if size > FIELD_BYTES_MAX:
@@ -64,8 +70,8 @@ class ModelSettings:
         """The namespace of this model's keys for one tenant, adapter and KV group."""
         return Namespace(
             model=self.name,
-            weights_version=self.weights_version or UNKNOWN_WEIGHTS,
-            kv_dtype=self.kv_dtype,
+            weights_version=self.weights_version or UNKNOWN,
+            kv_dtype=self.kv_dtype or UNKNOWN,
             kv_scales=self.kv_scales,
             rotary=self.rotary,
             kv_group=kv_group,

@@ -15,6 +15,7 @@ here unless an engine has: whoever hands tensors over has done so.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,10 +23,12 @@ import numpy as np
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DTYPE_NAMES, DType
 from penstock.vocabulary.layers import GroupKind
+from penstock.vocabulary.planes import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
     from numpy.typing import NDArray
@@ -51,7 +54,13 @@ def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTi
         ConfigError: the configuration does not fit the memory.
         ValueError: the memory cannot be used, or does not fit the layout.
     """
+    if kv is None:
+        raise ValueError(
+            "kv is None, must be the engine's KV: NumPy arrays or torch tensors, one or one a "
+            "layer, with the blocks along the first axis"
+        )
     tier = _tier(config, kv, layout)
+    _require_kv_dtype(config, kv, layout)
     algorithm = ALGORITHMS.get(tier.medium)
     if algorithm is None:
         raise ValueError(f"kv lies on {tier.medium!r}, must be on one of {', '.join(ALGORITHMS)}")
@@ -74,6 +83,68 @@ def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTi
             f"is {managed.slot_count}, must be at most {tier.slot_count}, the blocks that kv has",
         )
     return tier, algorithm
+
+
+_RAW_ITEMSIZES: Mapping[str, frozenset[int]] = {
+    # NumPy has no bfloat16 and no float8: engines keep them in integers of the same size.
+    "uint8": frozenset({1, 2, 4, 8}),
+    "int8": frozenset({1}),
+    "uint16": frozenset({2}),
+    "int16": frozenset({2}),
+    "uint32": frozenset({4}),
+    "int32": frozenset({4}),
+    "uint64": frozenset({8}),
+    "int64": frozenset({8}),
+}
+"""Element types that say nothing about the numbers kept in them, and the sizes of those numbers."""
+_KV_ROLES = frozenset({Role.K, Role.V, Role.LATENT})
+
+
+def _require_kv_dtype(config: Config, kv: object, layout: Layout | None) -> None:
+    """Keys name the element type of the KV: a wrong name would be found by another engine.
+
+    Whoever describes tensors as a tier says the type there.
+
+    Raises:
+        ConfigError: `model.kv_dtype` is not the type of what is in `kv`.
+    """
+    named = config.model.kv_dtype
+    if not named:
+        return
+    for found in sorted(_element_types(kv, layout)):
+        if _is_kept_as(found, DType.parse(named)):
+            continue
+        if found in DTYPE_NAMES:
+            problem = f"is {named!r}, must be {found!r}, the element type of the KV that was given"
+        else:
+            problem = f"is {named!r}, the KV that was given has elements of {found!r}"
+        raise ConfigError("model.kv_dtype", problem)
+
+
+def kv_dtype_of(kv: object, layout: Layout | None) -> str:
+    """The element type of the KV, as keys name it; empty where the memory does not say it."""
+    types = _element_types(kv, layout)
+    (found,) = types if len(types) == 1 else ("",)
+    return found if found in DTYPE_NAMES and found not in _RAW_ITEMSIZES else ""
+
+
+def _is_kept_as(found: str, named: DType) -> bool:
+    """Whether numbers of one type may be kept in elements of this one."""
+    if found in _RAW_ITEMSIZES:
+        return named.itemsize in _RAW_ITEMSIZES[found]
+    return found in DTYPE_NAMES and DType.parse(found) is named
+
+
+def _element_types(kv: object, layout: Layout | None) -> set[str]:
+    """By the layout where there is one, else by the arrays."""
+    if layout is not None:
+        planes = [plane for layer in layout.layers for plane in layer.planes]
+        return {
+            plane.dtype.value for plane in planes if plane.role in _KV_ROLES and not plane.encoding
+        }
+    given = kv if isinstance(kv, list | tuple) else [kv]
+    types = [getattr(array, "dtype", None) for array in given]
+    return {str(each).removeprefix("torch.") for each in types if each is not None}
 
 
 def _tier(config: Config, kv: Kv, layout: Layout | None) -> DeviceTier:
@@ -153,7 +224,12 @@ def _opaque_tier(tensors: Sequence[torch.Tensor], *, block_tokens: int) -> Tenso
 
 
 def _arrays(kv: object) -> list[NDArray[np.generic]]:
-    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*kv]  # type: ignore[misc]
+    if not isinstance(kv, np.ndarray | Sequence) or isinstance(kv, str | bytes):
+        raise ValueError(  # noqa: TRY004 - as for everything else that is wrong with kv
+            f"kv is a {type(kv).__name__}, must be NumPy arrays or torch tensors, one or one a "
+            "layer"
+        )
+    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*kv]
     if not given:
         raise ValueError("kv is empty, must have at least one array")
     arrays = [array for array in given if isinstance(array, np.ndarray)]

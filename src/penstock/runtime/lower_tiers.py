@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.cache.settings import HUB
 from penstock.config.schema import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
+from penstock.tiers.arena import Kernel
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
 from penstock.tiers.memory import MemoryTier
+from penstock.tiers.memory_limits import require_room
+from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.cache.settings import CacheSettings, TierSettings
     from penstock.config import Config, TierKind
     from penstock.runtime.kept_arenas import KeptArenas
-    from penstock.tiers.arena import Kernel
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.layout import Layout
 
@@ -180,6 +182,15 @@ def _attached(order: _Order, fd: int, *, writes: bool) -> SlotStore:
 
 
 def _memory(order: _Order) -> SlotStore:
+    # NumPy takes address space for more than there is, and the kernel kills who touches it.
+    size_bytes = order.tier.slot_count * (
+        order.layout.block_bytes + len(order.layout.cells) * SUM_BYTES
+    )
+    kernel = order.kernel or Kernel()
+    try:
+        require_room(size_bytes, kernel.read, setting="size")
+    except ConfigError as error:
+        raise _spelled_as_in_the_file(error, order) from error
     return MemoryTier(order.layout, order.tier.slot_count)
 
 

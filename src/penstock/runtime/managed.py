@@ -46,6 +46,11 @@ class Cache(Watched):
         self._desk = Desk(driver)
         self._request_next = 1
 
+    @property
+    def config(self) -> Config:
+        """The configuration in effect: with the KV's element type and the weights of today."""
+        return self._config
+
     def acquire(  # noqa: PLR0913 - a request may have that many wishes
         self,
         tokens: Tokens,

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.agreement import agree
 from penstock.runtime.carrier import Carrier
 from penstock.runtime.crew import LocalCrew, RemoteCrew
-from penstock.runtime.device import device_tier
+from penstock.runtime.device import device_tier, kv_dtype_of
 from penstock.runtime.driver import Driver, draw_incarnation
 from penstock.runtime.facts import RankFacts, TierFacts, slowest_ready_s
 from penstock.runtime.kept_arenas import KeptArenas
@@ -74,6 +75,9 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     config = _read(config)
     _require_managed(config, "penstock.open_offload")
     _require_one_rank(config)
+    if not config.model.kv_dtype:
+        model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
+        config = replace(config, model=model)
     rank = open_rank(config, rank=0, kv=kv, layout=layout, keeper=keeper)
     return Cache(config, _drive_here(agree(config, [rank.facts]), rank))
 
@@ -273,7 +277,20 @@ def _memory_of(store: SlotStore | None, life: int) -> str:
 
 
 def _read(config: Config | Path | str) -> Config:
-    return config if isinstance(config, Config) else load_config(Path(config))
+    if isinstance(config, Config):
+        return config
+    if not isinstance(config, str | Path):
+        raise ConfigError(
+            "config",
+            f"is a {type(config).__name__}, must be a Config or the path of a TOML file",
+        )
+    if isinstance(config, str) and ("\n" in config or not config.strip()):
+        raise ConfigError(
+            "config",
+            "is a text, must be the path of a TOML file; for a configuration as text use "
+            "penstock.parse_config(text)",
+        )
+    return load_config(Path(config))
 
 
 def _require_one_rank(config: Config) -> None:

@@ -16,6 +16,8 @@ class DType(Enum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+    FP64 = "fp64"
+    """What NumPy makes where nobody says otherwise; no engine keeps its KV so."""
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     FP8_E8M0 = "fp8_e8m0"
@@ -37,7 +39,7 @@ class DType(Enum):
         try:
             return cls(canonical)
         except ValueError:
-            known = ", ".join(sorted({*(each.value for each in cls), *_ALIASES}))
+            known = ", ".join(DTYPE_NAMES)
             raise ValueError(f"dtype is {name!r}, must be one of {known}") from None
 
 
@@ -45,6 +47,7 @@ _ITEMSIZES = {
     DType.BF16: 2,
     DType.FP16: 2,
     DType.FP32: 4,
+    DType.FP64: 8,
     DType.FP8_E4M3: 1,
     DType.FP8_E5M2: 1,
     DType.FP8_E8M0: 1,
@@ -58,7 +61,13 @@ _ALIASES = {
     "half": "fp16",
     "float32": "fp32",
     "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "float8_e4m3": "fp8_e4m3",
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
     "float8_e8m0fnu": "fp8_e8m0",
 }
+
+DTYPE_NAMES = tuple(sorted({*(each.value for each in DType), *_ALIASES}))
+"""Every name that `DType.parse` understands, but for a leading `torch.`."""

@@ -1,0 +1,140 @@
+"""What a configuration file may not say: all of it is told at once, with what would be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import parse_config
+from penstock.errors import ConfigError
+
+HEAD = """
+version = 1
+[model]
+name = "m"
+"""
+DEVICE = """
+[cache]
+blocks = 100
+"""
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    return str(caught.value)
+
+
+def test_all_that_is_wrong_with_a_file_is_listed_at_once() -> None:
+    text = (
+        'version = 1\nmodell.name = "m"\n[model]\nname = 5\nkv_dtype = "bf17"\n'
+        "[cache]\nblock_tokens = 0\nblock = 8\n"
+        '[[tiers]]\nname = "host"\nkind = "disc"\nblocks = -1\n'
+        '[[tiers]]\nname = "far"\nkind = "memory"\n'
+        '[engine]\ndevice = "tpu"\n[serve]\nhost = "not an address!"\n'
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, source="my.toml")
+
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["my.toml", field]
+        for field in [
+            "modell",
+            "model.name",
+            "model.kv_dtype",
+            "cache.block_tokens",
+            "cache.block",
+            "tiers[0].blocks",
+            "tiers[0].kind",
+            "tiers[1].blocks",
+            "engine.device",
+            "serve.host",
+        ]
+    ]
+    assert [lines[0], *map(str, caught.value.further)] == lines
+
+
+def test_what_concerns_one_table_is_judged_though_another_is_wrong() -> None:
+    text = (
+        HEAD + "[cache]\nblocks = 8\nlow_watermark = 0.5\nhigh_watermark = 0.2\n"
+        "[engine]\nprefill_tp = 2\n[serve]\nport = -1\n"
+    )
+
+    message = refusal(text)
+
+    assert [line.split(":")[0] for line in message.splitlines()] == [
+        "cache.high_watermark" if "cache.high_watermark" in message else "cache.low_watermark",
+        "engine.prefill_tp",
+        "serve.port",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("1048576", 1 << 20),
+        ("'1MiB'", 1 << 20),
+        ("'1.5 KiB'", 1536),
+        ("'2kb'", 2000),
+        ("'1 gb'", 10**9),
+    ],
+)
+def test_a_size_may_be_written_with_its_unit(written: str, size: int) -> None:
+    config = parse_config(HEAD + DEVICE + f"[serve]\nbody_bytes_max = {written}")
+
+    assert config.serve is not None
+    assert config.serve.body_bytes_max == size
+
+
+@pytest.mark.parametrize(
+    "written", ["''", "'MiB'", "'12'", "'1 XiB'", "'-1MiB'", "'1e3MiB'", "'1.3B'", "true", "1.5"]
+)
+def test_what_is_no_size_is_refused_with_an_example(written: str) -> None:
+    message = refusal(HEAD + DEVICE + f"[serve]\nbody_bytes_max = {written}")
+
+    assert message.startswith("serve.body_bytes_max: is ")
+    assert 'such as "512MiB" or "10GiB"' in message
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3"])
+def test_a_device_that_torch_has_is_taken(device: str) -> None:
+    config = parse_config(HEAD + DEVICE + f'[engine]\ndevice = "{device}"')
+
+    assert config.engine is not None
+    assert config.engine.device == device
+
+
+@pytest.mark.parametrize("device", ["", "tpu", "cuda:", "cuda:-1", "CPU", "cuda:x"])
+def test_a_device_that_no_engine_computes_on_is_refused(device: str) -> None:
+    message = refusal(HEAD + DEVICE + f'[engine]\ndevice = "{device}"')
+
+    assert message == (
+        f"engine.device: is {device!r}, must be 'cpu', 'cuda' or 'cuda:N', the N-th GPU from 0 on"
+    )
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "0.0.0.0", "::1", "::", "localhost", "a-b.example.org"]
+)
+def test_a_host_may_be_an_address_or_a_name(host: str) -> None:
+    config = parse_config(HEAD + DEVICE + f'[serve]\nhost = "{host}"')
+
+    assert config.serve is not None
+    assert config.serve.host == host
+
+
+@pytest.mark.parametrize(
+    "host", ["", "not an address!", "1.2.3", "256.1.1.1", ":::", "a..b", "-a", "http://x"]
+)
+def test_a_host_that_nobody_can_listen_on_is_refused(host: str) -> None:
+    assert refusal(HEAD + DEVICE + f'[serve]\nhost = "{host}"').startswith(
+        f"serve.host: is {host!r}, must be an address to listen on"
+    )
+
+
+@pytest.mark.parametrize(
+    "nested", ["a = " + "[" * 100_000, "a = " + "{b=" * 100_000, ".".join("a" * 100_000)]
+)
+def test_text_that_is_nested_too_deeply_is_refused_in_one_line(nested: str) -> None:
+    assert "\n" not in refusal(nested)
