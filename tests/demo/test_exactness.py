@@ -13,7 +13,7 @@ from tests.serve.conftest import make_checkpoint
 from penstock.demo.asking import Heard, Turn
 from penstock.demo.exactness import BOUND, Fresh, check, difference
 from penstock.engine.requests import Request
-from penstock.engine.sampling import Sampling
+from penstock.engine.wishes import Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,10 +14,10 @@ from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.model import Decoder
 from penstock.engine.ranks import Alone
 from penstock.engine.requests import Output, Reason, Request
-from penstock.engine.sampling import LOGPROBS_MAX, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
+from penstock.engine.wishes import LOGPROBS_MAX, Sampling
 from penstock.engine.worker import Worker, allocate_kv, kv_tier
 
 BLOCK = 8
@@ -310,3 +310,78 @@ def test_a_request_that_can_never_fit_is_refused_at_once(checkpoint_of: Any) -> 
         engine.add(Request(id="x", prompt=prompt(30, 1), max_tokens=3))
 
     assert engine.unfinished == 0
+
+
+def test_stop_tokens_wait_for_the_least_number_of_tokens(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    said = reference(model, prompt(20, 3), 12)
+    stop = frozenset({said[2]})
+    asked: dict[str, Any] = {"prompt": prompt(20, 3), "max_tokens": 12, "stop_tokens": stop}
+
+    told = run(
+        make_engine(folder),
+        Request(id="soon", **asked),
+        Request(id="later", **asked, min_tokens=6),
+    )
+
+    assert tokens_of(told["soon", 0]) == said[:3]
+    later = tokens_of(told["later", 0])
+    assert len(later) >= 6
+    assert not stop & set(later[:6])
+    assert later[:2] == said[:2]
+
+
+def test_penalties_are_those_of_the_reference(checkpoint_of: Any) -> None:
+    folder, model = checkpoint_of("llama")
+    sampling = Sampling(repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.9)
+    asked = prompt(30, 5)
+
+    requests = [Request(id=f"r{n}", prompt=asked, max_tokens=16, sampling=sampling) for n in (0, 1)]
+    one = run(make_engine(folder), *requests)
+    two = run(make_engine(folder, steps_in_flight=2), *requests)
+
+    tokens = list(asked)
+    for _ in range(16):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+        for token in set(tokens):
+            logits[token] *= 1 / 1.7 if logits[token] > 0 else 1.7
+        for token in tokens[30:]:
+            logits[token] -= 0.9
+        for token in set(tokens[30:]):
+            logits[token] -= 0.4
+        tokens.append(int(logits.argmax()))
+    assert tokens[30:] != reference(model, asked, 16)
+    for told in (one, two):
+        assert tokens_of(told["r0", 0]) == tokens_of(told["r1", 0]) == tokens[30:]
+
+
+@pytest.mark.parametrize(("blocks", "flying"), [(64, 1), (64, 2), (22, 1)])
+def test_a_prompt_s_own_tokens_are_told_as_likely_as_the_reference_says(
+    checkpoint_of: Any, blocks: int, flying: int
+) -> None:
+    folder, model = checkpoint_of("llama")
+    engine = make_engine(folder, blocks=blocks, steps_in_flight=flying)
+    # It is cached, and computed once more all the same.
+    run(engine, Request(id="first", prompt=prompt(150, 7), max_tokens=2))
+
+    scored = Request(
+        id="scored", prompt=prompt(150, 7), max_tokens=3, sampling=TELLING, scores_prompt=True
+    )
+    told = run(engine, scored, Request(id="beside", prompt=prompt(20, 8), max_tokens=20))
+
+    with torch.no_grad():
+        right = model(torch.tensor([scored.prompt])).logits[0].log_softmax(dim=-1)
+    outputs = [output for output in told["scored", 0] if output.scored]
+    assert [output.position for output in outputs] == sorted(o.position for o in outputs)
+    found = {o.position + at: each for o in outputs for at, each in enumerate(o.scored)}
+    assert list(found) == list(range(1, 150))
+    for position, each in found.items():
+        assert each.token == scored.prompt[position]
+        assert each.logprob == pytest.approx(right[position - 1, each.token].item(), abs=BOUND)
+        best = right[position - 1].max().item()
+        assert each.alternatives[0][1] == pytest.approx(best, abs=BOUND)
+    answer = [output for output in told["scored", 0] if not output.scored]
+    assert tokens_of(answer) == reference(model, scored.prompt, 3)
+    assert answer[0].cached_by_tier == (0, 0)
+    assert tokens_of(told["beside", 0]) == reference(model, prompt(20, 8), 20)

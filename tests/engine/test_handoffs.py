@@ -13,8 +13,8 @@ from tests.engine.test_engine import require_right_logits, tokens_of
 from penstock.engine.instance import build_engine
 from penstock.engine.pairing import block_keys
 from penstock.engine.requests import Output, Phase, Request
-from penstock.engine.sampling import LOGPROBS_MAX, Sampling
 from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
+from penstock.engine.wishes import LOGPROBS_MAX, Sampling
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.engine import meeting
 from penstock.engine import messages as ms
 from penstock.engine.batch import Span
-from penstock.engine.sampling import Sampled, Wish
 from penstock.engine.steps import Draw, Step, StepResult
+from penstock.engine.wishes import Sampled, Wish
 from penstock.errors import PeerError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 

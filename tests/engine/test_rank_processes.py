@@ -13,7 +13,9 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 import pytest
 from tests.engine.test_engine import (
+    BOUND,
     TELLING,
+    make_engine,
     prompt,
     reference,
     require_right_logits,
@@ -24,6 +26,7 @@ from tests.engine.test_engine import (
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Request
 from penstock.engine.spec import InstanceSpec, RankSpec
+from penstock.engine.wishes import Sampling
 from penstock.errors import UnavailableError
 from penstock.transport.zmq_link import private_address
 
@@ -130,6 +133,35 @@ def test_two_ranks_find_blocks_in_the_host_memory_of_each(checkpoint_of: Any) ->
     assert tokens_of(once) == tokens_of(again) == reference(model, first.prompt, 4)
     require_right_logits(again, model, first.prompt)
     assert corrupt == 0
+
+
+def test_two_ranks_score_a_prompt_and_choose_tokens_as_one_does(checkpoint_of: Any) -> None:
+    folder, _ = checkpoint_of("llama")
+    sampling = Sampling(
+        logprobs=2, temperature=0.8, seed=3, top_k=9, frequency_penalty=0.7, logit_bias=((5, 4.0),)
+    )
+    asked = Request(
+        id="r",
+        prompt=prompt(70, 4),
+        max_tokens=12,
+        sampling=sampling,
+        stop_tokens=frozenset({5}),
+        min_tokens=10,
+        scores_prompt=True,
+    )
+
+    with instance(folder, ranks=2) as (engine, _):
+        found = run(engine, asked)["r", 0]
+    right = run(make_engine(folder), asked)["r", 0]
+
+    assert tokens_of(found) == tokens_of(right)
+    assert [(o.position, len(o.scored)) for o in found] == [
+        (o.position, len(o.scored)) for o in right
+    ]
+    for one, other in zip(found, right, strict=True):
+        for each, same in zip(one.scored, other.scored, strict=True):
+            assert each.token == same.token
+            assert each.logprob == pytest.approx(same.logprob, abs=BOUND)
 
 
 def test_a_rank_that_is_killed_ends_its_instance_at_once(checkpoint_of: Any) -> None:

@@ -18,15 +18,15 @@ import penstock
 from penstock.engine.batch import PREVIOUS
 from penstock.engine.engine import Engine
 from penstock.engine.requests import Answer, Output, Reason, Request
-from penstock.engine.sampling import Sampled, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.steps import Step, StepResult
+from penstock.engine.wishes import Sampled, Sampling
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.sampling import Wish
+    from penstock.engine.wishes import Wish
     from penstock.transport.base import Channel
 
 BLOCK = 4
@@ -42,7 +42,13 @@ def stored(before: int, token: int) -> int:
 def chosen(values: Sequence[int], wish: Wish) -> int:
     """The next token: it depends on every value, and on its place."""
     total = sum(place * value for place, value in enumerate(values, start=1))
-    return (total + (wish.seed if wish.temperature else 0)) % VOCABULARY
+    found = (total + (wish.seed if wish.temperature else 0)) % VOCABULARY
+    if wish.change is None:
+        return found
+    # Tokens before it count, each as often as it is there.
+    found += sum(token * count for token, count in wish.change.counts) + sum(wish.change.seen)
+    found %= VOCABULARY
+    return found if found not in wish.change.banned else (found + 1) % VOCABULARY
 
 
 class FakeWorkers:
@@ -67,7 +73,14 @@ class FakeWorkers:
         sampled = [Sampled(chosen(read[draw.span], draw.wish), 0.0) for draw in step.draws]
         for draw, each in zip(step.draws, sampled, strict=True):
             self._last[draw.answer] = each.token
-        self._done.append(StepResult(step.number, sampled))
+        scored = [
+            [
+                Sampled(target, float(read[score.span][at]))
+                for at, target in enumerate(score.targets, start=step.spans[score.span].start)
+            ]
+            for score in step.scores
+        ]
+        self._done.append(StepResult(step.number, sampled, scored=scored))
 
     def collect(self, *, deadline: float) -> StepResult | None:  # noqa: ARG002 - it is there
         return self._done.pop(0)
@@ -125,14 +138,24 @@ class Add:
     priority: int
     tenant: str
     store: bool
+    penalty: float = 0.0
+    min_tokens: int = 0
+    scores: bool = False
 
     def request(self, number: int) -> Request:
         return Request(
             id=f"r{number}",
             prompt=tuple((self.family * 5 + at * at) % VOCABULARY for at in range(self.length)),
             max_tokens=self.max_tokens,
+            min_tokens=min(self.min_tokens, self.max_tokens),
             answers=self.answers,
-            sampling=Sampling(temperature=1.0 if self.answers > 1 else 0.0, seed=self.family),
+            sampling=Sampling(
+                temperature=1.0 if self.answers > 1 else 0.0,
+                seed=self.family,
+                frequency_penalty=self.penalty,
+                repetition_penalty=1.0 + self.penalty,
+            ),
+            scores_prompt=self.scores,
             stop_tokens=frozenset({STOP}),
             priority=self.priority,
             tenant=self.tenant,
@@ -149,9 +172,26 @@ ADDS = st.builds(
     priority=st.integers(-1, 1),
     tenant=st.sampled_from(["", "t"]),
     store=st.sampled_from([True, True, False]),
+    penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    min_tokens=st.sampled_from([0, 0, 9]),
+    scores=st.sampled_from([False, False, True]),
 )
 ABORTS = st.integers(0, 9)
 STEPS = st.sampled_from(["step", "step", "step", "reset"])
+
+
+def require_right_scores(request: Request, number: int, outputs: list[Output]) -> None:
+    """Every token of a prompt but the first is scored, from all before it, before any answer."""
+    found: dict[int, Sampled] = {}
+    for at, output in enumerate(outputs):
+        found |= dict(enumerate(output.scored, start=output.position))
+        assert not output.scored or all(each.sampled is None for each in outputs[: at + 1])
+    value, right = 0, {}
+    for position, token in enumerate(request.prompt):
+        right[position] = Sampled(token, float(value))
+        value = stored(value, token)
+    del right[0]
+    assert found == (right if request.scores_prompt and number == 0 else {})
 
 
 class World:
@@ -206,6 +246,7 @@ class World:
                 if name not in self.aborted:
                     assert tokens == right
                     assert outputs[-1].reason is not Reason.ABORTED
+                    require_right_scores(request, number, outputs)
 
 
 @settings(deadline=None, max_examples=150, derandomize=True)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.serve.conftest import make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.text import Answer, Text
+from penstock.engine.text import Answer, Text, TooLong
 from penstock.errors import ConfigError
 
 TEXT = Text(make_tokenizer())
@@ -27,9 +29,9 @@ def told(text: str, *stops: str) -> tuple[list[str], Answer]:
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.text(max_size=40))
 def test_pieces_are_the_whole_text_whatever_it_is_made_of(text: str) -> None:
-    pieces, answer = told(text)
+    pieces, _ = told(text)
 
-    assert "".join(pieces) == text == answer.so_far
+    assert "".join(pieces) == text
 
 
 def test_a_character_of_several_tokens_is_told_when_it_is_complete() -> None:
@@ -97,3 +99,60 @@ def test_a_template_s_own_refusal_is_told() -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: pytest.TempPathFactory) -> None:
     with pytest.raises(ConfigError, match="has no tokenizer"):
         Text.of(tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_characters_or_by_its_beginning() -> None:
+    tokens = len(TEXT.encode("ab ab ab"))
+
+    assert len(TEXT.encode("ab ab ab", longest=tokens)) == tokens
+    with pytest.raises(TooLong, match=f"has {tokens} tokens"):
+        TEXT.encode("ab ab ab", longest=tokens - 1)
+    with pytest.raises(TooLong, match="has 1000000 characters, more than 10 tokens can have"):
+        TEXT.encode("x" * 1_000_000, longest=10)
+    with pytest.raises(TooLong, match="has more than 100 tokens"):
+        TEXT.encode("qz" * 600, longest=100)
+    with pytest.raises(TooLong, match="characters"):
+        TEXT.encode_chat([{"role": "user", "content": "x" * 1_000_000}], longest=10)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.text(max_size=40))
+def test_the_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
+    assert b"".join(map(TEXT.token_bytes, TEXT.encode(text))) == text.encode()
+
+
+def test_tokens_of_vocabularies_of_characters_have_their_spaces_and_their_bytes() -> None:
+    vocabulary = {"<unk>": 0, "\u2581Hello": 1, "<0xE6>": 2, "<0xBC>": 3, "<0xA2>": 4, "lo": 5}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    text = Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+    assert [text.token_bytes(token) for token in range(1, 6)] == [
+        b" Hello",
+        b"\xe6",
+        b"\xbc",
+        b"\xa2",
+        b"lo",
+    ]
+
+
+def test_the_text_of_the_first_tokens_is_not_searched_for_stop_strings() -> None:
+    tokens = TEXT.encode("stop and stop again")
+    found = []
+    for least in (0, 1, 2, 99):
+        answer = Answer(TEXT, ["stop"], min_tokens=least)
+        said = "".join(answer.add(token) for token in tokens if not answer.stopped)
+        found.append((said + answer.end(), answer.stopped))
+
+    assert found[0] == ("", True)
+    assert found[-1] == ("stop and stop again", False)
+    first = len(TEXT.encode("stop"))
+    answer = Answer(TEXT, ["stop"], min_tokens=first)
+    assert "".join(answer.add(token) for token in tokens if not answer.stopped) == "stop and "

@@ -52,7 +52,7 @@ def test_a_field_that_is_null_is_one_that_was_left_out(client: openai.OpenAI) ->
 
     assert ask(client).choices[0].message.content == said.content
     assert next_turn.usage.completion_tokens == 12
-    with pytest.raises(openai.BadRequestError, match="missing required field `content`"):
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content is missing"):
         ask(client, [{"role": "user", "content": None}])
 
 
@@ -156,7 +156,8 @@ def test_log_probabilities_come_with_each_token(client: openai.OpenAI) -> None:
     assert told.tokens is not None
     assert told.text_offset is not None
     assert len(told.tokens) == len(told.text_offset) == 5
-    assert told.text_offset[:2] == [0, len(told.tokens[0])]
+    assert told.text_offset[0] == 0
+    assert told.text_offset == sorted(told.text_offset)
 
 
 def test_tokens_are_told_by_number_too(server: Running) -> None:

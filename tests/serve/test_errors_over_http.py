@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +23,73 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 @pytest.mark.parametrize(
     ("change", "param", "told"),
     [
-        ({"temperature": 3}, "temperature", "temperature is 3.0, must be from 0 to 2"),
-        ({"top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
-        ({"n": 17}, "n", "n is 17, must be from 1 to 16"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be from 1"),
-        ({"max_tokens": 10**12}, "max_tokens", "must be from 1 to"),
-        ({"seed": 2**70}, "seed", "must be a number of 64 bits"),
-        ({"priority": 101}, "priority", "priority is 101, must be from -100 to 100"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4 strings"),
+        ({"temperature": 3}, "temperature", "temperature is 3, must be a number from 0 to 2"),
+        ({"temperature": "0"}, "temperature", "temperature is '0', must be a number"),
+        ({"temperature": True}, "temperature", "temperature is True, must be a number"),
+        ({"top_p": 0}, "top_p", "top_p is 0, must be a number above 0 and at most 1"),
+        ({"top_k": -2}, "top_k", "top_k is -2, must be a whole number from -1"),
+        ({"min_p": 1.5}, "min_p", "min_p is 1.5, must be a number from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be a number from 0.01 to 100"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "must be a number from -2 to 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is none"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1", "must be a number from -100 to 100"),
+        ({"logit_bias": {"400": 1}}, "logit_bias", "token 400, must be from 0 to 399"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "must be a table"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids", "token 9999, must be from 0 to 399"),
+        ({"n": 17}, "n", "n is 17, must be a whole number from 1 to 16"),
+        ({"n": 1.5}, "n", "n is 1.5, must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be a whole number from 1"),
+        ({"max_tokens": 10**12}, "max_tokens", "must be a whole number from 1 to"),
+        ({"max_completion_tokens": []}, "max_completion_tokens", "is [], must be a whole number"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "9, must be at most max_tokens, 8"),
+        ({"min_tokens": 600}, "min_tokens", "what the prompt leaves of the longest context"),
+        ({"seed": 2**70}, "seed", "must be a whole number of 64 bits"),
+        ({"priority": 101}, "priority", "must be a whole number from -100 to 100"),
+        ({"cache": "never"}, "cache", "must be one of 'use', 'read_only', 'off'"),
+        ({"stop": ["x"] * 33}, "stop", "at most 32 strings"),
+        ({"stop": ""}, "stop", "each of 1 to 256 characters"),
+        ({"stop": ["x" * 257]}, "stop", "each of 1 to 256 characters"),
+        ({"logprobs": 2}, "logprobs", "logprobs is 2, must be true or false"),
         ({"top_logprobs": 2}, "top_logprobs", "must be left out, or logprobs true"),
-        ({"tools": [{}]}, "tools", "tools"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "must be left out here"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "must be 'text'"),
+        ({"tools": [{}]}, "tools", "must be left out: this server calls no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "'required', must be 'none'"),
+        ({"store": True}, "store", "store is True, must be false"),
+        ({"store": 0}, "store", "store is 0, must be false"),
+        ({"service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
+        ({"modalities": ["audio"]}, "modalities", "must be ['text']"),
+        ({"echo": True}, "echo", "echo is True, must be false"),
+        ({"use_beam_search": True}, "use_beam_search", "must be false"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "must be true"),
+        ({"metadata": {"a": 1}}, "metadata", "must be a table of at most 16 strings"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "{'type': 'text'}"),
+        (
+            {"stream_options": {"include_use": 1}},
+            "stream_options.include_use",
+            "did you mean include_usage?",
+        ),
+        ({"temprature": 1}, "temprature", "no field that this server knows; did you mean temp"),
         ({"messages": []}, "messages", "messages is empty"),
-        ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", "role is robot"),
+        ({"messages": "Hello"}, "messages", "must be a list of messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "content is missing"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "role is missing"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "is 'robot'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "is 'image_url', must be 'text'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "must be left out",
+        ),
         ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages", "tokens"),
-        ({"max_tokens": 510}, None, "the longest context"),
-        ({"stream": "yes"}, "stream", "Expected `bool`"),
+        ({"max_tokens": 510}, "max_tokens", "the longest context"),
+        ({"stream": "yes"}, "stream", "stream is 'yes', must be true or false"),
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(
-    server: Running, change: dict[str, Any], param: str | None, told: str
+    server: Running, change: dict[str, Any], param: str, told: str
 ) -> None:
     answer = server.client.post("/v1/chat/completions", json={**CHAT, **change})
 
@@ -51,8 +97,9 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
     assert answer.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert told in error["message"]
-    if param is not None:
-        assert error["param"] == param
+    assert error["param"] == param
+    # What the decoder would have said.
+    assert "`" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -61,20 +108,40 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
         ([1, 2, 99999], "token 99999, must be from 0"),
         ([1, -2], "token -2, must be from 0"),
         ([1, 2**70], f"token {2**70}, must be from 0"),
+        ([1, 2**4000], "token a number of 4001 bits, must be from 0"),
         ([], "prompt is empty"),
         ("", "prompt is empty"),
-        (["one", "two"], "prompt has 2 entries"),
+        (["one", 2], "prompt[1] is 2, must be a text, or tokens"),
+        ([[1], []], "prompt[1] is [], must be a text, or tokens"),
+        ([[1, "x"]], "prompt[0] has token 'x', must be from 0"),
+        ([1, True], "prompt[0] is 1"),
+        (["x"] * 129, "prompt has 129 entries, must have at most 128"),
+        (["x", "word " * 600], "prompt[1] has"),
+        ({"text": "x"}, "must be a text, tokens, or a list of these"),
+        ("\ud800", "the body is no JSON"),
     ],
 )
 def test_a_prompt_that_makes_no_sense_is_refused(server: Running, prompt: Any, told: str) -> None:
-    answer = server.client.post("/v1/completions", json={"prompt": prompt})
+    body = json.dumps({"prompt": prompt}).encode()
 
-    assert answer.status_code == 400
+    answer = server.client.post("/v1/completions", content=body)
+
+    assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
 
 
 DEEP = b'{"response_format": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
-BODIES = [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"a": NaN}', b'{"user": "\xff"}', DEEP]
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b'{"max_tokens": 1e999, "prompt": "x", "version": 1}',
+    b'"text"',
+    b"\xff\xfe",
+    b'{"a": NaN}',
+    b'{"user": "\xff"}',
+    DEEP,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: repr(body[:12]))

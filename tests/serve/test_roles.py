@@ -71,6 +71,33 @@ def test_a_prompt_that_was_handed_over_gives_the_same_tokens_and_probabilities(
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_pair_chooses_tokens_as_one_instance_does(server: Running, pair: Running) -> None:
+    prompt = "What is asked for holds for the first token, too, whoever chooses it. " * 3
+    wishes: dict[str, Any] = {
+        "logit_bias": {"0": 100},
+        "min_tokens": 3,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "top_k": 7,
+        "temperature": 0.8,
+        "seed": 11,
+    }
+    before = delivered(pair)
+
+    found = [told(running, prompt, **wishes) for running in (server, pair)]
+    scored = [
+        told(running, prompt, echo=True, logprobs=3, max_tokens=1) for running in (server, pair)
+    ]
+
+    assert found[0]["choices"][0]["text"] == found[1]["choices"][0]["text"] != ""
+    assert [each["usage"]["completion_tokens"] for each in found] == [4, 4]
+    # A prompt that is scored is computed where it is answered.
+    assert delivered(pair) == before + 1
+    first, second = (each["choices"][0]["logprobs"] for each in scored)
+    assert first["token_logprobs"][1:] == pytest.approx(second["token_logprobs"][1:], abs=BOUND)
+    assert len(first["tokens"]) == scored[0]["usage"]["prompt_tokens"] + 1
+
+
 def test_a_first_token_that_travels_alone_is_the_same(server: Running, pair: Running) -> None:
     before = delivered(pair)
     prompt = "Whoever gives a block back has to say so once. " * 4

@@ -22,9 +22,9 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.gguf_file import GgufFile
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Output, Reason, Request
-from penstock.engine.sampling import LOGPROBS_MAX, Sampled, Sampling
 from penstock.engine.spec import InstanceSpec
 from penstock.engine.text import Text
+from penstock.engine.wishes import LOGPROBS_MAX, Sampled, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

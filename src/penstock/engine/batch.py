@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -112,6 +112,7 @@ def lay_out(
     block_tokens: int,
     draws: Sequence[int] = (),
     last: Mapping[int, int] | None = None,
+    scored: Collection[int] = (),
 ) -> Sheet:
     """Lays the spans out; those of one token after the others, which is where they must be.
 
@@ -120,6 +121,7 @@ def lay_out(
         block_tokens: Tokens of a block.
         draws: For each token that is to be chosen, the span from whose logits.
         last: Which draw of the step before was made for each request.
+        scored: The spans of which the logits of every token are needed.
 
     Raises:
         ValueError: a span has no tokens, a table that ends too early, or stands out of order;
@@ -129,9 +131,11 @@ def lay_out(
     sheet = Sheet(block_tokens)
     output_of: dict[int, int] = {}
     for number, span in enumerate(spans):
+        if number in scored:
+            sheet.scored[number] = len(sheet.outputs)
+        sheet.add(span, last or {}, scored=number in scored)
         if span.wants_output:
-            output_of[number] = len(output_of)
-        sheet.add(span, last or {})
+            output_of[number] = len(sheet.outputs) - 1
     missing = [span for span in draws if span not in output_of]
     if missing:
         raise ValueError(f"a token is drawn from span {missing[0]}, which wants no output")
@@ -165,6 +169,8 @@ class Sheet:
         """For each draw, the span."""
         self.drawn: list[int] = []
         """For each draw, which of the outputs."""
+        self.scored: dict[int, int] = {}
+        """The spans that want the logits of every token, and which output is their first."""
         self.unknown: list[int] = []
         self.sources: list[int] = []
         self.prefills: list[Span] = []
@@ -175,7 +181,7 @@ class Sheet:
         """The tokens that the longest of the decoding requests attends to."""
         return max((span.stop for span in self.decodes), default=0)
 
-    def add(self, span: Span, last: Mapping[int, int]) -> None:
+    def add(self, span: Span, last: Mapping[int, int], *, scored: bool = False) -> None:
         """Adds the tokens of a request."""
         tokens, block_tokens, table = span.tokens, self.block_tokens, span.table
         if PREVIOUS in tokens:
@@ -191,7 +197,9 @@ class Sheet:
         at = range(span.start, span.stop)
         self.positions += at
         self.places += [table[p // block_tokens] * block_tokens + p % block_tokens for p in at]
-        if span.wants_output:
+        if scored:
+            self.outputs += range(len(self.tokens) - len(tokens), len(self.tokens))
+        elif span.wants_output:
             self.outputs.append(len(self.tokens) - 1)
         (self.decodes if is_decode(span) else self.prefills).append(span)
 

@@ -215,7 +215,7 @@ class Engine:
             )
         del self._flying[0]
         self._tell_speed(flight, time.monotonic())
-        return self.scheduler.finish(flight.step, result.sampled)
+        return self.scheduler.finish(flight.step, result.sampled, result.scored)
 
     def _tell_speed(self, flight: _Flight, now: float) -> None:
         """Lets the cache know how fast prompts are computed, from steps that do little else."""

@@ -31,10 +31,10 @@ from penstock.engine.meeting import meet_ranks, nobody
 from penstock.engine.outbox import Outbox, ServerLost
 from penstock.engine.remote import RemoteWorkers
 from penstock.engine.requests import Output, Request
-from penstock.engine.sampling import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceSpec
 from penstock.engine.telling import answer_to, token_bytes_of
+from penstock.engine.wishes import Sampling
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
 from penstock.observe import logs
@@ -117,8 +117,11 @@ class Instance:
                 wait_readable(self._channel.descriptor, time.monotonic() + SLOW_SERVER_S)
                 continue
             for output in self._engine.step():
-                handed = self._was_handed(output)
-                self._outbox.put(_progress(output, handed=handed))
+                self._outbox.put(
+                    _scored(output)
+                    if output.scored
+                    else _progress(output, handed=self._was_handed(output))
+                )
             kept = self._engine.cache.take_kv_events()
             if kept:
                 self._outbox.put(ms.Kept(events=kept))  # type: ignore[arg-type]
@@ -256,27 +259,44 @@ class Instance:
                 f"tokens, must be at most {self._longest} together, the longest context"
             )
         words = self._architecture.vocabulary
-        wrong = [token for token in message.prompt if not 0 <= token < words]
-        if wrong:
-            raise ValueError(f"prompt has token {wrong[0]}, must be from 0 to {words - 1}")
+        for name, tokens in (
+            ("prompt", message.prompt),
+            ("logit_bias", [token for token, _ in message.logit_bias]),
+            ("stop_token_ids", message.stop_tokens),
+        ):
+            wrong = [token for token in tokens if not 0 <= token < words]
+            if wrong:
+                raise ValueError(f"{name} has token {wrong[0]}, must be from 0 to {words - 1}")
+        own = () if message.ignores_stop_tokens else self._architecture.stop_tokens
         return Request(
             id=message.id,
             prompt=tuple(message.prompt),
             max_tokens=message.max_tokens,
+            min_tokens=message.min_tokens,
             answers=message.answers,
             sampling=Sampling(
                 temperature=message.temperature,
                 top_p=message.top_p,
+                top_k=message.top_k,
+                min_p=message.min_p,
+                repetition_penalty=message.repetition_penalty,
+                presence_penalty=message.presence_penalty,
+                frequency_penalty=message.frequency_penalty,
+                logit_bias=tuple(message.logit_bias),
                 seed=message.seed,
                 logprobs=message.logprobs,
             ),
-            stop_tokens=frozenset(self._architecture.stop_tokens),
+            # A config may name a stop token that the model cannot choose.
+            stop_tokens=frozenset(
+                token for token in (*own, *message.stop_tokens) if 0 <= token < words
+            ),
             priority=message.priority,
             tenant=message.tenant,
             reuse=message.reuse,
             store=message.store,
             handoff=message.handoff,
             first_alone=not message.tells_logprobs and message.answers == 1,
+            scores_prompt=message.scores_prompt,
         )
 
 
@@ -298,6 +318,15 @@ def _progress(output: Output, *, handed: bool) -> ms.Progress:
         reason="" if output.reason is None else output.reason.value,
         cached=list(output.cached_by_tier),
         handed=handed,
+    )
+
+
+def _scored(output: Output) -> ms.Scored:
+    return ms.Scored(
+        id=output.request,
+        position=output.position,
+        logprobs=[each.logprob for each in output.scored],
+        alternatives=[each.alternatives for each in output.scored],
     )
 
 

@@ -3,7 +3,8 @@
 | from the server              | from the instance                                             |
 |------------------------------|---------------------------------------------------------------|
 |                              | `Loading` while it loads, `Ready` once it takes requests       |
-| `Submit` `Abort` `StopAnswer` | `Progress`, `Refused`; `Kept` when what is cached has changed |
+| `Submit` `Abort` `StopAnswer` | `Scored`, `Progress`, `Refused`                                |
+|                              | `Kept` when what is cached has changed                        |
 | `Reset` `Local`              |                                                               |
 | `Ask`                        | `Told`                                                        |
 
@@ -36,11 +37,24 @@ class Submit(Message, frozen=True, kw_only=True):
     id: str
     prompt: list[int]
     max_tokens: int
+    min_tokens: int = 0
+    ignores_stop_tokens: bool = False
+    """Whether the model's own stop tokens end no answer."""
+    stop_tokens: list[int] = []
+    """Tokens that end an answer besides."""
     answers: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = []
     seed: int | None = None
     logprobs: int = 0
+    scores_prompt: bool = False
+    """Whether the prompt's tokens are told with their log-probabilities, in `Scored`."""
     priority: int = 0
     tenant: str = ""
     reuse: bool = True
@@ -128,6 +142,16 @@ class Progress(Message, frozen=True, kw_only=True):
     """With the first token: whether the prompt's KV came from another instance."""
 
 
+class Scored(Message, frozen=True, kw_only=True):
+    """Tokens of a prompt with their log-probabilities; all come before the first token."""
+
+    id: str
+    position: int
+    """Of the first of them in the prompt."""
+    logprobs: list[float]
+    alternatives: list[list[tuple[int, float]]]
+
+
 class Refused(Message, frozen=True, kw_only=True):
     """A request was not taken."""
 
@@ -151,7 +175,7 @@ class Told(Message, frozen=True, kw_only=True):
 
 
 ToInstance = Submit | Abort | Local | StopAnswer | Reset | Ask
-FromInstance = Loading | Ready | Progress | Refused | Kept | Told
+FromInstance = Loading | Ready | Progress | Scored | Refused | Kept | Told
 
 _encoder = msgspec.msgpack.Encoder()
 _to_instance: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)

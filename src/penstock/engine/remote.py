@@ -16,6 +16,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from penstock.engine.meeting import End, Loaded, encode, read_by_rank, read_by_scheduler
 from penstock.engine.steps import Step, StepResult
 from penstock.errors import PeerError, UnavailableError
@@ -154,4 +156,5 @@ def _computed(step: Step, worker: Worker, rank: Rank) -> StepResult:
         rank.take(step.plan)
     result = worker.execute(step) if step.spans else StepResult(step.number, [])
     report = rank.step()
-    return StepResult(step.number, result.sampled, [] if report is None else [report])
+    reports = [] if report is None else [report]
+    return msgspec.structs.replace(result, reports=reports)

@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.sampling import Sampled, Sampling, Wish
+from penstock.engine.wishes import Sampled, Sampling, Wish
 
 if TYPE_CHECKING:
     from penstock.runtime.leases import Lease
@@ -51,6 +51,8 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     max_tokens: int = 16
+    min_tokens: int = 0
+    """No stop token is chosen before the answer has so many tokens."""
     answers: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
@@ -64,12 +66,19 @@ class Request:
     """The name under which its prompt's KV goes to another instance, or comes from one."""
     first_alone: bool = False
     """Whether the first token may come from there, too: without its log-probability."""
+    scores_prompt: bool = False
+    """Whether the prompt's own tokens are told with their log-probabilities. It is computed for
+    that, whatever is cached of it."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("prompt is empty, must have at least one token")
         if not 1 <= self.max_tokens <= TOKENS_MAX:
             raise ValueError(f"max_tokens is {self.max_tokens}, must be from 1 to {TOKENS_MAX}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, must be from 0 to max_tokens, {self.max_tokens}"
+            )
         if not 1 <= self.answers <= ANSWERS_MAX:
             raise ValueError(f"n is {self.answers}, must be from 1 to {ANSWERS_MAX}")
 
@@ -87,6 +96,9 @@ class Output:
     reason: Reason | None = None
     cached_by_tier: tuple[int, ...] = ()
     """Prompt tokens that came from each tier, device first; with the first token."""
+    scored: tuple[Sampled, ...] = ()
+    """Tokens of the prompt with their log-probabilities, the first of them at `position`."""
+    position: int = 0
 
 
 class Answer:
@@ -94,7 +106,8 @@ class Answer:
 
     __slots__ = (
         *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease"),
-        *("number", "phase", "reason", "request", "scheduled", "shares", "tokens", "unknown"),
+        *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "tokens"),
+        "unknown",
     )
 
     def __init__(self, request: Request, number: int, arrival: int) -> None:
@@ -115,10 +128,12 @@ class Answer:
         """Tokens that a step under way will add."""
         self.flying = 0
         """Steps under way that touch its blocks."""
-        self.handed = not request.handoff or number > 0
+        self.handed = not request.handoff or number > 0 or request.scores_prompt
         """Whether its handoff was begun, or is not to be: it is tried once."""
         self.held = False
         """Whether a handoff reads its blocks, or fills them."""
+        self.scored = 1 if request.scores_prompt and number == 0 else len(request.prompt)
+        """So many tokens of the prompt need not be scored any more; nothing precedes the first."""
         self.cached_by_tier: tuple[int, ...] = ()
         self.reason: Reason | None = None
 
@@ -137,6 +152,16 @@ class Answer:
         """Tokens whose KV no step has been asked for yet."""
         return len(self.tokens) + self.unknown - self.scheduled
 
+    @property
+    def scores(self) -> bool:
+        """Whether tokens of its prompt are still to be scored."""
+        return self.scored < len(self.request.prompt)
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether its next token depends on one that a step under way is choosing."""
+        return self.unknown > 0 and self.request.sampling.needs_tokens
+
     def wish(self) -> Wish:
         """How its next token is to be chosen."""
         sampling = self.request.sampling
@@ -145,4 +170,14 @@ class Answer:
         # a preemption draws the same token.
         position = len(self.tokens) + self.unknown
         mixed = (seed * 0x9E3779B97F4A7C15 + position * 0x100000001B3 + self.number) % 2**63
-        return Wish(sampling.temperature, sampling.top_p, mixed, sampling.logprobs)
+        request, length = self.request, len(self.request.prompt)
+        banned = request.stop_tokens if self.generated < request.min_tokens else ()
+        return Wish(
+            sampling.temperature,
+            sampling.top_p,
+            mixed,
+            sampling.logprobs,
+            sampling.top_k,
+            sampling.min_p,
+            sampling.change(request.prompt, self.tokens[length:], sorted(banned)),
+        )

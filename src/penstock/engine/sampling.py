@@ -2,66 +2,55 @@
 
 Greedy requests take the largest logit. The others draw from their own generator, so that a
 request with a seed answers the same whatever runs beside it.
+
+The one rule: nothing here waits for the device, and nothing that a client may ask for makes a
+draw impossible. The likeliest token is never left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
+
+from penstock.engine.wishes import TEMPERATURE_MIN, Change, Sampled, Wish
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How a request wants its tokens chosen.
+class Named:
+    """Tokens with their log-probabilities, on their way to the CPU.
 
-    | wish        | meaning                                                             |
-    |-------------|---------------------------------------------------------------------|
-    | temperature | 0 takes the most likely token; above it, the larger the more random  |
-    | top_p       | only the likeliest tokens that together have this probability        |
-    | seed        | the same seed gives the same answer                                  |
-    | logprobs    | so many alternatives are told with each token                        |
+    Args:
+        scores: Log-probabilities, a row for each token.
+        tokens: The tokens.
+        counts: How many alternatives are told with each.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    logprobs: int = 0
+    def __init__(self, scores: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> None:
+        self._counts = list(counts)
+        likeliest = scores.topk(min(max(self._counts, default=0), scores.shape[1]))
+        # In doubles, which hold a token exactly: one copy for all there is to tell.
+        parts = (
+            tokens[:, None],
+            scores.gather(1, tokens[:, None]),
+            likeliest.indices,
+            likeliest.values,
+        )
+        self._numbers = _on_the_way_to_the_cpu(torch.cat([part.double() for part in parts], dim=1))
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature is {self.temperature}, must be from 0 to 2")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}, must be above 0 and at most 1")
-        if not 0 <= self.logprobs <= LOGPROBS_MAX:
-            raise ValueError(f"logprobs is {self.logprobs}, must be from 0 to {LOGPROBS_MAX}")
-
-
-LOGPROBS_MAX = 20
-
-
-class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """A token that was chosen."""
-
-    token: int
-    logprob: float
-    alternatives: list[tuple[int, float]] = []
-    """The likeliest tokens and their log-probabilities, as many as were asked for."""
-
-
-class Wish(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token of one request is to be chosen; travels with the step."""
-
-    temperature: float
-    top_p: float
-    seed: int
-    """Of this one token: drawn anew for each position, so that replays agree."""
-    logprobs: int
+    def tell(self) -> list[Sampled]:
+        """What they are, once the device has got there."""
+        told = []
+        for count, numbers in zip(self._counts, self._numbers.tolist(), strict=True):
+            tokens, scores = numbers[2:], numbers[2 + (len(numbers) - 2) // 2 :]
+            named = [
+                (int(token), score)
+                for token, score in zip(tokens[:count], scores[:count], strict=False)
+            ]
+            told.append(Sampled(int(numbers[0]), numbers[1], named))
+        return told
 
 
 class Choice:
@@ -76,30 +65,24 @@ class Choice:
     def __init__(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> None:
         if logits.shape[0] != len(wishes):
             raise ValueError(f"{len(wishes)} wishes for {logits.shape[0]} rows, must be one each")
-        scores = logits.float().log_softmax(dim=-1)
-        self.tokens = scores.argmax(dim=-1)
+        plain = logits.float()
+        scores = plain.log_softmax(dim=-1)
+        changed = _changed(plain, wishes)
+        self.tokens = (scores if changed is plain else changed).argmax(dim=-1)
         for row, wish in enumerate(wishes):
-            if wish.temperature > 0:
-                self.tokens[row] = _drawn(logits[row].float(), wish)
-        taken = scores.gather(1, self.tokens[:, None])
-        most = max((wish.logprobs for wish in wishes), default=0)
-        likeliest = scores.topk(most)
-        self._counts = [wish.logprobs for wish in wishes]
-        # In doubles, which hold a token exactly: one copy for all there is to tell.
-        parts = (self.tokens[:, None], taken, likeliest.indices, likeliest.values)
-        self._numbers = _on_the_way_to_the_cpu(torch.cat([part.double() for part in parts], dim=1))
+            if wish.temperature >= TEMPERATURE_MIN:
+                self.tokens[row] = _drawn(changed[row], wish)
+        self._named = Named(scores, self.tokens, [wish.logprobs for wish in wishes])
 
     def tell(self) -> list[Sampled]:
         """What was chosen, once the device has got there."""
-        told = []
-        for count, numbers in zip(self._counts, self._numbers.tolist(), strict=True):
-            tokens, scores = numbers[2:], numbers[2 + (len(numbers) - 2) // 2 :]
-            named = [
-                (int(token), score)
-                for token, score in zip(tokens[:count], scores[:count], strict=True)
-            ]
-            told.append(Sampled(int(numbers[0]), numbers[1], named))
-        return told
+        return self._named.tell()
+
+
+def scored(logits: torch.Tensor, targets: Sequence[int], *, logprobs: int) -> Named:
+    """How likely tokens are that are known already, a row of logits for each."""
+    scores = logits.float().log_softmax(dim=-1)
+    return Named(scores, _sent(targets, torch.int64, logits.device), [logprobs] * len(targets))
 
 
 def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:
@@ -110,12 +93,62 @@ def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(numbers, non_blocking=True)
 
 
+def _sent(
+    numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Numbers on the device, without waiting for what it is doing."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=dtype)
+    # Torch keeps pinned memory until the copy has ended.
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _changed(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
+    """The logits as the requests want them; the same tensor if nobody wants anything."""
+    if all(wish.change is None for wish in wishes):
+        return logits
+    changed = logits.clone()
+    for row, wish in zip(changed, wishes, strict=True):
+        if wish.change is not None:
+            _change(row, wish.change)
+    return changed
+
+
+def _change(row: torch.Tensor, change: Change) -> None:
+    device = row.device
+    if change.seen:
+        seen = _sent(change.seen, torch.int64, device)
+        found = row[seen]
+        row[seen] = torch.where(found > 0, found / change.repetition, found * change.repetition)
+    if change.counts:
+        there = _sent([token for token, _ in change.counts], torch.int64, device)
+        amount = [change.presence + change.frequency * count for _, count in change.counts]
+        row[there] -= _sent(amount, torch.float32, device)
+    if change.bias:
+        tokens = _sent([token for token, _ in change.bias], torch.int64, device)
+        row[tokens] += _sent([bias for _, bias in change.bias], torch.float32, device)
+    if change.banned:
+        row[_sent(change.banned, torch.int64, device)] = -torch.inf
+
+
 def _drawn(logits: torch.Tensor, wish: Wish) -> torch.Tensor:
-    probabilities = (logits / wish.temperature).softmax(dim=-1)
+    """One token by lot, of those that `min_p`, then `top_k`, then `top_p` leave."""
+    # Less the largest, so that no temperature makes them overflow.
+    logits = (logits - logits.max()) / wish.temperature
+    if wish.min_p > 0:
+        probabilities = logits.softmax(dim=-1)
+        logits = logits.masked_fill(probabilities < wish.min_p * probabilities.max(), -torch.inf)
+    if 0 < wish.top_k < len(logits):
+        least = logits.topk(wish.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
     if wish.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
-        # A token stays if those before it have not reached the share yet: the first always does.
-        ordered[ordered.cumsum(dim=-1) - ordered >= wish.top_p] = 0
+        # A token stays if those before it have not reached the share yet. The first always does,
+        # also where the share is too small for a float.
+        left_out = ordered.cumsum(dim=-1) - ordered >= wish.top_p
+        left_out[0] = False
+        ordered = ordered.masked_fill(left_out, 0)
         probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
     generator = torch.Generator(device=logits.device).manual_seed(wish.seed)
     return torch.multinomial(probabilities, 1, generator=generator)[0]

@@ -19,16 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
-from penstock.engine.batch import PREVIOUS, Span
 from penstock.engine.handoffs import Handoffs
+from penstock.engine.planning import Plan
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
-from penstock.engine.sampling import Sampled
-from penstock.engine.steps import Draw, Step
+from penstock.engine.steps import Draw, Score, Step
+from penstock.engine.wishes import Sampled
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.engine.batch import Span
     from penstock.runtime.leases import Lease
     from penstock.runtime.managed import Cache
 
@@ -181,7 +182,7 @@ class Scheduler:
         if self.flying >= self.settings.steps_in_flight:
             return None
         self._wake()
-        plan = _Plan(self.settings.step_tokens, self.settings.step_requests)
+        plan = Plan(self.settings.step_tokens, self.settings.step_requests)
         before = self.preemptions
         for answer in self._in_order(Phase.RUNNING):
             self._schedule(answer, plan)
@@ -196,7 +197,12 @@ class Scheduler:
             return None
         return self._launch(plan)
 
-    def finish(self, step: Step, sampled: Sequence[Sampled]) -> list[Output]:
+    def finish(
+        self,
+        step: Step,
+        sampled: Sequence[Sampled],
+        scored: Sequence[Sequence[Sampled]] = (),
+    ) -> list[Output]:
         """Takes in what a step computed; steps are finished in the order of their plans.
 
         Raises:
@@ -206,11 +212,15 @@ class Scheduler:
             raise ValueError(f"step {step.number} is not the oldest one under way")
         if len(sampled) != len(step.draws):
             raise ValueError(f"{len(sampled)} tokens for {len(step.draws)} draws")
+        if len(scored) != len(step.scores):
+            raise ValueError(f"{len(scored)} scored prompts, {len(step.scores)} were asked for")
         _, owners = self._flying.popleft()
         for draw in step.draws:
             self._answers[draw.answer].unknown -= 1
         for span, owner in zip(step.spans, owners, strict=True):
             self._computed(self._answers[owner], span)
+        for score, found in zip(step.scores, scored, strict=True):
+            self._scored(self._answers[score.answer], step.spans[score.span].start + 1, found)
         for draw, token in zip(step.draws, sampled, strict=True):
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
         # Tokens are told first: a long lease takes a while to be given back, for which there is
@@ -261,12 +271,14 @@ class Scheduler:
         if first_alone and answer.lease.state is LeaseState.READY:
             self._chosen(answer, answer, Sampled(tokens[0], 0.0))
 
-    def _schedule(self, answer: Answer, plan: _Plan) -> None:
-        count = min(answer.left, plan.tokens_left)
+    def _schedule(self, answer: Answer, plan: Plan) -> None:
+        count = plan.room_for(answer)
         if answer.phase is not Phase.RUNNING or plan.full or count < 1:
             return
         if answer.generated >= answer.request.max_tokens:
             # The last token is under way: its KV is of no use.
+            return
+        if answer.waits_for_token:
             return
         if answer.unknown and len(self._sharers(answer)) > 1:
             # The others are about to share its unfinished block: it must not be written to.
@@ -284,7 +296,8 @@ class Scheduler:
                 answer.tokens,
                 request=answer.name,
                 tenant=request.tenant,
-                reuse=request.reuse,
+                # What is not computed has no log-probabilities.
+                reuse=request.reuse and not answer.scores,
                 store=request.store,
                 priority=request.priority,
             )
@@ -299,7 +312,7 @@ class Scheduler:
             self._begin(answer)
         return True
 
-    def _grown(self, answer: Answer, token_count: int, plan: _Plan) -> bool:
+    def _grown(self, answer: Answer, token_count: int, plan: Plan) -> bool:
         """Whether the lease has room; others give way for it if they are less urgent."""
         assert answer.lease is not None
         room = len(answer.lease.block_table) * self.block_tokens
@@ -324,7 +337,7 @@ class Scheduler:
                 return False
             return True
 
-    def _least_urgent(self, plan: _Plan) -> Answer | None:
+    def _least_urgent(self, plan: Plan) -> Answer | None:
         """Who gives its blocks back: nobody whose blocks a step touches."""
         found = [
             answer
@@ -341,10 +354,11 @@ class Scheduler:
         answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
         self.preemptions += 1
 
-    def _launch(self, plan: _Plan) -> Step:
+    def _launch(self, plan: Plan) -> Step:
         spans: list[Span] = []
         owners: list[int] = []
         draws: list[Draw] = []
+        scores: list[Score] = []
         handed: list[tuple[int, str]] = []
         for chunk in plan.in_batch_order():
             answer = chunk.answer
@@ -355,6 +369,9 @@ class Scheduler:
                 ]
             if answer.held:
                 handed.append((len(spans), answer.request.handoff))
+            score = chunk.score(len(spans))
+            if score is not None:
+                scores.append(score)
             spans.append(chunk.span())
             owners.append(answer.arrival)
             answer.scheduled += chunk.count
@@ -363,7 +380,7 @@ class Scheduler:
             self._answers[draw.answer].unknown += 1
         self._steps += 1
         offers = self._handoffs.take_offers()
-        step = Step(self._steps, spans, draws, offers=offers, handed=handed)
+        step = Step(self._steps, spans, draws, offers=offers, handed=handed, scores=scores)
         self._flying.append((step, owners))
         return step
 
@@ -386,6 +403,21 @@ class Scheduler:
             answer.lease.commit(answer.tokens[answer.lease.token_count : span.stop])
         elif span.stop - answer.lease.token_count >= COMMITTED_BLOCKS * self.block_tokens:
             self._publish(answer)
+
+    def _scored(self, answer: Answer, position: int, found: Sequence[Sampled]) -> None:
+        """Tokens of a prompt are told as they are scored: one that is computed again twice."""
+        if answer.phase is Phase.ENDED or not found:
+            return
+        answer.scored = max(answer.scored, position + len(found))
+        self._told.append(
+            Output(
+                request=answer.request.id,
+                answer=answer.number,
+                sampled=None,
+                scored=tuple(found),
+                position=position,
+            )
+        )
 
     def _publish(self, answer: Answer) -> None:
         """Commits the full blocks of an answer that are not committed yet."""
@@ -451,49 +483,4 @@ class Scheduler:
                 reason=answer.reason,
                 cached_by_tier=answer.cached_by_tier if first else (),
             )
-        )
-
-
-@dataclass(slots=True)
-class _Chunk:
-    answer: Answer
-    count: int
-    ends: bool
-    """Whether its last token is the answer's newest: the next one is chosen from it."""
-
-    def span(self) -> Span:
-        answer = self.answer
-        assert answer.lease is not None
-        start, stop = answer.scheduled, answer.scheduled + self.count
-        tokens = answer.tokens[start:stop]
-        tokens += [PREVIOUS] * (self.count - len(tokens))
-        table = answer.lease.block_table.tolist()
-        return Span(answer.arrival, start, tokens, table, self.ends)
-
-
-class _Plan:
-    """A step in the making."""
-
-    def __init__(self, tokens: int, requests: int) -> None:
-        self.tokens_left = tokens
-        self.chunks: list[_Chunk] = []
-        self._requests = requests
-        self._names: set[int] = set()
-
-    @property
-    def full(self) -> bool:
-        return self.tokens_left < 1 or len(self.chunks) >= self._requests
-
-    def has(self, answer: Answer) -> bool:
-        return answer.arrival in self._names
-
-    def add(self, answer: Answer, count: int, *, ends: bool) -> None:
-        self.chunks.append(_Chunk(answer, count, ends))
-        self._names.add(answer.arrival)
-        self.tokens_left -= count
-
-    def in_batch_order(self) -> list[_Chunk]:
-        """Chunks of prompts first, single tokens of running answers last."""
-        return sorted(
-            self.chunks, key=lambda chunk: chunk.count == 1 and chunk.answer.scheduled > 0
         )

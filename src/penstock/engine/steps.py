@@ -6,7 +6,7 @@ import msgspec
 
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.engine.batch import Span  # noqa: TC001
-from penstock.engine.sampling import Sampled, Wish  # noqa: TC001
+from penstock.engine.wishes import Sampled, Wish  # noqa: TC001
 
 COPIES_ALONE = 0
 """The number of a step that computes nothing; real ones are counted from 1."""
@@ -37,6 +37,19 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """What the sums of each block are bound to."""
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of a prompt whose tokens are wanted with their log-probabilities."""
+
+    span: int
+    """Which of the step's spans."""
+    answer: int
+    """Which of the scheduler's answers."""
+    targets: list[int]
+    """What follows each of the span's tokens; nothing may be known to follow the last one."""
+    logprobs: int
+    """So many alternatives are told with each."""
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step's work: every rank gets the same."""
 
@@ -49,6 +62,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Prompts that this step begins, and that are handed over."""
     handed: list[tuple[int, str]] = []
     """The spans whose KV is handed over, and the names of their handoffs."""
+    scores: list[Score] = []
+    """Prompts of which every token is wanted with its log-probability."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -59,3 +74,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One for each draw, from the first rank."""
     reports: list[bytes] = []
     """What became of copies."""
+    scored: list[list[Sampled]] = []
+    """One list for each of the step's scores, from the first rank."""

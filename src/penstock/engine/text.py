@@ -5,6 +5,8 @@ The tokenizer is Hugging Face's, from the checkpoint's own files, or built from 
 
 from __future__ import annotations
 
+import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -18,6 +20,28 @@ if TYPE_CHECKING:
 
 _UNFINISHED = "\ufffd"
 """What an incomplete character is decoded to."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A token that is one byte, in vocabularies of characters."""
+_SPACE = "\u2581"
+"""A space, in vocabularies of characters."""
+USUAL_CHARACTERS = 8
+"""A text that has more characters for each token that is allowed is probably too long: its
+beginning tells."""
+
+
+class TooLong(ValueError):  # noqa: N818 - what a text is
+    """A text has more tokens than are allowed."""
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as a letter: printable ones as themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+_LETTERS = _bytes_of_letters()
 
 
 class Text:
@@ -44,31 +68,79 @@ class Text:
             raise ConfigError("model", f"is {model}, which has no tokenizer: {error}") from error
         return cls(found)
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of plain text."""
-        tokens: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, *, longest: int | None = None, plain: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+            text: The text.
+            longest: So many tokens are allowed; a text that has many more is not encoded whole.
+            plain: Whether the text is plain, so that the model's own first token is added; a
+                conversation that its template put together has it already.
+
+        Raises:
+            TooLong: it has more tokens.
+        """
+        if longest is not None:
+            self._require_short(text, longest, plain)
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=plain)
+        if longest is not None and len(tokens) > longest:
+            raise TooLong(f"has {len(tokens)} tokens")
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _require_short(self, text: str, longest: int, plain: bool) -> None:  # noqa: FBT001
+        """Refuses what is certainly too long, by its characters and by its beginning."""
+        if len(text) > longest * self._characters_max:
+            raise TooLong(f"has {len(text)} characters, more than {longest} tokens can have")
+        usual = USUAL_CHARACTERS * longest
+        if len(text) > usual:
+            # Where it is cut, a token may fall apart.
+            count = len(self._tokenizer.encode(text[:usual], add_special_tokens=plain))
+            if count > longest + self._characters_max:
+                raise TooLong(f"has more than {longest} tokens")
+
+    @cached_property
+    def _characters_max(self) -> int:
+        """The characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, longest: int | None = None
+    ) -> list[int]:
         """The tokens of a conversation, ending where the assistant speaks.
 
         Raises:
+            TooLong: it has more tokens than the longest that is allowed.
             ValueError: the model has no chat template, or it does not take these messages.
         """
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template: use completions instead")
         try:
-            tokens: list[int] = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-            )["input_ids"]
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from error
-        return tokens
+        return self.encode(text, longest=longest, plain=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        said = self.decode([token])
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if _UNFINISHED in said and piece is not None:
+            byte = _BYTE.fullmatch(piece)
+            if byte:
+                return bytes([int(byte[1], 16)])
+            if all(letter in _LETTERS for letter in piece):
+                return bytes(_LETTERS[letter] for letter in piece)
+        if piece is not None and piece.startswith(_SPACE) and not said.startswith(" "):
+            # At the beginning of a text, where a single token stands, its space is left out.
+            said = f" {said}"
+        return said.encode()
 
 
 class Answer:
@@ -78,9 +150,13 @@ class Answer:
     is known: both are held back until the next token decides.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:
+    def __init__(self, text: Text, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self._text = text
         self._stops = tuple(stops)
+        self._min_tokens = min_tokens
+        """The text of so many tokens is not searched for stop strings."""
+        self._searched = 0
+        """Where the search for stop strings begins."""
         self._tokens: list[int] = []
         self._settled = 0
         """Tokens before this one are decoded for good."""
@@ -90,11 +166,6 @@ class Answer:
         """Characters that were told."""
         self.stopped = False
         """Whether a stop string was met."""
-
-    @property
-    def so_far(self) -> str:
-        """All that was told."""
-        return self._known[: self._told]
 
     def add(self, token: int) -> str:
         """Takes the next token in; returns the text that is certain now and was not before."""
@@ -107,6 +178,8 @@ class Answer:
             return ""
         self._known += whole[len(before) :]
         self._settled = len(self._tokens)
+        if self._settled <= self._min_tokens:
+            self._searched = len(self._known)
         return self._tell(self._certain())
 
     def end(self) -> str:
@@ -123,14 +196,16 @@ class Answer:
     def _certain(self) -> int:
         """How many characters of what is known cannot be part of a stop string."""
         # What was told cannot be part of a stop string: it would have been held back.
-        places = (self._known.find(stop, self._told) for stop in self._stops)
+        begin = max(self._told, self._searched)
+        places = (self._known.find(stop, begin) for stop in self._stops)
         met = [place for place in places if place >= 0]
         if met:
             self.stopped = True
             return min(met)
         held = 0
         for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._known)), 0, -1):
+            longest = min(len(stop) - 1, len(self._known) - self._searched)
+            for length in range(longest, 0, -1):
                 if self._known.endswith(stop[:length]):
                     held = max(held, length)
                     break

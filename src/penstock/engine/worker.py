@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.engine.batch import lay_out
-from penstock.engine.sampling import Choice
+from penstock.engine.sampling import Choice, Named, scored
 from penstock.engine.steps import STEP_S, StepResult
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -134,16 +134,23 @@ class Here:
 class Pending:
     """A step under way."""
 
-    def __init__(self, number: int, choice: Choice | None, mark: Mark) -> None:
+    def __init__(
+        self, number: int, choice: Choice | None, mark: Mark, scores: Sequence[Named] = ()
+    ) -> None:
         self.number = number
         self._choice = choice
         self._mark = mark
+        self._scores = scores
 
     def result(self, deadline: float) -> StepResult | None:
         """What came of it; waits for it until the deadline, on the monotonic clock."""
         if not self._mark.wait(deadline - time.monotonic()):
             return None
-        return StepResult(self.number, [] if self._choice is None else self._choice.tell())
+        return StepResult(
+            self.number,
+            [] if self._choice is None else self._choice.tell(),
+            scored=[named.tell() for named in self._scores],
+        )
 
 
 class Worker:
@@ -187,6 +194,7 @@ class Worker:
             block_tokens=self._block_tokens,
             draws=[draw.span for draw in step.draws],
             last=self._last,
+            scored={score.span for score in step.scores},
         )
         lane = self._lane
         with lane.computing():
@@ -196,12 +204,13 @@ class Worker:
             choice = None
             if logits is not None and step.draws:
                 choice = Choice(logits[batch.drawn], [draw.wish for draw in step.draws])
+            scores = [] if logits is None else _scores(logits, step, sheet)
             mark = lane.mark()
         if self.steps is not None:
             self.steps.submitted(lane.stream, sheet.slots())
         self._chosen = None if choice is None else choice.tokens
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
-        return Pending(step.number, choice, mark)
+        return Pending(step.number, choice, mark, scores)
 
     def _forward(self, step: Step, batch: Batch) -> torch.Tensor | None:
         if self.handed is None:
@@ -209,3 +218,13 @@ class Worker:
         self.handed.begin(step)
         told = self.handed.layer_computed
         return self._decoder.forward(batch, self._kv, after_layer=told)
+
+
+def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
+    """The log-probabilities of prompts that are wanted."""
+    found = []
+    for score in step.scores:
+        first = sheet.scored[score.span]
+        rows = logits[first : first + len(score.targets)]
+        found.append(scored(rows, score.targets, logprobs=score.logprobs))
+    return found

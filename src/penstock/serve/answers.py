@@ -1,22 +1,17 @@
-"""From an instance's tokens to OpenAI's answers, whole or as a stream.
+"""From an instance's tokens to the text of answers, piece by piece, as it becomes certain.
 
-| what a client reads      | made of                                                       |
-|--------------------------|---------------------------------------------------------------|
-| a completion             | every answer's text, log-probabilities, why it ended, usage    |
-| a stream of chunks       | the same, piece by piece, as text becomes certain              |
-
-`usage.prompt_tokens_details.cached_tokens` counts prompt tokens that came from a cache;
-`cached_by_tier`, ours, says from which.
+A prompt has a `Reader`, which follows all its answers and makes `Piece`s of them. `forms.py`
+turns pieces into what OpenAI's clients read.
 """
 
 from __future__ import annotations
 
-import time
+import codecs
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock.engine.messages import Scored
 from penstock.engine.text import Answer
 
 if TYPE_CHECKING:
@@ -26,189 +21,179 @@ if TYPE_CHECKING:
     from penstock.engine.text import Text
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A token with its log-probability."""
+
+    token: int
+    logprob: float | None
+    """None for the first token of a prompt: nothing precedes it."""
+    alternatives: Sequence[tuple[int, float]]
+    offset: int
+    """So many characters of the text come before it."""
+
+
 @dataclass(slots=True)
 class Piece:
     """What one answer has gained: text, tokens, or its end."""
 
     answer: int
+    """Which of the answers to its prompt."""
+    choice: int
+    """Which of all answers of the request."""
     text: str
-    offset: int
-    """So many characters of the answer came before."""
-    progress: list[ms.Progress] = field(default_factory=list)
+    generated: int
+    """Tokens that were generated for it."""
+    rows: list[Row] = field(default_factory=list)
+    """Its tokens, if log-probabilities are told."""
     reason: str = ""
 
 
-class Reader:
-    """Follows all answers of one request."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telling:
+    """What clients are told of the answers to one prompt."""
 
-    def __init__(
-        self, text: Text, *, prompt_tokens: int, answers: int, stops: Sequence[str]
-    ) -> None:
-        self.prompt_tokens = prompt_tokens
+    prompt: Sequence[int]
+    answers: int = 1
+    stops: Sequence[str] = ()
+    min_tokens: int = 0
+    logprobs: bool = False
+    echo: str | None = None
+    """The prompt's text, if answers begin with it."""
+    generates: bool = True
+    """Whether anything is wanted besides the prompt."""
+    first_choice: int = 0
+
+
+class Reader:
+    """Follows all answers to one prompt."""
+
+    def __init__(self, text: Text, telling: Telling) -> None:
+        self.prompt_tokens = len(telling.prompt)
         self.completion_tokens = 0
         self.cached: list[int] = []
-        self._answers = [Answer(text, stops) for _ in range(answers)]
-        self._waiting: list[list[ms.Progress]] = [[] for _ in range(answers)]
-        self._ended = [False] * answers
+        self._text = text
+        self._telling = telling
+        self._scored: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+        self._following = [
+            _Following(text, telling, begins=0 if telling.echo is None else len(telling.echo))
+            for _ in range(telling.answers)
+        ]
 
     @property
     def done(self) -> bool:
         """Whether every answer has ended."""
-        return all(self._ended)
+        return all(each.ended for each in self._following)
+
+    def score(self, scored: ms.Scored) -> None:
+        """Takes in log-probabilities of the prompt."""
+        told = zip(scored.logprobs, scored.alternatives, strict=False)
+        self._scored |= dict(enumerate(told, start=scored.position))
 
     def take(self, progress: ms.Progress) -> Piece | None:
         """What is certain now and was not before; `None` if nothing is."""
-        number = progress.answer
-        if self._ended[number]:
+        found = self._following[progress.answer]
+        if found.ended:
             return None
         if progress.cached:
             self.cached = progress.cached
-        answer = self._answers[number]
-        new = ""
-        offset = len(answer.so_far)
-        waiting = self._waiting[number]
-        if progress.token is not None:
-            self.completion_tokens += 1
-            waiting.append(progress)
-            # The token that ends an answer is no part of its text.
-            if progress.reason != "stop":
-                new = answer.add(progress.token)
-        reason = "stop" if answer.stopped else progress.reason
-        if reason:
-            new += answer.end()
-            self._ended[number] = True
-        if not new and not reason:
+        if self._telling.generates:
+            if progress.token is not None:
+                self.completion_tokens += 1
+            text, rows, generated, reason = found.take(progress)
+        else:
+            text, rows, generated, reason = "", [], 0, "length"
+            found.ended = True
+        if not found.begun and self._telling.echo is not None and (text or reason):
+            text, rows = self._telling.echo + text, [*self._prompt_rows(), *rows]
+        if not text and not reason:
             return None
-        self._waiting[number] = []
-        return Piece(number, new, offset, waiting, reason)
+        found.begun = True
+        choice = self._telling.first_choice + progress.answer
+        return Piece(progress.answer, choice, text, generated, rows, reason)
 
     def stopped_by_reader(self, piece: Piece) -> bool:
         """Whether the answer ended because of a stop string, which the instance cannot know."""
-        return self._answers[piece.answer].stopped
+        return self._following[piece.answer].stopped
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's count of tokens, with cached ones by tier."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached)},
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How answers are dressed: as chat or as plain completions."""
-
-    id: str
-    model: str
-    chat: bool
-    logprobs: bool
-    tiers: Sequence[str]
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, reader: Reader, pieces: Sequence[Piece], text: Text) -> dict[str, Any]:
-        """The answer to a request without a stream."""
-        choices = []
-        for number in sorted({piece.answer for piece in pieces}):
-            own = [piece for piece in pieces if piece.answer == number]
-            said = "".join(piece.text for piece in own)
-            tokens = [progress for piece in own for progress in piece.progress]
-            choice: dict[str, Any] = {"index": number, "finish_reason": _reason(own[-1].reason)}
-            if self.chat:
-                choice["message"] = {"role": "assistant", "content": said}
-            else:
-                choice["text"] = said
-            choice["logprobs"] = self._logprobs(tokens, text, offset=0)
-            choices.append(choice)
-        return {
-            "id": self.id,
-            "object": "chat.completion" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "usage": self._usage(reader),
-        }
-
-    def chunk(self, piece: Piece, text: Text, *, first: bool) -> dict[str, Any]:
-        """A piece of a stream."""
-        choice: dict[str, Any] = {
-            "index": piece.answer,
-            "finish_reason": _reason(piece.reason) if piece.reason else None,
-            "logprobs": self._logprobs(piece.progress, text, offset=piece.offset),
-        }
-        if self.chat:
-            role = {"role": "assistant"} if first else {}
-            choice["delta"] = {**role, "content": piece.text}
-        else:
-            choice["text"] = piece.text
-        return {**self._head(), "choices": [choice]}
-
-    def last_chunk(self, reader: Reader) -> dict[str, Any]:
-        """The piece that tells the usage, if it is wanted."""
-        return {**self._head(), "choices": [], "usage": self._usage(reader)}
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk" if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-        }
-
-    def _usage(self, reader: Reader) -> dict[str, Any]:
-        by_tier = dict(zip(self.tiers, reader.cached, strict=False))
-        return {**reader.usage(), "cached_by_tier": by_tier}
-
-    def _logprobs(
-        self, tokens: Sequence[ms.Progress], text: Text, *, offset: int
-    ) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
-        rows = [_row(progress, text) for progress in tokens]
-        if self.chat:
-            return {"content": rows, "refusal": None}
-        return {
-            "tokens": [row["token"] for row in rows],
-            "token_ids": [row["token_id"] for row in rows],
-            "token_logprobs": [row["logprob"] for row in rows],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in row["top_logprobs"]} for row in rows
-            ],
-            "text_offset": list(accumulate((len(row["token"]) for row in rows), initial=offset))[
-                :-1
-            ],
-        }
+    def _prompt_rows(self) -> list[Row]:
+        if not self._telling.logprobs:
+            return []
+        offsets, rows = _Offsets(0), []
+        for position, token in enumerate(self._telling.prompt):
+            logprob, alternatives = self._scored.get(position, (None, []))
+            offset = offsets.add(self._text.token_bytes(token))
+            rows.append(Row(token, logprob, alternatives, offset))
+        return rows
 
 
-def _row(progress: ms.Progress, text: Text) -> dict[str, Any]:
-    assert progress.token is not None
-    return {
-        **_named(progress.token, progress.logprob, text),
-        "top_logprobs": [_named(token, logprob, text) for token, logprob in progress.alternatives],
-    }
+class _Following:
+    """One answer as it grows."""
+
+    def __init__(self, text: Text, telling: Telling, *, begins: int) -> None:
+        self.begun = False
+        self.ended = False
+        self._text = text
+        self._logprobs = telling.logprobs
+        self._answer = Answer(text, telling.stops, min_tokens=telling.min_tokens)
+        self._offsets = _Offsets(begins)
+        self._rows: list[Row] = []
+        self._generated = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self._answer.stopped
+
+    def take(self, progress: ms.Progress) -> tuple[str, list[Row], int, str]:
+        """Text that is certain now, and with it the tokens it is made of; why it ended."""
+        new = ""
+        if progress.token is not None:
+            self._generated += 1
+            if self._logprobs:
+                self._rows.append(self._row(progress, progress.token))
+            # The token that ends an answer is no part of its text.
+            if progress.reason != "stop":
+                new = self._answer.add(progress.token)
+        reason = "stop" if self._answer.stopped else progress.reason
+        if reason:
+            new += self._answer.end()
+            self.ended = True
+        if not new and not reason:
+            return "", [], 0, ""
+        rows, generated = self._rows, self._generated
+        self._rows, self._generated = [], 0
+        return new, rows, generated, reason
+
+    def _row(self, progress: ms.Progress, token: int) -> Row:
+        offset = self._offsets.add(self._text.token_bytes(token))
+        return Row(token, progress.logprob, progress.alternatives, offset)
 
 
-def _named(token: int, logprob: float, text: Text) -> dict[str, Any]:
-    said = text.decode([token])
-    return {
-        "token": said,
-        "token_id": token,
-        "logprob": logprob,
-        "bytes": list(said.encode()),
-    }
+class _Offsets:
+    """Where tokens begin in a text, in characters; some end in the middle of one."""
 
+    def __init__(self, begins: int) -> None:
+        self._count = begins
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-def _reason(reason: str) -> str:
-    return "stop" if reason == "aborted" else reason
+    def add(self, token: bytes) -> int:
+        """Takes the next token in; returns how many characters were complete before it."""
+        before = self._count
+        self._count += len(self._decoder.decode(token))
+        return before
 
 
 async def pieces_of(
-    reader: Reader, tokens: AsyncGenerator[ms.Progress, None], stop: Callable[[int], None]
+    reader: Reader,
+    tokens: AsyncGenerator[ms.Progress | ms.Scored, None],
+    stop: Callable[[int], None],
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces of a request as they become certain; tells `stop` of answers cut short."""
+    """The pieces of a prompt's answers as they become certain; tells `stop` of those cut short."""
     async with aclosing(tokens):
         async for progress in tokens:
+            if isinstance(progress, Scored):
+                reader.score(progress)
+                continue
             piece = reader.take(progress)
             if piece is not None:
                 if reader.stopped_by_reader(piece):

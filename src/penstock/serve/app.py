@@ -22,43 +22,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from penstock.engine import messages as ms
 from penstock.serve import errors
-from penstock.serve.answers import Form, Reader
-from penstock.serve.generating import Admission, Generating
+from penstock.serve.asking import Asking
+from penstock.serve.defaults import Defaults
+from penstock.serve.encoding import Encoder
+from penstock.serve.fields import BadRequest, shown
+from penstock.serve.generating import Admission
 from penstock.serve.guard import Guard
 from penstock.serve.router import handoffs_of
-from penstock.serve.shapes import (
-    TOKENS_DEFAULT,
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    logprobs_of,
-    max_tokens_of,
-    read_request,
-    shown,
-    wants_logprobs,
-)
+from penstock.serve.shapes import read_weights
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
+    from penstock.engine.messages import What
     from penstock.engine.text import Text
     from penstock.serve.metrics import Metrics
     from penstock.serve.router import Router
 
 TENANT_CHARACTERS_MAX = 128
-TOKENS_END = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +64,33 @@ class ServerSettings:
     """A request whose body takes longer to come is given up."""
 
 
-class WeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /admin/weights`."""
-
-    version: str
-
-
 class Server:
     """What happens on each path."""
 
     def __init__(
-        self, router: Router, text: Text, metrics: Metrics, *, model: str, settings: ServerSettings
+        self,
+        router: Router,
+        text: Text,
+        metrics: Metrics,
+        *,
+        model: str,
+        settings: ServerSettings,
+        defaults: Defaults | None = None,
     ) -> None:
         self._router = router
-        self._text = text
         self._metrics = metrics
         self._model = model
         self._settings = settings
-        self._admission = Admission(settings.requests_max)
         self._guard = Guard(settings.api_key)
+        self._asking = Asking(
+            router,
+            Encoder(text),
+            text,
+            metrics,
+            Admission(settings.requests_max),
+            model=model,
+            defaults=defaults or Defaults(),
+        )
 
     def app(self) -> Starlette:
         """The application, for any ASGI server."""
@@ -116,21 +114,11 @@ class Server:
 
     async def completions(self, http: HttpRequest) -> ASGIApp:
         """`POST /v1/completions`."""
-        request = read_request(await self._body(http), CompletionRequest)
-        tokens = self._tokens_of(request.prompt)
-        return self._answer(http, request, tokens, chat=False)
+        return await self._asking.completions(await self._body(http), _tenant(http))
 
     async def chat(self, http: HttpRequest) -> ASGIApp:
         """`POST /v1/chat/completions`."""
-        request = read_request(await self._body(http), ChatRequest)
-        if not request.messages:
-            raise BadRequest("messages is empty, must have at least one", param="messages")
-        said = [{"role": turn.role, "content": turn.text()} for turn in request.messages]
-        try:
-            tokens = self._text.encode_chat(said)
-        except ValueError as error:
-            raise BadRequest(str(error), param="messages") from error
-        return self._answer(http, request, tokens, chat=True)
+        return await self._asking.chat(await self._body(http), _tenant(http))
 
     async def models(self, http: HttpRequest) -> Response:
         """`GET /v1/models`."""
@@ -139,71 +127,8 @@ class Server:
         name = http.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [model]})
-        self._require_model(name)
+        self._asking.require_model(name)
         return JSONResponse(model)
-
-    def _tokens_of(self, prompt: str | list[int | str]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._text.encode(prompt)
-        tokens = [token for token in prompt if isinstance(token, int)]
-        wrong = [token for token in tokens if not 0 <= token < TOKENS_END]
-        if wrong:
-            # An instance knows the vocabulary; this is what a message can hold.
-            raise BadRequest(
-                f"prompt has token {wrong[0]}, must be from 0 to {TOKENS_END - 1}", param="prompt"
-            )
-        if len(tokens) == len(prompt):
-            return tokens
-        if len(prompt) == 1:
-            return self._text.encode(str(prompt[0]))
-        raise BadRequest(
-            f"prompt has {len(prompt)} entries, must be one text, or tokens alone: send a request "
-            "for each",
-            param="prompt",
-        )
-
-    def _answer(
-        self,
-        http: HttpRequest,
-        request: CompletionRequest | ChatRequest,
-        tokens: list[int],
-        *,
-        chat: bool,
-    ) -> ASGIApp:
-        self._require_model(request.model)
-        tenant = _tenant(http)
-        ready = self._router.answering
-        if not ready or ready[0].ready is None:
-            return errors.unavailable("no instance is ready")
-        facts = ready[0].ready
-        if len(tokens) >= facts.positions:
-            raise BadRequest(
-                f"the prompt has {len(tokens)} tokens, must have fewer than {facts.positions}, "
-                "the longest context",
-                param="messages" if chat else "prompt",
-            )
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        submit = _submit(name, request, tokens, tenant=tenant, positions=facts.positions)
-        options = request.stream_options
-        return Generating(
-            submit=submit,
-            reader=Reader(
-                self._text, prompt_tokens=len(tokens), answers=request.n, stops=request.stops
-            ),
-            form=Form(
-                id=name,
-                model=self._model,
-                chat=chat,
-                logprobs=wants_logprobs(request),
-                tiers=facts.tiers,
-            ),
-            stream=request.stream,
-            tells_usage=options is not None and options.include_usage,
-            router=self._router,
-            text=self._text,
-            metrics=self._metrics,
-            admission=self._admission,
-        )
 
     # What operators ask for.
 
@@ -268,7 +193,7 @@ class Server:
     async def weights(self, http: HttpRequest) -> Response:
         """`POST /admin/weights` with `{"version": "…"}`."""
         self._guard.require_admin(http)
-        version = read_request(await self._body(http), WeightsRequest).version
+        version = read_weights(await self._body(http))
         if not 1 <= len(version.encode()) <= TENANT_CHARACTERS_MAX:
             raise BadRequest(
                 f"version has {len(version.encode())} bytes, must have from 1 to "
@@ -284,7 +209,7 @@ class Server:
         told = await self._told("audit")
         return JSONResponse({"in_order": [each["instance"] for each in told]})
 
-    async def _told(self, what: ms.What, of: str = "", *, only: str = "") -> list[Any]:
+    async def _told(self, what: What, of: str = "", *, only: str = "") -> list[Any]:
         asked = [link for link in self._router.ready if only in ("", link.name)]
         return [json.loads(await link.ask(what, of)) for link in asked]
 
@@ -304,12 +229,6 @@ class Server:
             raise BadRequest(f"the body did not come within {within_s:g} s", status=408) from error
         return bytes(body)
 
-    def _require_model(self, name: str | None) -> None:
-        if name not in {None, self._model}:
-            raise BadRequest(
-                f"model is {name!r}, must be {self._model!r}", param="model", status=404
-            )
-
 
 def _tenant(http: HttpRequest) -> str:
     tenant = http.headers.get("x-penstock-tenant", "")
@@ -320,28 +239,3 @@ def _tenant(http: HttpRequest) -> str:
             param="x-penstock-tenant",
         )
     return tenant
-
-
-def _submit(
-    name: str,
-    request: CompletionRequest | ChatRequest,
-    tokens: list[int],
-    *,
-    tenant: str,
-    positions: int,
-) -> ms.Submit:
-    return ms.Submit(
-        id=name,
-        prompt=tokens,
-        max_tokens=max_tokens_of(request) or min(TOKENS_DEFAULT, positions - len(tokens)),
-        answers=request.n,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        logprobs=logprobs_of(request),
-        tells_logprobs=wants_logprobs(request),
-        priority=request.priority,
-        tenant=tenant,
-        reuse=request.cache != "off",
-        store=request.cache == "use",
-    )

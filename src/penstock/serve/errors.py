@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from penstock.serve.fields import BadRequest
 from penstock.serve.link import Lost
-from penstock.serve.shapes import BadRequest
 
 if TYPE_CHECKING:
     from starlette.exceptions import HTTPException
@@ -55,6 +55,8 @@ def busy(message: str) -> Response:
 
 
 async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
+    if wrong.status == 429:
+        return busy(str(wrong))
     kind = KINDS.get(wrong.status, "invalid_request_error")
     content = {"error": shape(str(wrong), kind, wrong.param)}
     return JSONResponse(content, status_code=wrong.status)

@@ -19,64 +19,79 @@ from starlette.responses import JSONResponse, Response
 from penstock.serve import errors
 from penstock.serve.access import name_request, note_failure, note_tokens
 from penstock.serve.answers import Piece, pieces_of
+from penstock.serve.fields import BadRequest
 from penstock.serve.link import Lost, Refusal
-from penstock.serve.shapes import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from starlette.types import Receive, Scope, Send
 
     from penstock.engine import messages as ms
-    from penstock.engine.text import Text
-    from penstock.serve.answers import Form, Reader
+    from penstock.serve.answers import Reader
+    from penstock.serve.forms import Form
     from penstock.serve.metrics import Metrics
     from penstock.serve.router import Router
 
 
+REFUSED_FIELDS = frozenset({"logit_bias", "stop_token_ids"})
+"""Fields that only an instance can check; it begins its refusal with their names."""
+
+
 class Admission:
-    """How many requests are under way, and how many may be."""
+    """How many prompts are under way, and how many may be."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running = 0
+
+    def refusal(self, count: int = 1) -> str:
+        """Why so many more are not taken now; empty if they are."""
+        if self.running + count <= self.limit:
+            return ""
+        return f"{self.running} requests are under way, at most {self.limit} may be"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request, and who follows its answers."""
+
+    submit: ms.Submit
+    reader: Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generating:
     """An answer in the making: an ASGI response that ends with its client."""
 
-    submit: ms.Submit
-    reader: Reader
+    parts: Sequence[Part]
+    """A prompt each, all of which are answered at once."""
     form: Form
     stream: bool
     tells_usage: bool
     """Whether a stream ends with the usage."""
     router: Router
-    text: Text
     metrics: Metrics
     admission: Admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, unless too many requests are under way or the client goes away."""
-        name_request(scope, self.submit.id)
-        if self.admission.running >= self.admission.limit:
+        name_request(scope, self.parts[0].submit.id)
+        refusal = self.admission.refusal(len(self.parts))
+        if refusal:
             self.metrics.requests.labels("refused").inc()
-            refused = errors.busy(
-                f"{self.admission.running} requests are under way, at most that many"
-            )
-            await refused(scope, receive, send)
+            await errors.busy(refusal)(scope, receive, send)
             return
-        self.admission.running += 1
+        self.admission.running += len(self.parts)
         try:
             await self._while_connected(scope, receive, send)
         finally:
-            self.admission.running -= 1
+            self.admission.running -= len(self.parts)
             note_tokens(
                 scope,
-                prompt=self.reader.prompt_tokens,
-                cached=self.reader.cached,
-                completion=self.reader.completion_tokens,
+                prompt=sum(reader.prompt_tokens for reader in self._readers),
+                cached=[sum(reader.cached) for reader in self._readers],
+                completion=sum(reader.completion_tokens for reader in self._readers),
             )
 
     async def _while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,15 +108,13 @@ class Generating:
             work.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._measured()) as pieces:
+        async with aclosing(self._pieces()) as pieces:
             # The first piece tells whether the request was taken: until then a status can be
             # chosen.
             try:
                 first = await anext(pieces)
             except Refusal as refusal:
-                if refusal.kind != "busy":
-                    raise BadRequest(str(refusal)) from refusal
-                response = errors.busy(str(refusal))
+                response = _refused(refusal)
             except Lost as lost:
                 response = errors.unavailable(str(lost))
             else:
@@ -116,49 +129,66 @@ class Generating:
             found = [first, *[piece async for piece in pieces]]
         except Lost as lost:
             return errors.unavailable(f"{lost}, in the middle of the answer")
-        return JSONResponse(self.form.whole(self.reader, found, self.text))
+        except Refusal as refusal:
+            # One of several prompts.
+            return _refused(refusal)
+        return JSONResponse(self.form.whole(self._readers, found))
 
     async def _stream(
         self, first: Piece, pieces: AsyncGenerator[Piece, None], scope: Scope, send: Send
     ) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        begun = {first.answer}
-        await _event(send, self.form.chunk(first, self.text, first=True))
+        begun = {first.choice}
+        await _event(send, self.form.chunk(first, first=True))
         try:
             async for piece in pieces:
-                is_first = piece.answer not in begun
-                begun.add(piece.answer)
-                await _event(send, self.form.chunk(piece, self.text, first=is_first))
+                is_first = piece.choice not in begun
+                begun.add(piece.choice)
+                await _event(send, self.form.chunk(piece, first=is_first))
         except Lost as lost:
             note_failure(scope)
             message = f"{lost}, in the middle of the answer"
             await _event(send, {"error": errors.shape(message, "server_error")})
+        except Refusal as refusal:
+            # One of several prompts: the stream has begun with another.
+            note_failure(scope)
+            kind = "rate_limit_error" if refusal.kind == "busy" else "invalid_request_error"
+            await _event(send, {"error": errors.shape(str(refusal), kind)})
         else:
             if self.tells_usage:
-                await _event(send, self.form.last_chunk(self.reader))
+                await _event(send, self.form.last_chunk(self._readers))
             await send(
                 {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
             )
         await send({"type": "http.response.body", "body": b""})
 
-    async def _measured(self) -> AsyncGenerator[Piece, None]:
-        """The pieces of the request's answers, measured as they pass."""
-        metrics = self.metrics
-        metrics.prompt_tokens.inc(len(self.submit.prompt))
+    @property
+    def _readers(self) -> list[Reader]:
+        return [part.reader for part in self.parts]
+
+    def _pieces(self) -> AsyncGenerator[Piece, None]:
+        """The pieces of all answers as they come."""
+        streams = [self._measured(part) for part in self.parts]
+        return streams[0] if len(streams) == 1 else _merged(streams)
+
+    async def _measured(self, part: Part) -> AsyncGenerator[Piece, None]:
+        """The pieces of one prompt's answers, measured as they pass."""
+        metrics, submit = self.metrics, part.submit
+        metrics.prompt_tokens.inc(len(submit.prompt))
         began = last = time.monotonic()
         outcome = "aborted"
-        stop = partial(self.router.stop, self.submit.id)
+        stop = partial(self.router.stop, submit.id)
         try:
-            tokens = self.router.generate(self.submit)
-            async with aclosing(pieces_of(self.reader, tokens, stop)) as pieces:
+            tokens = self.router.generate(submit)
+            async with aclosing(pieces_of(part.reader, tokens, stop)) as pieces:
                 async for piece in pieces:
                     now = time.monotonic()
                     is_first = last == began
                     seen = metrics.first_token_s if is_first else metrics.between_tokens_s
                     seen.observe(now - last)
                     last = now
-                    metrics.generated_tokens.inc(len(piece.progress))
+                    metrics.generated_tokens.inc(piece.generated)
                     yield piece
             outcome = "answered"
         except Lost:
@@ -169,6 +199,42 @@ class Generating:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
+
+
+def _refused(refusal: Refusal) -> Response:
+    """What a client hears of an instance's refusal."""
+    if refusal.kind == "busy":
+        return errors.busy(str(refusal))
+    field = str(refusal).partition(" ")[0]
+    raise BadRequest(str(refusal), param=field if field in REFUSED_FIELDS else None) from refusal
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """The pieces of several streams as they come; the first failure ends all of them."""
+    # Answers have bounded numbers of tokens, and so has this.
+    queue: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+
+    async def follow(stream: AsyncGenerator[Piece, None]) -> None:
+        async with aclosing(stream):
+            async for piece in stream:
+                queue.put_nowait(piece)
+
+    tasks = [asyncio.create_task(follow(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    running = len(tasks)
+    try:
+        while running:
+            found = await queue.get()
+            if isinstance(found, Piece):
+                yield found
+            else:
+                running -= 1
+                found.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

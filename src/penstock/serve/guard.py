@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.serving import KEY_VARIABLE
 from penstock.errors import ConfigError
-from penstock.serve.shapes import BadRequest
+from penstock.serve.fields import BadRequest
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

@@ -53,7 +53,7 @@ class Link:
         """Told before anybody else that the instance takes requests."""
         self._channel = channel
         self._on_change = on_change
-        self._requests: dict[str, asyncio.Queue[ms.Progress | ms.Refused | Lost]] = {}
+        self._requests: dict[str, asyncio.Queue[ms.Progress | ms.Scored | ms.Refused | Lost]] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._ask_next = 1
         self._outbox: deque[bytes] = deque()
@@ -70,14 +70,16 @@ class Link:
         """Requests under way."""
         return len(self._requests)
 
-    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress, None]:
+    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress | ms.Scored, None]:
         """Submits a request and yields its tokens until every answer has ended.
+
+        If the prompt is scored, that comes first.
 
         Raises:
             Lost: the instance went away.
             Refusal: it did not take the request.
         """
-        queue: asyncio.Queue[ms.Progress | ms.Refused | Lost] = asyncio.Queue()
+        queue: asyncio.Queue[ms.Progress | ms.Scored | ms.Refused | Lost] = asyncio.Queue()
         self._require_there()
         self._requests[submit.id] = queue
         running = submit.answers
@@ -90,7 +92,8 @@ class Link:
                 if isinstance(told, ms.Refused):
                     running = 0
                     raise Refusal(told.kind, told.problem)
-                running -= bool(told.reason)
+                if isinstance(told, ms.Progress):
+                    running -= bool(told.reason)
                 yield told
         finally:
             del self._requests[submit.id]
@@ -186,7 +189,7 @@ class Link:
                 self.ready = message
                 self.on_ready(self)
                 self._on_change(self)
-            case ms.Progress() | ms.Refused():
+            case ms.Progress() | ms.Scored() | ms.Refused():
                 queue = self._requests.get(message.id)
                 if queue is not None:
                     queue.put_nowait(message)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.config import parse_config
-from penstock.engine.messages import Abort, Local, Reset, StopAnswer
+from penstock.engine.messages import Abort, Local, Progress, Reset, Scored, StopAnswer
 from penstock.serve.holdings import Holdings, PromptKeys
 from penstock.serve.link import Link, Lost, Refusal
 
@@ -50,7 +50,12 @@ class _Prefill:
         self._link = prefill
         # Another attempt is another request: this one may have blocks for a moment after it.
         self._submit = msgspec.structs.replace(
-            submit, id=submit.handoff, max_tokens=1, answers=1, logprobs=0
+            submit,
+            id=submit.handoff,
+            max_tokens=1,
+            min_tokens=min(1, submit.min_tokens),
+            answers=1,
+            logprobs=0,
         )
         self._task = asyncio.create_task(self._compute(decode, submit.id))
         self._delivered = False
@@ -73,7 +78,7 @@ class _Prefill:
         with suppress(Lost, Refusal):
             async with aclosing(self._link.generate(self._submit)) as told:
                 async for progress in told:
-                    computed = progress.token is not None
+                    computed = isinstance(progress, Progress) and progress.token is not None
         if not computed and not decode.lost:
             decode.send(Local(id=request))
 
@@ -118,7 +123,7 @@ class Router:
         """Those that take requests and answer them."""
         return [link for link in self.ready if link.ready and link.ready.role != "prefill"]
 
-    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress, None]:
+    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress | ms.Scored, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
         Raises:
@@ -135,6 +140,10 @@ class Router:
             try:
                 async with aclosing(link.generate(asked)) as told:
                     async for progress in told:
+                        if isinstance(progress, Scored):
+                            # Told again by another instance, if this one is lost.
+                            yield progress
+                            continue
                         if progress.handed and prefill is not None:
                             prefill.deliver()
                         elif not begun and prefill is not None:
@@ -204,7 +213,8 @@ class Router:
     ) -> tuple[ms.Submit, _Prefill | None]:
         """The request as its instance gets it, and who computes its prompt, if somebody does."""
         partner = self._partner_of(link)
-        if partner is None:
+        # KV that is handed over brings no logits: who scores a prompt computes it.
+        if partner is None or submit.scores_prompt:
             return submit, None
         handed = msgspec.structs.replace(submit, handoff=handoffs_of(submit.id)[attempt - 1])
         return handed, _Prefill(partner, link, handed)

@@ -29,6 +29,7 @@ from penstock.runtime.signals import StopSignal
 from penstock.runtime.supervisor.client import Supervisor
 from penstock.serve.access import AccessLog
 from penstock.serve.app import Server, ServerSettings
+from penstock.serve.defaults import defaults_of
 from penstock.serve.http import HttpServer, raise_descriptor_limit
 from penstock.serve.link import Link
 from penstock.serve.listening import address_of
@@ -86,11 +87,13 @@ class Serving:
         self._alarm: asyncio.TimerHandle | None = None
         self._listener = Listener("server", IPC if expected else config.serve.router)
         self.router = Router()
+        model = find_model(config.engine.model or None)
         self.server = Server(
             self.router,
-            Text.of(find_model(config.engine.model or None).path),
+            Text.of(model.path),
             Metrics(),
             model=config.model.name,
+            defaults=defaults_of(model),
             settings=ServerSettings(
                 api_key=api_key,
                 body_bytes_max=config.serve.body_bytes_max,

@@ -1,240 +1,353 @@
-"""OpenAI's request shapes: what is taken, and what is refused with a message that says why.
+"""OpenAI's request shapes, with the fields that other servers have added and their clients send.
 
-One rule: a wish that would not be fulfilled is refused, never ignored. A client that asks for
-tools and silently gets none has been lied to.
+A request is read field by field (`fields.py`), and is a value that makes sense as a whole. What
+it leaves open, such as the temperature, is the model's default (`Defaults`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
-
-import msgspec
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.requests import ANSWERS_MAX, TOKENS_MAX
-from penstock.engine.sampling import LOGPROBS_MAX
+from penstock.engine.wishes import (
+    BIAS_MAX,
+    BIASES_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    REPETITION_MAX,
+    REPETITION_MIN,
+    TOP_K_MAX,
+)
+from penstock.serve.fields import (
+    BadRequest,
+    flag,
+    number,
+    one_of,
+    only,
+    read_fields,
+    read_object,
+    refuse,
+    shown,
+    whole,
+    word,
+)
 
-STOPS_MAX = 4
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.serve.fields import Read
+
+STOPS_MAX = 32
+STOP_CHARACTERS_MAX = 256
+"""Every token of an answer is compared with every beginning of every stop string."""
+PROMPTS_MAX = 128
 TOKENS_DEFAULT = 128
+TOKEN_END = 1 << 31
+"""An instance knows the vocabulary; this is what a message can hold."""
 PRIORITY_MAX = 100
+ROLES = ("system", "developer", "user", "assistant")
 
 
-class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes status 400
-    """A request that cannot be served; `param` names the field."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """What completions and chats have in common; `None` leaves it to the model's defaults."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param = param
-        self.status = status
-
-
-SHOWN_CHARACTERS = 120
-
-
-def shown(value: object) -> str:
-    """A value as messages quote it, cut short where it is long."""
-    found = repr(value)
-    return found if len(found) <= SHOWN_CHARACTERS else f"{found[:SHOWN_CHARACTERS]}…"
-
-
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream tells besides the text."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-
-class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    n: int = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    priority: int = 0
-    """Ours: more urgent requests run first."""
-    cache: Literal["use", "read_only", "off"] = "use"
-    """Ours: `read_only` stores nothing, `off` neither reads nor stores."""
-
-    # Known to OpenAI's clients, and fulfilled only as they stand here.
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    logprobs: int | None = None
+    """So many alternatives are told with each token; `None`: no log-probabilities at all."""
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
+    priority: int = 0
+    """Ours: more urgent requests run first."""
+    cache: str = "use"
+    """Ours: `read_only` stores nothing, `off` neither reads nor stores."""
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens are told with their log-probabilities."""
+        return self.echo and self.logprobs is not None
 
 
-class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(TextRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int | str]
-    max_tokens: int | None = None
-    logprobs: int | None = None
-    echo: bool = False
-    best_of: int | None = None
-    suffix: str | None = None
+    prompts: tuple[str | list[int], ...]
+    """Texts or tokens; each is answered."""
 
 
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
-
-    role: str
-    content: str | list[dict[str, Any]]
-    name: str | None = None
-
-    def text(self) -> str:
-        """What was said, if it is text."""
-        if isinstance(self.content, str):
-            return self.content
-        wrong = [part for part in self.content if part.get("type") != "text"]
-        if wrong:
-            raise BadRequest(
-                f"messages: content has a part of type {wrong[0].get('type')!r}, must be 'text'",
-                param="messages",
-            )
-        return "".join(str(part.get("text", "")) for part in self.content)
-
-
-class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(TextRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
+    messages: tuple[dict[str, str], ...]
+    """Each with `role` and `content`, and `name` if it has one."""
 
 
-RequestT = TypeVar("RequestT", bound=msgspec.Struct)
-
-
-def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
-    """The request in a body.
+def read_completion(body: bytes) -> CompletionRequest:
+    """The request in the body of `POST /v1/completions`.
 
     Raises:
         BadRequest: it is no JSON, a field is wrong, or something is asked for that is not done.
     """
-    try:
-        request = msgspec.convert(_without_nulls(msgspec.json.decode(body)), type=kind)
-    except msgspec.ValidationError as error:
-        raise BadRequest(_plain(str(error)), param=_param(str(error))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if isinstance(request, _Common):
-        _refuse_what_is_not_done(request)
-        _check_ranges(request)
-    return request
+    found = read_fields(read_object(body), _COMPLETION)
+    if "prompt" not in found:
+        raise BadRequest("prompt is missing, must be a text or tokens", param="prompt")
+    best = found.pop("best_of", None)
+    if best is not None and best != found.get("n", 1):
+        refuse("best_of", best, "as many as n, or left out: no answer is made to be thrown away")
+    return CompletionRequest(prompts=found.pop("prompt"), **_common(found))
 
 
-def _without_nulls(given: object) -> object:
-    """A field that is null is one that was left out, as OpenAI has it."""
-    if isinstance(given, list):
-        return [_without_nulls(each) for each in given]
-    if not isinstance(given, dict):
-        return given
-    return {name: _without_nulls(value) for name, value in given.items() if value is not None}
+def read_chat(body: bytes) -> ChatRequest:
+    """The request in the body of `POST /v1/chat/completions`.
+
+    Raises:
+        BadRequest: it is no JSON, a field is wrong, or something is asked for that is not done.
+    """
+    found = read_fields(read_object(body), _CHAT)
+    if "messages" not in found:
+        raise BadRequest("messages is missing, must be a list of messages", param="messages")
+    if "max_completion_tokens" in found:
+        found["max_tokens"] = found.pop("max_completion_tokens")
+    top, told = found.pop("top_logprobs", 0), found.pop("logprobs", False)
+    if top and not told:
+        refuse("top_logprobs", top, "left out, or logprobs true")
+    if told:
+        found["logprobs"] = top
+    return ChatRequest(**_common(found))
 
 
-def _refuse_what_is_not_done(request: _Common) -> None:
-    for name, right in (
-        ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0),
-        ("logit_bias", None),
-        ("echo", False),
-        ("suffix", None),
+def read_weights(body: bytes) -> str:
+    """The version in the body of `POST /admin/weights`.
+
+    Raises:
+        BadRequest: there is none.
+    """
+    found = read_fields(read_object(body), {"version": word})
+    if "version" not in found:
+        raise BadRequest("version is missing, must be a string", param="version")
+    return str(found["version"])
+
+
+def _common(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are none of OpenAI's own words, or must fit to each other."""
+    options = found.pop("stream_options", None) or {}
+    found["include_usage"] = options.get("include_usage", False)
+    found.pop("response_format", None)
+    longest = found.get("max_tokens")
+    if longest is not None and found.get("min_tokens", 0) > longest:
+        refuse("min_tokens", found["min_tokens"], f"at most max_tokens, {longest}")
+    return found
+
+
+# Readers of what has a shape of its own.
+
+
+def _stops(name: str, value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(stops, list)
+        or len(stops) > STOPS_MAX
+        or not all(
+            isinstance(each, str) and 1 <= len(each) <= STOP_CHARACTERS_MAX for each in stops
+        )
     ):
-        value = getattr(request, name, right)
-        if value not in (right, {}):
-            raise BadRequest(f"{name} is {value!r}, must be left out here", param=name)
-    if isinstance(request, ChatRequest):
-        form = (request.response_format or {"type": "text"}).get("type")
-        if form != "text":
-            raise BadRequest(
-                f"response_format is of type {form!r}, must be 'text'", param="response_format"
-            )
-    elif isinstance(request, CompletionRequest) and request.best_of not in {None, request.n}:
-        raise BadRequest(f"best_of is {request.best_of}, must be n or left out", param="best_of")
+        refuse(
+            name,
+            value,
+            f"a string or at most {STOPS_MAX} strings, each of 1 to {STOP_CHARACTERS_MAX} "
+            "characters",
+        )
+    return tuple(stops)
 
 
-def _check_ranges(request: _Common) -> None:
-    tokens, logprobs = max_tokens_of(request), logprobs_of(request)
-    of_logprobs = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-    stops_fit = len(request.stops) <= STOPS_MAX and all(request.stops)
-    seed_fits = request.seed is None or -(2**63) <= request.seed < 2**63
-    wanted: list[tuple[bool, str, object, str]] = [
-        (0 <= request.temperature <= 2, "temperature", request.temperature, "from 0 to 2"),
-        (0 < request.top_p <= 1, "top_p", request.top_p, "above 0 and at most 1"),
-        (1 <= request.n <= ANSWERS_MAX, "n", request.n, f"from 1 to {ANSWERS_MAX}"),
-        (seed_fits, "seed", request.seed, "a number of 64 bits"),
-        (
-            abs(request.priority) <= PRIORITY_MAX,
-            "priority",
-            request.priority,
-            f"from -{PRIORITY_MAX} to {PRIORITY_MAX}",
-        ),
-        (stops_fit, "stop", request.stop, f"at most {STOPS_MAX} strings, none of them empty"),
-        (0 <= logprobs <= LOGPROBS_MAX, of_logprobs, logprobs, f"from 0 to {LOGPROBS_MAX}"),
-        (
-            not logprobs or wants_logprobs(request),
-            of_logprobs,
-            logprobs,
-            "left out, or logprobs true",
-        ),
-        (
-            tokens is None or 1 <= tokens <= TOKENS_MAX,
-            "max_tokens",
-            tokens,
-            f"from 1 to {TOKENS_MAX}",
-        ),
-    ]
-    for fits, name, value, right in wanted:
-        if not fits:
-            raise BadRequest(f"{name} is {value!r}, must be {right}", param=name)
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < TOKEN_END
 
 
-def max_tokens_of(request: _Common) -> int | None:
-    """The longest answer that is wanted, if the request says."""
-    if isinstance(request, ChatRequest):
-        given = request.max_completion_tokens
-        return request.max_tokens if given is None else given
-    return request.max_tokens if isinstance(request, CompletionRequest) else None
+def _stop_tokens(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > STOPS_MAX or not all(map(_is_token, value)):
+        refuse(name, value, f"at most {STOPS_MAX} tokens")
+    return tuple(value)
 
 
-def logprobs_of(request: _Common) -> int:
-    """So many alternatives are wanted with each token."""
-    if isinstance(request, ChatRequest):
-        return request.top_logprobs or 0
-    return (request.logprobs or 0) if isinstance(request, CompletionRequest) else 0
+def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    right = f"a table of at most {BIASES_MAX} tokens"
+    if not isinstance(value, dict) or len(value) > BIASES_MAX:
+        refuse(name, value, right)
+    amount = number(-BIAS_MAX, BIAS_MAX)
+    found: dict[int, float] = {}
+    for token, bias in value.items():
+        if not token.isascii() or not token.isdigit() or not _is_token(int(token[:20])):
+            refuse(name, value, f"{right}: {shown(token)} is none")
+        found[int(token)] = amount(f"{name}.{token}", bias)
+    return tuple(found.items())
 
 
-def wants_logprobs(request: _Common) -> bool:
-    """Whether log-probabilities are told at all."""
-    if isinstance(request, ChatRequest):
-        return request.logprobs
-    return isinstance(request, CompletionRequest) and request.logprobs is not None
+def _stream_options(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        refuse(name, value, "a table with include_usage")
+    return read_fields(value, _STREAM_OPTIONS, f"{name}.")
 
 
-def _plain(message: str) -> str:
-    """Msgspec says where, as `- at `$.field``; a client wants the field's name."""
-    what, _, where = message.partition(" - at ")
-    return f"{_field(where)}: {what}" if where else what
+def _response_format(name: str, value: object) -> object:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        refuse(name, value, "{'type': 'text'}: answers follow no grammar here")
+    return value
 
 
-def _param(message: str) -> str | None:
-    _, _, where = message.partition(" - at ")
-    if where:
-        return _field(where)
-    # An unknown or missing field is named in the message itself.
-    return message.split("`")[1] if message.count("`") >= 2 else None
+def _completion_logprobs(name: str, value: object) -> int | None:
+    # Clients that have one field for both paths send false here.
+    return None if value is False else whole(0, LOGPROBS_MAX)(name, value)
 
 
-def _field(where: str) -> str:
-    return where.strip("`").removeprefix("$.")
+def _prompts(name: str, value: object) -> tuple[str | list[int], ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        refuse(name, value, "a text, tokens, or a list of these")
+    if not value:
+        raise BadRequest(f"{name} is empty, must have at least one token", param=name)
+    if all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+        return (_tokens(name, value),)
+    if len(value) > PROMPTS_MAX:
+        raise BadRequest(
+            f"{name} has {len(value)} entries, must have at most {PROMPTS_MAX}", param=name
+        )
+    return tuple(_prompt(f"{name}[{at}]", each) for at, each in enumerate(value))
+
+
+def _prompt(name: str, value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        refuse(name, value, "a text, or tokens")
+    return _tokens(name, value)
+
+
+def _tokens(name: str, value: list[Any]) -> list[int]:
+    wrong = [token for token in value if not _is_token(token)]
+    if wrong:
+        raise BadRequest(
+            f"{name} has token {shown(wrong[0])}, must be from 0 to {TOKEN_END - 1}", param=name
+        )
+    return value
+
+
+def _messages(name: str, value: object) -> tuple[dict[str, str], ...]:
+    if not isinstance(value, list):
+        refuse(name, value, "a list of messages")
+    if not value:
+        raise BadRequest(f"{name} is empty, must have at least one message", param=name)
+    return tuple(_message(f"{name}[{at}]", each) for at, each in enumerate(value))
+
+
+def _message(name: str, value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        refuse(name, value, "a table with role and content")
+    found = read_fields(value, _MESSAGE, f"{name}.")
+    for needed in ("role", "content"):
+        if needed not in found:
+            raise BadRequest(f"{name}.{needed} is missing", param=f"{name}.{needed}")
+    kept: dict[str, str] = {key: found[key] for key in ("role", "content", "name") if key in found}
+    if kept["role"] == "developer":
+        # What OpenAI calls it nowadays; chat templates know the older word.
+        kept["role"] = "system"
+    return kept
+
+
+def _content(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse(name, value, "a text, or a list of texts")
+    return "".join(_part(f"{name}[{at}]", each) for at, each in enumerate(value))
+
+
+def _part(name: str, value: object) -> str:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        kind = value.get("type") if isinstance(value, dict) else value
+        refuse(f"{name}.type", kind, "'text'")
+    text = value.get("text")
+    if not isinstance(text, str):
+        refuse(f"{name}.text", text, "a string")
+    return text
+
+
+_STREAM_OPTIONS: Mapping[str, Read] = {
+    "include_usage": flag,
+    "include_obfuscation": only((False,), why="false: streams are not padded"),
+    "continuous_usage_stats": only((False,), why="false: the usage comes at the end"),
+}
+_NO_CALLS = "left out: this server calls no tools"
+_MESSAGE: Mapping[str, Read] = {
+    "role": one_of(*ROLES),
+    "content": _content,
+    "name": word,
+    # What an answer has that a client sends back with the next turn.
+    "refusal": only(("",), why="left out"),
+    "annotations": only(([],), why="left out"),
+    "tool_calls": only(([],), why=_NO_CALLS),
+    "function_call": only((), why=_NO_CALLS),
+    "tool_call_id": only((), why=_NO_CALLS),
+    "audio": only((), why="left out: messages are text"),
+}
+_TEXT: Mapping[str, Read] = {
+    "model": word,
+    "temperature": number(0, 2),
+    "top_p": number(5e-324, 1, "a number above 0 and at most 1"),
+    "top_k": lambda name, value: max(0, whole(-1, TOP_K_MAX)(name, value)),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(REPETITION_MIN, REPETITION_MAX),
+    "presence_penalty": number(-PENALTY_MAX, PENALTY_MAX),
+    "frequency_penalty": number(-PENALTY_MAX, PENALTY_MAX),
+    "logit_bias": _biases,
+    "n": whole(1, ANSWERS_MAX),
+    "seed": whole(-(2**63), 2**63 - 1, "a whole number of 64 bits"),
+    "stop": _stops,
+    "stop_token_ids": _stop_tokens,
+    "ignore_eos": flag,
+    "min_tokens": whole(0, TOKENS_MAX),
+    "stream": flag,
+    "stream_options": _stream_options,
+    "response_format": _response_format,
+    "priority": whole(-PRIORITY_MAX, PRIORITY_MAX),
+    "cache": one_of("use", "read_only", "off"),
+}
+_COMPLETION: Mapping[str, Read] = {
+    **_TEXT,
+    "prompt": _prompts,
+    "max_tokens": whole(0, TOKENS_MAX),
+    "logprobs": _completion_logprobs,
+    "echo": flag,
+    "best_of": whole(1, ANSWERS_MAX),
+}
+_CHAT: Mapping[str, Read] = {
+    **_TEXT,
+    "messages": _messages,
+    "max_tokens": whole(1, TOKENS_MAX),
+    "max_completion_tokens": whole(1, TOKENS_MAX),
+    "logprobs": flag,
+    "top_logprobs": whole(0, LOGPROBS_MAX),
+    "echo": only((False,), why="false: a chat's answer is the next message alone"),
+}

@@ -46,6 +46,9 @@ class StepGraphs:
 
     def shape_for(self, sheet: Sheet) -> Shape | None:
         """What to fill a step up to; `None` if it is not one of those that are replayed."""
+        if sheet.scored:
+            # A graph leaves the logits of each span's last token alone.
+            return None
         count = len(sheet.decodes)
         rows = next((rows for rows in ROWS if rows >= count), -(-count // ROWS[-1]) * ROWS[-1])
         blocks = _blocks(sheet.longest, sheet) if rows else 0

@@ -1,0 +1,276 @@
+"""Single fields of a request: how each is read, and in which words it is refused.
+
+| kind of field | what happens                                                             |
+|---------------|--------------------------------------------------------------------------|
+| read          | checked for type and range, and used                                      |
+| a label       | checked for its type; it changes no answer, so it is not kept             |
+| not done here | passes with a value that asks for nothing, and is refused with any other  |
+| any other     | refused, with the nearest known name                                      |
+
+The one rule: a wish that would not be fulfilled is refused, never ignored. A client that asks for
+tools and silently gets none has been lied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+import msgspec
+
+SHOWN_CHARACTERS = 120
+LABELS_MAX = 16
+
+Read = Callable[[str, Any], Any]
+"""Reads the value of the named field, or raises `BadRequest`."""
+
+
+class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes status 400
+    """A request that cannot be served; `param` names the field."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+def shown(value: object) -> str:
+    """A value as messages quote it, cut short where it is long."""
+    if isinstance(value, str | list):
+        value = value[: SHOWN_CHARACTERS + 1]
+    elif isinstance(value, int) and value.bit_length() > SHOWN_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"
+    found = repr(value)
+    return found if len(found) <= SHOWN_CHARACTERS else f"{found[:SHOWN_CHARACTERS]}…"
+
+
+def refuse(name: str, value: object, right: str) -> NoReturn:
+    """Raises `BadRequest`: the field, its value, and what would be right."""
+    raise BadRequest(f"{name} is {shown(value)}, must be {right}", param=name)
+
+
+# Readers of the values that fields have.
+
+
+def flag(name: str, value: object) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        refuse(name, value, "true or false")
+    return value
+
+
+def word(name: str, value: object) -> str:
+    """Any string."""
+    if not isinstance(value, str):
+        refuse(name, value, "a string")
+    return value
+
+
+def one_of(*choices: str) -> Read:
+    """One of some strings."""
+
+    def read(name: str, value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+        return value
+
+    return read
+
+
+def whole(minimum: int, maximum: int, right: str = "") -> Read:
+    """A whole number within bounds; 16.0 is one, too."""
+    right = right or f"a whole number from {minimum} to {maximum}"
+
+    def read(name: str, value: object) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            refuse(name, value, right)
+        return value
+
+    return read
+
+
+def number(minimum: float, maximum: float, right: str = "") -> Read:
+    """A number within bounds."""
+    right = right or f"a number from {minimum:g} to {maximum:g}"
+
+    def read(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            refuse(name, value, right)
+        # Written so that what compares with nothing is refused too.
+        if not minimum <= value <= maximum:
+            refuse(name, value, right)
+        return float(value)
+
+    return read
+
+
+def labels(name: str, value: object) -> dict[str, str]:
+    """A small table of strings."""
+    if (
+        not isinstance(value, dict)
+        or len(value) > LABELS_MAX
+        or not all(isinstance(each, str) for each in value.values())
+    ):
+        refuse(name, value, f"a table of at most {LABELS_MAX} strings")
+    return value
+
+
+def only(neutral: tuple[object, ...], why: str) -> Read:
+    """A value that asks for nothing; any other is refused, and told why."""
+
+    def read(name: str, value: object) -> object:
+        # 0 and 0.0 are the same, 0 and false are not.
+        if not any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
+        ):
+            refuse(name, value, why)
+        return value
+
+    return read
+
+
+LABELS: Mapping[str, Read] = {
+    "user": word,
+    "safety_identifier": word,
+    "prompt_cache_key": word,
+    "metadata": labels,
+    "request_id": word,
+}
+"""They say whose a request is. Nothing is stored, and no answer depends on them."""
+
+
+def _left_out(because: str) -> str:
+    return f"left out: {because}"
+
+
+_NO_TOOLS = _left_out("this server calls no tools")
+_NO_GRAMMAR = _left_out("answers follow no grammar here")
+_NO_TEMPLATE = _left_out("messages are put together by the model's own chat template")
+
+NOT_DONE: Mapping[str, Read] = {
+    # OpenAI's.
+    "store": only((False,), why="false: answers are not stored here"),
+    "service_tier": only(
+        (
+            "auto",
+            "default",
+        ),
+        why="'auto' or 'default': there is one tier",
+    ),
+    "tools": only(([],), why=_NO_TOOLS),
+    "tool_choice": only(
+        (
+            "none",
+            "auto",
+        ),
+        why="'none': this server calls no tools",
+    ),
+    "parallel_tool_calls": only(
+        (
+            False,
+            True,
+        ),
+        why="true or false, which changes nothing: no tools",
+    ),
+    "functions": only(([],), why=_NO_TOOLS),
+    "function_call": only(
+        (
+            "none",
+            "auto",
+        ),
+        why="'none': this server calls no tools",
+    ),
+    "modalities": only((["text"],), why="['text']"),
+    "audio": only((), why=_left_out("answers are text")),
+    "prediction": only((), why=_left_out("answers are not predicted")),
+    "reasoning_effort": only(("none",), why="'none': models here do not reason apart"),
+    "verbosity": only(("medium",), why="'medium': answers are as long as the model makes them"),
+    "web_search_options": only((), why=_left_out("nothing is searched")),
+    "prompt_cache_retention": only(
+        (
+            "in_memory",
+            "in-memory",
+        ),
+        why="'in_memory'",
+    ),
+    "suffix": only(("",), why=_left_out("answers only follow a prompt")),
+    # Those of other servers, which their clients send with what is the default there.
+    "use_beam_search": only((False,), why="false: beams are not searched"),
+    "length_penalty": only((1,), why="1: beams are not searched"),
+    "early_stopping": only((False,), why="false: beams are not searched"),
+    "include_stop_str_in_output": only(
+        (False,), why="false: what stops an answer is no part of it"
+    ),
+    "skip_special_tokens": only((True,), why="true: special tokens are no part of an answer"),
+    "spaces_between_special_tokens": only(
+        (
+            True,
+            False,
+        ),
+        why="true or false, which changes nothing",
+    ),
+    "detokenize": only((True,), why="true: answers are text"),
+    "truncate_prompt_tokens": only((), why=_left_out("prompts are never cut")),
+    "prompt_logprobs": only((), why=_left_out("`echo` with `logprobs` tells them")),
+    "add_special_tokens": only((True,), why="true"),
+    "return_tokens_as_token_ids": only((False,), why="false: `token_id` is told beside each token"),
+    "return_token_ids": only((False,), why="false: `token_id` is told beside each token"),
+    "allowed_token_ids": only(([],), why=_left_out("`logit_bias` can do the same")),
+    "bad_words": only(([],), why=_left_out("`logit_bias` can do the same")),
+    "logits_processors": only(([],), why=_left_out("there are none here")),
+    "guided_json": only((), why=_NO_GRAMMAR),
+    "guided_regex": only((), why=_NO_GRAMMAR),
+    "guided_choice": only((), why=_NO_GRAMMAR),
+    "guided_grammar": only((), why=_NO_GRAMMAR),
+    "structured_outputs": only((), why=_NO_GRAMMAR),
+    "cache_salt": only((), why=_left_out("the header x-penstock-tenant keeps caches apart")),
+    "kv_transfer_params": only((), why=_left_out("pairs are chosen by the router")),
+    "documents": only(([],), why=_NO_TEMPLATE),
+    "chat_template": only((), why=_NO_TEMPLATE),
+    "chat_template_kwargs": only(({},), why=_NO_TEMPLATE),
+    "add_generation_prompt": only((True,), why="true: the assistant speaks next"),
+    "continue_final_message": only((False,), why="false: the assistant speaks next"),
+}
+"""What is not done here: each passes with a value that asks for nothing."""
+
+
+def read_fields(
+    given: Mapping[str, object], known: Mapping[str, Read], at: str = ""
+) -> dict[str, Any]:
+    """The fields of an object that are used; null is as good as left out.
+
+    Raises:
+        BadRequest: a field is wrong, unknown, or asks for what is not done.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        place = f"{at}{name}"
+        if name in known:
+            found[name] = known[name](place, value)
+        elif not at and (name in LABELS or name in NOT_DONE):
+            (LABELS.get(name) or NOT_DONE[name])(place, value)
+        else:
+            near = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise BadRequest(f"{place} is no field that this server knows{meant}", param=place)
+    return found
+
+
+def read_object(body: bytes) -> dict[str, object]:
+    """The JSON object that a body is.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    try:
+        given = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body is {shown(given)}, must be a JSON object")
+    return given
