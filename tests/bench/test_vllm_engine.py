@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -11,8 +12,9 @@ import pytest
 
 from penstock.bench.report import Report
 from penstock.bench.vllm_engine import RoundResult, worker_cores
-from penstock.bench.vllm_first_token import FirstToken
+from penstock.bench.vllm_first_token import FirstToken, StepCounts
 from penstock.bench.vllm_run import low_end, tell
+from penstock.bench.vllm_workload import WORKLOADS, Workload
 
 PROGRAM = """
 import sys
@@ -59,18 +61,19 @@ def test_the_low_end_of_an_interval_leaves_out_as_many_as_the_odds_allow(
     assert low_end([float(number) for number in reversed(range(count))]) == below
 
 
-def a_round(scheduler_s: float) -> RoundResult:
+def a_round(scheduler_s: float, *, ttft_s: float = 0.1, tokens: int = 32) -> RoundResult:
     token = FirstToken(
         request=0,
         prompt_tokens=64,
         cached_tokens=32,
-        seconds=0.1,
+        seconds=ttft_s,
         outside_s=0.0,
         waited_s=0.0,
         calls=1,
         worker_s=0.1,
         cpu_s=0.1,
         connector_s=0.0,
+        counts=StepCounts(queued_steps=0, loading_steps=1, computing_steps=1, step_tokens=tokens),
     )
     return RoundResult(
         first_tokens=[token],
@@ -91,9 +94,40 @@ def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, 
     sides = {"no-connector": 0.001, "vllm-offloading": 0.004, "penstock": 0.002}
     measured = {side: [a_round(spent_s)] * rounds for side, spent_s in sides.items()}
 
-    tell(report, measured, {"block_tokens": 32}, reuse=True)
+    tell(report, measured, Workload(), device_blocks=52)
 
     names = [ratio.name for ratio in report.document().ratios]
     compared = "scheduler and connector a step against vllm-offloading"
     assert names.count(compared) == 1
     assert names.count(f"{compared}, low end of the 95 % interval") == told
+
+
+def test_chats_are_compared_by_their_first_tokens_with_every_other_side() -> None:
+    report, shown = Report(version="0", command="penstock bench vllm"), io.StringIO()
+    chats = next(workload for workload in WORKLOADS if workload.name == "chats")
+    measured = {
+        "no-connector": [a_round(0.001, ttft_s=0.4, tokens=640)] * 3,
+        "vllm-offloading": [a_round(0.001, ttft_s=0.1, tokens=400)] * 3,
+        "penstock": [a_round(0.001, ttft_s=0.2, tokens=320)] * 3,
+    }
+
+    tell(report, measured, chats, device_blocks=52)
+
+    found = {ratio.name: (ratio.value, ratio.holds) for ratio in report.document().ratios}
+    assert found == {
+        "chats: ttft p50 against no-connector": (2.0, True),
+        "chats: ttft p50 against vllm-offloading": (0.5, False),
+        "chats: tokens of all steps up to a first token against no-connector": (2.0, True),
+        "chats: tokens of all steps up to a first token against vllm-offloading": (1.25, True),
+    }
+    report.show(shown)
+    for peer, behind in {"vllm-offloading": 3, "no-connector": 0}.items():
+        said = f"chats: behind {peer} by the median first token in {behind} of 3 rounds"
+        assert said in shown.getvalue()
+
+
+def test_all_workloads_run_on_the_same_engines() -> None:
+    chats = next(workload for workload in WORKLOADS if workload.name == "chats")
+
+    assert (chats.conversations, chats.turns, chats.together) == (6, 4, 2)
+    assert len({workload.working_set_tokens for workload in WORKLOADS}) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.bench.vllm_first_token import FirstToken, WorkerCall, first_token, slowest
+from penstock.bench.vllm_first_token import FirstToken, StepCounts, WorkerCall, first_token, slowest
+
+COUNTS = StepCounts(queued_steps=2, loading_steps=1, computing_steps=3, step_tokens=96)
 
 
 def call(began: float, ended: float) -> WorkerCall:
@@ -21,6 +23,7 @@ def answered_in(seconds: float, *, request: int = 0) -> FirstToken:
         worker_s=seconds,
         cpu_s=seconds,
         connector_s=0.0,
+        counts=COUNTS,
     )
 
 
@@ -36,12 +39,14 @@ def test_only_what_the_worker_did_while_a_request_waited_counts_for_it() -> None
         queued=1.25,
         scheduled=2.75,
         answered=4.5,
+        counts=COUNTS,
     )
 
     assert (found.calls, found.worker_s, found.cpu_s) == (2, 2.0, 1.0)
     assert (found.outside_s, found.waited_s) == (0.25, 1.5)
     assert "request 7, 64 tokens of which 32 cached; outside of the scheduler 0.25 s" in str(found)
     assert "waited 1.50 s; 2 worker calls of 2.00 s, 1.00 s on the CPU, 20.0 ms" in str(found)
+    assert "steps: 2 in the queue, 1 for the load, 3 of its own, 96 tokens in all" in str(found)
 
 
 def test_the_slowest_of_all_rounds_are_told_with_their_round() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,18 @@ pytestmark = pytest.mark.vllm
 SMALL = Workload(
     conversations=8, turns=2, system_tokens=32, question_tokens=64, answer_tokens=2, together=2
 )
+# The same size, so that the same engines run it.
+CHATS = replace(SMALL, name="chats", conversations=4, turns=4)
+WORKLOADS = (SMALL, replace(SMALL, name="new", reuse=False), CHATS)
 # An engine takes most of a minute to start, and all of them are up at the same time.
 SIDES = ("no-connector", "penstock")
 METRICS = {
     "ttft",
+    "ttft, queued and loading",
+    "ttft, steps in the queue",
+    "ttft, steps for the load",
+    "ttft, steps of its own",
+    "ttft, tokens of all steps",
     "output rate",
     "hit rate",
     "steps",
@@ -35,20 +44,24 @@ METRICS = {
 def test_both_sides_answer_the_same_and_are_measured() -> None:
     report, shown = Report(version="0", command="penstock bench vllm"), io.StringIO()
 
-    run_vllm(report, python=Path(sys.executable), rounds=1, workload=SMALL, sides=SIDES)
+    run_vllm(report, python=Path(sys.executable), rounds=1, workloads=WORKLOADS, sides=SIDES)
 
     report.show(shown)
-    assert shown.getvalue().count("answers differ from no-connector in 0 of 1 rounds") == 4
+    assert shown.getvalue().count("answers differ from no-connector in 0 of 1 rounds") == 6
     document = report.document()
-    assert {(row.side, row.params["reuse"], row.metric) for row in document.rows} == {
-        (side, reuse, metric) for side in SIDES for reuse in (True, False) for metric in METRICS
+    names = [workload.name for workload in WORKLOADS]
+    assert {(row.side, row.params["workload"], row.metric) for row in document.rows} == {
+        (side, name, metric) for side in SIDES for name in names for metric in METRICS
     }
-    hits = {
-        (row.side, row.params["reuse"]): row.median
-        for row in document.rows
-        if row.metric == "hit rate"
-    }
-    # Every second turn finds its first one, which the device has forgotten.
-    assert hits["penstock", True] > hits["no-connector", True]
-    assert [hits[side, False] for side in SIDES] == [0.0] * len(SIDES)
-    assert "ttft p50 against no connector" in {ratio.name for ratio in document.ratios}
+    medians = {(row.side, row.params["workload"], row.metric): row.median for row in document.rows}
+    # Every turn but the first finds the one before, which the device has forgotten.
+    for name in ("conversations", "chats"):
+        hits = [medians[side, name, "hit rate"] for side in SIDES]
+        assert hits[1] > hits[0]
+        loading = [medians[side, name, "ttft, steps for the load"] for side in SIDES]
+        # A load is there in the step after the one that begins it.
+        assert loading[0] == 0.0
+        assert 0.0 < loading[1] <= 1.0
+    assert [medians[side, "new", "hit rate"] for side in SIDES] == [0.0] * len(SIDES)
+    ratios = {ratio.name for ratio in document.ratios}
+    assert {"ttft p50 against no connector", "chats: ttft p50 against no-connector"} <= ratios

@@ -1,9 +1,9 @@
 """One vLLM engine of `penstock bench vllm`, in a process of its own.
 
-    python -m penstock.bench.vllm_child '{"side": "penstock", "model": …, "workload": {…}}'
+    python -m penstock.bench.vllm_child '{"side": "penstock", "model": …}'
 
-It says `ready`, then runs a round for every line with a seed on standard input, and answers
-each with a line of JSON behind `ROUND `.
+It says `ready`, then runs a round for every line with a seed and a workload on standard input, and
+answers each with a line of JSON behind `ROUND `.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.vllm_first_token import FirstToken, WorkerCall, first_token
+from penstock.bench.vllm_first_token import FirstToken, StepCounts, WorkerCall, first_token
 from penstock.bench.vllm_workload import Workload
 
 BLOCK_TOKENS = 32
@@ -148,22 +148,32 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
     seconds = time.monotonic() - began
     (worker,) = llm.collective_rpc("penstock_take")
     llm.reset_prefix_cache()
-    steps, empty_steps, scheduler_s = Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text().split()
+    counted = json.loads(Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text())
+    steps = counted["steps"]
+    found = first_tokens(outs, worker["calls"], counted["first_tokens"])
     return {
-        "first_tokens": [asdict(each) for each in first_tokens(outs, worker["calls"])],
+        "first_tokens": [asdict(each) for each in found],
         "tokens_per_s": sum(map(len, answers)) / seconds,
         "hit_rate": cached_tokens / prompt_tokens,
-        "steps": int(steps),
-        "empty_steps": int(empty_steps),
-        "scheduler_s": float(scheduler_s) / int(steps),
-        "worker_s": worker["step"] / int(steps),
-        "connector_s": worker["connector"] / int(steps),
+        "steps": steps,
+        "empty_steps": counted["empty_steps"],
+        "scheduler_s": counted["spent_s"] / steps,
+        "worker_s": worker["step"] / steps,
+        "connector_s": worker["connector"] / steps,
         "answers": answers,
     }
 
 
-def first_tokens(outs: list[Any], told: list[Any]) -> list[FirstToken]:
-    """What lay between each request of a round and its first token."""
+def first_tokens(
+    outs: list[Any], told: list[Any], counted: list[dict[str, int]]
+) -> list[FirstToken]:
+    """What lay between each request of a round and its first token.
+
+    Args:
+        outs: The answers, in the order in which their requests were sent.
+        told: The worker's calls.
+        counted: The scheduler's steps, for each request in the same order.
+    """
     names = ("began", "ended", "cpu_s", "connector_s")
     calls = [WorkerCall(**dict(zip(names, call, strict=True))) for call in told]
     return [
@@ -176,8 +186,9 @@ def first_tokens(outs: list[Any], told: list[Any]) -> list[FirstToken]:
             queued=out.metrics.queued_ts,
             scheduled=out.metrics.scheduled_ts,
             answered=out.metrics.first_token_ts,
+            counts=StepCounts(**counts),
         )
-        for number, out in enumerate(outs)
+        for number, (out, counts) in enumerate(zip(outs, counted, strict=True))
     ]
 
 
@@ -189,8 +200,8 @@ def main(told: dict[str, Any]) -> None:
         llm.collective_rpc("penstock_watch")
         _say("ready")
         for line in sys.stdin:
-            seed, reuse = json.loads(line)
-            result = run_round(llm, Workload(**told["workload"], reuse=reuse), seed)
+            seed, workload = json.loads(line)
+            result = run_round(llm, Workload(**workload), seed)
             _say(f"ROUND {json.dumps(result)}")
     # Without waiting for the engine's processes, which would wait for us: they end with this one.
     os._exit(0)

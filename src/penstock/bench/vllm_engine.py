@@ -15,15 +15,17 @@ import sys
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.vllm_first_token import FirstToken
+from penstock.bench.vllm_first_token import FirstToken, StepCounts
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from penstock.bench.vllm_workload import Workload
 
 START_S = 300.0
 """vLLM takes 20 to 60 s to start; twice as long again where cores are shared."""
@@ -108,17 +110,20 @@ class EngineProcess:
         """
         self._line("ready", START_S)
 
-    def run_round(self, seed: int, *, reuse: bool) -> RoundResult:
-        """One round of the workload.
+    def run_round(self, seed: int, workload: Workload) -> RoundResult:
+        """One round of a workload.
 
         Raises:
             UnavailableError: the engine ended, or took too long.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([seed, reuse])}\n".encode())
+        self._process.stdin.write(f"{json.dumps([seed, asdict(workload)])}\n".encode())
         self._process.stdin.flush()
         told = json.loads(self._line("ROUND ", ROUND_S))
-        first_tokens = [FirstToken(**each) for each in told.pop("first_tokens")]
+        first_tokens = [
+            FirstToken(**{**each, "counts": StepCounts(**each["counts"])})
+            for each in told.pop("first_tokens")
+        ]
         return RoundResult(first_tokens=first_tokens, **told)
 
     def close(self) -> None:

@@ -30,6 +30,20 @@ class WorkerCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """The scheduler's steps from a request's arrival to its first token."""
+
+    queued_steps: int
+    """Steps that began without it, while it waited for its turn or for room."""
+    loading_steps: int
+    """Steps that began while its blocks were being loaded."""
+    computing_steps: int
+    """Steps that computed some of its tokens."""
+    step_tokens: int
+    """All tokens that these steps computed, its own and those of others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
     """One request, up to its first token."""
 
@@ -50,6 +64,7 @@ class FirstToken:
     """What these took."""
     cpu_s: float
     connector_s: float
+    counts: StepCounts
 
     def __str__(self) -> str:
         return (
@@ -57,7 +72,9 @@ class FirstToken:
             f"{self.cached_tokens} cached; outside of the scheduler {self.outside_s:.2f} s, waited "
             f"{self.waited_s:.2f} s; {self.calls} worker calls of {self.worker_s:.2f} s, "
             f"{self.cpu_s:.2f} s on the CPU, "
-            f"{1e3 * self.connector_s:.1f} ms in the connector"
+            f"{1e3 * self.connector_s:.1f} ms in the connector; steps: "
+            f"{self.counts.queued_steps} in the queue, {self.counts.loading_steps} for the load, "
+            f"{self.counts.computing_steps} of its own, {self.counts.step_tokens} tokens in all"
         )
 
 
@@ -71,6 +88,7 @@ def first_token(
     queued: float,
     scheduled: float,
     answered: float,
+    counts: StepCounts,
 ) -> FirstToken:
     """What lay between a request and its first token.
 
@@ -83,6 +101,7 @@ def first_token(
         queued: When the engine took it in, on the monotonic clock.
         scheduled: When a step first had it.
         answered: When its first token was there.
+        counts: The scheduler's steps between.
     """
     its = [call for call in calls if queued < call.ended and call.began < answered]
     return FirstToken(
@@ -96,6 +115,7 @@ def first_token(
         worker_s=sum(call.ended - call.began for call in its),
         cpu_s=sum(call.cpu_s for call in its),
         connector_s=sum(call.connector_s for call in its),
+        counts=counts,
     )
 
 

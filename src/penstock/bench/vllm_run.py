@@ -8,6 +8,12 @@
 | `lmcache`         | LMCache's MP connector and server, where the environment has LMCache   |
 | `penstock`        | this connector                                                        |
 
+| workload        | is                                                                      |
+|-----------------|-------------------------------------------------------------------------|
+| `conversations` | 8 conversations of 3 turns, 2 at a time                                 |
+| `new`           | prompts of the same lengths, of which nothing can be reused             |
+| `chats`         | 6 chats of 4 turns, 2 at a time: first tokens are compared              |
+
 Every side is one engine that stays up; rounds are interleaved, and every round begins with
 nothing cached. The one rule: a side whose answers differ from the others' is told, before any
 of its figures.
@@ -18,8 +24,8 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict
 from math import comb
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from penstock.bench.measure import summarize
@@ -27,7 +33,7 @@ from penstock.bench.vllm_child import BLOCK_TOKENS
 from penstock.bench.vllm_engine import EngineProcess, ending_in_order
 from penstock.bench.vllm_first_token import slowest
 from penstock.bench.vllm_model import block_bytes
-from penstock.bench.vllm_workload import Workload
+from penstock.bench.vllm_workload import WORKLOADS
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 
     from penstock.bench.report import Report
     from penstock.bench.vllm_engine import RoundResult
+    from penstock.bench.vllm_first_token import FirstToken
+    from penstock.bench.vllm_workload import Workload
 
 SIDES = ("no-connector", "vllm-offloading", "lmcache", "penstock")
 PLAIN, _, LMCACHE, OURS = SIDES
@@ -48,7 +56,7 @@ COST_MAX = 1.02
 """What a connector may cost where nothing can be reused."""
 OUTSIDE_MAX = 0.025
 """The odds that a median lies below a 95 % interval for it."""
-WORKLOAD = Workload()
+CHATS = "chats"
 Rounds = dict[str, list["RoundResult"]]
 
 
@@ -57,7 +65,7 @@ def run_vllm(
     *,
     python: Path,
     rounds: int,
-    workload: Workload = WORKLOAD,
+    workloads: Sequence[Workload] = WORKLOADS,
     sides: Sequence[str] = SIDES,
     say: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -67,7 +75,7 @@ def run_vllm(
         report: Gets them.
         python: The Python of an environment with vLLM.
         rounds: So many are counted, after one to warm up.
-        workload: The conversations.
+        workloads: The conversations; the device's share is that of the largest.
         sides: Those that run, the one without connector and Penstock among them.
         say: Hears how far it is.
 
@@ -82,12 +90,11 @@ def run_vllm(
     if LMCACHE in sides and not _has(python, "lmcache"):
         sides = [side for side in sides if side != LMCACHE]
         report.add_note(f"no side {LMCACHE}: the environment of {python} has no LMCache")
-    blocks = workload.working_set_tokens // BLOCK_TOKENS
+    blocks = max(workload.working_set_tokens for workload in workloads) // BLOCK_TOKENS
     told = {
         "pool": int(blocks * POOL_SHARE),
         "host_blocks": int(blocks * HOST_SHARE),
         "block_bytes": block_bytes(BLOCK_TOKENS),
-        "workload": {name: value for name, value in asdict(workload).items() if name != "reuse"},
     }
     with ending_in_order(), ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -100,59 +107,48 @@ def run_vllm(
             stack.callback(engines[side].close)
         for engine in engines.values():
             engine.wait_ready()
-        for reuse in (True, False):
-            measured = _rounds(engines, rounds, reuse=reuse, say=say)
-            params: dict[str, int | bool] = {
-                "conversations": workload.conversations,
-                "turns": workload.turns,
-                "device_blocks": int(blocks * POOL_SHARE),
-                "working_set_blocks": blocks,
-                "block_tokens": BLOCK_TOKENS,
-                "reuse": reuse,
-            }
-            tell(report, measured, params, reuse=reuse)
+        for workload in workloads:
+            measured = _rounds(engines, rounds, workload, say=say)
+            tell(report, measured, workload, device_blocks=int(blocks * POOL_SHARE))
 
 
 def _rounds(
     engines: Mapping[str, EngineProcess],
     rounds: int,
+    workload: Workload,
     *,
-    reuse: bool,
     say: Callable[[str], None],
 ) -> Rounds:
     """Rounds in turns; the first one warms up and is not counted."""
     measured: Rounds = {side: [] for side in engines}
     for number in range(rounds + 1):
-        say(f"round {number} of {rounds}{'' if reuse else ', nothing to reuse'}")
+        say(f"{workload.name}: round {number} of {rounds}")
         # Who begins changes, so that no side always follows the same one.
         order = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
         for side in order:
-            result = engines[side].run_round(number, reuse=reuse)
+            result = engines[side].run_round(number, workload)
             if number:
                 measured[side].append(result)
     return measured
 
 
-def tell(
-    report: Report, measured: Rounds, params: Mapping[str, int | bool], *, reuse: bool
-) -> None:
+def tell(report: Report, measured: Rounds, workload: Workload, *, device_blocks: int) -> None:
     """Adds what all sides did in their rounds: rows, notes, and ratios of Penstock to others."""
+    params: dict[str, int | bool | str] = {
+        "workload": workload.name,
+        "conversations": workload.conversations,
+        "turns": workload.turns,
+        "device_blocks": device_blocks,
+        "working_set_blocks": workload.working_set_tokens // BLOCK_TOKENS,
+        "block_tokens": BLOCK_TOKENS,
+        "reuse": workload.reuse,
+    }
     for side, results in measured.items():
-        rows: dict[str, tuple[str, Sequence[float]]] = {
-            "ttft": ("s", [each.seconds for result in results for each in result.first_tokens]),
-            "output rate": ("tokens/s", [result.tokens_per_s for result in results]),
-            "hit rate": ("share", [result.hit_rate for result in results]),
-            "steps": ("steps", [result.steps for result in results]),
-            "steps that compute nothing": ("steps", [result.empty_steps for result in results]),
-            "scheduler thread a step": ("s", [result.scheduler_s for result in results]),
-            "worker thread a step": ("s", [result.worker_s for result in results]),
-            "worker thread in its connector a step": ("s", [r.connector_s for r in results]),
-        }
-        for metric, (unit, samples) in rows.items():
+        for metric, (unit, samples) in _rows(results).items():
             report.add_row(
                 bench="vllm",
                 side=side,
-                params=dict(params),
+                params=params,
                 metric=metric,
                 unit=unit,
                 summary=summarize(samples),
@@ -162,15 +158,61 @@ def tell(
             for mine, plain in zip(results, measured[PLAIN], strict=True)
         )
         for told in slowest(result.first_tokens for result in results):
-            report.add_note(f"{side}, reuse={reuse}: slow first token, {told}")
+            report.add_note(f"{side}, {workload.name}: slow first token, {told}")
         report.add_note(
-            f"{side}, reuse={reuse}: answers differ from {PLAIN} in {differing} of "
+            f"{side}, {workload.name}: answers differ from {PLAIN} in {differing} of "
             f"{len(results)} rounds"
         )
-    if reuse:
+    if workload.name == CHATS:
+        _compare_first_tokens(report, measured)
+    elif workload.reuse:
         _compare_with_reuse(report, measured)
     else:
         _compare_without(report, measured)
+
+
+def _rows(results: Sequence[RoundResult]) -> dict[str, tuple[str, Sequence[float]]]:
+    """What one side did: the name of each row, its unit, and a sample a request or a round."""
+    return {
+        "ttft": ("s", [each.seconds for result in results for each in result.first_tokens]),
+        "ttft, queued and loading": (
+            "s",
+            [each.waited_s for result in results for each in result.first_tokens],
+        ),
+        "ttft, steps in the queue": ("steps", _means(results, lambda t: t.counts.queued_steps)),
+        "ttft, steps for the load": ("steps", _means(results, lambda t: t.counts.loading_steps)),
+        "ttft, steps of its own": ("steps", _means(results, lambda t: t.counts.computing_steps)),
+        "ttft, tokens of all steps": ("tokens", _means(results, lambda t: t.counts.step_tokens)),
+        "output rate": ("tokens/s", [result.tokens_per_s for result in results]),
+        "hit rate": ("share", [result.hit_rate for result in results]),
+        "steps": ("steps", [result.steps for result in results]),
+        "steps that compute nothing": ("steps", [result.empty_steps for result in results]),
+        "scheduler thread a step": ("s", [result.scheduler_s for result in results]),
+        "worker thread a step": ("s", [result.worker_s for result in results]),
+        "worker thread in its connector a step": ("s", [r.connector_s for r in results]),
+    }
+
+
+def _means(
+    results: Sequence[RoundResult], value_of: Callable[[FirstToken], float]
+) -> Sequence[float]:
+    """The mean over a round's requests, round by round."""
+    return [fmean(value_of(each) for each in result.first_tokens) for result in results]
+
+
+def _compare_first_tokens(report: Report, measured: Rounds) -> None:
+    """Against every other side; the counts do not depend on how busy the machine is."""
+    for peer in [side for side in measured if side != OURS]:
+        for name, value_of in (
+            (f"chats: ttft p50 against {peer}", _median_ttft),
+            (f"chats: tokens of all steps up to a first token against {peer}", _tokens_before),
+        ):
+            _ratio(report, name, measured, peer, value_of)
+        behind = sum(ratio < 1 for ratio in _paired(measured, peer, _median_ttft))
+        report.add_note(
+            f"chats: behind {peer} by the median first token in {behind} of "
+            f"{len(measured[OURS])} rounds"
+        )
 
 
 def _compare_with_reuse(report: Report, measured: Rounds) -> None:
@@ -228,6 +270,10 @@ def low_end(samples: Sequence[float]) -> float | None:
 
 def _median_ttft(result: RoundResult) -> float:
     return summarize([each.seconds for each in result.first_tokens]).median
+
+
+def _tokens_before(result: RoundResult) -> float:
+    return fmean(each.counts.step_tokens for each in result.first_tokens)
 
 
 def _seconds_a_token(result: RoundResult) -> float:

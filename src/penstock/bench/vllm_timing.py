@@ -4,6 +4,9 @@
 its workers (`worker_extension_cls`). Both count the CPU time of their own thread: the
 scheduler's over putting a step together and taking its results in, the worker's over its whole
 step, and over the calls of its connector in it, whichever connector that is.
+
+The scheduler also counts, for each request, the steps up to its first token. Counts do not depend
+on how busy the machine is.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -12,6 +15,7 @@ step, and over the calls of its connector in it, whichever connector that is.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from pathlib import Path
@@ -19,10 +23,14 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 TOLD = "PENSTOCK_BENCH_STEPS"
 """The environment variable with the file that the scheduler writes its clock to."""
 STEP, CONNECTOR = "step", "connector"
+COUNTED = ("queued_steps", "loading_steps", "computing_steps", "step_tokens")
+"""Steps that a request waited for its turn, waited for its load, and was part of, up to its first
+token; and all tokens that those steps computed, its own and others'."""
 WORK = ("execute_model", "sample_tokens")
 CALLS = (
     "handle_preemptions",
@@ -41,9 +49,23 @@ CALLS = (
 class TimedScheduler(Scheduler):  # type: ignore[misc]
     """vLLM's scheduler with a clock."""
 
-    steps = 0
-    empty_steps = 0
-    spent_s = 0.0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self.steps = self.empty_steps = 0
+        self.spent_s = 0.0
+        self.counted: dict[str, dict[str, int]] = {}
+        """For each request, in the order of arrival, what `count` counts."""
+        self.unanswered: dict[str, Any] = {}
+        """Requests without a first token."""
+
+    def add_request(self, request: Any) -> None:
+        """A request has arrived."""
+        super().add_request(request)
+        self.counted[request.request_id] = dict.fromkeys(COUNTED, 0)
+        self.unanswered[request.request_id] = request
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step is put together."""
@@ -54,20 +76,38 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
         else:
             self.empty_steps += 1
         self.spent_s += time.thread_time() - began
+        for name, request in self.unanswered.items():
+            self._count(self.counted[name], request, output)
         return output
+
+    def _count(self, counts: dict[str, int], request: Any, output: Any) -> None:
+        if request.request_id in output.num_scheduled_tokens:
+            counts["computing_steps"] += 1
+        elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            counts["loading_steps"] += 1
+        else:
+            counts["queued_steps"] += 1
+        counts["step_tokens"] += output.total_num_scheduled_tokens
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """Its results are taken in."""
         began = time.thread_time()
         result = super().update_from_output(*args, **kwargs)
         self.spent_s += time.thread_time() - began
+        for name in [name for name, each in self.unanswered.items() if each.num_output_tokens]:
+            del self.unanswered[name]
         return result
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """A round begins or ends: tells the clock, and starts anew."""
-        told = f"{self.steps} {self.empty_steps} {self.spent_s!r}"
-        Path(os.environ[TOLD]).write_text(told, encoding="ascii")
-        self.steps, self.empty_steps, self.spent_s = 0, 0, 0.0
+        """A round begins or ends: tells what was counted, and starts anew."""
+        told = {
+            "steps": self.steps,
+            "empty_steps": self.empty_steps,
+            "spent_s": self.spent_s,
+            "first_tokens": list(self.counted.values()),
+        }
+        Path(os.environ[TOLD]).write_text(json.dumps(told), encoding="ascii")
+        self._begin_round()
         return super().reset_prefix_cache(*args, **kwargs)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Workload:
     """How many conversations of which size."""
 
+    name: str = "conversations"
     conversations: int = 8
     turns: int = 3
     system_tokens: int = 128
@@ -59,3 +60,11 @@ class Workload:
 
     def _draw(self, draw: Random, count: int) -> list[int]:
         return [draw.randrange(10, self.vocabulary) for _ in range(count)]
+
+
+WORKLOADS = (
+    Workload(),
+    Workload(name="new", reuse=False),
+    Workload(name="chats", conversations=6, turns=4),
+)
+"""All three have the same working set, so the same engines run them."""

@@ -22,12 +22,15 @@ from penstock.bench.peer import VllmPeer
 from penstock.bench.report import Report
 from penstock.bench.vllm_run import ROUNDS as VLLM_ROUNDS
 from penstock.bench.vllm_run import run_vllm
+from penstock.bench.vllm_workload import WORKLOADS
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
 from penstock.errors import UnavailableError
 
 commands = typer.Typer(no_args_is_help=True)
 
 TRANSFER_ROUNDS = 7
+WORKLOAD = {workload.name: workload for workload in WORKLOADS}
+"""Those of `bench vllm`, by name."""
 
 PeerOption = Annotated[
     Path | None,
@@ -168,14 +171,23 @@ def bench_vllm(
     json: JsonOption = None,
     peer_python: PeerOption = None,
     rounds: RoundsOption = VLLM_ROUNDS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORKLOADS", help=f"{', '.join(WORKLOAD)}, by comma.")
+    ] = ",".join(WORKLOAD),
     check: CheckOption = False,
 ) -> None:
     """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
+    names = only.split(",")
+    if not set(names) <= set(WORKLOAD):
+        raise typer.BadParameter(
+            f"is {only!r}, must be of {', '.join(WORKLOAD)}", param_hint="--only"
+        )
     report = Report(version=penstock.__version__, command=_command())
     run_vllm(
         report,
         python=peer_python or Path(sys.executable),
         rounds=rounds,
+        workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
         say=partial(print, file=sys.stderr, flush=True),
     )
     if json is None or str(json) != "-":
