@@ -122,6 +122,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers: dict[str, int] = {}
         self._at_layers: Working | None = None
         """Who waits at the layers of this step, if anybody does."""
+        self._computes = True
+        """Whether this step has a forward pass."""
         self._take_events: Callable[[], list[Any]] = list
         """What there is to publish: nothing, unless somebody listens."""
         self._config: Config | None = None
@@ -338,11 +340,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             beside=facing.stream_beside() if on_gpu and self._layerwise else None,
             layers=self._layers,
             wait_s=self._config.cache.operation_timeout_s,
+            copies_itself=not on_gpu,
         )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """What the step computes on starts now, the rest when it was submitted."""
         self._at_layers = None
+        self._computes = facing.computes(forward_context)
         if self._working is not None and self._layerwise:
             step = self._get_connector_metadata().step
             by_layer = facing.waits_at_layers(forward_context)
@@ -362,7 +366,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         """The step is submitted, drafts included. Nothing waits: sources are pinned."""
         if self._working is not None:
-            self._working.after_forward(self._get_connector_metadata().step)
+            step = self._get_connector_metadata().step
+            self._working.after_forward(step, computes=self._computes)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Requests whose loads have ended on this rank."""

@@ -178,6 +178,11 @@ def stream_beside() -> Callable[[], int]:
     return lambda: int(stream.cuda_stream)
 
 
+def computes(forward_context: Any) -> bool:
+    """Whether the step has a forward pass; one without is there for connectors alone."""
+    return forward_context.attn_metadata is not None
+
+
 def waits_at_layers(forward_context: Any) -> bool:
     """Whether vLLM comes by at every layer of the step that begins now.
 

@@ -5,6 +5,10 @@ about once a step. On a GPU they wait on the device for the steps before them; o
 step copies a bounded number of bytes. Loads that the step itself computes on start before it
 and end with it (`layerwise`).
 
+A step that computes nothing ends, on the CPU, with the first request whose load is complete: that
+request is computed next, and the loads behind it go on after its forward pass. Otherwise all of
+them would be ready at once and be computed in one step, and the first would wait for the last.
+
 The one rule: every other load that was announced is told as received exactly once, whatever
 became of it. vLLM keeps a request's blocks until then, even when the request was aborted.
 """
@@ -62,6 +66,7 @@ class Working:
         beside: Callable[[], int] | None = None,
         layers: Mapping[str, int] | None = None,
         wait_s: float = WAIT_S,
+        copies_itself: bool = True,
     ) -> None:
         """A half for an open rank.
 
@@ -73,10 +78,12 @@ class Working:
             beside: That of a stream in which nothing is computed; `None` on the CPU.
             layers: The number of each layer in the layout, where steps wait for layers.
             wait_s: How long a step waits for the loads it computes on.
+            copies_itself: Whether the worker's own thread copies, as it does on the CPU.
         """
         self._rank = rank
         self._names_blocks = group_count == 1 and blocks_stay
         self._stream = stream
+        self._copies_itself = copies_itself
         self._waiting: dict[str, _Waiting] = {}
         self._request_of: dict[OperationId, str] = {}
         self._slots_of: dict[OperationId, list[int]] = {}
@@ -102,8 +109,13 @@ class Working:
         """In the forward pass, before a layer is computed: what it needs of loads is there."""
         self._joined.wait_layer(name)
 
-    def after_forward(self, told: StepPlan | None) -> None:
-        """The step was submitted: takes its plan in, if any, and lets the copies get on."""
+    def after_forward(self, told: StepPlan | None, *, computes: bool = True) -> None:
+        """The step was submitted: takes its plan in, if any, and lets the copies get on.
+
+        Args:
+            told: What the scheduler said of this step.
+            computes: Whether the step has a forward pass; without one it is there for copies.
+        """
         if told is not None and told.joined and not self._joined.has_begun(told):
             # Nobody came by before the step: no layer of it has waited, and so it is judged.
             self._joined.begin(told, by_layer=True)
@@ -111,7 +123,19 @@ class Working:
             self._end_joined()
         if told is not None:
             self._begin(told)
-        self._work(STEP_BUDGET_BYTES)
+        self._work(STEP_BUDGET_BYTES if computes else self._idle_budget_bytes())
+
+    def _idle_budget_bytes(self) -> int:
+        """How much a step copies that computes nothing: one request's load, if any waits.
+
+        Loads are copied in the order in which their requests came.
+        """
+        first = next(iter(self._waiting.values()), None)
+        if first is None or not self._copies_itself:
+            return STEP_BUDGET_BYTES
+        # What the owner has not planned yet cannot be copied, and does not count.
+        blocks = sum(len(self._slots_of.get(each, ())) for each in first.operations)
+        return min(STEP_BUDGET_BYTES, blocks * self._rank.facts.block_bytes)
 
     def _work(self, budget_bytes: int) -> None:
         """Lets copies get on; what has ended is noted, and told to the scheduler's half."""

@@ -1,0 +1,73 @@
+"""Steps that compute nothing, on the CPU: they end with the first load that is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.connectors.vllm.working import Working
+
+TOKENS = 4
+PROMPTS = [list(range(start, start + 26)) for start in (100, 200, 300)]
+
+
+@pytest.fixture
+def loading(engine: Any, make_request: Any) -> Any:
+    """Three requests whose loads begin in one step."""
+    for number, prompt in enumerate(PROMPTS):
+        engine.run(make_request(f"first-{number}", prompt))
+    for number, prompt in enumerate(PROMPTS):
+        request = make_request(f"again-{number}", prompt)
+        matched = engine.scheduling.matched(request, 0)
+        engine.scheduling.allocated(request, engine.allocate(request, 7), matched)
+    return engine
+
+
+def step(engine: Any, *, computes: bool) -> set[str]:
+    """Whose loads have ended in a step."""
+    told = engine.scheduling.plan({}, engine.tables.__getitem__)
+    engine.working.after_forward(told, computes=computes)
+    engine.scheduling.hear(engine.working.take_reports())
+    received: set[str] = engine.working.take_received().requests
+    return received
+
+
+def test_a_step_that_computes_nothing_brings_one_request_its_blocks(loading: Any) -> None:
+    first = step(loading, computes=False)
+    # That one is computed now, and the copies for the others follow its forward pass.
+    others = step(loading, computes=True)
+
+    assert (first, others) == ({"again-0"}, {"again-1", "again-2"})
+    row = loading.tables["again-0"][0]
+    assert (loading.kv[0, row[:6], :, 0] == np.array(PROMPTS[0][:24]).reshape(6, TOKENS)).all()
+
+
+def test_where_nothing_is_computed_then_either_the_others_follow_one_by_one(loading: Any) -> None:
+    assert [step(loading, computes=False) for _ in PROMPTS] == [
+        {"again-0"},
+        {"again-1"},
+        {"again-2"},
+    ]
+    assert not loading.scheduling.pending
+
+
+def test_a_load_that_was_aborted_does_not_keep_the_next_one_waiting(loading: Any) -> None:
+    loading.scheduling.finished("again-0")
+
+    received = [step(loading, computes=False) for _ in PROMPTS]
+
+    # Its own end is told as well: vLLM keeps its blocks until then.
+    assert set().union(*received) == {"again-0", "again-1", "again-2"}
+    assert "again-1" in received[0] | received[1]
+
+
+def test_a_step_that_computes_brings_all_of_them(loading: Any) -> None:
+    assert step(loading, computes=True) == {"again-0", "again-1", "again-2"}
+
+
+def test_where_a_device_copies_by_itself_nothing_is_held_back(loading: Any) -> None:
+    loading.working = Working(loading.rank, group_count=1, stream=lambda: 0, copies_itself=False)
+
+    assert step(loading, computes=False) == {"again-0", "again-1", "again-2"}
