@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
 from penstock.connectors.vllm.speed import PrefillSpeed
 from penstock.connectors.vllm.working import Working
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKENS = 4
 NULL = 0
@@ -48,10 +51,14 @@ class FakeBlock:
 
 
 class FakePool:
-    """Reference counts, as vLLM's pool keeps them."""
+    """Reference counts, as vLLM's pool keeps them; how many blocks are free is set."""
 
     def __init__(self, count: int) -> None:
         self.blocks = [FakeBlock(number) for number in range(count)]
+        self.free = 0
+
+    def get_num_free_blocks(self) -> int:
+        return self.free
 
     def touch(self, blocks: Any) -> None:
         for block in blocks:
@@ -76,7 +83,8 @@ class FakeEngine:
         pool: int = 400,
         host: int = 64,
         groups: int = 1,
-        stay: bool = False,
+        leaving: Sequence[int] | None = None,
+        step_blocks: int = 0,
         announcer: Any = None,
         clock: Any = None,
     ) -> None:
@@ -110,7 +118,8 @@ class FakeEngine:
             self.offload,
             Pins(self.pool),
             null_block=NULL,
-            blocks_stay=stay,
+            leaving=range(groups) if leaving is None else leaving,
+            step_blocks=step_blocks,
             announcer=announcer,
             speed=PrefillSpeed(self.offload.computed, clock=clock) if clock else None,
         )

@@ -14,7 +14,7 @@ POOL = 40
 
 @pytest.fixture
 def engine(make_engine: Any) -> Any:
-    return make_engine(pool=POOL, stay=True)
+    return make_engine(pool=POOL, leaving=())
 
 
 def begin(engine: Any, request: Any, *, tokens: int) -> Any:

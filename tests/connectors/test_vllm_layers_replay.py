@@ -78,7 +78,7 @@ class Replay:
             offload,
             Pins(pool),
             null_block=0,
-            blocks_stay=True,
+            leaving=(),
             joins=Joins(lambda *_: None, blocks_max=BLOCKS),
         )
         beside = torch.cuda.Stream() if device == "cuda" else None

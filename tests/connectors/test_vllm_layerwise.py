@@ -60,7 +60,7 @@ class Layered:
             self.offload,
             Pins(make_pool(400)),
             null_block=0,
-            blocks_stay=True,
+            leaving=(),
             joins=Joins(
                 lambda name, ids, first: self.withheld.append((name, [*ids], first)),
                 blocks_max=blocks_max,

@@ -18,7 +18,7 @@ def test_where_nothing_can_be_pinned_what_a_request_leaves_behind_is_given_up(
     make_engine: Any, make_request: Any
 ) -> None:
     """Its saves begin while it runs; those that have not ended with it are cancelled."""
-    engine = make_engine(pool=16, stay=True)
+    engine = make_engine(pool=16, leaving=())
     request = make_request("first", list(range(100, 126)))
     engine.scheduling.matched(request, 0)
     engine.allocate(request, 7)

@@ -98,7 +98,7 @@ class Replay:
         tier = tier_of(engine, self.model.kv, lambda name: f"replayed {name}")
         self.rank = penstock.open_rank(config, rank=0, kv=tier)
         offload = penstock.open_offload_owner(config, ranks=[self.rank.facts])
-        self.scheduling = Scheduling(config, offload, Pins(pool), null_block=0)
+        self.scheduling = Scheduling(config, offload, Pins(pool), null_block=0, leaving=())
         on_gpu = self.model.device == "cuda"
         self.working = Working(
             self.rank,

@@ -30,7 +30,10 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cramped_and_printed(run: Run) -> tuple[Told, str]:
-    """A pool of 20 blocks, of which one may be pinned, and host memory for 64; then slow copies."""
+    """A pool of 20 blocks, of which one may be pinned when it is full, and host memory for 64.
+
+    Then slow copies.
+    """
     acts = [CROWD, CROWD, FOLLOWERS, {**CROWD, "seed": 7, "tamper": "slow"}]
     acts += [{**FOLLOWERS, "tamper": "slow"}]
     return run("llama", acts, connector=TAMPERED, host_blocks=64, **SMALL_POOL)
@@ -80,17 +83,21 @@ def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Told)
 def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Told) -> None:
     """It ended at all: more requests than fit wait for blocks, loads and pins at once."""
     assert [len(act["rows"]) for act in cramped] == [CONCURRENCY, CONCURRENCY, 24, CONCURRENCY, 24]
-    assert counted(cramped[-1], "pinned_blocks") <= 1
+    assert counted(cramped[-1], "pinned_blocks") <= SMALL_POOL["pool"] // 2
 
 
-def test_no_more_than_a_twentieth_of_the_pool_is_ever_pinned(
+def test_no_more_than_half_of_what_is_free_or_a_twentieth_of_the_pool_is_ever_pinned(
     cramped_and_printed: tuple[Told, str], plain: dict[str, Any]
 ) -> None:
     """Copies are so slow that requests end before their blocks were read."""
     told, printed = cramped_and_printed
-    pinned = {tuple(map(int, found)) for found in re.findall(r"PINNED (\d+) (\d+)", printed)}
+    found = re.findall(r"PINNED (\d+) (\d+)", printed)
+    pinned = [(int(count), int(limit)) for count, limit in found]
 
-    assert pinned == {(1, 1)}
+    assert pinned
+    assert all(count <= limit for count, limit in pinned)
+    # A full pool lends a twentieth, and one that nobody else uses half.
+    assert {limit for _, limit in pinned} <= set(range(1, SMALL_POOL["pool"] // 2 + 1))
     # What found no room was given up, and nobody waited for it.
     dropped = [counted(act, "blocks_dropped_pinned") for act in told]
     assert dropped[3] > dropped[2]

@@ -52,7 +52,7 @@ from penstock.connectors.vllm.scheduling import Scheduling
 from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.sharing import Host, fetch
 from penstock.connectors.vllm.speed import PrefillSpeed
-from penstock.connectors.vllm.working import Received, Working
+from penstock.connectors.vllm.working import Received, Working, copied_blocks
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.facts import RankFacts
 from penstock.runtime.opening import WRITER, open_offload_owner, open_rank
@@ -175,7 +175,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             offload,
             Pins(self._pool),
             null_block=self._pool.null_block.block_id,
-            blocks_stay=self._engine.blocks_stay,
+            leaving=self._engine.leaving,
+            step_blocks=0 if overlap else copied_blocks(ranks),
             announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks),
             speed=None if overlap else PrefillSpeed(offload.computed),

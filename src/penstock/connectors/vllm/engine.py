@@ -53,10 +53,15 @@ class Engine:
         return self.groups[0].block_tokens
 
     @property
-    def blocks_stay(self) -> bool:
-        """Whether a request keeps every block it was given for as long as it runs."""
+    def leaving(self) -> tuple[int, ...]:
+        """The KV groups in which a request loses blocks while it runs."""
         whole = {GroupKind.ATTENTION, GroupKind.LATENT}
-        return len(self.groups) == 1 and self.groups[0].kind in whole
+        return tuple(at for at, group in enumerate(self.groups) if group.kind not in whole)
+
+    @property
+    def blocks_stay(self) -> bool:
+        """Whether a request keeps every block it was given, in the one group there is."""
+        return len(self.groups) == 1 and not self.leaving
 
     def why_not(self) -> str:
         """Why nothing can be offered to this engine; empty if something can."""

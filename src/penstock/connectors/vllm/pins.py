@@ -1,8 +1,11 @@
 """Device blocks of vLLM that must not be reused until a save has read them.
 
 A pin is a reference in vLLM's own block pool: the block stays where it is and can still be
-matched there, and vLLM never waits for a copy. The one rule: what is pinned is at most a
-twentieth of the pool, however slow the copies are; in a pool of fewer than twenty blocks, nothing.
+matched there, and vLLM never waits for a copy. The one rule: however slow the copies are, at most
+half of the blocks that are free when a pin is added, or a twentieth of the pool where that is
+more, are pinned. So a pool that is full lends a twentieth, and one of fewer than twenty blocks
+nothing; a pool with room lends enough for the blocks that leave the windows of a long prefill.
+What is copied before vLLM hands out blocks again, as on the CPU, may be pinned beyond that.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import OperationId
 
 PIN_SHARE = 0.05
-"""So much of the pool may be pinned: little enough that an engine under pressure does not
-notice, enough for the blocks of one step of prefill."""
+"""So much of a full pool may be pinned: little enough that an engine under pressure does not
+notice."""
+FREE_SHARE = 0.5
+"""So much of what is free may be pinned: as much again is left for the next step."""
 
 
 class BlockPool(Protocol):
@@ -35,6 +40,10 @@ class BlockPool(Protocol):
         """Takes a reference from each."""
         ...
 
+    def get_num_free_blocks(self) -> int:
+        """How many blocks nobody has a reference to."""
+        ...
+
 
 class _Pin:
     __slots__ = ("block_ids", "operations")
@@ -49,14 +58,19 @@ class Pins:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.limit = int(len(pool.blocks) * PIN_SHARE)
+        self._least = int(len(pool.blocks) * PIN_SHARE)
         self.count = 0
-        self._of: dict[OperationId, _Pin] = {}
+        self._of: dict[OperationId, list[_Pin]] = {}
+
+    @property
+    def limit(self) -> int:
+        """So many blocks may be pinned now."""
+        return max(self._least, int(self._pool.get_num_free_blocks() * FREE_SHARE))
 
     @property
     def room(self) -> int:
         """So many further blocks may be pinned now."""
-        return self.limit - self.count
+        return max(0, self.limit - self.count)
 
     def add(self, block_ids: Sequence[int], operations: Sequence[OperationId]) -> None:
         """Pins blocks until the last of these operations has settled."""
@@ -64,14 +78,12 @@ class Pins:
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
         self.count += len(block_ids)
         for operation in operations:
-            self._of[operation] = pin
+            self._of.setdefault(operation, []).append(pin)
 
     def settled(self, operation: OperationId) -> None:
         """An operation touches its blocks no more; one that pinned nothing is left alone."""
-        pin = self._of.pop(operation, None)
-        if pin is None:
-            return
-        pin.operations -= 1
-        if not pin.operations:
-            self.count -= len(pin.block_ids)
-            self._pool.free_blocks([self._pool.blocks[block] for block in pin.block_ids])
+        for pin in self._of.pop(operation, ()):
+            pin.operations -= 1
+            if not pin.operations:
+                self.count -= len(pin.block_ids)
+                self._pool.free_blocks([self._pool.blocks[block] for block in pin.block_ids])

@@ -11,9 +11,10 @@ the request was last asked about. Requests that share a prefix load it each for 
 waits for another's load.
 
 The one rule: a block is saved in the step that computes it or a later one, while its request
-or a pin keeps vLLM from giving it to somebody else. Where a running request keeps all its blocks,
-it is the request; what is still being read when it ends is pinned then. Where vLLM takes blocks
-from running requests (sliding windows), every save is pinned from its beginning.
+or a pin keeps vLLM from giving it to somebody else. In KV groups whose blocks a running request
+keeps, it is the request; what is still being read when it ends is pinned then. In groups whose
+blocks vLLM takes from running requests (sliding windows), a save is pinned from its beginning: in
+the next step its blocks may have left the window.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Scheduling:
         pins: Pins,
         *,
         null_block: int,
-        blocks_stay: bool = False,
+        leaving: Sequence[int],
+        step_blocks: int = 0,
         announcer: Announcer | None = None,
         joins: Joins | None = None,
         speed: PrefillSpeed | None = None,
@@ -101,7 +103,8 @@ class Scheduling:
             offload: The tiers below the device.
             pins: What is kept from being reused.
             null_block: What stands in a block table for a block that is not needed.
-            blocks_stay: Whether a request that runs keeps every block it was given.
+            leaving: The KV groups whose blocks vLLM takes from requests that run.
+            step_blocks: So many blocks are copied for sure before vLLM hands out blocks again.
             announcer: Who tells routers about blocks, if anybody does.
             joins: Who computes on loads while they arrive, if anybody may.
             speed: Who clocks prefill, where steps can be told apart.
@@ -111,17 +114,21 @@ class Scheduling:
         self._chains = Chains(config)
         self._pins = pins
         self._null = null_block
-        self._stay = blocks_stay
+        self._leaving = list(leaving)
+        self._step_blocks = step_blocks
+        groups = range(config.cache.group_count)
+        self._staying = [group for group in groups if group not in self._leaving]
         self._announcer = announcer
         self._joins = joins
         self._speed = speed
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
-        self._groups = config.cache.group_count
         self._requests: dict[str, Tracked] = {}
         self._starting: list[Loading] = []
         self._loading: dict[OperationId, tuple[Tracked, int]] = {}
         self._saving: dict[OperationId, tuple[Tracked, Sequence[Key]]] = {}
+        self._saving_blocks = 0
+        """So many blocks are being saved."""
         self._stirred = False
         """Whether anything has happened below since the tiers were last given the time: most
         steps only decode, and should not pay for tiers that have nothing to do."""
@@ -320,6 +327,7 @@ class Scheduling:
         if operation not in self._saving:
             return ()  # Between tiers further down: no request has to do with it.
         tracked, keys = self._saving.pop(operation)
+        self._saving_blocks -= len(keys)
         tracked.saves.pop(operation, None)
         return keys
 
@@ -361,9 +369,10 @@ class Scheduling:
         keys = tracked.keys.upto(full)
         first = self._skip_passed(tracked, full, tables)
         end = min(full, len(keys), *(len(row) for row in tables))
-        if not self._stay:
-            # What finds no room now is not lost: it is tried again while the request runs.
-            end = min(end, first + self._pins.room // self._groups)
+        if self._leaving:
+            # The leading blocks first: a hit has no gaps. What finds no room now is tried again in
+            # the next step, as far as it is in the windows then.
+            end = min(end, first + self._pinnable)
         if end <= first:
             return
         slots = self._rows(tables, first, end)
@@ -389,8 +398,9 @@ class Scheduling:
     ) -> None:
         """Notes what each save reads, and has it kept for so long."""
         positions = list(started.accepted)
-        if not self._stay:
-            self._pins.add(slots[:, positions].ravel().tolist(), started.operations)
+        if self._leaving:
+            block_ids = slots[np.ix_(self._leaving, positions)].ravel().tolist()
+            self._pins.add(block_ids, started.operations)
         first = 0
         for operation, size in zip(
             started.operations,
@@ -399,14 +409,25 @@ class Scheduling:
         ):
             mine = positions[first : first + size]
             self._saving[operation] = tracked, [keys[position] for position in mine]
-            if self._stay:
-                tracked.saves[operation] = slots[0, mine].tolist()
+            self._saving_blocks += size
+            if self._staying:
+                tracked.saves[operation] = slots[np.ix_(self._staying, mine)].ravel().tolist()
             first += size
+
+    @property
+    def _pinnable(self) -> int:
+        """How many blocks of tokens can be pinned in all groups with a window.
+
+        A pin that has ended before vLLM hands out blocks again takes nothing from anybody: what
+        this step copies may be pinned. Loads are copied before saves: beside them nothing is sure.
+        """
+        within_step = 0 if self._loading else self._step_blocks - self._saving_blocks
+        return max(self._pins.room // len(self._leaving), within_step)
 
     def _skip_passed(self, tracked: Tracked, full: int, tables: Tables) -> int:
         """The first block to save that every KV group still has."""
         first = tracked.saved
-        if self._stay:
+        if not self._leaving:
             return first
         while first < full and any(first < len(row) and row[first] == self._null for row in tables):
             first += 1

@@ -24,14 +24,27 @@ from penstock.connectors.vllm.layerwise import Joined
 from penstock.movers.base import WAIT_S
 from penstock.runtime.plans import decode_plan, decode_report, encode_report
 from penstock.runtime.rank import STEP_BUDGET_BYTES
+from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.connectors.vllm.messages import StepPlan
     from penstock.movers.base import Moved
+    from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
     from penstock.vocabulary.ids import OperationId
+
+
+def copied_blocks(ranks: Iterable[RankFacts]) -> int:
+    """How many blocks every rank copies within a step, before vLLM hands out blocks again.
+
+    None where a device copies by itself: its copies may end in a later step.
+    """
+    return min(
+        0 if facts.algorithm == Algorithm.MIX64.value else STEP_BUDGET_BYTES // facts.block_bytes
+        for facts in ranks
+    )
 
 
 @dataclass(slots=True)
