@@ -117,8 +117,8 @@ def test_chats_are_compared_by_their_first_tokens_with_every_other_side() -> Non
     assert found == {
         "chats: ttft p50 against no-connector": (2.0, True),
         "chats: ttft p50 against vllm-offloading": (0.5, False),
-        "chats: tokens of all steps up to a first token against no-connector": (2.0, True),
-        "chats: tokens of all steps up to a first token against vllm-offloading": (1.25, True),
+        "chats: mean ttft of requests with a load against vllm-offloading": (0.5, False),
+        "chats: tokens of all steps up to their first token against vllm-offloading": (1.25, True),
     }
     report.show(shown)
     for peer, behind in {"vllm-offloading": 3, "no-connector": 0}.items():

@@ -201,13 +201,19 @@ def _means(
 
 
 def _compare_first_tokens(report: Report, measured: Rounds) -> None:
-    """Against every other side; the counts do not depend on how busy the machine is."""
+    """Against every other side; against other connectors also where both have to load.
+
+    Whether two requests without loads share a step is decided by which of them vLLM hears of in
+    time, with every side alike.
+    """
     for peer in [side for side in measured if side != OURS]:
-        for name, value_of in (
-            (f"chats: ttft p50 against {peer}", _median_ttft),
-            (f"chats: tokens of all steps up to a first token against {peer}", _tokens_before),
-        ):
-            _ratio(report, name, measured, peer, value_of)
+        _ratio(report, f"chats: ttft p50 against {peer}", measured, peer, _median_ttft)
+        if peer != PLAIN:
+            for name, value_of in (
+                ("mean ttft of requests with a load", _mean_ttft_with_load),
+                ("tokens of all steps up to their first token", _tokens_with_load),
+            ):
+                _ratio(report, f"chats: {name} against {peer}", measured, peer, value_of)
         behind = sum(ratio < 1 for ratio in _paired(measured, peer, _median_ttft))
         report.add_note(
             f"chats: behind {peer} by the median first token in {behind} of "
@@ -272,8 +278,19 @@ def _median_ttft(result: RoundResult) -> float:
     return summarize([each.seconds for each in result.first_tokens]).median
 
 
-def _tokens_before(result: RoundResult) -> float:
-    return fmean(each.counts.step_tokens for each in result.first_tokens)
+def _with_load(result: RoundResult) -> Sequence[FirstToken]:
+    """The requests of a round that waited for a load; where none did, all of them."""
+    return [
+        each for each in result.first_tokens if each.counts.loading_steps
+    ] or result.first_tokens
+
+
+def _mean_ttft_with_load(result: RoundResult) -> float:
+    return fmean(each.seconds for each in _with_load(result))
+
+
+def _tokens_with_load(result: RoundResult) -> float:
+    return fmean(each.counts.step_tokens for each in _with_load(result))
 
 
 def _seconds_a_token(result: RoundResult) -> float:

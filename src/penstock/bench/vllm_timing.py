@@ -5,8 +5,8 @@ its workers (`worker_extension_cls`). Both count the CPU time of their own threa
 scheduler's over putting a step together and taking its results in, the worker's over its whole
 step, and over the calls of its connector in it, whichever connector that is.
 
-The scheduler also counts, for each request, the steps up to its first token. Counts do not depend
-on how busy the machine is.
+The scheduler also counts, for each request, the steps up to its first token. A busy machine changes
+these counts only by which of two requests arrives in time for a step.
 """
 
 # vLLM has no types that mypy could see from here.
