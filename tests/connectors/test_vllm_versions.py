@@ -30,6 +30,7 @@ logging.basicConfig(format="%(message)s", stream=sys.stdout)
 transfer = SimpleNamespace(
     kv_connector_extra_config={"any_version": True} if "any_version" in sys.argv else {},
     kv_load_failure_policy="fail",
+    kv_role="kv_both",
 )
 config = SimpleNamespace(kv_transfer_config=transfer)
 made = getattr(module, "PenstockConnector")
