@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -265,3 +266,27 @@ def test_every_option_is_in_the_table_of_the_page() -> None:
     names = [name.replace("_", "-") for name in inspect.signature(serve).parameters]
 
     assert [name for name in names if f"`--{name}" not in page] == []
+
+
+def test_blocks_that_do_not_fit_into_memory_are_refused_before_anything_starts(
+    model_folder: Path,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine.model: needs .* of 1 instances in float32, must"
+    ):
+        settled(model_folder, blocks=2_000_000_000)
+
+
+def test_a_model_whose_download_was_cut_off_ends_the_command_with_one_line(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "cut")
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+    status = run(["serve", "--model", str(folder), "--port", "0"])
+
+    told = capsys.readouterr().err
+    assert status == 2
+    assert "Traceback" not in told
+    assert f"{weights.name}: is no whole safetensors file" in told

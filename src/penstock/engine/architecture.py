@@ -6,16 +6,25 @@ that is computed a little differently answers fluently, and wrongly.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from penstock.engine.fields import Fields, read_json, shown
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+LAYERS_MAX = 1_024
+"""Bounds of what a file may say; each is several times what the largest models have."""
+WIDTH_MAX = 1 << 20
+"""Of the hidden state and of the MLP."""
+HEADS_MAX = 4_096
+HEAD_DIM_MAX = 4_096
+VOCABULARY_MAX = 1 << 24
+POSITIONS_MAX = (1 << 31) - 1
 
 QK_NORM_FAMILIES = frozenset({"qwen3"})
 QKV_BIAS_FAMILIES = frozenset({"qwen2"})
@@ -61,11 +70,38 @@ class Architecture:
                 "num_attention_heads",
                 f"is {self.heads}, must be a multiple of num_key_value_heads, {self.kv_heads}",
             )
+        if self.head_dim % 2:
+            raise ConfigError(
+                "head_dim", f"is {self.head_dim}, must be even: rotary channels come in pairs"
+            )
 
     @property
     def group(self) -> int:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every tensor that a checkpoint must have, by its Hugging Face name."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        yield "model.norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, self.hidden)
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield f"{at}.input_layernorm.weight", (self.hidden,)
+            yield f"{at}.post_attention_layernorm.weight", (self.hidden,)
+            for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+                yield f"{at}.self_attn.{name}_proj.weight", (rows, self.hidden)
+                if self.qkv_bias:
+                    yield f"{at}.self_attn.{name}_proj.bias", (rows,)
+            yield f"{at}.self_attn.o_proj.weight", (self.hidden, queries)
+            if self.qk_norm:
+                yield f"{at}.self_attn.q_norm.weight", (self.head_dim,)
+                yield f"{at}.self_attn.k_norm.weight", (self.head_dim,)
+            yield f"{at}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
+            yield f"{at}.mlp.up_proj.weight", (self.intermediate, self.hidden)
+            yield f"{at}.mlp.down_proj.weight", (self.hidden, self.intermediate)
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -76,108 +112,112 @@ def read_architecture(folder: Path) -> Architecture:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError("model", f"is {folder}, must be a folder with a config.json")
-    architecture = architecture_from_config(_read_json(folder / "config.json"))
+    architecture = architecture_from_config(read_json(folder / "config.json").values)
     generation = folder / "generation_config.json"
     if not generation.is_file():
         return architecture
     # Chat models often name the token that ends a turn here alone.
-    more = _stop_tokens(_read_json(generation).get("eos_token_id"))
+    more = _stop_tokens(read_json(generation))
     stops = tuple(dict.fromkeys((*architecture.stop_tokens, *more)))
     return replace(architecture, stop_tokens=stops)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("model", f"has a {path.name} that is no JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise ConfigError("model", f"has a {path.name} that is no JSON object")
-    return read
-
-
-def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
+def architecture_from_config(config: Mapping[str, object]) -> Architecture:
     """The architecture that a Hugging Face config describes.
 
     Raises:
-        ConfigError: something is missing, or asks for what this engine does not do.
+        ConfigError: something is missing or has no meaning, or asks for what this engine does
+            not do.
     """
-    family = config.get("model_type", "")
-    if family not in FAMILIES:
-        raise ConfigError(
-            "model_type", f"is {family!r}, must be one of {', '.join(sorted(FAMILIES))}"
+    fields = Fields("config.json", config)
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        fields.refuse(
+            "model_type", f"is {shown(family)}, must be one of {', '.join(sorted(FAMILIES))}"
         )
-    _refuse_what_is_not_done(config)
-    missing = [name for name in _NEEDED if name not in config]
-    if missing:
-        raise ConfigError(missing[0], "is missing from config.json")
-    heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return Architecture(
-        family=family,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
-        rope_theta=config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-        rope_scaling=_rope_scaling(rope),
-        positions=config.get("max_position_embeddings", 2048),
-        qk_norm=family in QK_NORM_FAMILIES,
-        qkv_bias=family in QKV_BIAS_FAMILIES,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        stop_tokens=_stop_tokens(config.get("eos_token_id")),
-    )
+    rope = fields.table("rope_parameters")
+    rope = rope if rope.values else fields.table("rope_scaling")
+    _refuse_what_is_not_done(fields)
+    heads = fields.whole("num_attention_heads", maximum=HEADS_MAX)
+    hidden = fields.whole("hidden_size", maximum=WIDTH_MAX)
+    theta = {**rope.values, **{k: v for k, v in config.items() if v is not None}}
+    try:
+        return Architecture(
+            family=family,
+            layers=fields.whole("num_hidden_layers", maximum=LAYERS_MAX),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=fields.whole("num_key_value_heads", maximum=HEADS_MAX, default=heads),
+            head_dim=fields.whole(
+                "head_dim", maximum=HEAD_DIM_MAX, default=max(1, hidden // heads)
+            ),
+            intermediate=fields.whole("intermediate_size", maximum=WIDTH_MAX),
+            vocabulary=fields.whole("vocab_size", maximum=VOCABULARY_MAX),
+            norm_epsilon=fields.number("rms_norm_eps", maximum=1.0, default=1e-6),
+            rope_theta=Fields(fields.file, theta).number(
+                "rope_theta", maximum=1e15, default=10000.0
+            ),
+            rope_scaling=_rope_scaling(rope),
+            positions=fields.whole("max_position_embeddings", maximum=POSITIONS_MAX, default=2048),
+            qk_norm=family in QK_NORM_FAMILIES,
+            qkv_bias=family in QKV_BIAS_FAMILIES,
+            tied=fields.flag("tie_word_embeddings", default=False),
+            stop_tokens=_stop_tokens(fields),
+        )
+    except ConfigError as error:
+        if error.field.startswith(fields.file):
+            raise
+        raise ConfigError(f"{fields.file}: {error.field}", error.problem) from error
 
 
-_NEEDED = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads"),
-    *("intermediate_size", "vocab_size"),
-)
-
-
-def _refuse_what_is_not_done(config: Mapping[str, Any]) -> None:
+def _refuse_what_is_not_done(fields: Fields) -> None:
+    config = fields.values
     for name, right in (("hidden_act", "silu"), ("mlp_bias", False), ("quantization_config", None)):
         value = config.get(name, right)
         if value != right:
-            raise ConfigError(name, f"is {value!r}, must be {right!r} in this engine")
+            fields.refuse(name, f"is {shown(value)}, must be {shown(right)} in this engine")
     if config.get("attention_bias") and config.get("model_type") not in QKV_BIAS_FAMILIES:
         # There it means a bias behind the heads, too.
-        raise ConfigError("attention_bias", "is true, must be false in this engine")
-    rotary = {**(config.get("rope_parameters") or {}), **config}.get("partial_rotary_factor", 1.0)
+        fields.refuse("attention_bias", "is true, must be false in this engine")
+    rotary = {**fields.table("rope_parameters").values, **config}.get("partial_rotary_factor", 1.0)
     if rotary != 1.0:
-        raise ConfigError("partial_rotary_factor", f"is {rotary}, must be 1.0 in this engine")
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ConfigError("layer_types", "has other layers than 'full_attention'")
+        fields.refuse("partial_rotary_factor", f"is {shown(rotary)}, must be 1.0 in this engine")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    ):
+        fields.refuse("layer_types", f"is {shown(kinds)}, must have 'full_attention' alone")
     if config.get("use_sliding_window") or (
         config.get("model_type") == "mistral" and config.get("sliding_window")
     ):
-        raise ConfigError(
-            "sliding_window", f"is {config.get('sliding_window')}, must be off in this engine"
-        )
+        window = shown(config.get("sliding_window"))
+        fields.refuse("sliding_window", f"is {window}, must be off in this engine")
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _rope_scaling(rope: Fields) -> RopeScaling | None:
+    kind = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ConfigError("rope_scaling", f"is of type {kind!r}, must be 'default' or 'llama3'")
+        rope.refuse("rope_type", f"is {shown(kind)}, must be 'default' or 'llama3'")
+    low = rope.number("low_freq_factor", maximum=1e6)
     return RopeScaling(
-        factor=rope["factor"],
-        low_frequency_factor=rope["low_freq_factor"],
-        high_frequency_factor=rope["high_freq_factor"],
-        original_positions=rope["original_max_position_embeddings"],
+        factor=rope.number("factor", maximum=1e6),
+        low_frequency_factor=low,
+        high_frequency_factor=rope.number("high_freq_factor", above=low, maximum=1e6),
+        original_positions=rope.whole("original_max_position_embeddings", maximum=POSITIONS_MAX),
     )
 
 
-def _stop_tokens(given: object) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int) else tuple(given)  # type: ignore[arg-type]
+def _stop_tokens(fields: Fields) -> tuple[int, ...]:
+    given = fields.values.get("eos_token_id")
+    tokens: list[object] = [] if given is None else given if isinstance(given, list) else [given]
+    found = [each for each in tokens if isinstance(each, int) and not isinstance(each, bool)]
+    if len(found) < len(tokens) or not all(0 <= token < VOCABULARY_MAX for token in found):
+        fields.refuse(
+            "eos_token_id", f"is {shown(given)}, must be a token id or a list of token ids"
+        )
+    return tuple(found)
 
 
 def rotary_frequencies(architecture: Architecture) -> list[float]:

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.architecture import Architecture, read_architecture
 from penstock.engine.gguf_file import GgufFile
-from penstock.engine.weights import SafetensorsCheckpoint
+from penstock.engine.weights import (
+    SafetensorsCheckpoint,
+    require_tensors,
+    safetensors_files,
+)
 from penstock.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
@@ -31,11 +35,23 @@ class Model:
     name: str
 
     def open(self) -> tuple[Architecture, Checkpoint]:
-        """Its architecture and its tensors."""
+        """Its architecture and its tensors, of the shapes that the architecture needs.
+
+        Raises:
+            ConfigError: a file is damaged, or asks for what this engine does not do.
+        """
         if self.path.suffix == ".gguf":
             file = GgufFile(self.path)
+            require_tensors(file, file.architecture)
             return file.architecture, file
-        return read_architecture(self.path), SafetensorsCheckpoint(self.path)
+        architecture = read_architecture(self.path)
+        checkpoint = SafetensorsCheckpoint(self.path)
+        try:
+            require_tensors(checkpoint, architecture)
+        except ConfigError:
+            checkpoint.close()
+            raise
+        return architecture, checkpoint
 
     def weights_version(self) -> str:
         """A digest of the model's config and of samples of every weights file.
@@ -83,7 +99,7 @@ def _default_model() -> Model:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    return sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    return sorted([folder / "config.json", *safetensors_files(folder)])
 
 
 def _add_samples(digest: hashlib.blake2b, path: Path) -> None:

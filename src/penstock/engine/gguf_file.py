@@ -15,7 +15,16 @@ import gguf
 import numpy as np
 import torch
 
-from penstock.engine.architecture import Architecture
+from penstock.engine.architecture import (
+    HEAD_DIM_MAX,
+    HEADS_MAX,
+    LAYERS_MAX,
+    POSITIONS_MAX,
+    VOCABULARY_MAX,
+    WIDTH_MAX,
+    Architecture,
+)
+from penstock.engine.fields import Fields, shown
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,11 +74,13 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _PlainReader(path)
+        self._reader = _reader_of(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         family = self.field("general.architecture")
         if family != "llama":
-            raise ConfigError("model", f"is a GGUF file of family {family!r}, must be 'llama'")
+            raise ConfigError(
+                "model", f"is a GGUF file of family {shown(family)}, must be 'llama': {path}"
+            )
         self.architecture = self._architecture()
         self._refuse_what_is_not_done()
 
@@ -89,18 +100,26 @@ class GgufFile:
             if found != right:
                 raise ConfigError(
                     "model",
-                    f"is a GGUF file whose llama.rope.{name} is {found!r}, must be {right!r}",
+                    f"is a GGUF file whose llama.rope.{name} is {shown(found)}, must be {right!r}",
                 )
 
-    def field(self, name: str, default: str | float | None = None) -> str | float:
+    def field(self, name: str, default: str | float | None = None) -> object:
         """A value of the file's metadata."""
         found = self._reader.get_field(name)
         if found is not None:
-            value: str | float = found.contents()
-            return value
+            return _contents(found, name, self.path)
         if default is None:
-            raise ConfigError("model", f"is a GGUF file without {name!r}")
+            raise ConfigError("model", f"is a GGUF file without {name!r}: {self.path}")
         return default
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; refused where there is none, or none that can be expanded."""
+        stored = self._stored(name)
+        if stored.tensor_type.name in _INTEGERS:
+            raise ConfigError(
+                f"tensor {stored.name}", f"has elements of {stored.tensor_type.name}, not of floats"
+            )
+        return tuple(int(size) for size in reversed(stored.shape))
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""
@@ -115,15 +134,25 @@ class GgufFile:
         """The file is mapped: it goes with the reader."""
 
     def _whole(self, name: str) -> torch.Tensor:
-        stored = self._tensors.get(self._stored_name(name))
-        if stored is None:
-            raise ConfigError("model", f"is a GGUF file without a tensor for {name!r}")
-        values = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32)
+        stored = self._stored(name)
+        try:
+            values = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"tensor {stored.name}",
+                f"is stored as {stored.tensor_type.name}, which cannot be expanded: {error}",
+            ) from error
         if ".q_proj." in name:
             values = _rotary_halves_apart(values, self.architecture.heads)
         elif ".k_proj." in name:
             values = _rotary_halves_apart(values, self.architecture.kv_heads)
         return torch.from_numpy(np.ascontiguousarray(values))
+
+    def _stored(self, name: str) -> Any:  # noqa: ANN401 - gguf has no types
+        stored = self._tensors.get(self._stored_name(name))
+        if stored is None:
+            raise ConfigError("model", f"is a GGUF file without a tensor for {name!r}: {self.path}")
+        return stored
 
     def _stored_name(self, name: str) -> str:
         if name in _OUTSIDE_LAYERS:
@@ -133,27 +162,70 @@ class GgufFile:
         return f"blk.{number}.{_IN_LAYERS[part]}.{kind}"
 
     def _architecture(self) -> Architecture:
-        heads = int(self.field("llama.attention.head_count"))
-        hidden = int(self.field("llama.embedding_length"))
-        embedding = self._tensors["token_embd.weight"]
+        names = (*_WHOLES, *_NUMBERS)
+        read = {name: self.field(name) for name in names if self._reader.get_field(name)}
+        fields = Fields(self.path.name, read)
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ConfigError(
+                "model", f"is a GGUF file without a tensor 'token_embd.weight': {self.path}"
+            )
+        heads = fields.whole("llama.attention.head_count", maximum=HEADS_MAX)
+        hidden = fields.whole("llama.embedding_length", maximum=WIDTH_MAX)
+        vocabulary = Fields(self.path.name, {"token_embd.weight": int(embedding.shape[1])})
+        stop = fields.whole("tokenizer.ggml.eos_token_id", minimum=0, maximum=VOCABULARY_MAX)
         return Architecture(
             family="llama",
-            layers=int(self.field("llama.block_count")),
+            layers=fields.whole("llama.block_count", maximum=LAYERS_MAX),
             hidden=hidden,
             heads=heads,
-            kv_heads=int(self.field("llama.attention.head_count_kv", heads)),
-            head_dim=int(self.field("llama.attention.key_length", hidden // heads)),
-            intermediate=int(self.field("llama.feed_forward_length")),
-            vocabulary=int(embedding.shape[1]),
-            norm_epsilon=float(self.field("llama.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(self.field("llama.rope.freq_base", 10000.0)),
+            kv_heads=fields.whole(
+                "llama.attention.head_count_kv", maximum=HEADS_MAX, default=heads
+            ),
+            head_dim=fields.whole(
+                "llama.attention.key_length", maximum=HEAD_DIM_MAX, default=max(1, hidden // heads)
+            ),
+            intermediate=fields.whole("llama.feed_forward_length", maximum=WIDTH_MAX),
+            vocabulary=vocabulary.whole("token_embd.weight", maximum=VOCABULARY_MAX),
+            norm_epsilon=fields.number("llama.attention.layer_norm_rms_epsilon", maximum=1.0),
+            rope_theta=fields.number("llama.rope.freq_base", maximum=1e15, default=10000.0),
             rope_scaling=None,
-            positions=int(self.field("llama.context_length")),
+            positions=fields.whole("llama.context_length", maximum=POSITIONS_MAX),
             qk_norm=False,
             qkv_bias=False,
             tied="output.weight" not in self._tensors,
-            stop_tokens=(int(self.field("tokenizer.ggml.eos_token_id")),),
+            stop_tokens=(stop,),
         )
+
+
+_WHOLES = (
+    *("llama.attention.head_count", "llama.attention.head_count_kv", "llama.embedding_length"),
+    *("llama.attention.key_length", "llama.feed_forward_length", "llama.block_count"),
+    *("llama.context_length", "tokenizer.ggml.eos_token_id"),
+)
+_NUMBERS = ("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base")
+_INTEGERS = frozenset({"I8", "I16", "I32", "I64"})
+_NO_GGUF = (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError)
+"""What the library raises for a file that is damaged or cut off: whatever its parsing runs into."""
+
+
+def _reader_of(path: Path) -> _PlainReader:
+    try:
+        with np.errstate(all="ignore"):  # Sizes that overflow are refused for what they come to.
+            return _PlainReader(path)
+    except OSError as error:
+        raise ConfigError(path.name, f"cannot be read: {error.strerror}: {path}") from error
+    except _NO_GGUF as error:
+        raise ConfigError(
+            path.name, f"is no whole GGUF file (a download that was cut off?): {error}: {path}"
+        ) from error
+
+
+def _contents(found: Any, name: str, path: Path) -> object:  # noqa: ANN401 - gguf has no types
+    try:
+        return found.contents()
+    except _NO_GGUF as error:
+        raise ConfigError(f"{path.name}: {name}", f"cannot be read: {error}") from error
 
 
 def _rotary_halves_apart(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

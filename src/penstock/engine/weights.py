@@ -6,12 +6,12 @@ out of it what a rank holds; nothing else of a large checkpoint is read.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from penstock.engine.fields import read_json, shown
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from penstock.engine.architecture import Architecture
     from penstock.engine.sharding import Share
+
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Element types, as safetensors spells them, that the engine computes with."""
 
 
 class Checkpoint(Protocol):
@@ -38,15 +43,59 @@ class Checkpoint(Protocol):
         ...
 
 
+class KnowsShapes(Protocol):
+    """A checkpoint that was read from files."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; refused where there is none, or none of floating numbers."""
+        ...
+
+
+def require_tensors(checkpoint: KnowsShapes, architecture: Architecture) -> None:
+    """Refuses a checkpoint whose tensors are not those of the architecture.
+
+    Headers alone are read, so it costs little, and comes before anything is allocated.
+
+    Raises:
+        ConfigError: a tensor is missing, or has another shape.
+    """
+    for name, shape in architecture.tensor_shapes():
+        found = checkpoint.shape_of(name)
+        if found != shape:
+            raise ConfigError(
+                f"tensor {name}",
+                f"has shape {list(found)}, must have {list(shape)} by the model's configuration",
+            )
+
+
 class SafetensorsCheckpoint:
-    """A folder with `*.safetensors`, in one file or in several with an index."""
+    """A folder with `*.safetensors`, in one file or in several with an index.
+
+    Raises:
+        ConfigError: a file is missing, cut off or no safetensors file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._open = ExitStack()
         self._file_of: dict[str, safe_open] = {}
-        for path in _safetensors_files(folder):
-            file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+        try:
+            for path in safetensors_files(folder):
+                file = self._open.enter_context(_opened(path))
+                self._file_of.update(dict.fromkeys(file.keys(), file))
+        except ConfigError:
+            self._open.close()
+            raise
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; refused where there is none, or none of floating numbers."""
+        found = self._find(name).get_slice(name)
+        if found.get_dtype() not in FLOATS:
+            raise ConfigError(
+                f"tensor {name}",
+                f"has elements of {found.get_dtype()}, must have them of one of "
+                f"{', '.join(sorted(FLOATS))}",
+            )
+        return tuple(found.get_shape())
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""
@@ -69,15 +118,58 @@ class SafetensorsCheckpoint:
         return self._file_of[name]
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            path.name,
+            f"is no whole safetensors file (a download that was cut off?): {error}: {path}",
+        ) from error
+    except OSError as error:
+        # The library raises it without a number for what is no regular file.
+        why = error.strerror or str(error)
+        raise ConfigError(path.name, f"cannot be read: {why}: {path}") from error
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors.
+
+    Raises:
+        ConfigError: there are none, or an index names what is no file of the folder.
+    """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(named))]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise ConfigError("model", f"is {folder}, must have *.safetensors files")
-    return found
+    if not index.exists():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise ConfigError("model", f"is {folder}, must have *.safetensors files")
+        return found
+    fields = read_json(index)
+    weight_map = fields.table("weight_map")
+    if not weight_map.values:
+        fields.refuse("weight_map", "is missing, must say which file holds each tensor")
+    for tensor, name in weight_map.values.items():
+        if not _is_plain_name(name):
+            weight_map.refuse(
+                tensor, f"is {shown(name)}, must be the name of a .safetensors file in the folder"
+            )
+    paths = [folder / str(name) for name in sorted({*map(str, weight_map.values.values())})]
+    for path in paths:
+        if not path.is_file():
+            fields.refuse(
+                "weight_map", f"names {path.name!r}, must name files that are in {folder}"
+            )
+    return paths
+
+
+def _is_plain_name(name: object) -> bool:
+    """Whether it names a file of the index's own folder, and no other one."""
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and not {"/", "\\", "\0"} & set(name)
+        and not name.startswith(".")
+    )
 
 
 class RankWeights:

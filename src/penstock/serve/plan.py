@@ -7,8 +7,8 @@ started.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -23,6 +23,9 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
 from penstock.errors import ConfigError
+from penstock.tiers.kernel_files import read_text
+from penstock.tiers.memory_limits import gib, memory_limits
+from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
@@ -300,6 +303,7 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
         for rank in range(count):
             share_of(architecture, rank=rank, ranks=count)
     _require_device(config)
+    _require_memory(config, architecture)
 
 
 def _require_device(config: Config) -> None:
@@ -309,8 +313,6 @@ def _require_device(config: Config) -> None:
     device = engine.device
     if device == "cpu":
         return
-    if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ConfigError("engine.device", f"is {device!r}, must be 'cpu', 'cuda' or 'cuda:N'")
     if engine.prefill_tp or engine.role != Role.BOTH.value:
         raise ConfigError(
             "engine.device",
@@ -326,6 +328,30 @@ def _require_device(config: Config) -> None:
             "engine.device",
             f"is {device!r} for {config.cache.rank_count} ranks, and torch sees "
             f"{torch.cuda.device_count()} GPUs",
+        )
+
+
+def _require_memory(config: Config, architecture: Architecture) -> None:
+    """What computes on the CPU must fit into memory: the kernel kills who takes more."""
+    engine, serve, device = config.engine, config.serve, config.cache.device
+    assert engine is not None
+    assert serve is not None
+    assert device is not None
+    if engine.device != "cpu" or engine.role == ROUTER:
+        return
+    number_bytes = DType.parse(engine.dtype).itemsize
+    weights = sum(prod(shape) for _, shape in architecture.tensor_shapes())
+    token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim
+    blocks = device.slot_count * config.cache.block_tokens * token
+    roles = 2 if engine.prefill_tp and engine.role == Role.BOTH.value else 1
+    needed = (weights + blocks) * number_bytes * roles * serve.instances
+    tightest = min(memory_limits(read_text), key=lambda limit: limit.available_bytes, default=None)
+    if tightest is not None and needed > tightest.available_bytes:
+        raise ConfigError(
+            "engine.model",
+            f"needs {gib(needed)} for weights and device blocks of {roles * serve.instances} "
+            f"instances in {engine.dtype}, must need at most the {gib(tightest.available_bytes)} "
+            f"that are available: {tightest.source}",
         )
 
 
