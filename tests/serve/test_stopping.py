@@ -198,7 +198,9 @@ def test_a_key_of_the_environment_or_of_a_file_is_nowhere_to_be_seen(
     assert "WITHOUT AN API KEY" not in log.read_text()
 
 
-def test_an_open_server_is_warned_of_in_capitals(model_folder: Path, tmp_path: Path) -> None:
+def test_an_open_server_warns_in_capitals_and_has_no_torch(
+    model_folder: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     with logging_server(model_folder, log, "--host", "0.0.0.0") as running:
         port = running.address.rpartition(":")[2]
@@ -212,6 +214,8 @@ def test_an_open_server_is_warned_of_in_capitals(model_folder: Path, tmp_path: P
             timeout=SOON_S,
         )
 
+        # What computes has torch; what answers needs none.
+        assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
         assert local.status_code == 200
         assert rebound.status_code == page.status_code == 403
         assert page.json()["error"]["type"] == "permission_error"

@@ -30,7 +30,7 @@ from penstock.bench.engine_parts import (
 )
 from penstock.bench.measure import collector_paused, summarize
 from penstock.engine.scheduler import SchedulerSettings
-from penstock.engine.spec import DTYPES
+from penstock.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,7 @@ class EngineBench:
         self._began = time.monotonic()
         self._tell = tell
         self._say("model")
-        self._model = Model(plan.architecture, device=plan.device, dtype=DTYPES[plan.dtype])
+        self._model = Model(plan.architecture, device=plan.device, dtype=torch_dtype_of(plan.dtype))
         self._words = plan.architecture.vocabulary
         flying = 2 if plan.device.startswith("cuda") else 1
         self._settings = SchedulerSettings(

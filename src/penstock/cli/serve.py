@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 ABOUT_THE_FILE = {"config", "print_config"}
 """Options that are no settings; every other one is a field of `Wishes`."""
-NEEDED = ("torch", "transformers", "safetensors", "gguf", "starlette", "uvicorn")
+NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
 ModelOption: TypeAlias = Annotated[

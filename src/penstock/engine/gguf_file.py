@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
-import torch
 
 from penstock.engine.architecture import (
     HEAD_DIM_MAX,
@@ -29,6 +28,8 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 _OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -146,6 +147,8 @@ class GgufFile:
             values = _rotary_halves_apart(values, self.architecture.heads)
         elif ".k_proj." in name:
             values = _rotary_halves_apart(values, self.architecture.kv_heads)
+        import torch  # noqa: PLC0415  (not for those who only look into the file)
+
         return torch.from_numpy(np.ascontiguousarray(values))
 
     def _stored(self, name: str) -> Any:  # noqa: ANN401 - gguf has no types
@@ -207,6 +210,19 @@ _NUMBERS = ("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base")
 _INTEGERS = frozenset({"I8", "I16", "I32", "I64"})
 _NO_GGUF = (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError)
 """What the library raises for a file that is damaged or cut off: whatever its parsing runs into."""
+
+
+def read_fields(path: Path, prefix: str) -> dict[str, Any]:
+    """The metadata of a file whose names begin so, without that beginning.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return {
+        name.removeprefix(prefix): _contents(field, name, path)
+        for name, field in _reader_of(path).fields.items()
+        if name.startswith(prefix)
+    }
 
 
 def _reader_of(path: Path) -> _PlainReader:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from penstock.errors import ConfigError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""As torch calls them."""
+
+
+def torch_dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name; who only tells others of it does without torch."""
+    import torch  # noqa: PLC0415  (takes seconds)
+
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 class Role(enum.Enum):
@@ -100,8 +112,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch calls it."""
-        return DTYPES[self.dtype]
+        """The dtype as torch has it."""
+        return torch_dtype_of(self.dtype)
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """Text to tokens and back: chat templates, and answers that are told as they grow.
 
-The tokenizer is Hugging Face's, from the checkpoint's own files, or built from a GGUF file.
+The tokenizer is made from the checkpoint's own files, or from a GGUF file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
+from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,16 +57,12 @@ class Text:
         Raises:
             ConfigError: there is none.
         """
+        is_file = model.suffix == ".gguf"
         try:
-            if model.suffix == ".gguf":
-                found = AutoTokenizer.from_pretrained(
-                    model.parent, gguf_file=model.name, local_files_only=True
-                )
-            else:
-                found = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError) as error:
+            light = Tokenizer.of_gguf(model) if is_file else Tokenizer.of_folder(model)
+            return cls(light or _heavy(model))
+        except (OSError, ValueError, TemplateError) as error:
             raise ConfigError("model", f"is {model}, which has no tokenizer: {error}") from error
-        return cls(found)
 
     def encode(self, text: str, *, longest: int | None = None, plain: bool = True) -> list[int]:
         """The tokens of a text.
@@ -141,6 +137,17 @@ class Text:
             # At the beginning of a text, where a single token stands, its space is left out.
             said = f" {said}"
         return said.encode()
+
+
+def _heavy(model: Path) -> Any:  # noqa: ANN401 - transformers has no types
+    """The tokenizer that `transformers` makes of files for which there is no lighter way."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds)
+
+    if model.suffix == ".gguf":
+        return AutoTokenizer.from_pretrained(
+            model.parent, gguf_file=model.name, local_files_only=True
+        )
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
 class Answer:

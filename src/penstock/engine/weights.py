@@ -77,18 +77,22 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._open = ExitStack()
-        self._file_of: dict[str, safe_open] = {}
+        self._path_of: dict[str, Path] = {}
+        self._looked_into: dict[Path, safe_open] = {}
+        self._files: dict[Path, safe_open] = {}
         try:
             for path in safetensors_files(folder):
-                file = self._open.enter_context(_opened(path))
-                self._file_of.update(dict.fromkeys(file.keys(), file))
+                # Without torch, which whoever wants no tensor need not import.
+                file = self._open.enter_context(_opened(path, "np"))
+                self._looked_into[path] = file
+                self._path_of.update(dict.fromkeys(file.keys(), path))
         except ConfigError:
             self._open.close()
             raise
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; refused where there is none, or none of floating numbers."""
-        found = self._find(name).get_slice(name)
+        found = self._looked_into[self._path(name)].get_slice(name)
         if found.get_dtype() not in FLOATS:
             raise ConfigError(
                 f"tensor {name}",
@@ -113,14 +117,20 @@ class SafetensorsCheckpoint:
         self._open.close()
 
     def _find(self, name: str) -> safe_open:
-        if name not in self._file_of:
+        path = self._path(name)
+        if path not in self._files:
+            self._files[path] = self._open.enter_context(_opened(path, "pt"))
+        return self._files[path]
+
+    def _path(self, name: str) -> Path:
+        if name not in self._path_of:
             raise ConfigError("model", f"has no tensor {name!r} in its safetensors files")
-        return self._file_of[name]
+        return self._path_of[name]
 
 
-def _opened(path: Path) -> safe_open:
+def _opened(path: Path, framework: str) -> safe_open:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework=framework)
     except SafetensorError as error:
         raise ConfigError(
             path.name,

@@ -12,7 +12,6 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import torch
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import Config, ModelSettings, TierKind, parse_config
@@ -323,6 +322,8 @@ def _require_device(config: Config) -> None:
         raise ConfigError(
             "engine.device", f"is {device!r}, must be 'cuda' for several ranks: each has a GPU"
         )
+    import torch  # noqa: PLC0415  (takes seconds, and only GPUs need it here)
+
     if config.cache.rank_count > torch.cuda.device_count():
         raise ConfigError(
             "engine.device",
