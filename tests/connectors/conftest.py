@@ -87,6 +87,7 @@ class FakeEngine:
         step_blocks: int = 0,
         announcer: Any = None,
         clock: Any = None,
+        counting: Any = None,
     ) -> None:
         self.config = penstock.parse_config(
             f"""
@@ -122,6 +123,7 @@ class FakeEngine:
             step_blocks=step_blocks,
             announcer=announcer,
             speed=PrefillSpeed(self.offload.computed, clock=clock) if clock else None,
+            counting=counting,
         )
         self.working = Working(self.rank, group_count=groups, stream=lambda: 0)
         self.next_block = 1

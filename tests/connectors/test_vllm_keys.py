@@ -121,6 +121,11 @@ def test_media_in_any_order_are_taken_by_position(make_request: Any) -> None:
         ({"kv_transfer_params": {"penstock": {"load": False}}}, False, True),
         ({"kv_transfer_params": {"penstock": {"save": False}}}, True, False),
         ({"kv_transfer_params": {"other": 1}}, True, True),
+        ({"kv_transfer_params": {}}, True, True),
+        ({"kv_transfer_params": {"penstock": True}}, True, True),
+        ({"kv_transfer_params": {"penstock": {}}}, True, True),
+        ({"kv_transfer_params": {"penstock": {"load": True, "save": True}}}, True, True),
+        ({"kv_transfer_params": {"penstock": {"load": False, "save": False}}}, False, False),
     ],
 )
 def test_a_request_may_stay_out(
@@ -129,6 +134,66 @@ def test_a_request_may_stay_out(
     wishes = wishes_of(make_request("a", TOKENS, **how))
 
     assert (wishes.load, wishes.save) == (load, save)
+    assert not wishes.wrong
+
+
+def nested(depth: int) -> list[object]:
+    """As deep as a client can make it."""
+    inner: list[object] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"penstock": {"save": "false"}}, "kv_transfer_params.penstock.save is 'false', must be"),
+        ({"penstock": {"save": 0}}, "penstock.save is 0, must be true or false"),
+        ({"penstock": {"save": None}}, "penstock.save is None, must be true or false"),
+        ({"penstock": {"load": 1.0}}, "penstock.load is 1.0, must be true or false"),
+        ({"penstock": {"Save": False}}, "penstock['Save'] is False, must be left out"),
+        ({"penstock": {"save": False, "store": True}}, "penstock['store'] is True"),
+        ({"penstock": {"save ": False}}, "penstock['save '] is False"),
+        ({"penstock": {1: False}}, "penstock[1] is False"),
+        ({"penstock": "false"}, "kv_transfer_params.penstock is 'false', must be true, false"),
+        ({"penstock": 0}, "kv_transfer_params.penstock is 0"),
+        ({"penstock": None}, "kv_transfer_params.penstock is None"),
+        ({"penstock": []}, "kv_transfer_params.penstock is []"),
+        ({"penstock": ["save"]}, "kv_transfer_params.penstock is ['save']"),
+        ({"Penstock": False}, "kv_transfer_params['Penstock'] is False, must be under the key"),
+        ({" penstock": False}, "kv_transfer_params[' penstock'] is False"),
+        ({"penstock.save": False}, "kv_transfer_params['penstock.save'] is False"),
+        ({"save": False}, "kv_transfer_params['save'] is False"),
+        ({"penstock": True, "SAVE": False}, "kv_transfer_params['SAVE'] is False"),
+        ([], "kv_transfer_params is [], must be an object"),
+        (0, "kv_transfer_params is 0, must be an object"),
+        (False, "kv_transfer_params is False, must be an object"),
+        ("", "kv_transfer_params is '', must be an object"),
+        ("penstock", "kv_transfer_params is 'penstock', must be an object"),
+        ({"penstock": nested(1_000)}, "kv_transfer_params.penstock is [[[["),
+        ({"penstock": {"x" * 10**6: False}}, "kv_transfer_params.penstock['xxxx"),
+        ({"penstock": "line\nbreak"}, "kv_transfer_params.penstock is 'line\\nbreak'"),
+    ],
+)
+def test_what_is_not_exactly_right_keeps_a_request_out(
+    make_request: Any, parameters: Any, said: str
+) -> None:
+    wishes = wishes_of(make_request("a", TOKENS, kv_transfer_params=parameters))
+
+    assert (wishes.load, wishes.save) == (False, False)
+    assert said in wishes.wrong
+    assert len(wishes.wrong) < 300
+    assert "\n" not in wishes.wrong
+
+
+def test_a_prompt_of_embeddings_with_wrong_parameters_is_told_of_as_well(make_request: Any) -> None:
+    how = {"prompt_embeds": object(), "kv_transfer_params": {"penstock": None}}
+
+    wishes = wishes_of(make_request("a", TOKENS, **how))
+
+    assert (wishes.load, wishes.save) == (False, False)
+    assert wishes.wrong
 
 
 def test_chains_of_many_salts_are_bounded_and_the_same_again(make_request: Any) -> None:

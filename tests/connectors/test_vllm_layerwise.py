@@ -55,6 +55,7 @@ class Layered:
         self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
         self.withheld: list[tuple[str, list[int], int]] = []
         self.tables: dict[str, list[list[int]]] = {}
+        self.scheduled: dict[str, Any] = {}
         self.scheduling = Scheduling(
             self.config,
             self.offload,
@@ -79,6 +80,7 @@ class Layered:
         """vLLM gives the request blocks, for tokens that were claimed among others."""
         row = [*range(first_block, first_block + -(-request.num_tokens // TOKENS))]
         self.tables[request.request_id] = [row]
+        self.scheduled[request.request_id] = request
         if external:
             self.scheduling.allocated(request, [row], external)
         return row
@@ -92,7 +94,11 @@ class Layered:
                     kv[block, : len(tokens)] = np.array(tokens)[:, None] * layer
 
     def step(self, scheduled: dict[str, int]) -> Step:
-        return Step(self.scheduling.plan(scheduled, self.tables.__getitem__), self.working)
+        told = self.scheduling.plan(scheduled, self.tables.__getitem__)
+        for name in scheduled:
+            # As vLLM does it, when a step is put together.
+            self.scheduled[name].num_computed_tokens = self.scheduled[name].num_tokens
+        return Step(told, self.working)
 
     def hear(self) -> dict[str, int]:
         self.scheduling.hear(self.working.take_reports())

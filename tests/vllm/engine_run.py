@@ -293,7 +293,9 @@ def metrics_of(llm: LLM) -> dict[str, float]:
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if metric.name.startswith(wanted):
-            found[metric.name] = found.get(metric.name, 0) + metric.value
+            # A histogram has no value of its own: how many there were is enough here.
+            value = metric.count if hasattr(metric, "count") else metric.value
+            found[metric.name] = found.get(metric.name, 0) + value
     return found
 
 

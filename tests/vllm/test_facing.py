@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +55,32 @@ def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> Non
 
     for name in (PACKING, *PLAIN):
         assert AttentionBackendEnum[name].get_class().get_name() == name
+
+
+def test_metrics_are_registered_with_vllm_and_take_what_was_counted() -> None:
+    from prometheus_client import (  # noqa: PLC0415 - comes with vLLM
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+    )
+
+    from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats  # noqa: PLC0415
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = PenstockMetrics(config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+    first = PenstockStats(data={"tokens_loaded": 32, "host_slots_ready": 9, "load_seconds": [0.5]})
+    both = first.aggregate(PenstockStats(data={"tokens_loaded": 64, "host_slots_ready": 3}))
+
+    metrics.observe(both.to_dict(), 1)
+
+    def shown(name: str) -> float | None:
+        return registry.get_sample_value(f"vllm:penstock_{name}", {"engine": "1"})
+
+    assert (shown("tokens_loaded_total"), shown("host_slots_ready")) == (96, 3)
+    assert (shown("load_seconds_count"), shown("load_seconds_sum")) == (1, 0.5)
+    assert (shown("timeouts_total"), shown("checksum_failures_total")) == (0, 0)
+    # With several API servers, of a gauge the page shows the last that any of them was told.
+    assert metrics._metrics["host_slots_ready"][1]._multiprocess_mode == "mostrecent"

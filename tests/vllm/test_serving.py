@@ -19,8 +19,6 @@ import pytest
 from processes import END_S, ENGINE_S, ends, session_of
 from tests.ports import free_ports
 
-from penstock.bench.vllm_engine import worker_cores
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -57,20 +55,33 @@ class Server:
         with urllib.request.urlopen(request, timeout=ENGINE_S) as answer:
             return json.load(answer)
 
-    def counted(self, name: str) -> float:
-        """A counter of Penstock's on the page that vLLM serves."""
+    def reset(self) -> None:
+        """Has everything forgotten, also below the device."""
+        address = f"{self._address}/reset_prefix_cache?reset_external=true"
+        request = urllib.request.Request(address, method="POST")
+        urllib.request.urlopen(request, timeout=ENGINE_S).close()
+
+    def shown(self, name: str) -> float:
+        """A number of Penstock's on the page that vLLM serves."""
         with urllib.request.urlopen(f"{self._address}/metrics", timeout=ENGINE_S) as page:
             lines = page.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"vllm:penstock_{name}_total{{")]
+        found = [line for line in lines if line.startswith(f"vllm:penstock_{name}{{")]
+        assert found, name
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    def has_counted(self, name: str, value: float) -> bool:
-        """Whether a counter comes to a value: vLLM tells of a step when the next one has ended."""
+    def counted(self, name: str) -> float:
+        return self.shown(f"{name}_total")
+
+    def comes_to_show(self, name: str, value: float) -> bool:
+        """Whether a number comes to a value without another request: saves end after answers."""
         deadline = time.monotonic() + END_S
-        while self.counted(name) != value:
+        while self.shown(name) != value:
             if time.monotonic() > deadline:
                 return False
         return True
+
+    def has_counted(self, name: str, value: float) -> bool:
+        return self.comes_to_show(f"{name}_total", value)
 
 
 def accepts(port: int) -> bool:
@@ -104,8 +115,8 @@ def server(
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": worker_cores(),
+            # For the endpoint that resets caches.
+            "VLLM_SERVER_DEV_MODE": "1",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -164,3 +175,44 @@ def test_a_request_stays_out_when_its_body_says_so(server: Server) -> None:
     server.complete(5)
 
     assert server.has_counted("blocks_saved", saved + 12)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"penstock": {"save": "false"}},
+        {"penstock": {"save": 0}},
+        {"penstock": None},
+        {"penstock": {"Save": False}},
+        {"Penstock": False},
+    ],
+)
+def test_a_request_that_asks_wrongly_stays_out(server: Server, asked: Any) -> None:
+    saved, refused = server.counted("blocks_saved"), server.counted("requests_refused")
+    loaded = server.counted("tokens_loaded")
+
+    answer = server.complete(6, kv_transfer_params=asked)
+
+    assert answer["choices"][0]["text"]
+    assert server.has_counted("requests_refused", refused + 1)
+    assert server.counted("blocks_saved") == saved
+    assert server.counted("tokens_loaded") == loaded
+
+
+def test_sizes_are_those_of_now_while_the_server_is_idle_and_after_a_reset(
+    server: Server,
+) -> None:
+    server.complete(7)
+    held = server.comes_to_show("host_slots_ready", server.counted("blocks_saved"))
+    bytes_a_block = server.counted("bytes_saved") / server.counted("blocks_saved")
+
+    server.reset()
+
+    assert held
+    assert server.comes_to_show("host_slots_ready", 0)
+    assert server.shown("host_slots") > 0
+    assert server.counted("blocks_evicted") == 0
+    assert server.shown("load_seconds_count") == 1
+    assert server.shown("load_seconds_sum") > 0
+    assert server.counted("bytes_loaded") == 12 * bytes_a_block
+    assert server.counted("checksum_failures") == server.counted("timeouts") == 0

@@ -12,12 +12,13 @@ The engine may reuse device slots it named in `load` or `save` when the operatio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.states import SlotState
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
@@ -39,6 +40,19 @@ POLL_MAX = 4096
 TOLD_MAX = 65_536
 """So much may wait to be polled; then nothing more is begun. An engine that never polls would
 never learn which of its slots are quiet."""
+
+
+class HubCounts(NamedTuple):
+    """The first tier below the device in numbers: what is cheap enough to ask in every step."""
+
+    slots: int = 0
+    """Blocks that fit; 0 where the tier is off."""
+    ready: int = 0
+    """Blocks that can be loaded."""
+    evicted: int = 0
+    """Blocks that made room for others, since the beginning."""
+    corrupt: int = 0
+    """Blocks that failed their checksum, in whatever tier, since the beginning."""
 
 
 class Offload(Watched):
@@ -147,6 +161,19 @@ class Offload(Watched):
             CapacityError: tens of thousands of results were not polled.
         """
         return self._ask(ev.Prefetch(keys=keys, cause=cause, deadline=deadline), ef.Started)
+
+    def hub_counts(self) -> HubCounts:
+        """The first tier below the device as it is now; `statistics` tells all, and costs more."""
+        books = self._driver.machine.books
+        hub, counters = books.hub, books.counters
+        if hub is None:
+            return HubCounts(corrupt=counters.blocks_corrupt)
+        return HubCounts(
+            slots=hub.pool.slot_count if hub.on else 0,
+            ready=hub.pool.count(SlotState.READY) if hub.on else 0,
+            evicted=counters.blocks_evicted_by_tier[hub.index],
+            corrupt=counters.blocks_corrupt,
+        )
 
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles."""

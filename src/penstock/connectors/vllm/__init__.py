@@ -22,6 +22,7 @@
 | `layouts`    | from the tensors that vLLM registers to a layout             | no         |
 | `sharing`    | how ranks with equal bytes come to share one host tier       | no         |
 | `messages`   | what the halves tell each other                              | no         |
+| `counting`   | what is counted and logged of loads, saves and requests      | no         |
 | `statistics` | what shows up in vLLM's own metrics                          | no         |
 | `events`     | KV events, under the names that vLLM gave the blocks         | no         |
 | `logs`       | Penstock's log lines in vLLM's log                           | no         |

@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from penstock.connectors.vllm import facing
+from penstock.connectors.vllm.counting import BlockBytes, Counting
 from penstock.connectors.vllm.events import Announcer
 from penstock.connectors.vllm.layerwise import Joins, joined_blocks
 from penstock.connectors.vllm.layouts import layer_numbers, tier_of
@@ -180,6 +181,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks),
             speed=None if overlap else PrefillSpeed(offload.computed),
+            counting=Counting(BlockBytes.of(ranks, shared=self._config.equal_ranks)),
         )
         for tier in offload.statistics().tiers[-len(self._config.cache.tiers) :]:
             log.info(

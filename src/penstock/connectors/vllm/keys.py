@@ -11,7 +11,8 @@ counts tokens as computed before it knows them.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import reprlib
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
@@ -30,6 +31,10 @@ CHAINS_KEPT = 256
 """So many salts and adapters are begun with from memory; a client may choose a salt each time."""
 PARAMETER = "penstock"
 """The key of a request's `kv_transfer_params` that is meant for this connector."""
+SWITCHES = ("load", "save")
+"""What stands under it, where it is not just true or false."""
+SHOWN_CHARACTERS = 60
+"""So much of a client's value is shown in a log line."""
 
 
 class Placed(Protocol):
@@ -64,7 +69,8 @@ class Request(Protocol):
     cache_salt: str | None
     skip_reading_prefix_cache: bool
     resumable: bool
-    kv_transfer_params: dict[str, object] | None
+    kv_transfer_params: object
+    """A dictionary or `None` by vLLM's own checks, which do not cover every way in."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -93,22 +99,58 @@ class Wishes:
 
     load: bool
     save: bool
+    wrong: str = ""
+    """What is wrong with the request's parameters; such a request is neither loaded nor saved."""
 
 
 def wishes_of(request: Request) -> Wishes:
     """Whether a request may be served from, and written to, what lies below the device.
 
     Prompt embeddings have no tokens to make keys from. A session that takes further input
-    may change tokens that were hashed. Both stay out.
+    may change tokens that were hashed. Both stay out. So does a request whose parameters are
+    not exactly what can be asked for: who tried to opt out must not be saved.
     """
-    if request.prompt_embeds is not None or request.resumable:
-        return Wishes(load=False, save=False)
-    asked: object = (request.kv_transfer_params or {}).get(PARAMETER, True)
-    if isinstance(asked, dict):
-        load, save = asked.get("load", True) is not False, asked.get("save", True) is not False
-    else:
-        load = save = asked is not False
-    return Wishes(load=load and not request.skip_reading_prefix_cache, save=save)
+    wishes = _asked_for(request.kv_transfer_params)
+    if wishes.wrong or request.prompt_embeds is not None or request.resumable:
+        return Wishes(load=False, save=False, wrong=wishes.wrong)
+    return replace(wishes, load=wishes.load and not request.skip_reading_prefix_cache)
+
+
+def _asked_for(parameters: object) -> Wishes:
+    """What `kv_transfer_params` asks for: keys that belong to other connectors are left alone."""
+    everything = Wishes(load=True, save=True)
+    if parameters is None:
+        return everything
+    if not isinstance(parameters, dict):
+        return _wrong("", parameters, f'an object such as {{"{PARAMETER}": false}}')
+    for key in parameters:
+        # `Penstock`, `penstock.save` or a bare `save`: meant for us, but not where it belongs.
+        near = str(key).strip().casefold()
+        if key != PARAMETER and (near.startswith(PARAMETER) or near in SWITCHES):
+            return _wrong(f"[{_short(key)}]", parameters[key], f'under the key "{PARAMETER}"')
+    asked = parameters.get(PARAMETER, True)
+    if isinstance(asked, bool):
+        return Wishes(load=asked, save=asked)
+    if not isinstance(asked, dict):
+        return _wrong(f".{PARAMETER}", asked, "true, false, or an object of load and save")
+    for key, value in asked.items():
+        if key not in SWITCHES:
+            return _wrong(f".{PARAMETER}[{_short(key)}]", value, 'left out, or "load" or "save"')
+        if not isinstance(value, bool):
+            return _wrong(f".{PARAMETER}.{key}", value, "true or false")
+    return replace(everything, **asked)
+
+
+def _wrong(where: str, value: object, right: str) -> Wishes:
+    wrong = f"kv_transfer_params{where} is {_short(value)}, must be {right}"
+    return Wishes(load=False, save=False, wrong=wrong)
+
+
+def _short(value: object) -> str:
+    """A client's value for a log line: on one line, and not long."""
+    # Bounded before it is made: a client may send a megabyte, or nest it deeply.
+    told = reprlib.repr(value)
+    return told if len(told) <= SHOWN_CHARACTERS else f"{told[:SHOWN_CHARACTERS]}…"
 
 
 class Chains:

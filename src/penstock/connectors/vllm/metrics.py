@@ -6,21 +6,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 
-from penstock.connectors.vllm.statistics import COUNTERS, GAUGES, PREFIX, combined
+from penstock.connectors.vllm.statistics import (
+    BUCKETS_S,
+    COUNTERS,
+    GAUGES,
+    PREFIX,
+    TIMES,
+    Taken,
+    combined,
+    reduced,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass
 class PenstockStats(KVConnectorStats):  # type: ignore[misc]
     """What was counted in some steps."""
 
-    data: dict[str, int] = field(default_factory=dict)
+    data: Taken = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forgets it."""
@@ -32,7 +44,7 @@ class PenstockStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """For the log line."""
-        return dict(self.data)
+        return reduced(self.data)
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -40,21 +52,28 @@ class PenstockStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PenstockMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Counters and gauges on vLLM's own page, one of each for every engine."""
+    """Counters, gauges and histograms on vLLM's own page, one of each for every engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        kinds = [(self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES)]
         self._metrics: dict[str, dict[int, Any]] = {}
-        for kind, names in kinds:
-            for name, documentation in names.items():
-                metric = kind(
-                    name=f"{PREFIX}{name}", documentation=documentation, labelnames=self._labelnames
-                )
-                self._metrics[name] = {
-                    engine: metric.labels(*values)
-                    for engine, values in self.per_engine_labelvalues.items()
-                }
+        self._add(self._counter_cls, COUNTERS)
+        # Several API servers share one page, and any of them may be the one that was told last.
+        self._add(self._gauge_cls, GAUGES, multiprocess_mode="mostrecent")
+        self._add(self._histogram_cls, TIMES, buckets=[*BUCKETS_S])
+
+    def _add(self, kind: Any, names: Mapping[str, str], **how: Any) -> None:
+        for name, documentation in names.items():
+            metric = kind(
+                name=f"{PREFIX}{name}",
+                documentation=documentation,
+                labelnames=self._labelnames,
+                **how,
+            )
+            self._metrics[name] = {
+                engine: metric.labels(*values)
+                for engine, values in self.per_engine_labelvalues.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds what was counted."""
@@ -62,5 +81,8 @@ class PenstockMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             metric = self._metrics[name][engine_idx]
             if name in COUNTERS:
                 metric.inc(value)
-            else:
+            elif name in GAUGES:
                 metric.set(value)
+            else:
+                for each in value:
+                    metric.observe(each)

@@ -20,15 +20,15 @@ the next step its blocks may have left the window.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.connectors.vllm.counting import Counting
 from penstock.connectors.vllm.keys import Chains, RequestKeys, tenant_of, wishes_of
 from penstock.connectors.vllm.messages import Loading, StepPlan
-from penstock.connectors.vllm.statistics import GAUGE_STEPS, Tally
 from penstock.machine.effects import Ended
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.connectors.vllm.layerwise import Joins
     from penstock.connectors.vllm.pins import Pins
     from penstock.connectors.vllm.speed import PrefillSpeed
+    from penstock.connectors.vllm.statistics import Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
     from penstock.vocabulary.ids import Key, OperationId
@@ -73,11 +74,23 @@ class Tracked:
     loads: set[OperationId] = field(default_factory=set)
     saves: dict[OperationId, Sequence[int]] = field(default_factory=dict)
     """Saves that the request itself keeps the blocks for, and which."""
+    arriving: tuple[int, int] = (0, 0)
+    """Which tokens, from and to, are being loaded: what vLLM keeps of them is not counted yet."""
+    load_began: float = 0.0
     joins: bool = False
     """Whether it computes on its loads in the step that begins them."""
     failures: int = 0
     voided: bool = False
     """Whether it runs on blocks from before a reset: what it computes from them is not kept."""
+
+
+class _Load(NamedTuple):
+    """One operation that loads blocks of a request."""
+
+    tracked: Tracked
+    first: int
+    """The block of the request that it begins with."""
+    blocks: int
 
 
 class Scheduling:
@@ -95,6 +108,7 @@ class Scheduling:
         announcer: Announcer | None = None,
         joins: Joins | None = None,
         speed: PrefillSpeed | None = None,
+        counting: Counting | None = None,
     ) -> None:
         """The half for one engine.
 
@@ -108,6 +122,7 @@ class Scheduling:
             announcer: Who tells routers about blocks, if anybody does.
             joins: Who computes on loads while they arrive, if anybody may.
             speed: Who clocks prefill, where steps can be told apart.
+            counting: What it counts with.
         """
         self._offload = offload
         self._config = config
@@ -121,25 +136,28 @@ class Scheduling:
         self._announcer = announcer
         self._joins = joins
         self._speed = speed
+        self._counting = counting or Counting()
+        self.tally = self._counting.tally
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
         self._requests: dict[str, Tracked] = {}
         self._starting: list[Loading] = []
-        self._loading: dict[OperationId, tuple[Tracked, int]] = {}
+        self._loading: dict[OperationId, _Load] = {}
         self._saving: dict[OperationId, tuple[Tracked, Sequence[Key]]] = {}
         self._saving_blocks = 0
         """So many blocks are being saved."""
         self._stirred = False
         """Whether anything has happened below since the tiers were last given the time: most
         steps only decode, and should not pay for tiers that have nothing to do."""
-        self._steps = GAUGE_STEPS
-        """Since gauges were last told; the first time they are told at once."""
-        self.tally = Tally()
+        self._changed = True
+        """Whether tiers may have changed since their sizes were last told."""
+        self._owes_step = False
+        """Whether something changed outside of a step: vLLM asks for sizes in steps only."""
 
     @property
     def pending(self) -> bool:
         """Whether vLLM must go on stepping for copies to end."""
-        return self._offload.busy
+        return self._offload.busy or self._owes_step
 
     # ---------------------------------------------------------------- requests come
 
@@ -149,6 +167,7 @@ class Scheduling:
         self._give_up_saves(tracked)
         # vLLM asks when a request begins, for the first time or anew: all it has is recent.
         tracked.voided = False
+        tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
         tracked.saved = 0
         # The last token is always computed: the engine needs its logits.
@@ -174,7 +193,7 @@ class Scheduling:
         tracked.joins = (
             self._joins is not None
             and self._joins.has_room(blocks, -(-blocks // self._most))
-            and all(other.joins for other, _ in self._loading.values())
+            and all(load.tracked.joins for load in self._loading.values())
         )
         return tracked.joins
 
@@ -202,9 +221,12 @@ class Scheduling:
         else:
             self._starting.append(loading)
         tracked.loads = set(started.operations)
+        tracked.arriving = (first * self._tokens, first * self._tokens + external)
+        tracked.load_began = self._counting.clock()
         sizes = _shares(len(started.accepted), len(started.operations), self._most)
         for operation, size in zip(started.operations, sizes, strict=True):
-            self._loading[operation] = (tracked, size)
+            self._loading[operation] = _Load(tracked, first, size)
+            first += size
         self.tally.add("tokens_found", external)
 
     def finished(self, name: str) -> None:
@@ -231,6 +253,7 @@ class Scheduling:
         for tracked in self._requests.values():
             tracked.voided = True
             tracked.found = None
+        self._changed = self._owes_step = True
         self.tally.add("resets")
 
     # ---------------------------------------------------------------- steps go by
@@ -256,6 +279,8 @@ class Scheduling:
         early = tuple(iter(self._offload.take_plan, None)) if joined else ()
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
+            if tracked is not None and tracked.arriving[1] and not tracked.joins:
+                self._count_kept(tracked)
             # What is computed on a load is saved when the load was verified, in a later step.
             if tracked is None or not tracked.save or tracked.voided or tracked.loads:
                 continue
@@ -265,11 +290,12 @@ class Scheduling:
             known = min(request.num_computed_tokens + token_count, request.num_tokens)
             if known // self._tokens > tracked.saved:
                 self._save(tracked, known // self._tokens, tables(name))
-        self._steps += 1
+        self._owes_step = False
         if self._speed is not None:
             self._speed.begin(scheduled)
         if not self._stirred:
             return None
+        self._changed = True
         self._offload.step()
         # One step more after the last copy has ended: then the tiers have heard of its end.
         self._stirred = self._offload.busy
@@ -284,7 +310,7 @@ class Scheduling:
         if self._speed is not None:
             self._speed.end()
         for report in reports:
-            self._stirred = True
+            self._stirred = self._changed = True
             self._offload.hear(report)
         told = self._offload.poll()
         if self._announcer is not None:
@@ -292,18 +318,13 @@ class Scheduling:
         for each in told:
             self._told(each)
 
-    def take_statistics(self) -> dict[str, int]:
-        """What was counted since the last call; gauges now and then."""
-        taken = self.tally.take()
-        due = self._steps >= GAUGE_STEPS
-        if taken or due:
-            taken["pinned_blocks"] = self._pins.count
-        if due:
-            self._steps = 0
-            hub = self._offload.statistics().tiers[-len(self._config.cache.tiers) :][:1]
-            for tier in hub:
-                taken["host_slots"], taken["host_slots_ready"] = tier.slots, tier.ready
-        return taken
+    def take_statistics(self) -> Taken:
+        """What was counted, and which sizes have changed, since the last call."""
+        if self._changed:
+            self._changed = False
+            self._counting.sizes(self._offload.hub_counts())
+        self.tally.gauge("pinned_blocks", self._pins.count)
+        return self.tally.take()
 
     def _told(self, told: Ended | Settled) -> None:
         operation = told.operation
@@ -316,10 +337,7 @@ class Scheduling:
             self._loaded(told)
         else:
             keys = self._end_save(operation)
-            self.tally.add("blocks_saved", len(keys) if told.outcome is Outcome.DONE else 0)
-            # What was cancelled was given up here, and counted then.
-            failed = told.outcome in {Outcome.FAILED, Outcome.EXPIRED}
-            self.tally.add("saves_failed", 1 if failed else 0)
+            self._counting.saved(told, keys)
             if self._announcer is not None:
                 self._announcer.forget(keys)
 
@@ -348,19 +366,27 @@ class Scheduling:
         tracked.saves.clear()
 
     def _loaded(self, told: Ended) -> None:
-        tracked, blocks = self._loading.pop(told.operation)
+        tracked, first, blocks = self._loading.pop(told.operation)
         tracked.loads.discard(told.operation)
-        if told.outcome is Outcome.DONE:
-            self.tally.add("tokens_loaded", blocks * self._tokens)
-            return
-        if self._requests.get(tracked.request.request_id) is not tracked:
-            return  # Nobody wants it any more: it was cancelled, or might as well have been.
-        self.tally.add("loads_failed")
+        self._counting.copied(told, blocks)
+        wanted = self._requests.get(tracked.request.request_id) is tracked
+        if not tracked.loads and (wanted or tracked.joins):
+            self._counting.arrived(tracked.load_began)
+            if tracked.joins:
+                # vLLM knows by now which blocks of this step are invalid.
+                self._count_kept(tracked)
+        if not wanted or told.outcome is Outcome.DONE:
+            return  # What nobody wants any more was cancelled, or might as well have been.
+        self._counting.load_failed(told, tracked.keys.upto(first + blocks)[first : first + blocks])
         # What was not brought is computed, and may be saved again.
         tracked.saved = min(tracked.saved, tracked.held)
         tracked.found = None
         tracked.failures += 1
         tracked.load = tracked.load and tracked.failures < LOAD_ATTEMPTS
+
+    def _count_kept(self, tracked: Tracked) -> None:
+        self._counting.kept(tracked.arriving, tracked.request.num_computed_tokens)
+        tracked.arriving = (0, 0)
 
     def _save(self, tracked: Tracked, full: int, tables: Tables) -> None:
         if tracked.keys.stale:
@@ -449,6 +475,8 @@ class Scheduling:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             wishes = wishes_of(request)
+            if wishes.wrong:
+                self._counting.refused(request.request_id, wishes.wrong)
             tracked = self._requests[request.request_id] = Tracked(
                 request=request,
                 keys=RequestKeys(self._chains, request),
