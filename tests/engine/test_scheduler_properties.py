@@ -19,7 +19,7 @@ from penstock.engine.batch import PREVIOUS
 from penstock.engine.engine import Engine
 from penstock.engine.requests import Answer, Output, Reason, Request
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.steps import Step, StepResult
+from penstock.engine.steps import HandedCounts, Step, StepResult
 from penstock.engine.wishes import Sampled, Sampling
 from penstock.errors import CapacityError
 
@@ -91,6 +91,10 @@ class FakeWorkers:
 
     def take_reports(self) -> list[bytes]:
         return []
+
+    @property
+    def handed(self) -> HandedCounts:
+        return HandedCounts()
 
     def close(self) -> None:
         pass

@@ -71,6 +71,38 @@ def test_a_prompt_that_was_handed_over_gives_the_same_tokens_and_probabilities(
     assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_what_several_ranks_verify_is_counted(model_folder: Path) -> None:
+    with serving(model_folder, "--decode-tp", "2", *SIZES) as running:
+        one = told(running, STORY)
+        first = handed(running)
+        told(running, f"Another one. {STORY}")
+        second = handed(running)
+
+    assert one["usage"]["prompt_tokens"] > 0
+    assert 0 < first["decode-0"][0] < second["decode-0"][0]
+    # Each rank takes its own heads: together, what the prefill instance has sent.
+    assert first["decode-0"][1] == first["prefill-0"][1] > 0
+    assert second["decode-0"][1] == second["prefill-0"][1]
+
+
+def handed(running: Running) -> dict[str, tuple[int, int]]:
+    """Parts that were verified and bytes that were moved, once nothing more is told."""
+    found: list[dict[str, tuple[int, int]]] = []
+
+    def settled() -> bool:
+        instances = running.client.get("/cache").json()["instances"]
+        found.append(
+            {
+                each["instance"]: (each["handed_parts_verified"], each["handed_bytes"])
+                for each in instances
+            }
+        )
+        return found[-1]["decode-0"][1] == found[-1]["prefill-0"][1] > 0
+
+    eventually(settled, wanted=True)
+    return found[-1]
+
+
 def test_a_pair_chooses_tokens_as_one_instance_does(server: Running, pair: Running) -> None:
     prompt = "What is asked for holds for the first token, too, whoever chooses it. " * 3
     wishes: dict[str, Any] = {

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.engine.batch import is_decode
 from penstock.engine.requests import Phase
-from penstock.engine.steps import COPIES_ALONE, STEP_S, Step
+from penstock.engine.steps import COPIES_ALONE, STEP_S, HandedCounts, Step
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class Workers(Protocol):
         """What the ranks said about copies since the last call."""
         ...
 
+    @property
+    def handed(self) -> HandedCounts:
+        """What ranks in other processes have handed over, or taken in."""
+        ...
+
     def close(self) -> None:
         """Ends the ranks."""
         ...
@@ -88,6 +93,11 @@ class LocalWorkers:
     def take_reports(self) -> list[bytes]:
         """None: the cache drives this rank itself."""
         return []
+
+    @property
+    def handed(self) -> HandedCounts:
+        """Nothing: the one rank is in this process."""
+        return HandedCounts()
 
     def close(self) -> None:
         """There is nobody to end."""
@@ -183,6 +193,12 @@ class Engine:
     def handoff_outcomes(self) -> dict[str, int]:
         """How many handoffs ended how."""
         return {} if self.handoffs is None else dict(self.handoffs.outcomes)
+
+    @property
+    def handed(self) -> HandedCounts:
+        """What its ranks have handed over, or taken in."""
+        here = self.handoffs.rank if self.handoffs is not None else None
+        return self._workers.handed if here is None else here.counts
 
     def close(self, deadline_s: float) -> None:
         """Ends what is under way, drains the copies, and lets the ranks go."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.pairing import SETTINGS, directory_of, rank_name
 from penstock.engine.spec import Role
+from penstock.engine.steps import HandedCounts
 from penstock.runtime.handoff.decode_rank import DecodeRankDriver
 from penstock.runtime.handoff.lines import zmq_lines
 from penstock.runtime.handoff.prefill_rank import PrefillRankDriver
@@ -51,18 +52,12 @@ class HandedRank:
         """Called while a step is computed: others in this process have lines, too."""
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes that were sent or taken in."""
+    def counts(self) -> HandedCounts:
+        """What it has handed over, or taken in."""
         driver = self._driver
         if isinstance(driver, PrefillRankDriver):
-            return driver.bytes_written
-        return driver.bytes_taken
-
-    @property
-    def parts_verified(self) -> int:
-        """Parts that were taken in: each was compared with its sums."""
-        driver = self._driver
-        return driver.parts_taken if isinstance(driver, DecodeRankDriver) else 0
+            return HandedCounts(bytes_moved=driver.bytes_written)
+        return HandedCounts(driver.parts_taken, driver.bytes_taken)
 
     def begin(self, step: Step) -> None:
         """A step is about to be computed."""

@@ -107,8 +107,6 @@ class Side(Handoffs):
             rank.between_layers = self.listen
         self._block_tokens = config.cache.block_tokens
         self.ended: deque[HandedPrompt] = deque(maxlen=HANDOFFS_KEPT)
-        self.tokens_delivered = 0
-        """Tokens whose KV was handed over."""
         self.delivered: set[str] = set()
         """Requests whose prompts were delivered; whoever tells of it takes them out."""
         self._held: dict[str, Answer] = {}
@@ -198,8 +196,6 @@ class Side(Handoffs):
 
     def _count(self, begun: HandedPrompt, outcome: Outcome) -> None:
         self.outcomes[outcome.value] += 1
-        if outcome is Outcome.DELIVERED:
-            self.tokens_delivered += begun.tokens
         now = time.monotonic()
         self.ended.append(msgspec.structs.replace(begun, outcome=outcome.value, ended=now))
 

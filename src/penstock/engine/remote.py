@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from penstock.engine.meeting import End, Loaded, encode, read_by_rank, read_by_scheduler
-from penstock.engine.steps import Step, StepResult
+from penstock.engine.steps import HandedCounts, Step, StepResult
 from penstock.errors import PeerError, UnavailableError
 from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any
@@ -45,6 +45,7 @@ class RemoteWorkers:
         self._reports: list[bytes] = []
         """What the ranks said about copies, for the owner of the cache."""
         self._answers: list[deque[StepResult]] = [deque() for _ in channels]
+        self._handed = [HandedCounts() for _ in channels]
 
     def submit(self, step: Step) -> None:
         """Hands a step to every rank.
@@ -72,6 +73,11 @@ class RemoteWorkers:
         reports, self._reports = self._reports, []
         return reports
 
+    @property
+    def handed(self) -> HandedCounts:
+        """What all ranks have handed over, or taken in, as they last told."""
+        return sum(self._handed, HandedCounts())
+
     def listen(self) -> None:
         """Takes in what has arrived.
 
@@ -87,6 +93,8 @@ class RemoteWorkers:
                 if not isinstance(result, StepResult):
                     raise PeerError(f"rank {rank} said {result}, must be the result of a step")
                 self._reports += result.reports
+                if result.handed is not None:
+                    self._handed[rank] = result.handed
                 if result.number:
                     self._answers[rank].append(result)
 
@@ -113,6 +121,7 @@ def serve_rank(
         PeerError: it said what makes no sense.
     """
     channel.send(encode(Loaded(rank.facts.to_bytes())))
+    told = HandedCounts()
     while True:
         match channel.receive():
             case Item(frame):
@@ -121,7 +130,7 @@ def serve_rank(
                     return "the scheduler ended"
                 if not isinstance(message, Step):
                     raise PeerError(f"the scheduler said {message}, must be a step or the end")
-                channel.send(encode(_computed(message, worker, rank)))
+                channel.send(encode(_computed(message, worker, rank, handed)))
             case Closed():
                 raise UnavailableError("the scheduler left without a word")
             case Failed(cause):
@@ -130,16 +139,29 @@ def serve_rank(
                 report = rank.step()
                 if report is not None:
                     channel.send(encode(StepResult(0, [], [report])))
+                told = _hand_over(channel, handed, told)
                 _wait(channel, rank, handed)
 
 
+def _hand_over(channel: Channel, handed: HandedRank | None, told: HandedCounts) -> HandedCounts:
+    """Lets handoffs advance; tells what was handed over, and returns it, if that has changed."""
+    if handed is None:
+        return told
+    handed.step()
+    counts = handed.counts
+    if counts != told and not handed.has_work:
+        # Parts come between steps: no step may follow the last of them.
+        channel.send(encode(StepResult(0, [], handed=counts)))
+        return counts
+    return told
+
+
 def _wait(channel: Channel, rank: Rank, handed: HandedRank | None) -> None:
-    """Lets handoffs advance, and waits for something to do."""
+    """Waits for something to do."""
     deadline = time.monotonic() + IDLE_S
     if handed is None:
         rank.wait(deadline, channels=[channel])
         return
-    handed.step()
     if handed.has_work:
         return
     due = handed.next_deadline()
@@ -151,10 +173,11 @@ def _wait(channel: Channel, rank: Rank, handed: HandedRank | None) -> None:
     )
 
 
-def _computed(step: Step, worker: Worker, rank: Rank) -> StepResult:
+def _computed(step: Step, worker: Worker, rank: Rank, handed: HandedRank | None) -> StepResult:
     if step.plan is not None:
         rank.take(step.plan)
     result = worker.execute(step) if step.spans else StepResult(step.number, [])
     report = rank.step()
     reports = [] if report is None else [report]
-    return msgspec.structs.replace(result, reports=reports)
+    counts = None if handed is None else handed.counts
+    return msgspec.structs.replace(result, reports=reports, handed=counts)

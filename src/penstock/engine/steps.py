@@ -66,6 +66,20 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Prompts of which every token is wanted with its log-probability."""
 
 
+class HandedCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks have handed over, or taken in, since they started."""
+
+    parts_verified: int = 0
+    """Parts that were taken in: each was compared with its sums."""
+    bytes_moved: int = 0
+    """Bytes that were sent or taken in."""
+
+    def __add__(self, other: HandedCounts) -> HandedCounts:
+        return HandedCounts(
+            self.parts_verified + other.parts_verified, self.bytes_moved + other.bytes_moved
+        )
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What one rank has to say about a step."""
 
@@ -76,3 +90,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What became of copies."""
     scored: list[list[Sampled]] = []
     """One list for each of the step's scores, from the first rank."""
+    handed: HandedCounts | None = None
+    """Of a rank that takes part in handoffs."""

@@ -54,8 +54,6 @@ def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
 
 
 def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:
-    handoffs = engine.handoffs
-    rank = None if handoffs is None else handoffs.rank
     return {
         "instance": spec.name,
         "role": spec.role.value,
@@ -65,20 +63,10 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[st
         **{phase.value: engine.scheduler.count(phase) for phase in PHASES},
         "preemptions": engine.scheduler.preemptions,
         "handoffs": engine.handoff_outcomes,
-        "handed_bytes": _handed_bytes(engine, token_bytes),
-        "handed_parts_verified": 0 if rank is None else rank.parts_verified,
+        "handed_bytes": engine.handed.bytes_moved,
+        "handed_parts_verified": engine.handed.parts_verified,
         "token_bytes": token_bytes,
     }
-
-
-def _handed_bytes(engine: Engine, token_bytes: int) -> int:
-    """What the rank in this process moved; of ranks elsewhere, what follows from the prompts."""
-    handoffs = engine.handoffs
-    if handoffs is None:
-        return 0
-    if handoffs.rank is not None:
-        return handoffs.rank.bytes_moved
-    return handoffs.tokens_delivered * token_bytes
 
 
 def _timeline(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:

@@ -67,7 +67,9 @@ class Encoder:
         self, characters: int, longest: int, param: str, encode: Callable[[], FoundT]
     ) -> FoundT:
         if self._waiting >= WAITING_MAX:
-            raise BadRequest(f"{self._waiting} texts wait to be encoded, at most", status=429)
+            raise BadRequest(
+                f"{self._waiting} texts wait to be encoded, at most {WAITING_MAX} may", status=429
+            )
         threads = self._long if characters > LONG_CHARACTERS else self._short
         self._waiting += 1
         try:
