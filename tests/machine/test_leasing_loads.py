@@ -186,6 +186,38 @@ def test_a_block_matched_while_being_demoted_stays_when_the_demotion_ends(
     assert driver.tiers_with("a") == {"host"}
 
 
+def test_a_block_leased_again_while_being_demoted_keeps_its_slot(
+    make_driver: MakeDriver,
+) -> None:
+    driver = demoting(make_driver)
+    granted = driver.acquire("x")
+
+    driver.complete(driver.copy(Purpose.DEMOTE))
+
+    assert driver.tiers_with("x") == {"device", "host"}
+    assert granted.table[0] not in driver.books.device.pool.free_slots()
+
+
+def test_a_slot_given_up_by_its_request_is_filled_for_those_who_wait_for_the_same_stage(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=8)
+    driver.discover(2, "ab")
+    both = driver.acquire("ab")
+    first = driver.acquire("a")
+    driver.release(both.lease)
+
+    stage = driver.copy(Purpose.STAGE)
+    driver.complete(stage)
+
+    load = driver.copy(Purpose.LOAD)
+    assert load.target_slots.tolist() == both.table[:2].tolist()
+    assert not set(load.target_slots.tolist()) & set(driver.books.device.pool.free_slots().tolist())
+    driver.finish()
+    assert driver.books.leases[first.lease].state is LeaseState.READY
+    assert driver.tiers_with("ab") == {"device", "host", "disk"}
+
+
 def test_a_corrupt_block_below_the_hub_is_computed_by_everybody_who_waits(
     make_driver: MakeDriver,
 ) -> None:

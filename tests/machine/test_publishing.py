@@ -10,6 +10,7 @@ from penstock.cache.departed import MissReason
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState
+from penstock.errors import CapacityError
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
@@ -94,6 +95,27 @@ def test_two_requests_that_computed_the_same_block_end_with_one_copy(
     assert driver.cached_in("device") == {"a", "ab"}
     assert driver.free_in("device") == 6
     assert driver.machine.statistics().blocks_twinned == 2
+
+
+def test_the_copy_that_was_published_first_stays_while_another_request_needs_it(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=6)
+    first, second = (driver.acquire("ab").lease for _ in range(2))
+    driver.commit(first, "ab")
+    driver.commit(second, "ab")
+    driver.release(first)
+    driver.acquire("", more_tokens=1)
+
+    # Blocks of the second request follow it: nothing could match them without it.
+    with pytest.raises(CapacityError):
+        driver.acquire("", more_tokens=1)
+
+    driver.grow(second, 6)
+    driver.commit(second, "abc")
+    assert driver.cached_in("device") == {"a", "ab", "abc"}
+    driver.release(second)
+    assert driver.acquire("abc").cached_tokens == 6
 
 
 def test_a_table_never_changes_under_a_step_that_is_in_flight(make_driver: MakeDriver) -> None:

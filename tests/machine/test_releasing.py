@@ -351,10 +351,29 @@ def test_of_two_requests_that_lose_their_blocks_at_once_one_finds_room_to_comput
     driver.handle(ev.TierOff(tier=1, fenced=True))
 
     states = {lease: driver.books.leases[lease].state for lease in (first, second)}
-    assert states == {first: LeaseState.LOST, second: LeaseState.READY}
+    assert states == {first: LeaseState.READY, second: LeaseState.LOST}
     driver.release(first)
     driver.release(second)
     assert driver.free_in("device") == 5
+
+
+def test_what_one_request_gives_back_serves_another_that_lost_the_same_blocks(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=8, host=8, ranks=2)
+    driver.discover(1, "ab")
+    small = driver.acquire("ab").lease
+    large = driver.acquire("abcde").lease
+    shared = driver.copy(Purpose.LOAD)
+    assert driver.free_in("device") == 1
+    driver.acquire("", more_tokens=1)
+
+    driver.report(shared, rank=0)
+    driver.report(shared, rank=1, failure="link down")
+
+    # Both let go of the two slots that they shared, and these are enough for one of them.
+    states = {lease: driver.books.leases[lease].state for lease in (small, large)}
+    assert states == {small: LeaseState.READY, large: LeaseState.LOST}
 
 
 def test_a_lease_is_lost_once(make_driver: MakeDriver) -> None:

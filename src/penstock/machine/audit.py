@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from penstock.cache.leases import Lease
+    from penstock.cache.ledger import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
 
@@ -237,10 +238,20 @@ def _audit_operations(books: Books) -> None:
             _fail(books, f"operation {operation.id} has ended but is still in the ledger")
         if operation.state is _ENDING and operation.waiters:
             _fail(books, f"leases wait for operation {operation.id}, which was given up")
-        target = books.tiers[operation.target]
-        if operation.state is _RUNNING and target is not None:
-            for slot in operation.target_slots.tolist():
-                if target.pool.state[slot] not in (FILLING, DOOMED):
-                    _fail(books, f"operation {operation.id} writes into slot {slot}, in use")
+        if operation.state is _RUNNING:
+            _audit_targets(books, operation)
     if queued != {hop: meter.queued for hop, meter in books.rates.hops.items()}:
         _fail(books, "the blocks queued on the hops are not those of the copies under way")
+
+
+def _audit_targets(books: Books, operation: Operation) -> None:
+    """What a copy under way writes is not in use, nor what it is to be passed on to."""
+    target = books.tiers[operation.target]
+    for slot in () if target is None else operation.target_slots.tolist():
+        if target.pool.state[slot] not in (FILLING, DOOMED):
+            _fail(books, f"operation {operation.id} writes into slot {slot}, in use")
+    # Whoever gave a slot up left it to the operation, which fills it for the next one.
+    awaited = () if operation.onward is None else operation.onward.tolist()
+    for slot in awaited:
+        if slot != NOWHERE and books.device.pool.state[slot] != FILLING:
+            _fail(books, f"operation {operation.id} passes on to slot {slot}, given up")

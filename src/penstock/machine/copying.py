@@ -316,6 +316,7 @@ def _slots_to_load_into(
     onward = operation.onward.copy()
     onward[~good] = NOWHERE
     wanted = onward != NOWHERE
+    # Always so while a stage runs (see the audit): a slot that was given up stays its own.
     wanted[wanted] = device.pool.state[onward[wanted]] == FILLING
     hub = books.tier(operation.target)
     wanted &= hub.pool.state[operation.target_slots] == READY
@@ -380,8 +381,9 @@ def _let_leave(books: Books, operation: Operation, now: float) -> None:
     victims = [
         node
         for node, slot in zip(nodes[::-1].tolist(), leaving[::-1].tolist(), strict=True)
-        if slot in written and tier.pool.holders[slot] == 0
+        if slot in written
     ]
+    # Those that were leased again meanwhile are held, and are not set aside.
     gone = tier.set_aside_leaves(victims)
     if gone:
         books.evict(tier, gone, MissReason.EVICTED, now, operation.cause)

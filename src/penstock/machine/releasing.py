@@ -107,24 +107,30 @@ def after_operation(
 ) -> None:
     """Tells the leases that waited: some may run, some have to compute more, some are lost."""
     waiters, operation.waiters = operation.waiters, set()
-    for lease_id in sorted(waiters):
-        lease = books.leases[lease_id]
+    leases = [books.leases[lease_id] for lease_id in sorted(waiters)]
+    missing: dict[LeaseId, int] = {}
+    # Every lease lets go of what did not arrive before the first one takes slots for it: several
+    # may hold the same slots, and what one gives back may be all that another needs.
+    for lease in leases:
         lease.waiting.discard(operation.id)
         if lease.state is LeaseState.LOST:
             continue
         if operation.purpose is Purpose.DUPLICATE and len(bad_slots):
             lose(books, lease, now)  # It cannot go on without the block that it shares.
         elif np.isin(lease.table[: lease.matched_blocks], bad_slots).any():
-            _recompute(books, lease, operation, bad_slots, now)
+            missing[lease.id] = _drop_missing(books, lease, operation, bad_slots, now)
+    for lease in leases:
+        if lease.id in missing:
+            _recompute(books, lease, missing[lease.id], now)
         if lease.state is LeaseState.LOADING and not lease.waiting:
             lease.move(LeaseMove.ARRIVE)
             _tell(books, lease)
 
 
-def _recompute(
+def _drop_missing(
     books: Books, lease: Lease, operation: Operation, bad_slots: NDArray[np.int32], now: float
-) -> None:
-    """Blocks did not arrive: from there on the request computes, in slots of its own."""
+) -> int:
+    """Lets go of blocks from the first that did not arrive on; how many."""
     first = int(np.flatnonzero(np.isin(lease.table[: lease.matched_blocks], bad_slots))[0])
     lease.miss = _why_not_arrived(operation, int(lease.table[first]), first)
     books.counters.tokens_not_delivered += (
@@ -149,14 +155,19 @@ def _recompute(
         slots = other.target_slots if other.onward is None else other.onward
         if not np.isin(slots, lease.table).any():
             _leave(books, lease, operation_id, now)
-    wanted = len(dropped)
+    return len(dropped)
+
+
+def _recompute(books: Books, lease: Lease, wanted: int, now: float) -> None:
+    """What did not arrive is computed by the request, in slots of its own."""
+    device = books.device
     if books.make_room(device, wanted, lease.tenant, now, lease.request) < wanted:
         lose(books, lease, now)
         return
     slots = device.pool.take(wanted)
     device.pool.hold(slots)
     lease.append(slots)
-    books.history.add(now, "recomputes", lease.request, (), f"from block {first}")
+    books.history.add(now, "recomputes", lease.request, (), f"from block {lease.matched_blocks}")
 
 
 def _why_not_arrived(operation: Operation, slot: int, block: int) -> Miss:
