@@ -257,7 +257,74 @@ def test_a_time_to_live_does_not_outlive_its_block(make_driver: MakeDriver) -> N
     assert driver.machine.next_deadline() is None
 
 
+def test_hits_with_a_time_to_live_leave_no_more_behind_than_there_are_blocks(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=30)
+    prompt = "abcdefghijklmnopqrst"
+    for _ in range(300):
+        driver.now += 0.01
+        driver.store(prompt, ttl_s=5.0)
+
+    assert driver.books.expiries.entry_count <= 3 * driver.books.nodes.capacity
+    driver.tick(after_s=6.0)
+    assert driver.books.expiries.entry_count == 0
+    assert driver.machine.next_deadline() is None
+
+
 # -------------------------------------------------------------------- tenants
+
+
+@each_policy
+def test_tenants_are_forgotten_when_nothing_is_left_of_them(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    device = TierSettings(name="device", slot_count=8, eviction=eviction, quotas={"*": 0.5})
+    driver = make_driver(device=device)
+    driver.store("a", tenant="ann")
+    keeper = driver.acquire("b", tenant="bob").lease
+
+    for number in range(1000):
+        driver.store(chr(0x4E00 + number), tenant=f"client {number}")
+
+    # Eight slots, and at most twice as many tenants as have blocks, or a few in any case.
+    assert len(driver.books.tenants) <= 64
+    assert len(list(driver.books.device.quota_policies())) == len(driver.books.tenants)
+    assert "bob" in driver.books.tenants
+    driver.commit(keeper, "b")
+    assert driver.books.device.used_by[driver.books.tenants["bob"]] == 1
+    numbers = list(driver.books.tenants.values())
+    assert len(set(numbers)) == len(numbers)
+
+
+@each_policy
+def test_tenants_with_quotas_share_the_arrays_of_their_policies(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    device = TierSettings(name="device", slot_count=64, eviction=eviction, quotas={"*": 0.5})
+    driver = make_driver(device=device)
+    for number in range(40):
+        driver.store(chr(0x4E00 + number), tenant=f"client {number}")
+
+    policies = [policy for _, policy in driver.books.device.quota_policies()]
+
+    arrays = {
+        id(value)
+        for policy in policies
+        for value in vars(policy).values()
+        if isinstance(value, np.ndarray)
+    }
+    assert len(policies) == 40
+    assert len(arrays) <= 3
+
+
+def test_the_namespaces_of_a_content_are_bounded(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=8)
+    for number in range(200):
+        driver.store(chr(0x4E00 + number), namespace=b"%d" % number, content=7)
+
+    assert len(driver.books.contents[7]) <= 64
+    assert driver.acquire("z", namespace=b"z", content=7).miss.reason is MissReason.NAMESPACE
 
 
 @each_policy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.eviction import POLICIES, EvictionPolicy
+from penstock.cache.eviction import POLICIES, EvictionPolicy, SharesArrays
 from penstock.cache.nodes import NOWHERE, NodeTable, grown
 from penstock.cache.pool import Pool
 from penstock.cache.states import LEAVING, READY
@@ -69,6 +69,10 @@ class Tier:
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
         """A tenant with a quota evicts its own blocks first, so they are also queued here."""
+        self._quota_arrays: EvictionPolicy | None = None
+        """Of a policy that lets others share its arrays: a block has one tenant, so all can."""
+        self._marked: list[EvictionPolicy] = []
+        """The policies that the last plan asked for victims."""
 
     # ---------------------------------------------------------------- who pays
 
@@ -78,7 +82,12 @@ class Tier:
         share = quotas.get(name, quotas.get(ANY_TENANT))
         if share is not None:
             self._quotas[tenant] = int(share * self.pool.slot_count)
-            self._quota_policies[tenant] = self._make_policy()
+            self._quota_policies[tenant] = self._make_quota_policy(tenant)
+
+    def dismiss(self, tenant: int) -> None:
+        """Forgets a tenant that has no blocks here; its number may be another's next."""
+        self._quotas.pop(tenant, None)
+        self._quota_policies.pop(tenant, None)
 
     def over_quota(self, tenant: int, wanted: int) -> int:
         """By how many slots `wanted` more would exceed the tenant's quota."""
@@ -194,7 +203,7 @@ class Tier:
         victims: list[int] = []
         if wanted <= 0:
             return Room(victims, 0, 0)
-        self._mark()
+        self._mark(tenant)
         if tenant is not None and tenant in self._quota_policies:
             over = self.over_quota(tenant, wanted)
             self._set_aside_from(self._quota_policies[tenant], over, victims)
@@ -207,7 +216,7 @@ class Tier:
     def pop_victim(self) -> int | None:
         """Sets the next block to leave aside and returns it."""
         victims: list[int] = []
-        self._mark()
+        self._mark(None)
         self._set_aside_from(self.policy, 1, victims)
         return victims[0] if victims else None
 
@@ -229,12 +238,15 @@ class Tier:
             parent = self.nodes.parent[node]
             if parent != NOWHERE:
                 self.children[parent] += 1
-        for policy in (self.policy, *self._quota_policies.values()):
+        for policy in self._marked:
             policy.rollback()
         self._offer(victims)
 
-    def _mark(self) -> None:
-        for policy in (self.policy, *self._quota_policies.values()):
+    def _mark(self, tenant: int | None) -> None:
+        """Those that will be asked, and no others: there may be many tenants."""
+        own = None if tenant is None else self._quota_policies.get(tenant)
+        self._marked = [self.policy] if own is None else [self.policy, own]
+        for policy in self._marked:
             policy.mark()
 
     def evict(self, victims: list[int], keys: list[Key]) -> NDArray[np.int32]:
@@ -377,6 +389,21 @@ class Tier:
             return [(first, len(tenants))]
         values, counts = np.unique(tenants, return_counts=True)
         return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+    def _make_quota_policy(self, tenant: int) -> EvictionPolicy:
+        if self._quota_arrays is None:
+            self._quota_arrays = self._make_policy()
+        if not isinstance(self._quota_arrays, SharesArrays):
+            return self._make_policy()
+        owners, standing = self.nodes, self.standing
+
+        def own_standing(node: int) -> int | None:
+            return standing(node) if owners.tenant[node] == tenant else None
+
+        policy = self._quota_arrays.sharing(own_standing)
+        self._quota_arrays.resize(self.nodes.capacity)
+        policy.resize(self.nodes.capacity)
+        return policy
 
     def _make_policy(self) -> EvictionPolicy:
         policy = POLICIES[self.settings.eviction](self.pool.slot_count, self.standing)

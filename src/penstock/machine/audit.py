@@ -73,6 +73,8 @@ def audit(books: Books) -> None:
         _fail(books, "the blocks being computed are not those the leases aim at")
     if Counter(key for keys in books.pins.values() for key in keys) != books.pinned:
         _fail(books, "the pinned keys are not those that somebody pinned")
+    if books.expiries.entry_count > 3 * books.nodes.capacity:
+        _fail(books, f"{books.expiries.entry_count} times to live are noted, more than blocks")
     _audit_operations(books)
 
 
@@ -247,9 +249,10 @@ def _audit_operations(books: Books) -> None:
 def _audit_targets(books: Books, operation: Operation) -> None:
     """What a copy under way writes is not in use, nor what it is to be passed on to."""
     target = books.tiers[operation.target]
-    for slot in () if target is None else operation.target_slots.tolist():
-        if target.pool.state[slot] not in (FILLING, DOOMED):
-            _fail(books, f"operation {operation.id} writes into slot {slot}, in use")
+    if target is not None:
+        for slot in operation.target_slots.tolist():
+            if target.pool.state[slot] not in (FILLING, DOOMED):
+                _fail(books, f"operation {operation.id} writes into slot {slot}, in use")
     # Whoever gave a slot up left it to the operation, which fills it for the next one.
     awaited = () if operation.onward is None else operation.onward.tolist()
     for slot in awaited:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.cache.departed import Departed, Departure, MissReason
+from penstock.cache.expiries import Expiries
 from penstock.cache.history import History
 from penstock.cache.ledger import Ledger
 from penstock.cache.nodes import NOWHERE, NodeTable
@@ -40,9 +40,13 @@ PRIORITY_MAX = int(np.iinfo(np.int16).max)
 FIRST_TO_LEAVE = -PRIORITY_MAX - 1
 """The priority of blocks whose time to live has passed: below any that can be asked for."""
 
+_TENANTS_MIN = 64
+"""So many tenants are remembered in any case."""
 _STORY_LENGTH = 20
 """So many happenings go with a defect that concerns no block in particular."""
 _CONTENT_LIMIT = 4096
+_NAMESPACE_LIMIT = 64
+"""Of so many namespaces each: who asks from a further one is told what is true of the first."""
 """Of so many prompts' first blocks, the namespaces are remembered."""
 
 
@@ -130,8 +134,11 @@ class Books:
         """Hub slots that a stage is filling, and which one: their blocks can be passed on."""
         self.sightings: dict[Key, int] = {}
         """How often an engine that offloads showed a block that had not earned its place."""
-        self._expiries: list[tuple[float, int, Key]] = []
-        self._expires_at: dict[Key, float] = {}
+        self.expiries = Expiries()
+        self.expiries.resize(self.nodes.capacity)
+        self._tenants_max = _TENANTS_MIN
+        """So many are remembered before those are forgotten that nothing is left of."""
+        self._tenants_free: list[int] = []
 
     # ---------------------------------------------------------------- finding things
 
@@ -184,10 +191,27 @@ class Books:
         """The number of a tenant."""
         number = self.tenants.get(name)
         if number is None:
-            number = self.tenants[name] = len(self.tenants)
+            if len(self.tenants) >= self._tenants_max:
+                self._forget_tenants()
+            number = self._tenants_free.pop() if self._tenants_free else len(self.tenants)
+            self.tenants[name] = number
             for tier in self.owned_tiers():
                 tier.introduce(number, name)
         return number
+
+    def _forget_tenants(self) -> None:
+        """Forgets tenants that have neither blocks nor leases; clients name them as they like."""
+        known = (self.nodes.copy_count > 0) | (self.nodes.child_count > 0)
+        needed = set(np.unique(self.nodes.tenant[known]).tolist())
+        needed |= {lease.tenant for lease in self.leases.values()}
+        for name, number in list(self.tenants.items()):
+            if number not in needed:
+                del self.tenants[name]
+                self._tenants_free.append(number)
+                for tier in self.owned_tiers():
+                    tier.dismiss(number)
+        # Twice as many as are needed, so that the work is in proportion to the newcomers.
+        self._tenants_max = max(_TENANTS_MIN, 2 * len(self.tenants))
 
     @property
     def healthy(self) -> bool:
@@ -209,9 +233,8 @@ class Books:
         nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
         for tier in self.owned_tiers():
             tier.fit()
-        if self._expires_at:
-            for key in keys:
-                self._expires_at.pop(key, None)
+        self.expiries.resize(self.nodes.capacity)
+        self.expiries.forget(nodes)
         return nodes
 
     def parent_node(self, key: Key | None, *, tenant: int) -> int:
@@ -246,47 +269,31 @@ class Books:
             if slot != NOWHERE and tier.pool.state[slot] != LEAVING:
                 tier.children[parent] += 1
 
-    def hint(
-        self, nodes: NDArray[np.int32], keys: Sequence[Key], priority: int, until: float | None
-    ) -> None:
+    def hint(self, nodes: NDArray[np.int32], priority: int, until: float | None) -> None:
         """Applies a request's wishes to blocks: the highest priority and the latest end win."""
         if priority:
             self.nodes.priority[nodes] = np.maximum(self.nodes.priority[nodes], priority)
         if until is not None:
-            self._expire_at(nodes, keys, until, priority)
+            longer = self.expiries.extend(nodes, until)
+            back = longer[self.nodes.priority[longer] == FIRST_TO_LEAVE]
+            self.nodes.priority[back] = priority
         for tier in self.owned_tiers():
             tier.offer(nodes)
 
-    def _expire_at(
-        self, nodes: NDArray[np.int32], keys: Sequence[Key], until: float, priority: int
-    ) -> None:
-        for node, key in zip(nodes.tolist(), keys, strict=True):
-            if until > self._expires_at.get(key, float("-inf")):
-                self._expires_at[key] = until
-                heappush(self._expiries, (until, node, key))
-                if self.nodes.priority[node] == FIRST_TO_LEAVE:
-                    self.nodes.priority[node] = priority
-
     def next_expiry(self) -> float | None:
         """When the next block's time to live passes."""
-        while self._expiries:
-            until, _, key = self._expiries[0]
-            if self._expires_at.get(key) == until:
-                return until
-            heappop(self._expiries)
-        return None
+        return self.expiries.next()
 
     def expire_blocks(self, now: float) -> None:
         """Blocks whose time has passed are the first to leave from now on."""
-        while (until := self.next_expiry()) is not None and until <= now:
-            _, _, key = heappop(self._expiries)
-            del self._expires_at[key]
-            node = self.nodes.get(key)
-            if node == NOWHERE:
-                continue
-            self.nodes.priority[node] = FIRST_TO_LEAVE
-            for tier in self.owned_tiers():
-                tier.offer(np.array([node], dtype=np.int32))
+        passed = self.expiries.pop_passed(now)
+        known = (self.nodes.copy_count[passed] > 0) | (self.nodes.child_count[passed] > 0)
+        passed = passed[known]
+        if not len(passed):
+            return
+        self.nodes.priority[passed] = FIRST_TO_LEAVE
+        for tier in self.owned_tiers():
+            tier.offer(passed)
 
     # ---------------------------------------------------------------- blocks go
 
@@ -405,7 +412,8 @@ class Books:
         if not content:
             return
         known = self.contents.setdefault(content, set())
-        known.add(namespace)
+        if len(known) < _NAMESPACE_LIMIT:
+            known.add(namespace)
         if len(self.contents) > _CONTENT_LIMIT:
             del self.contents[next(iter(self.contents))]
 

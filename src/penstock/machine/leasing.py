@@ -170,7 +170,7 @@ def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
             tier.touch(here, tick=books.tick)
     if event.priority or event.ttl_s is not None:
         until = None if event.ttl_s is None else now + event.ttl_s
-        books.hint(nodes, event.keys[: len(nodes)], event.priority, until)
+        books.hint(nodes, event.priority, until)
 
 
 def _rejoin(tier: Tier, nodes: NDArray[np.int32], slots: NDArray[np.int32]) -> None:

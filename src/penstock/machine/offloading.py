@@ -125,7 +125,7 @@ def save(books: Books, event: Save, now: float) -> None:
         keys = [event.keys[position] for position in accepted]
         if event.priority or event.ttl_s is not None:
             until = None if event.ttl_s is None else now + event.ttl_s
-            books.hint(taken, keys, event.priority, until)
+            books.hint(taken, event.priority, until)
         started = copying.start(
             books,
             Purpose.SAVE,

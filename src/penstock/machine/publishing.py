@@ -51,8 +51,7 @@ def commit(books: Books, event: Commit, now: float) -> None:
             copying.announce(books, books.device, published)
             if lease.priority or lease.ttl_s is not None:
                 until = None if lease.ttl_s is None else now + lease.ttl_s
-                keys = books.nodes.keys_of(published.tolist())
-                books.hint(published, keys, lease.priority, until)
+                books.hint(published, lease.priority, until)
             writing.after_fill(books, DEVICE, published, now, lease.request)
     books.aim(lease, event.frontier)
 

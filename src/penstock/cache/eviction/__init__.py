@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cache.eviction.base import EvictionPolicy, Standing
+from penstock.cache.eviction.base import EvictionPolicy, SharesArrays, Standing
 from penstock.cache.eviction.lru import LruPolicy
 from penstock.cache.eviction.s3fifo import S3FifoPolicy
 
@@ -16,4 +16,4 @@ POLICIES: dict[str, Callable[[int, Standing], EvictionPolicy]] = {
     "s3fifo": S3FifoPolicy,
 }
 
-__all__ = ["POLICIES", "EvictionPolicy", "LruPolicy", "S3FifoPolicy", "Standing"]
+__all__ = ["POLICIES", "EvictionPolicy", "LruPolicy", "S3FifoPolicy", "SharesArrays", "Standing"]

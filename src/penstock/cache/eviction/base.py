@@ -15,7 +15,7 @@ is the logical clock `tick`, one for each event the cache handles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -86,4 +86,20 @@ class EvictionPolicy(Protocol):
 
     def resize(self, node_capacity: int) -> None:
         """Node numbers up to `node_capacity` may occur from now on."""
+        ...
+
+
+@runtime_checkable
+class SharesArrays(Protocol):
+    """A policy of which there can be many in one tier, for little memory each.
+
+    Each tenant with a quota has an order of its own. One that keeps arrays by node takes as much
+    memory as the tier's for every tenant, unless they share them.
+    """
+
+    def sharing(self, standing: Standing) -> EvictionPolicy:
+        """Another order, of other nodes, in the same arrays: no node is in two of them.
+
+        `standing` is `None` for nodes of another: entries of theirs in a queue no longer hold.
+        """
         ...

@@ -23,20 +23,42 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 
+_STALE_MIN = 64
+"""So many entries are not worth looking through."""
+
+
+class _Arrays:
+    """What is kept by node, for one policy or for several with different nodes."""
+
+    def __init__(self) -> None:
+        self.used = np.zeros(0, dtype=np.int64)
+
+    def resize(self, node_capacity: int) -> None:
+        if len(self.used) < node_capacity:
+            self.used = grown(self.used, node_capacity)
+
+
 class LruPolicy:
     """The block whose last use lies longest ago leaves first."""
 
     name = "lru"
 
     def __init__(self, slot_count: int, standing: Standing) -> None:
+        self._slot_count = slot_count
         self._standing = standing
-        self._used = np.zeros(0, dtype=np.int64)
+        self._arrays = _Arrays()
+        self._used = self._arrays.used
         """Node to the tick of its last use."""
         self._used_view = self._used.data
         self._queue: list[tuple[int, int, int]] = []
         """A heap of (priority, tick, node)."""
-        # A node has at most one entry that holds; beyond twice that, most are stale.
-        self._queue_limit = 2 * slot_count + 64
+        self._queue_limit = _STALE_MIN
+
+    def sharing(self, standing: Standing) -> LruPolicy:
+        """Another order of other nodes, in the same arrays."""
+        other = LruPolicy(self._slot_count, standing)
+        other._arrays = self._arrays
+        return other
 
     def admit(self, key: Key, *, label: int) -> bool:  # noqa: ARG002
         """Everything is admitted."""
@@ -104,7 +126,8 @@ class LruPolicy:
 
     def resize(self, node_capacity: int) -> None:
         """Makes room for more node numbers."""
-        self._used = grown(self._used, node_capacity)
+        self._arrays.resize(node_capacity)
+        self._used = self._arrays.used
         self._used_view = self._used.data
 
     def _drop_stale(self) -> None:
@@ -115,3 +138,5 @@ class LruPolicy:
         }
         self._queue = list(held)
         heapify(self._queue)
+        # A node has at most one entry that holds; beyond twice that, most are stale.
+        self._queue_limit = 2 * len(held) + _STALE_MIN

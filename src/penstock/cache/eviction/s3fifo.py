@@ -34,6 +34,25 @@ _SMALL_SHARE = 10
 _Entry = tuple[int, int, int]
 
 
+_STALE_MIN = 64
+"""So many entries are not worth looking through."""
+
+
+class _Arrays:
+    """What is kept by node, for one policy or for several with different nodes."""
+
+    def __init__(self) -> None:
+        self.where = np.zeros(0, dtype=np.uint8)
+        self.stamp = np.zeros(0, dtype=np.int64)
+        self.count = np.zeros(0, dtype=np.uint8)
+
+    def resize(self, node_capacity: int) -> None:
+        if len(self.where) < node_capacity:
+            self.where = grown(self.where, node_capacity)
+            self.stamp = grown(self.stamp, node_capacity)
+            self.count = grown(self.count, node_capacity)
+
+
 class S3FifoPolicy:
     """Three first-in-first-out queues: small, main, and ghosts of the small one."""
 
@@ -43,7 +62,7 @@ class S3FifoPolicy:
         self._standing = standing
         self._small_limit = max(1, slot_count // _SMALL_SHARE)
         self._ghost_limit = slot_count
-        self._queue_limit = 2 * slot_count + 64
+        self._queue_limits = [_STALE_MIN, _STALE_MIN]
         self._queues: tuple[list[_Entry], list[_Entry]] = ([], [])
         """Heaps of (priority, stamp, node): small and main."""
         self._ghosts: dict[Key, None] = {}
@@ -51,9 +70,14 @@ class S3FifoPolicy:
         """Since the mark: nodes that got another round, with the place they had before."""
         self._stamp_next = 0
         self._small_count = 0
-        self._where = np.zeros(0, dtype=np.uint8)
-        self._stamp = np.zeros(0, dtype=np.int64)
-        self._count = np.zeros(0, dtype=np.uint8)
+        self._arrays = _Arrays()
+        self._look_at_arrays()
+
+    def sharing(self, standing: Standing) -> S3FifoPolicy:
+        """Another order of other nodes, in the same arrays."""
+        other = S3FifoPolicy(self._ghost_limit, standing)
+        other._arrays = self._arrays
+        return other
 
     def admit(self, key: Key, *, label: int) -> bool:  # noqa: ARG002
         """Everything is admitted: the small queue is the filter."""
@@ -82,7 +106,7 @@ class S3FifoPolicy:
         for node in nodes:
             self._enqueue(node)
         for where in (_SMALL, _MAIN):
-            if len(self._queues[where]) > self._queue_limit:
+            if len(self._queues[where]) > self._queue_limits[where]:
                 self._drop_stale(where)
 
     def pop(self) -> int | None:
@@ -154,9 +178,13 @@ class S3FifoPolicy:
 
     def resize(self, node_capacity: int) -> None:
         """Makes room for more node numbers."""
-        self._where = grown(self._where, node_capacity)
-        self._stamp = grown(self._stamp, node_capacity)
-        self._count = grown(self._count, node_capacity)
+        self._arrays.resize(node_capacity)
+        self._look_at_arrays()
+
+    def _look_at_arrays(self) -> None:
+        self._where = self._arrays.where
+        self._stamp = self._arrays.stamp
+        self._count = self._arrays.count
 
     def _choose(self, small: _Entry, main: _Entry) -> int:
         if small[0] != main[0]:
@@ -189,3 +217,4 @@ class S3FifoPolicy:
         held = {entry for entry in self._queues[where] if self._holds(entry, where)}
         self._queues[where][:] = held
         heapify(self._queues[where])
+        self._queue_limits[where] = 2 * len(held) + _STALE_MIN
