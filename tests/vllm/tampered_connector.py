@@ -44,19 +44,20 @@ HOLD_STEPS = 3
 
 
 class TamperedWorking(Working):
-    def after_forward(self, told: StepPlan | None) -> None:
+    def after_forward(self, told: StepPlan | None, *, computes: bool = True) -> None:
         path = Path(os.environ["PENSTOCK_TAMPER"])
         word = path.read_text() if path.exists() else ""
         if word == "slow":
             HELD.append(told)
-            super().after_forward(HELD.pop(0) if len(HELD) > HOLD_STEPS else None)
+            late = HELD.pop(0) if len(HELD) > HOLD_STEPS else None
+            super().after_forward(late, computes=computes)
             return
         if word == "hold" and hold(told):
             return
         while HELD:
-            super().after_forward(HELD.pop(0))
+            super().after_forward(HELD.pop(0), computes=computes)
         if word == "hold":
-            super().after_forward(told)
+            super().after_forward(told, computes=computes)
             return
         SAVING.clear()
         plan = told.plan if told is not None else None
@@ -67,7 +68,8 @@ class TamperedWorking(Working):
             # One rank is enough: a block that is wrong on one is wrong.
             if word != "device" and self._rank.facts.rank == 0:
                 tamper(host, word, *load.source_slots.tolist()[1:3])
-        super().after_forward(told)
+        # What is zeroed on the device below must have been loaded in this step.
+        super().after_forward(told, computes=computes or word == "device")
         for load in loads:
             if word == "device":
                 for group, slots in enumerate(load.target_slots.tolist()):
