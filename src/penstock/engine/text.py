@@ -44,6 +44,10 @@ def _bytes_of_letters() -> dict[str, int]:
 _LETTERS = _bytes_of_letters()
 
 
+_TEMPLATE_FAILED = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
+"""What a template, which is a program that comes with the model, may run into."""
+
+
 class Text:
     """A model's tokenizer."""
 
@@ -114,7 +118,7 @@ class Text:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
+        except _TEMPLATE_FAILED as error:
             raise ValueError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text, longest=longest, plain=False)
 

@@ -108,7 +108,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         config = _object_of(folder / "tokenizer_config.json")
         special = _special_of(_object_of(folder / "special_tokens_map.json") | config)
-        more = [_content(each) for each in config.get("additional_special_tokens") or ()]
+        more = [_content(each) for each in _list_of(config, "additional_special_tokens")]
         known = [
             name for name in {*special.values(), *more} if backend.token_to_id(name) is not None
         ]
@@ -276,6 +276,13 @@ def _object_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def _list_of(config: Mapping[str, Any], name: str) -> list[Any]:
+    found = config.get(name) or []
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is {found!r}, must be a list")  # noqa: TRY004 - what a file says
+    return found
+
+
 def _special_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: _content(config[name]) for name in SPECIAL if config.get(name)}
 
@@ -295,6 +302,12 @@ def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
     found = config.get("chat_template")
     if isinstance(found, list):
         # Several by name: the one that is for conversations without more.
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = next(
+            (
+                each.get("template")
+                for each in found
+                if isinstance(each, dict) and each.get("name") == "default"
+            ),
+            None,
+        )
     return found if isinstance(found, str) else None
