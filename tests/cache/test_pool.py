@@ -204,3 +204,15 @@ def test_looking_at_free_slots_does_not_give_them_away(pool: Pool) -> None:
     seen[:] = 0
 
     assert sorted(pool.take(4).tolist()) == [0, 1, 2, 3]
+
+
+def test_a_slot_that_is_condemned_while_its_block_leaves_is_not_counted_as_leaving(
+    pool: Pool,
+) -> None:
+    pool.take(2)
+    pool.fill(slots(0, 1))
+    pool.depart(slots(0, 1))
+
+    pool.condemn(slots(0))
+
+    assert pool.leaving_count == pool.count(SlotState.LEAVING) == 1

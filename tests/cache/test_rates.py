@@ -177,3 +177,18 @@ def test_a_backlog_that_the_hop_does_not_work_off_decides(meter: HopMeter) -> No
         meter.end(10, now=float(step), whole=True)
 
     assert meter.bound.value(20.0) == 10.0
+
+
+def test_meters_with_different_numbers_of_overdue_blocks_are_not_in_the_same_state() -> None:
+    """Both have three blocks under way: of one, all were asked for long ago, of the other, one."""
+    all_late, one_late = HopMeter(age_s=60.0), HopMeter(age_s=60.0)
+    all_late.begin(3, now=0.0)
+    one_late.begin(2, now=0.0)
+    for meter in (all_late, one_late):
+        for _ in range(STEPS_TO_TELL):
+            meter.tick()
+    one_late.begin(2, now=0.0)
+    one_late.end(1, now=0.0, whole=False)
+
+    assert all_late.queued == one_late.queued
+    assert all_late.freeze() != one_late.freeze()

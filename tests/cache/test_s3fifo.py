@@ -211,3 +211,30 @@ def test_a_block_that_leaves_for_another_reason_makes_room_in_the_small_queue(
     shelf.remove(2, evicted=False)
 
     assert shelf.evict() == 1
+
+
+def refused_room(shelf: Shelf) -> None:
+    """Room is planned and given back; on the way block 2 went to the main queue for a while."""
+    promote(shelf, 1)
+    shelf.enter(2, 3, priority=0)
+    shelf.touch(2)
+    shelf.touch(2)
+    aside = shelf.set_aside(1)
+    assert list(aside) == [1]
+    shelf.put_back(aside)
+
+
+def test_a_block_put_back_into_the_small_queue_counts_there_again(shelf: Shelf) -> None:
+    refused_room(shelf)
+
+    shelf.hold(2)
+
+    assert shelf.evict() == 3
+
+
+def test_a_block_put_back_into_the_small_queue_counts_there_once(shelf: Shelf) -> None:
+    refused_room(shelf)
+
+    shelf.remove(2, evicted=False)
+
+    assert shelf.evict() == 1

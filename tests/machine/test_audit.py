@@ -80,6 +80,10 @@ def a_slot_freed_while_in_use(books: Books) -> None:
     pool._free[0] = slot(books, "abc")
 
 
+def a_free_slot_that_cannot_be_taken(books: Books) -> None:
+    books.device.pool.free_count -= 1
+
+
 def a_free_slot_that_is_held(books: Books) -> None:
     pool = books.device.pool
     pool.holders[pool.free_slots()[0]] += 1
@@ -218,6 +222,10 @@ def a_stage_that_is_not_under_way(books: Books) -> None:
     books.staging[5] = operation.id
 
 
+def a_block_queued_on_a_hop_that_no_copy_moves(books: Books) -> None:
+    next(iter(books.rates.hops.values())).begin(1, 0.0)
+
+
 def work_left_over(books: Books) -> None:
     books.agenda.append((next(books.ledger.running()), np.empty(0, dtype=np.int32)))
 
@@ -228,6 +236,7 @@ PLANTED: list[tuple[Callable[[Books], None], str]] = [
     (a_count_of_holders_below_zero, "held -1 times"),
     (a_leaked_slot, "is FILLING but held 0 times, without a block"),
     (a_slot_freed_twice, "slots that are free and slots said to be differ"),
+    (a_free_slot_that_cannot_be_taken, "slots that are free and slots said to be differ"),
     (a_slot_freed_while_in_use, "can be taken though it is in use"),
     (a_free_slot_that_is_held, "is FREE but held 1 times"),
     (a_ready_slot_without_a_block, "copies, not as booked"),
@@ -259,6 +268,7 @@ PLANTED: list[tuple[Callable[[Books], None], str]] = [
     (a_lease_that_waits_for_a_copy_that_was_given_up, "which was given up"),
     (a_copy_that_writes_into_a_ready_block, "writes into slot"),
     (a_stage_that_is_not_under_way, "stage|staging"),
+    (a_block_queued_on_a_hop_that_no_copy_moves, "the blocks queued on the hops are not those"),
     (work_left_over, "the agenda is not empty between events"),
 ]
 

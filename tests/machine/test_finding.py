@@ -317,6 +317,16 @@ def test_a_block_is_no_longer_filling_when_its_request_gave_up(make_driver: Make
     assert granted.miss.reason is MissReason.NEVER_SEEN
 
 
+def test_a_block_is_no_longer_filling_after_a_reset(make_driver: MakeDriver) -> None:
+    """The request that computes it goes on, but does not publish it."""
+    driver = make_driver()
+    driver.acquire("ab")
+
+    driver.reset()
+
+    assert driver.acquire("ab").miss.reason is MissReason.NEVER_SEEN
+
+
 def test_a_save_that_failed_does_not_count_as_filling(make_driver: MakeDriver) -> None:
     driver = make_driver(device=None, host=4)
     keys = driver.keys("a")

@@ -225,6 +225,15 @@ def test_a_block_being_saved_again_is_not_staged_from_below_at_the_same_time(
     assert "host" in driver.tiers_with("a")
 
 
+def test_a_hit_is_a_use_in_every_tier_that_has_the_block(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=8, host=8, disk=8)
+    driver.store("a", "b")
+
+    driver.release(driver.acquire("a").lease)
+
+    assert [driver.leaving_order(tier) for tier in range(3)] == [["b", "a"]] * 3
+
+
 def test_a_request_may_opt_out_of_reuse(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8)
     driver.store("ab")

@@ -386,6 +386,19 @@ def test_a_deadline_may_be_given(driver: Driver) -> None:
 # -------------------------------------------------------------------- KV groups
 
 
+def test_a_load_with_a_deadline_that_is_no_number_changes_nothing(driver: Driver) -> None:
+    save(driver, "a")
+    driver.finish()
+    before = driver.machine.freeze()
+
+    with pytest.raises(ValueError, match="deadline"):
+        driver.handle(
+            ev.Load(keys=driver.keys("a"), slots=row(7), cause="load", deadline=float("nan"))
+        )
+
+    assert driver.machine.freeze() == before
+
+
 def test_a_block_is_saved_and_loaded_in_every_group(make_driver: MakeDriver) -> None:
     driver = make_driver(device=None, host=8, group_count=2)
     keys = driver.keys("ab")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.cache.departed import MissReason
-from penstock.cache.ledger import Purpose
+from penstock.cache.ledger import BlockFault, Purpose
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 
@@ -155,3 +155,23 @@ def test_a_managed_engine_may_prefetch_too(make_driver: MakeDriver) -> None:
     driver.finish()
 
     assert driver.acquire("ab").cached_by_tier == (0, 4, 0)
+
+
+def test_a_block_that_is_still_being_written_below_cannot_be_fetched_from_there(
+    make_driver: MakeDriver,
+) -> None:
+    """Its copy in the hub was found corrupt while it was written down."""
+    driver = make_driver(device=None, host=8, disk=8)
+    keys, slots = driver.keys("a"), np.array([[3]], dtype=np.int32)
+    driver.answer(ev.Save(keys=keys, slots=slots, cause="save"), ef.Started)
+    (down,) = driver.copies.values()
+    driver.complete(down)
+    (lower,) = driver.copies.values()
+    assert (lower.source, lower.target) == (1, 2)
+    driver.answer(ev.Load(keys=keys, slots=slots, cause="load"), ef.Started)
+
+    driver.report(driver.copy(Purpose.LOAD), faults=[(0, BlockFault.CORRUPT)])
+
+    found = look(driver, "a")
+    assert (found.ready, found.pending, found.miss.reason) == (0, 0, MissReason.FILLING)
+    assert prefetch(driver, "a").accepted == ()

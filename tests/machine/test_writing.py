@@ -390,6 +390,17 @@ def test_blocks_of_several_tenants_are_demoted_each_within_its_quota(
     assert "b" in driver.cached_in("host")
 
 
+def test_a_chain_of_several_tenants_is_demoted_whole(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=tier("device", 4, **LOW), host=8, write="write_back")
+    driver.store("ab", tenant="ann")
+    driver.store("abc", tenant="bob")
+
+    driver.tick()
+    driver.finish()
+
+    assert driver.cached_in("host") == {"ab", "abc"}
+
+
 def test_blocks_of_several_tenants_are_copied_each_into_its_own_slot(
     make_driver: MakeDriver,
 ) -> None:
