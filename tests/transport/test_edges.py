@@ -1,0 +1,199 @@
+"""Edges of the transports: budgets, seals, descriptors, and deadlines that make nobody spin."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.descriptors import open_descriptors
+
+from penstock.errors import UnavailableError
+from penstock.testing.channel_suite import receive_frame, send_until_full, soon
+from penstock.testing.peer_process import peer_process
+from penstock.transport.base import Empty
+from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.remote import Fenced, Span, WriteDone
+from penstock.transport.shared_memory import SharedTarget
+from penstock.transport.shared_writer import _map, connect_shared
+from penstock.transport.waiting import wait_readable
+from penstock.transport.zeromq import IPC, ChannelSettings, Listener, dial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.transport.zmq_channel import ZmqChannel
+
+PATIENT = ChannelSettings(
+    window_frames=4, heartbeat_s=0.05, silence_s=600.0, settle_s=300.0, open_s=60.0
+)
+
+# A writer that takes its memory and stays until it is killed.
+WRITER = """
+import sys
+from penstock.transport.shared_writer import connect_shared
+
+link = connect_shared(bytes.fromhex(sys.argv[1]))
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+# A peer that opens a channel and stays until it is killed.
+PEER = """
+import sys
+from penstock.testing.channel_suite import soon
+from penstock.transport.zeromq import ChannelSettings, connect
+
+settings = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)
+channel = connect(sys.argv[1], name="rank 0", deadline=soon(), settings=settings)
+sys.stdin.read()
+"""
+
+
+# ------------------------------------------------------------------ remote writes
+
+
+def test_a_writer_without_a_budget_moves_a_piece_and_not_a_byte() -> None:
+    fabric = InprocFabric()
+    target = fabric.target()
+    area = target.open_area("writer", 1000)
+    link = fabric.connect(area.description)
+    number = link.post([Span(np.full(1000, 7, dtype=np.uint8), 0)], b"there")
+
+    ends, spent = link.observe(budget_bytes=0)
+
+    assert (ends, spent) == ([WriteDone(number)], 1000)
+
+
+def memory_of(size: int, *, sealed: bool) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
+@pytest.mark.parametrize(("size", "sealed"), [(8192, False), (4096, True)])
+def test_memory_that_could_shrink_or_is_too_small_is_not_mapped(size: int, *, sealed: bool) -> None:
+    """Touching pages that are not there any more would kill the writer."""
+    fd = memory_of(size, sealed=sealed)
+
+    with pytest.raises(ValueError, match="not sealed, or has less than 8192 bytes"):
+        _map(fd, 8192)
+
+    os.close(fd)
+
+
+def test_sealed_memory_of_the_right_size_is_mapped() -> None:
+    fd = memory_of(8192, sealed=True)
+
+    mapped = _map(fd, 8192)
+
+    assert len(mapped) == 8192
+    os.close(fd)
+
+
+def test_a_freed_area_keeps_no_descriptor_of_its_writer() -> None:
+    """The target lives on, and has many writers in its life."""
+    target = SharedTarget(huge_pages=False)
+
+    def life_of_a_writer() -> None:
+        area = target.open_area("writer", 1 << 16)
+        with peer_process(WRITER, area.description.hex()) as peer:
+            assert peer.hear() == "connected"
+            while area.connection is None:
+                assert wait_readable(target.descriptor, soon())
+                target.notices()
+            target.retire(area)
+            pidfd = target.fence_descriptor(area)
+            assert pidfd is not None
+            peer.kill()
+            assert wait_readable(pidfd, soon())
+        assert target.fence(area) == Fenced()
+        target.free(area)
+
+    life_of_a_writer()
+    before = open_descriptors()
+    life_of_a_writer()
+
+    assert open_descriptors() <= before
+    target.close()
+
+
+def test_a_closed_link_says_that_it_was_closed() -> None:
+    target = SharedTarget(huge_pages=False)
+    link = connect_shared(target.open_area("writer", 1000).description)
+    link.close()
+
+    with pytest.raises(UnavailableError, match="it was closed"):
+        link.window(0, 10)
+
+    target.close()
+
+
+# ------------------------------------------------------------------ channels
+
+
+@pytest.fixture(name="channels")
+def open_channels() -> Iterator[tuple[ZmqChannel, ZmqChannel]]:
+    """Both ends of a channel, in this process."""
+    with Listener("engine", IPC, settings=PATIENT) as listener:
+        near = dial(listener.address, name="rank 0", settings=PATIENT)
+        far = None
+        while far is None:
+            near.wait_open(deadline=time.monotonic() + 0.01)
+            far = listener.accept(deadline=time.monotonic() + 0.01)
+        assert near.wait_open(deadline=soon())
+        yield near, far
+        near.close()
+        far.close()
+
+
+def test_a_full_channel_looks_for_credit_before_it_refuses_a_frame(
+    channels: tuple[ZmqChannel, ZmqChannel],
+) -> None:
+    near, far = channels
+    count = send_until_full(near, b"x")
+    for _ in range(count):
+        receive_frame(far)
+    assert wait_readable(near.descriptor, soon())
+
+    near.send(b"there is room again")
+
+    assert receive_frame(far) == b"there is room again"
+
+
+def test_an_idle_channel_whose_peer_was_heard_waits_for_nothing(
+    channels: tuple[ZmqChannel, ZmqChannel],
+) -> None:
+    near, far = channels
+    deadline = soon()
+    while near.alarm is not None and time.monotonic() < deadline:
+        far.receive()
+        assert near.receive(deadline=time.monotonic() + 0.01) == Empty()
+
+    assert near.alarm is None
+
+
+def test_a_channel_whose_pulse_is_lost_waits_for_a_time_that_is_to_come() -> None:
+    """A time in the past would have everybody who waits spin until the channel is given up."""
+    settings = ChannelSettings(heartbeat_s=0.1, silence_s=0.5, settle_s=3000.0, open_s=60.0)
+    with (
+        Listener("engine", IPC, settings=settings) as listener,
+        peer_process(PEER, listener.address) as peer,
+    ):
+        channel = listener.accept(deadline=soon())
+        assert channel is not None
+        peer.stop()
+        deadline = soon()
+        while channel._lost_at is None and time.monotonic() < deadline:
+            channel.receive(deadline=time.monotonic() + 0.05)
+
+        alarm = channel.alarm
+
+        assert alarm is not None
+        assert alarm > time.monotonic() + 1000
+        channel.close()
