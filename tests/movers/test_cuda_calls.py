@@ -275,9 +275,9 @@ def test_seeds_are_those_of_the_definition_whatever_the_keys(
     seeds = np.zeros(100, dtype=np.uint64)
     manifest: Any = SimpleNamespace(seeds=seeds, seeds_host_address=seeds.ctypes.data)
 
-    calls.write_seeds(keys, manifest)
+    calls.write_seeds(keys, manifest, 0x123456789ABCDEF0)
 
-    assert seeds.tolist() == key_seeds(keys) + [0] * 30
+    assert seeds.tolist() == key_seeds(keys, 0x123456789ABCDEF0) + [0] * 30
 
 
 def test_keys_of_different_lengths_are_refused(recorder: Recorder) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.movers.memcpy import MemcpyMover
-from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
+from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.checksums import Algorithm, life_salt
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def test_blocks_are_packed_and_summed_in_slots_that_are_longer_than_they(
         assert host.slot_bytes > layout.block_bytes
         assert not moved.faults
         np.testing.assert_array_equal(read_slots(host, targets), content)
-        sums = CellSpan.of(layout).sum_blocks(content, keys, algorithm)
+        salt = life_salt(*LIFE)
+        sums = CellSpan.of(layout).sum_blocks(content, keys, algorithm, salt=salt)
         np.testing.assert_array_equal(host.sums(np.array(targets, dtype=np.int32)), sums)
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.movers.flipping import flipped_bits, rounds
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.ledger import BlockFault, Purpose
 from penstock.movers.memcpy import MemcpyMover
 from penstock.movers.packing import load_parts_library
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle
@@ -19,6 +20,7 @@ from penstock.tiers.host import HostTier
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.layers import HeadRange
 from penstock.vocabulary.layout import Layout
 
@@ -67,10 +69,15 @@ def test_damage_of_the_arena_while_its_sums_are_made_is_found_by_the_load(
         sum_blocks = CellSpan.sum_blocks
 
         def damage_and_sum(
-            span: CellSpan, blocks: NDArray[np.uint8], keys: Sequence[bytes], how: Algorithm
+            span: CellSpan,
+            blocks: NDArray[np.uint8],
+            keys: Sequence[bytes],
+            how: Algorithm,
+            *,
+            salt: int,
         ) -> NDArray[np.uint64]:
             host.blocks(()).buffers[0][:: host.slot_bytes] ^= 1
-            return sum_blocks(span, blocks, keys, how)
+            return sum_blocks(span, blocks, keys, how, salt=salt)
 
         save = MemcpyMover(engine, host, Algorithm.XXH3, library=no_library)
         load = MemcpyMover(host, engine, Algorithm.XXH3, library=no_library)
@@ -142,3 +149,31 @@ def test_blocks_whose_groups_lie_in_slots_of_their_own_come_back_whole(library: 
     wanted[:3, :half_bytes] = content[[2, 1, 0], :half_bytes]
     wanted[3:, half_bytes:] = content[[5, 4, 3], half_bytes:]
     np.testing.assert_array_equal(read_slots(engine, range(BLOCKS)), wanted)
+
+
+@pytest.mark.parametrize("later", [(7, 1), (8, 0)], ids=["a reset", "another start"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_older_copy_of_the_same_key_that_comes_back_whole_is_found(
+    library: Library, later: tuple[int, int]
+) -> None:
+    engine, slots, keys = engine_of(LAYOUT), range(BLOCKS), keys_of(BLOCKS)
+    older, newer = (draw_blocks(LAYOUT, BLOCKS, seed=seed) for seed in (1, 2))
+    everywhere = np.arange(BLOCKS, dtype=np.int32)
+    with HostTier.create(LAYOUT, BLOCKS, huge_pages=False) as host:
+        save = MemcpyMover(engine, host, Algorithm.XXH3, library=library)
+        load = MemcpyMover(host, engine, Algorithm.XXH3, library=library)
+        kept = []
+        for life, content in (((7, 0), older), (later, newer)):
+            write_slots(engine, slots, content)
+            copy = make_copy(1, slots, slots, purpose=Purpose.SAVE, keys=keys)
+            save.submit(replace(copy, operation=OperationId(*life, 1)))
+            poll_until_idle(save)
+            kept.append((read_slots(host, slots), host.sums(everywhere).copy()))
+        write_slots(host, slots[:3], kept[0][0][:3])
+        host.keep_sums(everywhere[:3], kept[0][1][:3])
+
+        copy = make_copy(2, slots, slots, purpose=Purpose.LOAD, keys=keys)
+        load.submit(replace(copy, operation=OperationId(*later, 2)))
+        (moved,) = poll_until_idle(load)
+
+    assert moved.faults == tuple((number, BlockFault.CORRUPT) for number in range(3))

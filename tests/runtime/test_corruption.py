@@ -114,6 +114,7 @@ class Engine:
         """The same, after an earlier life of which every slot has kept bytes and sums."""
         self.fill()
         self.older = self.host_bytes(), self.host_sums()
+        self.older_slot_of = self.slot_of
         self.cache.reset("new weights")
         self.contents = self._draw()
         self.fill()

@@ -137,9 +137,14 @@ def plant_blind_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes have the same sum."""
 
     def sum_nothing(
-        self: CellSpan, blocks: NDArray[np.uint8], keys: Sequence[Key], algorithm: Algorithm
+        self: CellSpan,
+        blocks: NDArray[np.uint8],
+        keys: Sequence[Key],
+        algorithm: Algorithm,
+        *,
+        salt: int,
     ) -> NDArray[np.uint64]:
-        return np.zeros_like(sum_blocks(self, blocks, keys, algorithm))
+        return np.zeros_like(sum_blocks(self, blocks, keys, algorithm, salt=salt))
 
     sum_blocks = CellSpan.sum_blocks
     monkeypatch.setattr(CellSpan, "sum_blocks", sum_nothing)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from penstock.cache.ledger import Purpose  # noqa: E402 - torch may be absent
 from penstock.movers.memcpy import MemcpyMover  # noqa: E402
-from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle  # noqa: E402
+from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle  # noqa: E402
 from penstock.testing.tier_suite import read_slots  # noqa: E402
 from penstock.tiers.host import HostTier  # noqa: E402
 from penstock.tiers.memory import MemoryTier  # noqa: E402
@@ -25,7 +25,7 @@ from penstock.tiers.tensors import (  # noqa: E402
     TensorTier,
 )
 from penstock.vocabulary.cell_span import CellSpan  # noqa: E402
-from penstock.vocabulary.checksums import Algorithm  # noqa: E402
+from penstock.vocabulary.checksums import Algorithm, life_salt  # noqa: E402
 from penstock.vocabulary.dtypes import DType  # noqa: E402
 from penstock.vocabulary.layers import GroupKind, HeadRange  # noqa: E402
 from penstock.vocabulary.planes import Axis, Role  # noqa: E402
@@ -455,7 +455,8 @@ def test_on_a_gpu_blocks_go_down_and_come_back_into_other_slots(
     (loaded,) = load.collect()
 
     span = CellSpan.of(case.tier.layout)
-    sums = span.sum_blocks(host.packed[[2, 0, 1]], keys_of(3), Algorithm.MIX64)
+    salt = life_salt(*LIFE)
+    sums = span.sum_blocks(host.packed[[2, 0, 1]], keys_of(3), Algorithm.MIX64, salt=salt)
     assert [moved.faults for moved in (*saved, loaded)] == [(), ()]
     assert [host.packed[slot].tobytes() for slot in (2, 0, 1)] == [before[n] for n in (4, 0, 6)]
     np.testing.assert_array_equal(host.sums(np.array([2, 0, 1], dtype=np.int32)), sums)

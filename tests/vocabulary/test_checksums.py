@@ -23,9 +23,12 @@ from penstock.vocabulary.checksums import (
     CellSums,
     add_sums,
     cell_seed,
+    cell_seeds,
     cell_sum,
     key_seed,
     key_seeds,
+    life_salt,
+    place_number,
 )
 from penstock.vocabulary.planes import Role
 
@@ -38,11 +41,16 @@ SEED = cell_seed(KEY, layer=3, plane=1, head=5)
 BOTH = pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.value)
 
 
-def reference_seed(key: bytes, layer: int, plane: int, head: int) -> int:
+def reference_salt(incarnation: int, epoch: int) -> int:
+    name = struct.pack("<I", 16) + struct.pack("<QQ", incarnation, epoch)
+    return xxhash.xxh3_64(struct.pack("<I", 16) + b"penstock.life.v1" + name, seed=0).intdigest()
+
+
+def reference_seed(key: bytes, layer: int, plane: int, head: int, salt: int = 0) -> int:
     place = layer * 2**40 + plane * 2**32 + head
     domain = struct.pack("<I", 16) + b"penstock.cell.v1"
     key_part = xxhash.xxh3_64(domain + struct.pack("<I", len(key)) + key, seed=0).intdigest()
-    x = (key_part + place * 0x9E3779B97F4A7C15) % 2**64
+    x = ((key_part ^ salt) + place * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x // 2**30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x // 2**27) * 0x94D049BB133111EB % 2**64
     return x ^ x // 2**31
@@ -75,6 +83,24 @@ def test_seeds_are_those_of_the_vectors(vector: dict[str, Any]) -> None:
 
     assert f"{cell_seed(key, **place):016x}" == vector["seed"]
     assert f"{reference_seed(key, **place):016x}" == vector["seed"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["lives"])
+def test_seeds_of_a_life_are_those_of_the_vectors(vector: dict[str, Any]) -> None:
+    key, life = bytes.fromhex(vector["key"]), (int(vector["incarnation"], 16), vector["epoch"])
+    place = {name: vector[name] for name in ("layer", "plane", "head")}
+    salt = life_salt(*life)
+    places = np.array([place_number(**place)], dtype=np.uint64)
+
+    assert f"{salt:016x}" == vector["salt"] == f"{reference_salt(*life):016x}"
+    assert f"{int(cell_seeds([key], places, salt)[0, 0]):016x}" == vector["seed"]
+    assert f"{reference_seed(key, **place, salt=salt):016x}" == vector["seed"]
+
+
+def test_every_reset_and_every_start_has_a_salt_of_its_own() -> None:
+    lives = [(incarnation, epoch) for incarnation in range(1, 9) for epoch in range(8)]
+
+    assert len({0, *(life_salt(*life) for life in lives)}) == len(lives) + 1
 
 
 @pytest.mark.parametrize("vector", VECTORS["segments"])
@@ -265,4 +291,5 @@ def test_the_seeds_of_many_keys_are_those_of_each() -> None:
     keys = [bytes([number]) * 16 for number in range(20)]
 
     assert key_seeds(keys) == [key_seed(key) for key in keys]
+    assert key_seeds(keys, 5) == [key_seed(key) ^ 5 for key in keys]
     assert key_seeds([]) == []

@@ -26,7 +26,7 @@ from penstock.movers.base import Moved
 from penstock.movers.packing import Packing, load_parts_library
 from penstock.tiers.base import KeepsSums
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import key_seeds
+from penstock.vocabulary.checksums import key_seeds, life_salt
 from penstock.vocabulary.packing import BlockCopier
 
 if TYPE_CHECKING:
@@ -49,10 +49,11 @@ _BATCH_BLOCKS = 64
 class _Job:
     """A copy and how far it is."""
 
-    __slots__ = ("copy", "faults", "next")
+    __slots__ = ("copy", "faults", "next", "salt")
 
     def __init__(self, copy: Copy) -> None:
         self.copy = copy
+        self.salt = life_salt(copy.operation.incarnation, copy.operation.epoch)
         self.next = 0
         self.faults: list[tuple[int, BlockFault]] = []
 
@@ -138,7 +139,7 @@ class MemcpyMover:
         sources, targets = copy.source_slots[..., part], copy.target_slots[..., part]
         alone = sources.ndim == targets.ndim == 1 and bool((targets != NOWHERE).all())
         if self._compiled is not None and alone:
-            bad = self._compiled.copy(copy.keys[part], sources, targets)
+            bad = self._compiled.copy(copy.keys[part], job.salt, sources, targets)
             job.faults += [(first + number, BlockFault.CORRUPT) for number in bad]
             return
         rows = np.arange(count)
@@ -147,7 +148,8 @@ class MemcpyMover:
             # Never leaves the device, and is unfinished: it has neither key nor sums.
             _pass(self._unpack, rows, targets)
             return
-        sums = self._span.sum_blocks(self._staging[:count], copy.keys[part], self._algorithm)
+        staged, keys = self._staging[:count], copy.keys[part]
+        sums = self._span.sum_blocks(staged, keys, self._algorithm, salt=job.salt)
         good = np.ones(count, dtype=bool)
         if self._source_sums is not None:
             good = (sums == self._source_sums.sums(sources)).all(axis=1)
@@ -212,10 +214,14 @@ class _Compiled(NamedTuple):
         return cls(packing, slots, slots.blocks(()).buffers[0], distance, saves)
 
     def copy(
-        self, keys: Sequence[Key], sources: NDArray[np.int32], targets: NDArray[np.int32]
+        self,
+        keys: Sequence[Key],
+        salt: int,
+        sources: NDArray[np.int32],
+        targets: NDArray[np.int32],
     ) -> list[int]:
         """Copies blocks; the numbers of those that are not intact, and were not written."""
-        seeds = np.array(key_seeds(keys), dtype=np.uint64)
+        seeds = np.array(key_seeds(keys, salt), dtype=np.uint64)
         if self.saves:
             places = targets.astype(np.int64) * self.distance
             sums = self.packing.pack(sources.tolist(), seeds, self.memory, places)

@@ -28,6 +28,11 @@ class Damageable(Protocol):
     older: tuple[NDArray[np.uint8], NDArray[np.uint64]]
     """What every slot held in an earlier life: bytes and sums."""
 
+    older_slot_of: NDArray[np.intp]
+    """Where each block lay then."""
+    damaged: NDArray[np.intp]
+    """The blocks that are to be damaged."""
+
     def fill(self) -> None:
         """Computes blocks, until those to be damaged lie in the arena and nowhere else."""
         ...
@@ -85,6 +90,15 @@ def bring_back_older(engine: Damageable) -> None:
     engine.damage_sums(engine.bad_slots, sums[engine.bad_slots])
 
 
+def bring_back_older_of_the_same_keys(engine: Damageable) -> None:
+    """What the block's own slot held under its own key before a reset, whole and with its sums."""
+    engine.fill_and_age()
+    blocks, sums = engine.older
+    older_slots = engine.older_slot_of[engine.damaged]
+    engine.damage(engine.bad_slots, blocks[older_slots])
+    engine.damage_sums(engine.bad_slots, sums[older_slots])
+
+
 def exchange_layers(engine: Damageable) -> None:
     """Two layers of each block; half of them with their sums."""
     engine.fill()
@@ -113,6 +127,7 @@ DAMAGES: tuple[Callable[[Damageable], None], ...] = (
     flip_bits,
     exchange_slots,
     bring_back_older,
+    bring_back_older_of_the_same_keys,
     exchange_layers,
     zero_tails,
 )

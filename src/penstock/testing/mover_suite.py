@@ -30,7 +30,7 @@ from penstock.movers.base import Moved, Mover
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.base import KeepsSums, SlotStore
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.checksums import Algorithm, life_salt
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
     from penstock.vocabulary.layout import Cell, Layout
 
+LIFE = (7, 0)  # The incarnation and epoch in whose name copies are made.
 SOURCES = (0, 2, 1)
 TARGETS = (5, 3, 4)
 """Apart from `SOURCES`, for a mover whose two ends are the same tier."""
-POLLS_MAX = 100
-"""More than any copy here can need: a mover that is still busy then will always be."""
+POLLS_MAX = 100  # More than any copy here can need.
 UNLIMITED = 1 << 40
 SEEDS = range(200)
 """Each kind of damage is done so often, to blocks of every layout in turn."""
@@ -70,7 +70,7 @@ def make_copy(
 ) -> Copy:
     """A copy as the machine would ask for it."""
     return Copy(
-        operation=OperationId(7, 0, number),
+        operation=OperationId(*LIFE, number),
         purpose=purpose,
         source=0,
         target=1,
@@ -121,8 +121,9 @@ class MoverSuite(ABC):
     def sums_of(
         self, store: SlotStore, content: NDArray[np.uint8], keys: Sequence[Key]
     ) -> NDArray[np.uint64]:
-        """The sums that these packed blocks have under these keys."""
-        return CellSpan.of(store.layout).sum_blocks(content, keys, self.algorithm)
+        """The sums that these packed blocks have."""
+        span, how = CellSpan.of(store.layout), self.algorithm
+        return span.sum_blocks(content, keys, how, salt=life_salt(*LIFE))
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_every_block_arrives_and_nothing_else_changes(self, kind: str) -> None:

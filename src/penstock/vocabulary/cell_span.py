@@ -88,12 +88,17 @@ class CellSpan:
         """All cells of a block."""
         return cls(layout.cells)
 
-    def seeds(self, keys: Sequence[bytes]) -> NDArray[np.uint64]:
+    def seeds(self, keys: Sequence[bytes], salt: int = 0) -> NDArray[np.uint64]:
         """The seed of every segment, of shape [keys, segments]."""
-        return cell_seeds(keys, self._places)
+        return cell_seeds(keys, self._places, salt)
 
     def sum_blocks(
-        self, blocks: NDArray[np.uint8], keys: Sequence[bytes], algorithm: Algorithm
+        self,
+        blocks: NDArray[np.uint8],
+        keys: Sequence[bytes],
+        algorithm: Algorithm,
+        *,
+        salt: int = 0,
     ) -> NDArray[np.uint64]:
         """The cell sums of many packed blocks.
 
@@ -102,13 +107,14 @@ class CellSpan:
                 an arena do; the bytes of one may not.
             keys: The key of each block.
             algorithm: How the bytes are summed.
+            salt: Of the life that they belong to (`life_salt`), in tiers of one engine.
 
         Returns:
             The sums, of shape [blocks, cells], in canonical order.
         """
         self._require_fitting(blocks, keys)
         summed = self._xxh3_sums if algorithm is Algorithm.XXH3 else self._mix64_sums
-        sums = summed(blocks, self.seeds(keys))
+        sums = summed(blocks, self.seeds(keys, salt))
         halves = sums.astype("<u8", copy=False).view("<u4").reshape(*sums.shape, 2)
         cells = np.add.reduceat(halves, self._first_segments, axis=1, dtype=np.uint32)
         return cells.astype("<u4", copy=False).view("<u8")[..., 0].astype(np.uint64, copy=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 SUM_BYTES = 8
 SEED_DOMAIN = b"penstock.cell.v1"
+LIFE_DOMAIN = b"penstock.life.v1"
+LIVES_KEPT = 16
+"""Salts that are remembered: every copy needs one, and there is one until the next reset."""
 
 # A step of the golden ratio between neighbouring places, then the finaliser of SplitMix64:
 # one-to-one, so that no two places of one key share a seed.
@@ -48,17 +52,28 @@ class Algorithm(Enum):
     MIX64 = "mix64"
 
 
+@lru_cache(maxsize=LIVES_KEPT)
+def life_salt(incarnation: int, epoch: int) -> int:
+    """What makes the seeds of one life of a cache, up to its next reset, unlike all others.
+
+    For tiers whose blocks are void after a reset and unknown after a restart. Copies that may be
+    read by another engine, or by another life, have the salt 0.
+    """
+    name = _u64(incarnation) + _u64(epoch)
+    return xxh3_64_intdigest(_framed(LIFE_DOMAIN) + _framed(name))
+
+
 def key_seed(key: bytes) -> int:
     """What all seeds of a key's cells are made from."""
     return xxh3_64_intdigest(_framed(SEED_DOMAIN) + _framed(key))
 
 
-def key_seeds(keys: Sequence[bytes]) -> list[int]:
-    """The same for many keys of equal length, in less time each."""
+def key_seeds(keys: Sequence[bytes], salt: int = 0) -> list[int]:
+    """The same for many keys of equal length, in less time each, with the salt of a life."""
     if not keys:
         return []
     prefix = seed_prefix(len(keys[0]))
-    return [xxh3_64_intdigest(prefix + key) for key in keys]
+    return [xxh3_64_intdigest(prefix + key) ^ salt for key in keys]
 
 
 def seed_prefix(key_bytes: int) -> bytes:
@@ -80,9 +95,11 @@ def cell_seed(key: bytes, *, layer: int, plane: int, head: int) -> int:
     return int(cell_seeds([key], place)[0, 0])
 
 
-def cell_seeds(keys: Sequence[bytes], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def cell_seeds(
+    keys: Sequence[bytes], places: NDArray[np.uint64], salt: int = 0
+) -> NDArray[np.uint64]:
     """The seeds of all `places` (see `place_number`) under each key: shape [keys, places]."""
-    of_keys = np.array([key_seed(key) for key in keys], dtype=np.uint64)
+    of_keys = np.array([key_seed(key) ^ salt for key in keys], dtype=np.uint64)
     x = np.add.outer(of_keys, places * np.uint64(_PLACE_STEP))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_SEED_M0)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SEED_M1)
@@ -153,6 +170,10 @@ class CellSums:
         if first < 0 or count < 1 or first + count > len(self):
             raise ValueError(f"cells {first} to {first + count - 1} must be within {len(self)}")
         return CellSums(self.raw[first * SUM_BYTES : (first + count) * SUM_BYTES])
+
+
+def _u64(number: int) -> bytes:
+    return (number & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")
 
 
 def _framed(content: bytes) -> bytes:

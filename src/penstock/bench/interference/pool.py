@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.checksums import Algorithm, life_salt
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
@@ -86,6 +86,10 @@ def block_keys(count: int) -> list[bytes]:
     return [number.to_bytes(16, "little") for number in range(count)]
 
 
+LIFE = 1, 0
+"""The incarnation and epoch of the copies that are measured."""
+
+
 def packed_blocks(layout: Layout, found: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Blocks as they would lie in host slots, from the bytes of a pool with these blocks alone."""
     count = layout.block_count
@@ -101,5 +105,6 @@ def sums_hold(
     layout: Layout, packed: NDArray[np.uint8], keys: list[bytes], kept: NDArray[np.uint64]
 ) -> bool:
     """Whether the sums that were kept are those of the packed bytes, computed on the CPU."""
-    found = CellSpan.of(layout).sum_blocks(packed, keys, Algorithm.MIX64)
+    salt = life_salt(*LIFE)
+    found = CellSpan.of(layout).sum_blocks(packed, keys, Algorithm.MIX64, salt=salt)
     return bool(np.array_equal(found, kept))

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.bench.interference.pool import LIFE
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.vocabulary.ids import OperationId
@@ -49,7 +50,7 @@ class Freight:
             raise ValueError(f"blocks is {blocks}, must divide the {len(self.keys)} that there are")
         return [
             Copy(
-                operation=OperationId(1, 0, number),
+                operation=OperationId(*LIFE, number),
                 purpose=self.purpose,
                 source=0,
                 target=1,

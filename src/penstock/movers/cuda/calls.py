@@ -18,6 +18,8 @@ from array import array
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.library import load_library
 from penstock.movers.cuda.runs import in_turns
@@ -109,8 +111,8 @@ class Calls(Protocol):
         """How many of these events, which are reached in order, the CPU can see were."""
         ...
 
-    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
-        """Puts the seeds of a batch's keys into its manifest."""
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
+        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
         ...
 
 
@@ -166,9 +168,9 @@ class PlainCalls:
                 return number
         return len(events)
 
-    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
-        """Puts the seeds of a batch's keys into its manifest."""
-        manifest.seeds[: len(keys)] = key_seeds(keys)
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
+        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
+        manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
 
 class CompiledCalls:
@@ -238,10 +240,12 @@ class CompiledCalls:
         """How many of these events, which are reached in order, were."""
         return self._library.reached(array("q", [event.number for event in events]))
 
-    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest) -> None:
-        """Puts the seeds of a batch's keys into its manifest."""
-        if not self._library.write_seeds(keys, manifest.seeds_host_address):
-            manifest.seeds[: len(keys)] = key_seeds(keys)
+    def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
+        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
+        if self._library.write_seeds(keys, manifest.seeds_host_address):
+            manifest.seeds[: len(keys)] ^= np.uint64(salt)
+        else:
+            manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
     def _launch_of(self, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """Threads, shared memory and parameters of a kernel, and what its hidden ones are given."""

@@ -22,7 +22,7 @@ from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S, Moved
 from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.streams import Steps, Stream, stream_waits
-from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.checksums import Algorithm, life_salt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -260,7 +260,8 @@ class QueuedMover(ABC):
         manifest.slots[:, :count] = copy.source_slots[..., batch.part]
         manifest.targets[:, :count] = copy.target_slots[..., batch.part]
         if copy.purpose is not Purpose.DUPLICATE:
-            self._calls.write_seeds(copy.keys[batch.part], manifest)
+            salt = life_salt(copy.operation.incarnation, copy.operation.epoch)
+            self._calls.write_seeds(copy.keys[batch.part], manifest, salt)
         self._last_batch[self._device_slots(copy)[..., batch.part]] = batch.number
         self._launch(batch, self.steps.event_of(job.step))
         self._calls.make()

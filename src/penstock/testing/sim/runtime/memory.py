@@ -11,7 +11,7 @@ The one rule that must not break: a view shows what the bytes are, never what th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +36,14 @@ ALGORITHM = Algorithm.XXH3
 
 
 class RankMemory:
-    """Device arrays, one a KV group, and the tiers below them."""
+    """Device arrays, one a KV group, and the tiers below them.
 
-    def __init__(self, weather: Weather) -> None:
+    Args:
+        weather: what there is in this world.
+        salt: of the cache's life at the time, for blocks that are found below.
+    """
+
+    def __init__(self, weather: Weather, salt: Callable[[], int]) -> None:
         settings = weather.settings
         managed = settings.device is not None
         slots = settings.device.slot_count if settings.device else weather.engine_slots
@@ -51,7 +56,7 @@ class RankMemory:
         """How often the bytes of each tier were lost with the process that had them."""
         self.views: list[MutableSequence[Cell]] = [
             ManagedSlots(arrays) if managed else OwnSlots(arrays),
-            *(TierSlots(tier, settings.group_count) for tier in self.lower),
+            *(TierSlots(tier, settings.group_count, salt) for tier in self.lower),
         ]
 
 
@@ -136,8 +141,9 @@ class OwnSlots(Slots):
 class TierSlots(Slots):
     """Slots of a tier below the device: packed, group after group, with sums."""
 
-    def __init__(self, tier: MemoryTier, group_count: int) -> None:
+    def __init__(self, tier: MemoryTier, group_count: int, salt: Callable[[], int]) -> None:
         self._tier = tier
+        self._salt = salt
         self._span = CellSpan.of(tier.layout)
         raw = tier.blocks(()).buffers[0]
         self._groups = raw.reshape(tier.slot_count, group_count, -1, MARK_BYTES)
@@ -162,7 +168,8 @@ class TierSlots(Slots):
                 rows[:] = _rows(content, group)
             key = content[-1]
             assert isinstance(key, bytes)
-            sums = self._span.sum_blocks(self._blocks[slot : slot + 1], [key], ALGORITHM)
+            block, salt = self._blocks[slot : slot + 1], self._salt()
+            sums = self._span.sum_blocks(block, [key], ALGORITHM, salt=salt)
             self._tier.keep_sums(np.array([slot], dtype=np.int32), sums)
 
 

@@ -15,6 +15,7 @@ from penstock.testing.sim.ranks import Job, Ranks
 from penstock.testing.sim.runtime.memory import RankMemory
 from penstock.testing.sim.runtime.process import RankProcess
 from penstock.testing.sim.runtime.weather import Way
+from penstock.vocabulary.checksums import life_salt
 
 if TYPE_CHECKING:
     from penstock.machine.effects import Abandon, Copy
@@ -39,11 +40,15 @@ class RuntimeRanks(Ranks):
     def __init__(self, world: RuntimeWorld) -> None:
         super().__init__(world)
         self._runtime = world
-        self.memories = [RankMemory(world.weather) for _ in range(self.rank_count)]
+        self.memories = [RankMemory(world.weather, self._salt) for _ in range(self.rank_count)]
         self.memory = [memory.views for memory in self.memories]
         self.processes = [
             RankProcess(world, number, memory) for number, memory in enumerate(self.memories)
         ]
+
+    def _salt(self) -> int:
+        ledger = self._runtime.machine.books.ledger
+        return life_salt(ledger.incarnation, ledger.epoch)
 
     @property
     def well(self) -> bool:
