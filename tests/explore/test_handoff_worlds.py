@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ from penstock.handoff.decode_rank import DecodeRank
 from penstock.handoff.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.effects import Fence
 from penstock.handoff.landing import Landing
+from penstock.handoff.prefill_rank import PrefillRank
 from penstock.handoff.states import RankReport
 from penstock.testing.explore import FindingKind, explore
 from penstock.testing.handoff.faults import Budget
@@ -56,9 +58,20 @@ SCHEDULER_DIES = small(
     delays=2,
     reduced=False,
 )
+PREFILL_SCHEDULER_DIES = small(
+    "the prefill scheduler dies, and the next one computes in the same blocks",
+    request_count=2,
+    budget=Budget(crash=1),
+    crashing=("P",),
+    suspicious=False,
+    berth_count=1,
+    bulk=True,
+)
 
 
-@pytest.mark.parametrize("world", [*QUICK, SCHEDULER_DIES], ids=lambda world: world.name)
+@pytest.mark.parametrize(
+    "world", [*QUICK, SCHEDULER_DIES, PREFILL_SCHEDULER_DIES], ids=lambda world: world.name
+)
 def test_a_small_world_has_no_deadlock_and_breaks_no_promise(world: Small) -> None:
     result = world.look()
 
@@ -187,3 +200,16 @@ def test_a_rank_that_answers_too_early_is_found_at_work_for_two_lives_of_its_sch
     problem = problem_of(SCHEDULER_DIES)
 
     assert problem.startswith("given back: D0 takes a part for D#")
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_writes_that_are_not_abandoned_are_found_to_read_blocks_that_were_given_to_others(
+    monkeypatch: pytest.MonkeyPatch, *, bulk: bool
+) -> None:
+    monkeypatch.setattr(PrefillRank, "_abandon_writes", lambda _: None)
+
+    problem = problem_of(replace(PREFILL_SCHEDULER_DIES, bulk=bulk))
+
+    assert problem == (
+        "given back: P0 computes for P#2 while the blocks of a, of an earlier life, are read"
+    )

@@ -70,6 +70,7 @@ class HandedRank:
                 token_count=offer.token_count,
                 slots=offer.slots,
                 keys=offer.keys,
+                scheduler=offer.scheduler,
             )
             if offer.cached:
                 driver.chunk_progress(offer.handoff, tokens=offer.cached)

@@ -242,6 +242,7 @@ class Offers(Side):
             answer.lease.token_count,
             self._blocks(answer),
             self._keys(answer),
+            self.party.life.incarnation,
         )
         return True
 

@@ -35,6 +35,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """Where its blocks lie, from the first one on."""
     keys: list[bytes]
     """What the sums of each block are bound to."""
+    scheduler: int
+    """Which life of the scheduler gives it."""
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):

@@ -1,14 +1,15 @@
 """Everything the machines of a handoff ask the world to do.
 
-| effect     | from            | carried out by                          | ends with            |
-|------------|-----------------|-----------------------------------------|----------------------|
-| `Send`     | all             | the control channel to `message.target` | nothing: P3          |
-| `Write`    | prefill rank    | the transport, with the notice attached | `write_done/_failed` |
-| `Take`     | decode rank     | verify, then the rank's own mover       | `part_taken/_spoiled` |
-| `OpenArea` | decode rank     | memory that one peer can write to       | at once; `area_failed` |
-| `Fence`    | decode rank     | the transport's `fence`, until it holds | `fenced`             |
-| `FreeArea` | decode rank     | that memory is given back               | at once              |
-| `Ended`    | both schedulers | the engine: what it held comes back     | at once              |
+| effect     | from            | carried out by                    | ends with                |
+|------------|-----------------|-----------------------------------|--------------------------|
+| `Send`     | all             | the channel to `message.target`   | nothing: P3              |
+| `Write`    | prefill rank    | the transport, then the notice    | `write_done/_failed`     |
+| `Abandon`  | prefill rank    | its blocks are read no more       | at once; `write_dropped` |
+| `Take`     | decode rank     | verify, then the rank's own mover | `part_taken/_spoiled`    |
+| `OpenArea` | decode rank     | memory that one peer can write to | at once; `area_failed`   |
+| `Fence`    | decode rank     | the transport, until it holds     | `fenced`                 |
+| `FreeArea` | decode rank     | that memory is given back         | at once                  |
+| `Ended`    | both schedulers | the engine: what it held is back  | at once                  |
 
 What must not break: effects are carried out in the order of the list, and each that starts
 work ends with exactly one of the inputs named.
@@ -48,6 +49,16 @@ class Write(Effect, frozen=True, kw_only=True):
     grid: Grid
     notice: Landed
     """What the target is told once the bytes are there; the sender's driver adds the sums."""
+
+
+class Abandon(Effect, frozen=True, kw_only=True):
+    """Read nothing more for a write: its blocks belong to somebody else from now on (P16).
+
+    When this was carried out, no byte is read for it any more. If its bytes had not all been
+    read by then, it ends with `write_dropped`, and its notice is not given; otherwise it goes on.
+    """
+
+    write: WriteId
 
 
 class Take(Effect, frozen=True, kw_only=True):
@@ -103,4 +114,4 @@ class Ended(Effect, frozen=True, kw_only=True):
     drafts: tuple[int, ...] = ()
 
 
-AnyEffect = Send | Write | Take | OpenArea | Fence | FreeArea | Ended
+AnyEffect = Send | Write | Abandon | Take | OpenArea | Fence | FreeArea | Ended

@@ -5,7 +5,8 @@ writes whatever is allowed by now. There is nothing to agree on with another ran
 to meet at (P1, P8).
 
 What must not break (P15, P16): "stopped" and "released" are said only when every write that
-they speak of was observed to end.
+they speak of was observed to end; and nothing is read for an earlier life of the scheduler once
+the next one has given work, or was heard of.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import InvariantViolation
 from penstock.handoff import messages as msg
+from penstock.handoff.effects import Abandon
 from penstock.handoff.grid import from_bytes
+from penstock.handoff.party import Standing
 from penstock.handoff.states import WANT_MOVES, Role, WantMove, WantState, advance
 from penstock.handoff.statistics import PrefillRankStatistics
 from penstock.handoff.wants import Prompt, Want
@@ -46,22 +49,43 @@ class PrefillRank(Writer):
     # The local world.
 
     def admit(
-        self, handoff: str, *, token_count: int, layers: range, now: float
+        self,
+        handoff: str,
+        *,
+        token_count: int,
+        layers: range,
+        now: float,
+        scheduler: int | None = None,
     ) -> list[AnyEffect]:
         """The rank is going to compute a prompt whose KV may be claimed.
 
         One that was released already (cancelled before it got here) is left alone.
 
+        Args:
+            handoff: its name.
+            token_count: of the whole prompt.
+            layers: of this rank.
+            now: the time.
+            scheduler: the incarnation of the scheduler that gives it; the one this rank knows
+                unless told. The work of a scheduler that started again may come before its
+                greeting: to name it ends whatever was under way for an earlier life (P16).
+
         Raises:
-            ValueError: the prompt is known, or has no tokens or layers.
+            ValueError: the prompt is known, or has no tokens or layers; or that life of the
+                scheduler is over.
         """
         if handoff in self.prompts:
             raise ValueError(f"handoff is {handoff!r}, which was admitted already")
         if token_count < 1 or not layers or layers.step != 1:
             raise ValueError(f"need tokens and layers, got {token_count} and {layers}")
+        life = self.life_of(self.scheduler).incarnation if scheduler is None else scheduler
+        if life in self._buried(self.scheduler):
+            raise ValueError(f"scheduler is {life:016x}, a life of {self.scheduler!r} that is over")
         self._start(now)
+        if scheduler is not None:
+            self._serve_only(scheduler)
         if not self._is_released(handoff):
-            self.prompts[handoff] = Prompt(token_count, layers.start, (0,) * len(layers))
+            self.prompts[handoff] = Prompt(token_count, layers.start, (0,) * len(layers), life)
             for target, wants in self.wants.items():
                 if handoff in wants:
                     self._open(target, handoff)
@@ -245,6 +269,28 @@ class PrefillRank(Writer):
                 self._forget(target, handoff, WantMove.FORGET)
         self._remember(("released", handoff), 0)
 
+    def _serve_only(self, scheduler: int) -> None:
+        """Ends what is under way for any other life of the scheduler: it is over (P16)."""
+        known = self.peers.get(self.scheduler)
+        follows = known is not None and known.incarnation != scheduler
+        # What was admitted before any life was known is of the first one.
+        kept = (scheduler,) if follows else (scheduler, 0)
+        others = [name for name, each in self.prompts.items() if each.scheduler not in kept]
+        if not follows and not others:
+            return
+        for handoff in others:
+            self._let_go(handoff)
+        if known is not None and follows and known.standing is not Standing.LOST:
+            self.peers[self.scheduler] = known._replace(standing=Standing.LOST)
+            self.releases.clear()
+        self._abandon_writes()
+
+    def _abandon_writes(self) -> None:
+        """Nothing more is read of prompts that were let go: their blocks are given to others."""
+        for write, posted in self.writes.items():
+            if not posted.observed and write.handoff not in self.prompts:
+                self.effects.append(Abandon(write=write))
+
     def _known(self, handoff: str) -> Prompt | None:
         """The prompt; none if it was released."""
         prompt = self.prompts.get(handoff)
@@ -329,9 +375,13 @@ class PrefillRank(Writer):
 
     def _peer_gone(self, name: str) -> None:
         if name == self.scheduler:
-            for handoff in [*self.prompts]:
-                self._let_go(handoff)
+            # What the next life gave us before we heard of it stays.
+            over = (0, self.life_of(name).incarnation)
+            for handoff, prompt in list(self.prompts.items()):
+                if prompt.scheduler in over:
+                    self._let_go(handoff)
             self.releases.clear()
+            self._abandon_writes()
             return
         for handoff in [*self.wants.get(name, ())]:
             self._forget(name, handoff, WantMove.FORGET)

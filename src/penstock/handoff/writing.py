@@ -96,6 +96,21 @@ class Writer(Party):
         self._after_end(write)
         return self.effects
 
+    def write_dropped(self, write: WriteId, now: float) -> list[AnyEffect]:
+        """A write that was abandoned has ended, and nothing of it is moved any more (P16).
+
+        Its notice was not given, so its berth is ours again.
+
+        Raises:
+            ValueError: no such write is under way.
+        """
+        self._under_way(write)
+        self._start(now)
+        self._count("writes dropped")
+        self._free(write)
+        self._after_end(write)
+        return self.effects
+
     def clone(self) -> Self:
         """A second machine in the same state; the two share nothing that changes."""
         twin = super().clone()

@@ -7,7 +7,8 @@ have not ended. In a step, ways take turns, so that a target which takes nothing
 other.
 
 The one rule: a write is begun only on the way to the very area that it was meant for; one whose
-area was left ends as failed, and nothing of it is moved after its link was closed.
+area was left ends as failed, and nothing of it is moved after its link was closed. What was
+abandoned is not read any more when that was said.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff import messages as msg
-from penstock.handoff.effects import Write
+from penstock.handoff.effects import Abandon, Write
 from penstock.handoff.prefill_rank import PrefillRank
 from penstock.runtime.handoff.arguments import (
     block_keys,
@@ -126,13 +127,21 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """Ways to areas that their targets have left."""
         self._homeless: list[Write] = []
         """Writes to areas that there is no way to."""
+        self._dropped: list[WriteId] = []
+        """Writes that were abandoned before their bytes were read."""
         self.parts_written = 0
         self.bytes_written = 0
 
     # The engine.
 
     def admit(
-        self, handoff: str, *, token_count: int, slots: Sequence[int], keys: Sequence[bytes]
+        self,
+        handoff: str,
+        *,
+        token_count: int,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        scheduler: int | None = None,
     ) -> None:
         """The rank is going to compute a prompt; its blocks will lie in these slots.
 
@@ -141,6 +150,9 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             token_count: of the whole prompt.
             slots: for each of its blocks, from the first one on.
             keys: of each of its blocks; the same that the decode side gives.
+            scheduler: the incarnation of the scheduler that gives it (`driver.life`), where that
+                may start again beside living ranks: before this returns, nothing is read any
+                more for an earlier life of it, so that the slots may be those of others.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -157,7 +169,11 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                 "for each block"
             )
         effects = self.machine.admit(
-            handoff, token_count=token_count, layers=self._layers, now=self._clock()
+            handoff,
+            token_count=token_count,
+            layers=self._layers,
+            now=self._clock(),
+            scheduler=scheduler,
         )
         if handoff in self.machine.prompts:
             self._prompts[handoff] = Prompt(token_count, numbers, names)
@@ -189,7 +205,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         moving = self._reader.has_room and any(
             (way.queue or way.posted) and not way.stuck for way in self._ways.values()
         )
-        return super().has_work or moving or bool(self._left or self._homeless)
+        return super().has_work or moving or bool(self._left or self._homeless or self._dropped)
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
@@ -317,8 +333,22 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                     way.queue.append(effect)
                 else:
                     self._homeless.append(effect)
+            case Abandon(write=write):
+                self._abandon(write)
             case _:
                 super()._act(effect)
+
+    def _abandon(self, write: WriteId) -> None:
+        """Reads nothing more for a write; one that is packed, or is going to fail, goes on."""
+        for way in (*self._ways.values(), *self._left):
+            if write in way.reading:
+                self._reader.forget(write)
+                del way.reading[write]
+            elif any(each.write == write for each in way.queue):
+                way.queue = deque(each for each in way.queue if each.write != write)
+            else:
+                continue
+            self._dropped.append(write)
 
     def _admits(self, message: msg.AnyMessage, attachment: bytes) -> bool:
         if not isinstance(message, msg.Claim):
@@ -361,6 +391,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _leave(self) -> None:
         """Ends the ways to areas that were left, and the writes that were on them."""
+        while self._dropped:
+            self._carry_out(self.machine.write_dropped(self._dropped.pop(), self._clock()))
         while self._left or self._homeless:
             ways, self._left = self._left, []
             writes, self._homeless = [each.write for each in self._homeless], []

@@ -62,6 +62,8 @@ class Prefill(msgspec.Struct, frozen=True):
     """The scheduler, and each rank, begins to compute a prompt."""
 
     handoff: str
+    scheduler: int
+    """Which life of the scheduler gives it."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -92,6 +94,12 @@ class Leave(msgspec.Struct, frozen=True):
 
 class Observe(msgspec.Struct, frozen=True):
     """The driver sees that a write is done."""
+
+    write: WriteId
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """The driver says that a write that was abandoned is over, and will not land."""
 
     write: WriteId
 
@@ -181,6 +189,7 @@ Deed = (
     | Submit
     | Leave
     | Observe
+    | GiveUp
     | Fail
     | Bounce
     | Fade

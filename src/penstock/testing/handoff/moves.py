@@ -138,7 +138,9 @@ def _of_decode_rank(actor: DecodeRankActor) -> _Parts:
 
 def _of_prefill_scheduler(actor: PrefillSchedulerActor) -> _Parts:
     prompts = actor.scene.prompts
-    starts = [do.Prefill(h) for h in prompts if not actor.knows((h, 0)) and _has_ranks(actor)]
+    life = actor.identity.life.incarnation
+    new = [handoff for handoff in prompts if not actor.knows((handoff, 0))]
+    starts = [do.Prefill(handoff, life) for handoff in new if _has_ranks(actor)]
     starts = starts[: actor.scene.room - len(actor.open)]
     running = [handoff for handoff in prompts if (handoff, 0) in actor.open]
     tokens = [do.FirstToken(handoff) for handoff in running if handoff not in actor.tokens]
@@ -178,9 +180,12 @@ def _of_decode_scheduler(actor: DecodeSchedulerActor) -> _Parts:
 
 def _writes_of(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Deed]]:
     for write, posting in sorted(actor.writes.items()):
+        if posting.abandoned and posting.phase is not Phase.LANDED:
+            yield MoveKind.DO, do.GiveUp(write)
         match posting.phase:
             case Phase.ASKED:
-                yield MoveKind.POST, do.Submit(write)
+                if not posting.abandoned:
+                    yield MoveKind.POST, do.Submit(write)
             case Phase.POSTED:
                 yield MoveKind.LAND, do.Leave(write)
             case Phase.LANDED:

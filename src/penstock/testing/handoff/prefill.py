@@ -43,6 +43,8 @@ class Posting(NamedTuple):
 
     write: ef.Write
     phase: Phase
+    abandoned: bool = False
+    """Its source is not read any more: one that was posted had been read, or is given up."""
 
 
 Ghost = tuple["Life", "WriteId"]
@@ -54,13 +56,15 @@ class PrefillRankActor(Actor[PrefillRank]):
 
     computed: dict[str, tuple[int, ...]]
     """Tokens of each layer, by handoff."""
+    owners: dict[str, int]
+    """Whose the blocks of each handoff are: a life of the scheduler."""
     writes: dict[WriteId, Posting]
     ghosts: dict[Ghost, ef.Write]
     stopped: dict[tuple[Life, str], int]
     """By target and handoff, the last claim of which it was said that nothing more comes."""
 
     def __init__(self, scene: Scene, name: str) -> None:
-        self.computed, self.writes, self.ghosts, self.stopped = {}, {}, {}, {}
+        self.computed, self.owners, self.writes, self.ghosts, self.stopped = {}, {}, {}, {}, {}
         super().__init__(scene, name)
 
     def is_computed(self, handoff: str) -> bool:
@@ -73,6 +77,8 @@ class PrefillRankActor(Actor[PrefillRank]):
         marks = self.computed.get(handoff)
         if marks is None or self.is_computed(handoff):
             return None
+        if self.owners[handoff] < max(self.owners.values()):
+            return None  # Its engine is gone, and the next one computes something else.
         prompt, lowest = self.scene.prompts[handoff], min(marks)
         layer = self.scene.layers_of(self.name, handoff).start + marks.index(lowest)
         tokens = min(prompt.token_count, lowest + prompt.chunk_tokens)
@@ -91,7 +97,7 @@ class PrefillRankActor(Actor[PrefillRank]):
     def reads(self, handoff: str) -> bool:
         """Whether the blocks of a prompt are, or will be, read for a write."""
         return any(
-            posting.phase is not Phase.LANDED and write.handoff == handoff
+            posting.phase is not Phase.LANDED and not posting.abandoned and write.handoff == handoff
             for write, posting in self.writes.items()
         )
 
@@ -113,7 +119,7 @@ class PrefillRankActor(Actor[PrefillRank]):
         for write, posting in self.writes.items():
             if posting.phase is Phase.POSTED:
                 self.ghosts[life, write] = posting.write
-        self.writes, self.computed, self.stopped = {}, {}, {}
+        self.writes, self.computed, self.owners, self.stopped = {}, {}, {}, {}
 
     def _later(self, message: msg.AnyMessage) -> Hashable | None:
         if not isinstance(message, msg.Claim | msg.Stop):
@@ -125,12 +131,20 @@ class PrefillRankActor(Actor[PrefillRank]):
 
     def _effects_of_own(self, deed: do.Deed, now: float) -> Effects:
         match deed:
-            case do.Prefill(handoff=handoff):
+            case do.Prefill(handoff=handoff, scheduler=scheduler):
                 token_count = self.scene.prompts[handoff].token_count
                 layers = self.scene.layers_of(self.name, handoff)
                 self.computed[handoff] = (0,) * len(layers)
-                return self.machine.admit(handoff, token_count=token_count, layers=layers, now=now)
+                self.owners[handoff] = scheduler
+                return self.machine.admit(
+                    handoff,
+                    token_count=token_count,
+                    layers=layers,
+                    now=now,
+                    scheduler=scheduler,
+                )
             case do.Progress(handoff=handoff, layer=layer, tokens=tokens):
+                self._reuse_blocks(self.owners[handoff])
                 first = self.scene.layers_of(self.name, handoff).start
                 marks = list(self.computed[handoff])
                 marks[layer - first] = tokens
@@ -139,6 +153,9 @@ class PrefillRankActor(Actor[PrefillRank]):
             case do.Observe(write=write):
                 assert self.writes.pop(write).phase is Phase.LANDED
                 return self.machine.write_done(write, now)
+            case do.GiveUp(write=write):
+                assert self.writes.pop(write).abandoned
+                return self.machine.write_dropped(write, now)
             case do.Fail(write=write):
                 self.ghosts[self.identity.life, write] = self.writes.pop(write).write
                 return self.machine.write_failed(write, now)
@@ -162,8 +179,24 @@ class PrefillRankActor(Actor[PrefillRank]):
                 del self.ghosts[source, write]
             case do.Purge(handoff=handoff):
                 self.computed.pop(handoff, None)
+                self.owners.pop(handoff, None)
             case _:
                 raise TypeError(f"a prefill rank cannot {deed!r}")
+
+    def _reuse_blocks(self, scheduler: int) -> None:
+        """To a scheduler that began anew all blocks are free: what it computes overwrites others'.
+
+        Raises:
+            Violation: what an earlier life computed is still read.
+        """
+        for handoff in [name for name, owner in self.owners.items() if owner < scheduler]:
+            if self.reads(handoff):
+                raise Violation(
+                    "given back",
+                    f"{self.name} computes for {PREFILL}#{scheduler} while the blocks of "
+                    f"{handoff}, of an earlier life, are read",
+                )
+            del self.computed[handoff], self.owners[handoff]
 
     def _check_computed(self, write: ef.Write) -> None:
         name = write.write
@@ -193,6 +226,10 @@ class PrefillRankActor(Actor[PrefillRank]):
             )
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
+        if isinstance(effect, ef.Abandon):
+            posting = self.writes[effect.write]
+            self.writes[effect.write] = posting._replace(abandoned=True)
+            return
         if not isinstance(effect, ef.Write):
             raise TypeError(f"a prefill rank does not ask for {effect!r}")
         if effect.write in self.writes or (self.identity.life, effect.write) in self.ghosts:
@@ -200,14 +237,20 @@ class PrefillRankActor(Actor[PrefillRank]):
         self.writes[effect.write] = Posting(effect, Phase.ASKED)
 
     def _clone_own(self, twin: Self) -> None:
-        twin.computed = dict(self.computed)
+        twin.computed, twin.owners = dict(self.computed), dict(self.owners)
         twin.writes, twin.ghosts = dict(self.writes), dict(self.ghosts)
         twin.stopped = dict(self.stopped)
 
     def _freeze_own(self) -> Hashable:
         return (
             tuple(sorted(self.computed.items())),
-            tuple(sorted((write, posting.phase) for write, posting in self.writes.items())),
+            tuple(sorted(self.owners.items())),
+            tuple(
+                sorted(
+                    (write, posting.phase, posting.abandoned)
+                    for write, posting in self.writes.items()
+                )
+            ),
             tuple(sorted(self.ghosts)),
             tuple(sorted(self.stopped.items())),
         )

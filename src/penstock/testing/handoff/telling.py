@@ -35,6 +35,7 @@ _WORDS = {
     do.Submit: "posts",
     do.Leave: "write lands",
     do.Observe: "sees done",
+    do.GiveUp: "gives up",
     do.Fail: "sees failed",
     do.Fade: "ghost is over",
     do.Claim: "engine claims",

@@ -314,6 +314,7 @@ _OWN = (
     do.Submit,
     do.Leave,
     do.Observe,
+    do.GiveUp,
     do.Fail,
     do.Bounce,
     do.Fade,

@@ -286,6 +286,7 @@ WORLDS: tuple[Small, ...] = (
     _two_by_two("timer", Budget(timer=1)),
     replace(_at_once("nothing", (2, 2), 1, Budget()), reduced=False, large=False),
     *_crashes(_ONE_BY_TWO),
+    *_crashes(replace(_ONE_BY_TWO, name="in-turn-crash", decode_count=1, request_count=2)),
     _delayed("layers", (2, 2), 2, Budget(), delays=2),
     _delayed("cancel", (2, 2), 1, Budget(cancel=1), delays=1),
     _delayed("crash", (1, 2), 1, Budget(crash=1), delays=1),

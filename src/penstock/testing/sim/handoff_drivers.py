@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.handoff import effects as ef
 from penstock.testing.handoff import deeds as do
+from penstock.testing.handoff.prefill import Phase
 from penstock.testing.sim.checkers import SimulationError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Drivers:
         match effect:
             case ef.Write():
                 self._world.after(self._of(self._weather.write_s, life), self._post, life, effect)
+            case ef.Abandon(write=write):
+                self._world.after(0.0, self._give_up, life, write)
             case ef.Take():
                 if (effect.handoff, effect.epoch) in self._world.decode_scheduler.ended:
                     raise SimulationError(
@@ -54,10 +57,15 @@ class Drivers:
     def _is_over(self, life: Life) -> bool:
         return self._world.actors[life.name].identity.life != life
 
+    def _is_given_up(self, source: Life, write: WriteId) -> bool:
+        """Whether its rank has abandoned a write, before or after it was posted."""
+        posting = self._world.prefill_rank(source.name).writes.get(write)
+        return posting is None or (posting.abandoned and posting.phase is Phase.ASKED)
+
     # ---------------------------------------------------------------- writes
 
     def _post(self, source: Life, write: ef.Write) -> None:
-        if self._is_over(source):
+        if self._is_over(source) or self._is_given_up(source, write.write):
             return
         target = self._world.decode_rank(write.write.target.name)
         gone = target.identity.life != write.write.target
@@ -68,10 +76,20 @@ class Drivers:
         self._world.give(source.name, do.Submit(write.write))
         self._world.after(self._of(self._weather.write_s, source), self._land, source, write)
 
+    def _give_up(self, source: Life, write: WriteId) -> None:
+        """What was not read in time is over; what was posted may have been read."""
+        if self._is_over(source):
+            return
+        posting = self._world.prefill_rank(source.name).writes.get(write)
+        if posting is None or posting.phase is Phase.LANDED:
+            return
+        if posting.phase is Phase.ASKED or self._rng.random() < 0.5:
+            self._world.give(source.name, do.GiveUp(write))
+
     def _land(self, source: Life, write: ef.Write) -> None:
         """A posted write lands, fails, or finds its poster or its target dead."""
-        if self._is_over(source):
-            return  # It is a ghost now.
+        if self._is_over(source) or self._is_given_up(source, write.write):
+            return  # It is a ghost now, or nobody writes it any more.
         name = write.write
         target = self._world.decode_rank(name.target.name)
         if target.identity.life != name.target:

@@ -63,7 +63,8 @@ class Engines:
         if not ready:
             world.after(0.5, self.prefill, handoff)
             return
-        deed = do.Prefill(handoff)
+        life = self._world.prefill_scheduler.identity.life
+        deed = do.Prefill(handoff, life.incarnation)
         world.give(PREFILL, deed)
         for rank in world.scene.prefill_ranks:
             world.give(rank, deed)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _DETECTION_S = 1.0
 """A peer that is silent is suspected within this, on average."""
+_SEEN_S = 0.1
+"""The death of a colleague is seen within this."""
 
 
 class HandoffStorm:
@@ -55,7 +57,8 @@ class HandoffStorm:
         down_s = self._rng.expovariate(1.0)
         for peer in world.scene.peers_of(name):
             if self._rng.random() < 0.7:
-                detection_s = self._rng.uniform(0.0, _DETECTION_S)
+                colleagues = peer.startswith(PREFILL) == name.startswith(PREFILL)
+                detection_s = self._rng.uniform(0.0, _SEEN_S if colleagues else _DETECTION_S)
                 world.after(detection_s, self._lose, peer, name, life.incarnation)
             world.after(down_s + self._rng.uniform(0.0, _DETECTION_S), self._hear, peer, name)
         world.after(down_s, world.rise, name)
