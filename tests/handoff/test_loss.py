@@ -137,6 +137,67 @@ def test_p3_a_resend_waits_longer_each_time_up_to_its_cap(make_world: type[World
     assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
 
 
+def test_p3_what_comes_halves_the_wait_for_the_next_resend(make_world: type[World]) -> None:
+    world = make_world(1, 2)
+    world.submit_prefill()
+    world.submit_decode(patience_s=100.0)
+    world.run_messages()
+    decode, timer = world.parties["D"], ("resend", "h")
+    for _ in range(4):
+        world.wait(decode.timers[timer] - world.now)
+        world.run_messages()
+    assert decode.timers[timer] - world.now == 4.0
+
+    world.do("P", lambda p: p.first_token("h", world.now, tokens=(7,)))
+    world.run_messages()
+
+    assert decode.timers[timer] - world.now == 2.0
+    assert world.parties["D"].tries[timer] == 3
+
+
+def test_p3_an_answer_never_puts_a_resend_off(make_world: type[World]) -> None:
+    world = make_world(2, 1)
+    world.submit_prefill()
+    world.submit_decode(wanted=world.everything(), patience_s=100.0)
+    world.run_messages()
+    rank = world.parties["d0"]
+    timer = ("resend", "h", "1")
+    due = rank.timers[timer]
+    world.now = due - 0.01
+
+    world.do("p0", lambda p: p.chunk_progress("h", tokens=4, now=world.now))
+    world.run()
+
+    assert rank.statistics().counts["parts taken"] == 2
+    assert rank.timers[timer] == due
+
+
+def test_p3_a_notice_waits_as_long_as_its_target_took_to_answer_before(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    rank, timer = world.parties["p0"], ("notice", "d0")
+    world.land()
+    world.observe()
+    waits = []
+    for _ in range(3):
+        before = world.now
+        world.wait(rank.timers[timer] - before)
+        waits.append(world.now - before)
+    world.run()
+    assert timer not in rank.timers
+
+    world.submit_prefill("next")
+    world.submit_decode("next")
+    world.run_messages()
+    world.compute("next")
+    world.land()
+    world.observe()
+
+    assert waits == [0.25, 0.5, 1.0]
+    assert rank.timers[timer] - world.now > 0.25
+
+
 # ------------------------------------------------------------------ epochs
 
 

@@ -20,7 +20,10 @@ def test_the_defaults_make_sense() -> None:
     [
         ({"resend_s": 0.0}, "resend_s: is 0.0, must be > 0"),
         ({"lease_s": float("nan")}, "lease_s: is nan, must be > 0"),
-        ({"resend_cap_s": 0.1}, "resend_cap_s: is 0.1, must be at least resend_s 0.25"),
+        (
+            {"resend_cap_s": 1.0},
+            "resend_cap_s: is 1.0, must be at least 8 times resend_s 0.25, so that waits can grow",
+        ),
         ({"suspect_s": 1.0}, "suspect_s: is 1.0, must be more than ping_s 1.0"),
     ],
 )

@@ -165,6 +165,13 @@ def plant_unbounded_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Landing, "retired_bytes", property(lambda _: 0))
 
 
+def plant_no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resend waits as long as the first each time."""
+    monkeypatch.setattr(
+        Party, "_resend_wait_s", lambda party, _timer: party.settings.times.resend_s
+    )
+
+
 PLANTED = [
     pytest.param(plant_any_rank_will_do, 20, id="any rank will do"),
     pytest.param(plant_no_fence, 60, id="no fence"),
@@ -181,6 +188,7 @@ PLANTED = [
     pytest.param(plant_unverified_parts, 150, id="unverified parts"),
     pytest.param(plant_early_writes, 20, id="writes what is not computed"),
     pytest.param(plant_claims_never_repeated, 20, id="claims never repeated"),
+    pytest.param(plant_no_backoff, 200, id="no backoff"),
     pytest.param(plant_no_deadline, 400, id="no deadline"),
     pytest.param(plant_unbounded_areas, 300, id="unbounded areas"),
     pytest.param(plant_any_life, 1200, id="any life", marks=pytest.mark.long),

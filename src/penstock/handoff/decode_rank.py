@@ -299,7 +299,7 @@ class DecodeRank(Landing):
         match collection.state:
             case TargetState.COLLECTING:
                 self._claim(key, take.source.name)
-                self.tries.pop(_resend(key), None)
+                self._hasten(_resend(key))
                 self._check_complete(key)
                 self._keep_asking(key)
             case TargetState.DROPPING:
@@ -366,6 +366,7 @@ class DecodeRank(Landing):
             return
         collection = collection.stopped(name)
         self.collections[key] = collection
+        self._hasten(_resend(key))
         if not any(source.claimed for source in collection.sources):
             self._move(key, TargetMove.ALL_STOPPED)
             del self.collections[key]

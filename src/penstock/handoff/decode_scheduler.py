@@ -243,6 +243,8 @@ class DecodeScheduler(Party):
         rank = 1 << self.ranks.index(report.sender.name)
         match report.report:
             case RankReport.COMPLETE if claimed.state is DecodeState.CLAIMING:
+                if not claimed.complete & rank:
+                    self._hasten(("resend", handoff))
                 self.claimed[handoff] = claimed._replace(complete=claimed.complete | rank)
                 self._deliver_if_complete(handoff)
             case RankReport.FAILED if claimed.state is DecodeState.CLAIMING:
@@ -264,6 +266,7 @@ class DecodeScheduler(Party):
         if not finished.tokens:
             self._refuse("without a first token")
         elif claimed.state is DecodeState.CLAIMING and not claimed.tokens:
+            self._hasten(("resend", handoff))
             self.claimed[handoff] = claimed._replace(tokens=finished.tokens, drafts=finished.drafts)
             self._deliver_if_complete(handoff)
 
@@ -301,6 +304,8 @@ class DecodeScheduler(Party):
     def _dropped(self, handoff: str, ranks: int) -> None:
         """Some ranks touch its slots no more; after the last of them the slots come back."""
         claimed = self.claimed[handoff]
+        if ranks & ~claimed.dropped:
+            self._hasten(("resend", handoff))
         claimed = claimed._replace(dropped=claimed.dropped | ranks)
         self.claimed[handoff] = claimed
         if claimed.state is DecodeState.ENDING and claimed.dropped == self.everyone:

@@ -68,7 +68,8 @@ class Party:
         self.peers: dict[str, Peer] = {}
         self.timers: dict[TimerKey, float] = {}
         self.tries: dict[TimerKey, int] = {}
-        """How often each timer expired in a row; it makes waits longer and nothing else."""
+        """How often each timer expired, less what came meanwhile; it makes waits longer or shorter,
+        and nothing else."""
         self.remembered: dict[tuple[str, ...], tuple[int, str]] = {}
         """The ends of handoffs that are over: an epoch, and why."""
         self.counts: dict[str, int] = {}
@@ -385,10 +386,27 @@ class Party:
             self.timers[timer] = self.now + delay_s
 
     def _arm_resend(self, timer: TimerKey) -> None:
-        """Starts a timer that waits twice as long each time it expired in a row."""
+        """Starts a timer that waits twice as long each time it expired."""
+        self._arm(timer, self._resend_wait_s(timer))
+
+    def _resend_wait_s(self, timer: TimerKey) -> float:
         times = self.settings.times
         doublings = min(self.tries.get(timer, 0), BACKOFF_DOUBLINGS_MAX)
-        self._arm(timer, min(times.resend_s * 2**doublings, times.resend_cap_s))
+        return min(times.resend_s * 2**doublings, times.resend_cap_s)
+
+    def _hasten(self, timer: TimerKey) -> None:
+        """Something that a resend asks for has come: from now on it waits half as long.
+
+        A timer that runs is set earlier, never later: what comes from one peer must not put off
+        what another one is asked for. So there are no more resends than things that came, but
+        for those in which the wait grew.
+        """
+        tries = self.tries.pop(timer, 0) - 1
+        if tries > 0:
+            self.tries[timer] = tries
+        due = self.timers.get(timer)
+        if due is not None:
+            self.timers[timer] = min(due, self.now + self._resend_wait_s(timer))
 
     def _disarm(self, timer: TimerKey) -> None:
         self.timers.pop(timer, None)

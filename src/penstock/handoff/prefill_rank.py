@@ -167,7 +167,10 @@ class PrefillRank(Writer):
         target = claim.sender.name
         have = from_bytes(claim.have)
         spoiled = tuple(from_bytes(each) for each in claim.spoiled)
+        unsettled = len(self.writes)
         self._settle_parts(claim, have, spoiled)
+        if len(self.writes) < unsettled:
+            self._hasten(("notice", target))
         if self._is_wanted(claim):
             self._want(claim, have, spoiled)
         if self.lanes[target].poisoned:

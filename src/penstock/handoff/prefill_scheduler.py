@@ -284,6 +284,8 @@ class PrefillScheduler(Party):
     def _released(self, handoff: str, ranks: int) -> None:
         """Some ranks read its blocks no more; after the last of them the handoff has ended."""
         prefill = self.prefills[handoff]
+        if ranks & ~prefill.released:
+            self._hasten(("resend", handoff))
         prefill = prefill._replace(released=prefill.released | ranks)
         self.prefills[handoff] = prefill
         if prefill.released != self.everyone:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from penstock.errors import ConfigError
 from penstock.handoff.messages import ATTEMPT_COUNT_MAX, BERTH_COUNT_MAX
 
+RESEND_GROWTH_MIN = 8
+"""A resend must be able to wait so many times longer than the first: peers may be slow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTimes:
@@ -18,7 +21,7 @@ class HandoffTimes:
     resend_s: float = 0.25
     """A message without an answer is sent again after this, then after twice as long, …"""
     resend_cap_s: float = 4.0
-    """… but at least this often."""
+    """… but at least this often. A lease is renewed by resends, so it must last longer."""
     handoff_s: float = 60.0
     """Decode gives a handoff up after this, if it was submitted without a patience of its own."""
     lease_s: float = 120.0
@@ -35,9 +38,11 @@ class HandoffTimes:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(name, f"is {value}, must be > 0")
-        if self.resend_cap_s < self.resend_s:
+        if self.resend_cap_s < RESEND_GROWTH_MIN * self.resend_s:
             raise ConfigError(
-                "resend_cap_s", f"is {self.resend_cap_s}, must be at least resend_s {self.resend_s}"
+                "resend_cap_s",
+                f"is {self.resend_cap_s}, must be at least {RESEND_GROWTH_MIN} times resend_s "
+                f"{self.resend_s}, so that waits can grow",
             )
         if self.suspect_s <= self.ping_s:
             raise ConfigError(

@@ -262,7 +262,8 @@ class Writer(Party):
         if self.is_open(target) and (asks or self._unanswered(target)):
             self._arm_resend(("notice", target))
         else:
-            self._disarm(("notice", target))
+            # How long this target takes to answer is kept in mind: the next notice waits as long.
+            self.timers.pop(("notice", target), None)
 
     def _notice_again(self, target: str) -> None:
         for write in self._unanswered(target):

@@ -29,6 +29,8 @@ class Network:
         self._last: dict[tuple[str, str], float] = {}
         """When the latest message between two parties arrives."""
         self._cut_until = 0.0
+        self.sent_count = 0
+        """Messages that were sent, whatever became of them."""
 
     def cut(self, duration_s: float) -> None:
         """The two engines do not hear each other for a while."""
@@ -42,6 +44,7 @@ class Network:
 
     def send(self, message: AnyMessage) -> None:
         """Takes a message, and does with it what networks do."""
+        self.sent_count += 1
         if self._rng.random() < self._weather.loss:
             self._world.note("message lost")
             self._world.tell("%s is lost", type(message).__name__)
@@ -55,10 +58,7 @@ class Network:
     def _delay(self, message: AnyMessage) -> float:
         sender, target = message.sender.name, message.target.name
         delay_s = self._weather.delay_s * self._rng.expovariate(1.0)
-        if not self._weather.calm:
-            # In calm worlds only a slow rank's work is slow: with messages as slow, and resends
-            # as quick as some are drawn, no patience would be ample.
-            delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
+        delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
         arrival = self._world.now + delay_s
         last = self._last.get((sender, target), 0.0)
         if arrival < last:

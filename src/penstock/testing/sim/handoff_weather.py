@@ -162,7 +162,8 @@ def _draw_settings(rng: Random, *, calm: bool) -> HandoffSettings:
     return HandoffSettings(
         times=HandoffTimes(
             resend_s=resend_s,
-            resend_cap_s=resend_s * rng.choice((1, 4)),
+            # Where a cap never comes into it, the number of messages depends on the parts alone.
+            resend_cap_s=resend_s * (rng.choice((64, 256)) if calm else rng.choice((8, 32))),
             park_s=AMPLE_S if calm else rng.uniform(2.0, 8.0),
         ),
         bounds=HandoffBounds(
