@@ -347,3 +347,42 @@ def test_p4_nothing_that_a_peer_says_raises(
             party.receive(message, 1.0)
 
     assert all(isinstance(hash(party.freeze()), int) for party in world.parties.values())
+
+
+def test_p4_a_stop_of_a_dead_target_is_not_answered_to_its_next_life(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.do("D", lambda d: d.cancel("h", 0.0))
+    world.run_messages()
+    assert world.parties["p0"].stops
+
+    world.start("d0")
+    world.introduce("p0", "d0")
+    assert not world.parties["p0"].stops
+    world.wire.clear()
+    while world.posted:
+        world.end_badly(world.posted.pop())
+
+    assert not world.said(msg.Stopped)
+
+
+def test_p15_a_stop_of_a_next_life_does_not_wait_for_writes_to_the_earlier_one(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.start("d0")
+    world.introduce("p0", "d0")
+    world.introduce("D", "d0")
+    world.wire.clear()
+    assert len(world.posted) == 2
+
+    stop = msg.Stop(
+        sender=world.parties["d0"].life,
+        target=world.parties["p0"].life,
+        handoff="h",
+        epoch=1,
+    )
+    world.do("p0", lambda p: p.receive(stop, world.now))
+
+    assert [stopped.target for stopped in world.said(msg.Stopped)] == [stop.sender]

@@ -345,6 +345,29 @@ def test_p7_a_lease_lasts_as_long_as_decode_asks(make_world: type[World]) -> Non
     assert world.outcome("P") == world.outcome("D") == ["delivered"]
 
 
+def test_p7_a_lease_lasts_as_long_as_decode_asks_after_the_first_token_too(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    lease_s = world.settings.times.lease_s
+    world.submit_prefill()
+    world.submit_decode(patience_s=10 * lease_s)
+    world.compute()
+    world.run_messages()
+    prefill = world.parties["P"]
+    assert prefill.statistics().ready == 1
+
+    # No part gets through, but decode goes on asking.
+    dues = []
+    for _ in range(4):
+        world.wait(lease_s / 2)
+        world.run_messages()
+        dues.append(prefill.timers["lease", "h"] - world.now)
+
+    assert prefill.statistics().ready == 1
+    assert min(dues) > lease_s - world.settings.times.resend_cap_s - 0.01
+
+
 def test_p7_a_claim_whose_prompt_never_comes_is_forgotten(make_world: type[World]) -> None:
     world = make_world()
     world.submit_decode()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from penstock.handoff import messages as msg
 from penstock.handoff.settings import HandoffBounds
 
@@ -320,4 +322,68 @@ def test_p13_slots_are_not_given_back_while_an_earlier_life_of_the_scheduler_is_
     world.drive(5)
 
     assert ended_meanwhile == []
+    assert world.outcome("D") == ["cancelled"]
+
+
+def test_p15_stopped_waits_for_the_writes_of_earlier_epochs(make_world: type[World]) -> None:
+    world = make_world().busy()
+    earlier = [write.write for write in world.posted]
+    world.do("D", lambda d: d.withdraw("h", 0.0))
+    while world.wire:
+        # The first stop is lost, so that nobody has asked for the end of the first claim.
+        if isinstance(world.wire[0], msg.Stop):
+            world.lose()
+        else:
+            world.deliver()
+    world.submit_decode(epoch=2)
+    world.run_messages()
+    world.do("D", lambda d: d.cancel("h", 0.0))
+    while world.wire:
+        if isinstance(world.wire[0], msg.Stop) and world.wire[0].epoch == 1:
+            world.lose()
+        else:
+            world.deliver()
+
+    assert [write.epoch for write in earlier] == [1, 1]
+    assert world.parties["p0"].stops == {("d0", "h"): 2}
+    for _ in range(2):
+        assert not world.said(msg.Stopped)
+        world.land()
+        world.observe()
+    assert [stopped.epoch for stopped in world.said(msg.Stopped)] == [2]
+
+
+def test_p11_a_part_that_cannot_be_taken_fails_its_handoff_and_gives_its_slots_back(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.land()
+    world.run_messages()
+    name, take = world.takes.pop()
+
+    world.do(name, lambda d: d.take_failed(take, world.now, why="no memory"))
+    world.run_messages()
+
+    assert world.outcome("D") == ["failed_over"]
+    assert "could not be taken: no memory" in world.ended["D"][0].why
+    with pytest.raises(ValueError, match="is not under way"):
+        world.parties[name].take_failed(take, world.now, why="again")
+    world.run()
+    world.check_over()
+
+
+def test_p13_a_take_that_fails_while_its_handoff_is_dropped_lets_the_drop_be_answered(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.land()
+    world.run_messages()
+    name, take = world.takes.pop()
+    world.do("D", lambda d: d.cancel("h", 0.0))
+    world.run_messages()
+    assert world.outcome("D") == []
+
+    world.do(name, lambda d: d.take_failed(take, world.now, why="no memory"))
+    world.run_messages()
+
     assert world.outcome("D") == ["cancelled"]

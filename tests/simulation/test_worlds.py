@@ -12,6 +12,7 @@ from penstock.cache.settings import WriteKind
 from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine.machine import CacheMachine
 from penstock.testing.sim.campaign import run_campaign, run_seeds
+from penstock.testing.sim.scenarios import Scenario
 from penstock.testing.sim.weather import Plenty
 from penstock.testing.sim.world import World
 
@@ -23,9 +24,11 @@ SEEDS_FILE = Path(__file__).with_name("seeds.txt")
 BATCH = 50
 
 
-def seeds_of_old_bugs() -> list[int]:
+def seeds_of_old_bugs() -> list[tuple[Scenario, int]]:
     lines = SEEDS_FILE.read_text(encoding="utf-8").splitlines()
-    return [int(line.split()[0]) for line in lines if line and not line.startswith("#")]
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    named = {f"{scenario.value}:": scenario for scenario in Scenario}
+    return [(named.get(word, Scenario.CACHE), int(seed)) for seed, word, *_ in words]
 
 
 def story_of(seed: int) -> list[str]:
@@ -42,9 +45,9 @@ def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
     assert outcome.coverage.events_mean > 50
 
 
-@pytest.mark.parametrize("seed", seeds_of_old_bugs())
-def test_what_once_failed_does_not_fail_again(seed: int) -> None:
-    World(seed).run()
+@pytest.mark.parametrize(("scenario", "seed"), seeds_of_old_bugs())
+def test_what_once_failed_does_not_fail_again(scenario: Scenario, seed: int) -> None:
+    assert run_seeds(range(seed, seed + 1), scenario).failures == []
 
 
 @pytest.mark.long

@@ -295,12 +295,12 @@ def _runs(wanted: _Wanted, layer: Layer, holdings: Sequence[_Holding]) -> Iterat
         ends |= {held.first, held.first + held.count}
     inside = sorted(end for end in ends if need.first <= end <= need.first + need.count)
     for first, end in pairwise(inside):
+        # Nobody's heads begin or end between the two: who has the first of them has all.
         candidates = tuple(
             _Candidate(each.source, each.group_position)
             for each in holdings
             if each.group.heads is not None
-            and each.group.heads.first <= first
-            and end <= each.group.heads.first + each.group.heads.count
+            and each.group.heads.first <= first < each.group.heads.first + each.group.heads.count
         )
         if not candidates:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,6 +11,8 @@ from penstock.testing.handoff_pair import Shape, keys_of
 
 if TYPE_CHECKING:
     from tests.runtime.handoff.conftest import MakeWorld, World
+
+    from penstock.handoff.names import WriteId
 
 TOKENS = 32
 
@@ -87,4 +89,51 @@ def test_what_was_queued_for_an_earlier_life_is_not_read_from_reused_blocks(
     right = world.is_right("old", here, range(TOKENS))
     assert right or world.outcomes("decode").get("old") != "delivered"
     assert rank.machine.statistics().writes_under_way == 0
+    assert "new" in rank.machine.prompts
+
+
+class LateReader:
+    """A reader like that of a device: it begins at once, and reads when the test lets it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._begun: dict[WriteId, tuple[Any, ...]] = {}
+        self.slot_count = inner.slot_count
+        self.has_room = True
+        self.reads = False
+
+    def read(self, write: WriteId, *more: Any) -> None:
+        self._begun[write] = more
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        begun, self._begun = (self._begun, {}) if self.reads else ({}, self._begun)
+        return [(write, self._inner.read(write, *more)) for write, more in begun.items()]
+
+    def forget(self, write: WriteId) -> None:
+        self._begun.pop(write, None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._begun)
+
+
+def test_what_a_device_was_reading_for_an_earlier_life_is_forgotten(world: World) -> None:
+    rank = world.sending["prefill/0"]
+    reader = rank._reader = LateReader(rank._reader)
+    here = begin(world, "old")
+    for _ in range(10):
+        rank.step()
+    assert reader.busy
+
+    start_again(world)
+    step_until_ranks_are_there(world)
+    reuse(world, "new", named=True)
+    reader.reads = True
+    world.settle(without=["prefill", "decode"])
+    world.settle()
+
+    assert rank.machine.counts["writes dropped"] > 0
+    assert world.outcomes("decode").get("old") != "delivered"
+    assert not world.is_right("old", here, range(TOKENS))
+    assert not rank.machine.statistics().areas_poisoned
     assert "new" in rank.machine.prompts

@@ -339,15 +339,19 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                 super()._act(effect)
 
     def _abandon(self, write: WriteId) -> None:
-        """Reads nothing more for a write; one that is packed, or is going to fail, goes on."""
-        for way in (*self._ways.values(), *self._left):
-            if write in way.reading:
-                self._reader.forget(write)
-                del way.reading[write]
-            elif any(each.write == write for each in way.queue):
-                way.queue = deque(each for each in way.queue if each.write != write)
-            else:
-                continue
+        """Reads nothing more for a write; one that is packed goes on.
+
+        One on a way that was left fails in this very step, and is not read either.
+        """
+        way = self._ways.get(write.target.name)
+        if way is None:
+            return
+        if write in way.reading:
+            self._reader.forget(write)
+            del way.reading[write]
+            self._dropped.append(write)
+        elif any(each.write == write for each in way.queue):
+            way.queue = deque(each for each in way.queue if each.write != write)
             self._dropped.append(write)
 
     def _admits(self, message: msg.AnyMessage, attachment: bytes) -> bool:
