@@ -392,7 +392,7 @@ class Party:
     def _resend_wait_s(self, timer: TimerKey) -> float:
         times = self.settings.times
         doublings = min(self.tries.get(timer, 0), BACKOFF_DOUBLINGS_MAX)
-        return min(times.resend_s * 2**doublings, times.resend_cap_s)
+        return min(times.resend_s * 2.0**doublings, times.resend_cap_s)
 
     def _hasten(self, timer: TimerKey) -> None:
         """Something that a resend asks for has come: from now on it waits half as long.
