@@ -286,6 +286,9 @@ class Books:
 
     def expire_blocks(self, now: float) -> None:
         """Blocks whose time has passed are the first to leave from now on."""
+        until = self.expiries.next()
+        if until is None or until > now:
+            return
         passed = self.expiries.pop_passed(now)
         known = (self.nodes.copy_count[passed] > 0) | (self.nodes.child_count[passed] > 0)
         passed = passed[known]
