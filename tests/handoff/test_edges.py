@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from penstock.handoff import messages as msg
@@ -228,3 +229,68 @@ def test_p5_a_misfit_of_long_facts_is_never_longer_than_a_text_may_be() -> None:
 
     assert found is not None
     assert (len(found.ours), len(found.theirs)) == (TEXT_MAX, TEXT_MAX)
+
+
+# ------------------------------------------------------------------ what is refused is counted
+
+
+def refusals(world: World, name: str) -> dict[str, int]:
+    counts: dict[str, int] = world.parties[name].statistics().counts
+    return {what: count for what, count in counts.items() if what.startswith("refused")}
+
+
+@pytest.mark.parametrize(
+    ("berth", "why"),
+    [(0, "into a berth that is in use"), (99, "into a berth that is not in the area")],
+)
+def test_p23_a_notice_of_a_wrong_berth_is_refused_and_counted(
+    make_world: type[World], berth: int, why: str
+) -> None:
+    world = taking(make_world)
+    world.land()
+    notice = msgspec.structs.replace(world.wire.pop(), berth=berth)
+
+    world.do("d0", lambda d: d.receive(notice, 0.0))
+
+    assert refusals(world, "d0") == {f"refused: {why}": 1}
+    assert len(world.takes) == 1
+
+
+def test_p2_an_answer_to_a_close_that_nobody_sent_is_refused_and_counted(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    lives = {"sender": world.parties["P"].life, "target": world.parties["D"].life}
+    closed = msg.Closed(**lives, handoff="h", epoch=1)
+
+    world.do("D", lambda d: d.receive(closed, 0.0))
+
+    assert refusals(world, "D") == {"refused: closed, but nobody said so": 1}
+    world.run()
+    assert world.outcome("D") == ["delivered"]
+
+
+def test_p4_a_refusal_for_an_earlier_life_is_refused_and_counted(make_world: type[World]) -> None:
+    world = make_world().busy()
+    refused = msg.Refused(
+        sender=world.parties["p0"].life,
+        target=Life("d0", 99),
+        fact="weights",
+        ours="v1",
+        theirs="v2",
+    )
+
+    world.do("d0", lambda d: d.receive(refused, 0.0))
+
+    assert refusals(world, "d0") == {"refused: for an earlier life": 1}
+    world.run()
+    assert world.outcome("D") == ["delivered"]
+
+
+def test_p20_a_suspected_peer_is_counted_once(make_world: type[World]) -> None:
+    world = make_world()
+
+    for _ in range(2):
+        world.do("d0", lambda d: d.suspect("p0", 0.0))
+
+    assert world.parties["d0"].statistics().counts["suspected"] == 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from penstock.cache.eviction import POLICIES, LruPolicy
-from penstock.cache.ledger import Purpose
+from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
 from penstock.machine import events as ev
@@ -304,6 +305,25 @@ def test_a_demoted_block_is_not_counted_as_dropped(make_driver: MakeDriver) -> N
     driver.tick()
 
     assert driver.machine.statistics().blocks_dropped_unsaved == 0
+
+
+def test_a_block_found_corrupt_on_its_way_out_is_no_room_to_come(make_driver: MakeDriver) -> None:
+    """A load read it while it was written down; its slot is free when that has ended."""
+    driver = make_driver(
+        device=None, host=tier("host", 4, **LOW), disk=tier("disk", 8, "write_back")
+    )
+    driver.discover(1, "abc")
+    driver.tick()
+    demotion = driver.copy(Purpose.DEMOTE)
+    slots = np.arange(3, dtype=np.int32)[None]
+    driver.handle(ev.Load(keys=driver.keys("abc"), slots=slots, cause="load"))
+
+    driver.report(driver.copy(Purpose.LOAD), faults=[(2, BlockFault.CORRUPT)])
+
+    assert driver.books.tier(1).pool.leaving_count == 1
+    driver.complete(demotion)
+    assert driver.books.tier(1).pool.leaving_count == 0
+    assert driver.free_in("host") == 3
 
 
 def test_a_tier_that_is_off_keeps_its_blocks(make_driver: MakeDriver) -> None:
