@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import uuid
+from contextlib import closing
 
 import pytest
 
 from penstock.connectors.vllm.sharing import Host, fetch
 from penstock.errors import UnavailableError
+from penstock.transport.private_folder import NamedFolder
 
 PEER = """
 import os, sys
@@ -49,8 +51,11 @@ def test_nobody_waits_for_a_rank_that_does_not_come(engine: str) -> None:
 
 
 def test_a_first_rank_that_stays_silent_is_not_waited_for(engine: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(f"\0penstock-arenas-{engine}")
+    with (
+        closing(NamedFolder(f"arenas of {engine}")) as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        listener.bind(bytes(folder.path / "arenas"))
         listener.listen(1)
 
         with pytest.raises(UnavailableError, match="does not share"):

@@ -281,7 +281,7 @@ def described(target: SharedTarget) -> Description:
 def test_a_wrong_token_is_refused_and_counted(target: SharedTarget, token: bytes) -> None:
     good = described(target)
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    caller.connect("\0" + good.address)
+    caller.connect(good.address)
 
     caller.send(token)
     target.notices()
@@ -301,7 +301,7 @@ def test_callers_that_say_nothing_do_not_keep_others_out(target: SharedTarget) -
     silent = []
     for _ in range(2 * CALLERS_MAX):
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        caller.connect("\0" + good.address)
+        caller.connect(good.address)
         silent.append(caller)
         target.notices()
 

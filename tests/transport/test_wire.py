@@ -37,7 +37,14 @@ def test_a_hello_is_read_as_it_was_written(incarnation: int, name: str) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        Welcome(name="engine", incarnation=1, window=WINDOW, link="ipc://@a", pulse="ipc://@b"),
+        Welcome(
+            name="engine",
+            incarnation=1,
+            window=WINDOW,
+            link="ipc:///run/a",
+            pulse="ipc:///run/b",
+            key="k" * 40,
+        ),
         Refusal(cause="because"),
     ],
 )

@@ -27,7 +27,7 @@ from penstock.transport.wire import (
     encode_greeting,
 )
 from penstock.transport.zeromq import IPC, LOOPBACK, WAITING_MAX, ChannelSettings, Listener, dial
-from penstock.transport.zmq_link import private_address
+from penstock.transport.zmq_link import knock_with, new_keys, private_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +69,8 @@ class Raw:
     def enter(self, hello: Hello = HELLO) -> Welcome:
         welcome = self.say(encode_greeting(hello))
         assert isinstance(welcome, Welcome), welcome
+        if welcome.link.startswith("tcp://"):
+            knock_with(self.link, welcome.key.encode())
         self.link.connect(welcome.link)
         return welcome
 
@@ -111,7 +113,7 @@ def open_channel(raw: Raw) -> Iterator[ZmqChannel]:
     [
         b"",
         b"PENSTOCK",
-        b"PENSTOCK\x01",
+        b"PENSTOCK\x02",
         b"GET / HTTP/1.1\r\n\r\n",
         encode_greeting(HELLO)[:-1],
         encode_greeting(HELLO) + b"\0",
@@ -154,9 +156,9 @@ def test_a_hello_of_another_version_is_refused_with_both_versions(
     listener: Listener, raw: Raw
 ) -> None:
     hello = bytearray(encode_greeting(HELLO))
-    hello[8] = 2
+    hello[8] = 1
 
-    assert raw.say(bytes(hello)) == Refusal(cause="version of the other end is 2, of this end 1")
+    assert raw.say(bytes(hello)) == Refusal(cause="version of the other end is 1, of this end 2")
     assert listener.refused == {Refused.VERSION: 1}
 
 
@@ -306,6 +308,7 @@ def test_another_peer_cannot_take_the_place_of_one_that_is_there(
     address = raw.link.getsockopt_string(zmq.LAST_ENDPOINT)
     for _ in range(5):
         stranger = raw.context.socket(zmq.PAIR)
+        stranger.linger = 0
         stranger.connect(address)
         stranger.send(encode_frame(Kind.CLOSE, LIFE, 1))
         channel.receive(deadline=time.monotonic() + 0.02)
@@ -389,7 +392,7 @@ def dial_for(front: zmq.Socket[bytes], answer: bytes, settings: ChannelSettings)
     return channel
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 255])
 def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
     front: zmq.Socket[bytes], version: int
 ) -> None:
@@ -398,7 +401,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
     channel = dial_for(front, answer, SETTINGS)
 
     assert receive_end(channel) == Failed(
-        f"{channel.name} refused: version of the other end is {version}, of this end 1"
+        f"{channel.name} refused: version of the other end is {version}, of this end 2"
     )
     assert channel.refused == {Refused.VERSION: 1}
     channel.close()
@@ -408,7 +411,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
     "answer",
     [
         b"",
-        b"PENSTOCK\x01\x80",
+        b"PENSTOCK\x02\x80",
         encode_greeting(HELLO),
         encode_greeting(
             Welcome(
@@ -417,6 +420,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
                 window=WINDOW,
                 link="tcp://192.0.2.1:80",
                 pulse="tcp://192.0.2.1:80",
+                key="k" * 40,
             )
         ),
     ],
@@ -440,7 +444,8 @@ def test_a_channel_whose_listener_is_gone_before_it_gets_there_fails(
     front: zmq.Socket[bytes],
 ) -> None:
     nowhere = private_address(IPC)
-    welcome = Welcome(name="x", incarnation=1, window=WINDOW, link=nowhere, pulse=nowhere)
+    key = new_keys().public.decode()
+    welcome = Welcome(name="x", incarnation=1, window=WINDOW, link=nowhere, pulse=nowhere, key=key)
 
     channel = dial_for(front, encode_greeting(welcome), SETTINGS)
 

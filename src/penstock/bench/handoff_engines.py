@@ -27,6 +27,7 @@ from penstock.bench.handoff_rank import (
 from penstock.errors import UnavailableError
 from penstock.runtime.handoff.lines import zmq_lines
 from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Engines:
     """Two engines with one rank each; see `engines`."""
 
     def __init__(self, shape: BenchShape, cores: tuple[int, ...]) -> None:
-        prefix = f"penstock-bench-{secrets.token_hex(8)}"
+        prefix = str(socket_path(private_folder()))
         directory = directory_of(shape, prefix)
         self._shape = shape
         self._number = 0

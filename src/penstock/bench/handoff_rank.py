@@ -102,10 +102,8 @@ def directory_of(shape: BenchShape, prefix: str) -> Directory:
     prefill, decode = (
         EnginePlace(
             scheduler=engine,
-            address=f"ipc://@{prefix}-{engine}",
-            ranks=(
-                RankPlace(name=f"{engine}/0", form=form, address=f"ipc://@{prefix}-{engine}-0"),
-            ),
+            address=f"ipc://{prefix}-{engine}",
+            ranks=(RankPlace(name=f"{engine}/0", form=form, address=f"ipc://{prefix}-{engine}-0"),),
         )
         for engine in ("prefill", "decode")
     )

@@ -51,7 +51,7 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
 
 def addresses(prefix: str) -> Callable[[str], str]:
     """Where each party listens."""
-    return lambda name: f"ipc://@{prefix}-{name.replace('/', '-')}"
+    return lambda name: f"ipc://{prefix}-{name.replace('/', '-')}"
 
 
 class Commands:

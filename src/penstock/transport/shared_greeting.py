@@ -5,22 +5,26 @@
     target  ──→    one byte, with the descriptor of the memory
     writer  ──→    notices, each led by one byte
 
-They meet at a Unix socket under an abstract name. The one rule: before a target gives memory to
-anybody, it holds a pidfd of who gets it, from the kernel and not from what the writer says.
+They meet at a Unix socket in a folder of mode 0700; each looks whether the other is of the same
+user. The one rule: before a target gives memory to anybody, it holds a pidfd of who gets it, from
+the kernel and not from what the writer says.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
 import socket
 import struct
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from penstock.errors import UnavailableError
+from penstock.transport.private_folder import private_folder, socket_path
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAGIC = b"PENSTOCK"
 VERSION = 1
@@ -33,6 +37,7 @@ SIZE_MAX = 1 << 48
 
 # As plain numbers: joining flags of an enum takes longer than the call.
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_CREDENTIALS = struct.Struct("3i")  # Process, user, group.
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet.
 
 
@@ -41,7 +46,7 @@ class Description(msgspec.Struct, frozen=True, tag="shared memory", forbid_unkno
 
     peer: Annotated[str, msgspec.Meta(max_length=200)]
     """Whose area it is."""
-    address: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=107)]
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     size: Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
 
@@ -68,13 +73,31 @@ def decode_description(encoded: bytes) -> Description:
         raise ValueError(f"description cannot be read: {error}") from error
 
 
-def listen() -> tuple[socket.socket, str]:
-    """A socket for writers to come to, and its address, which nobody can guess."""
-    address = f"penstock-{secrets.token_hex(16)}"
+def listen(folder: Path | None = None) -> tuple[socket.socket, Path]:
+    """A socket for writers to come to, and where it is: in a folder that only this user enters.
+
+    Args:
+        folder: where to make it; the private folder of this process if none is given.
+
+    Raises:
+        UnavailableError: it cannot be made there.
+    """
+    path = socket_path(private_folder() if folder is None else folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    listener.bind("\0" + address)
+    try:
+        listener.bind(bytes(path))
+    except OSError as error:
+        listener.close()
+        raise UnavailableError(f"cannot listen at {path}: {error.strerror}") from error
     listener.listen()
-    return listener, address
+    return listener, path
+
+
+def user_of_peer(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket, as the kernel knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(raw)[1]
+    return user
 
 
 def call(description: Description) -> socket.socket:
@@ -85,13 +108,19 @@ def call(description: Description) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        connection.connect("\0" + description.address)
+        connection.connect(description.address)
+        if user_of_peer(connection) != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
         connection.send(description.token)
     except OSError as error:
         connection.close()
         raise UnavailableError(
             f"no way to the area of {description.peer!r}: {error.strerror}"
         ) from error
+    except ValueError as error:
+        # A path with a zero byte: what is described is no socket.
+        connection.close()
+        raise UnavailableError(f"no way to the area of {description.peer!r}: {error}") from error
     return connection
 
 
@@ -112,8 +141,8 @@ def pidfd_of_peer(connection: socket.socket) -> int:
 
 def _pidfd_by_number(connection: socket.socket) -> int:
     """The same on an older kernel, which tells a number that may have been given again."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid = struct.unpack("3i", raw)[0]
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid = _CREDENTIALS.unpack(raw)[0]
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:

@@ -35,11 +35,13 @@ from penstock.transport.shared_greeting import (
     encode_description,
     listen,
     pidfd_of_peer,
+    user_of_peer,
 )
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -94,16 +96,19 @@ class SharedTarget:
     Args:
         huge_pages: whether to look for huge pages.
         pin: makes the memory fit for a device; see `Pin`.
+        folder: where writers come to; the private folder of this process if none is given.
     """
 
-    def __init__(self, *, huge_pages: bool = True, pin: Pin | None = None) -> None:
+    def __init__(
+        self, *, huge_pages: bool = True, pin: Pin | None = None, folder: Path | None = None
+    ) -> None:
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""
         self._huge_pages = huge_pages
         self._pin = pin
         self._unpin: dict[int, Callable[[], None]] = {}
         """How to undo it, by the descriptor of an arena."""
-        self._listener, self._address = listen()
+        self._listener, self._path = listen(folder)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, socket.socket] = {}
@@ -120,7 +125,7 @@ class SharedTarget:
         arena = fitting[0] if fitting else self._make(size)
         if fitting:
             self._spare.remove(arena)
-        return self._areas.add(SharedArea(peer, size, arena, self._address))
+        return self._areas.add(SharedArea(peer, size, arena, str(self._path)))
 
     def notices(self) -> list[Notice]:
         """Lets writers connect, and takes the notices that arrived; never waits."""
@@ -183,6 +188,7 @@ class SharedTarget:
         self._callers.clear()
         self._spare.clear()
         self._listener.close()
+        self._path.unlink(missing_ok=True)
         self._epoll.close()
 
     def _make(self, size: int) -> Arena:
@@ -203,6 +209,10 @@ class SharedTarget:
                 caller, _ = self._listener.accept()
             except BlockingIOError:
                 break
+            if user_of_peer(caller) != os.getuid():
+                self.refused["user"] += 1
+                caller.close()
+                continue
             caller.settimeout(0.0)
             self._epoll.register(caller, select.EPOLLIN)
             self._callers[caller.fileno()] = caller

@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import PenstockError
 
 MAGIC = b"PENSTOCK"
-VERSION = 1
+VERSION = 2
 HELLO_BYTES_MAX = 1024
 NAME_LENGTH_MAX = 100
 WINDOW_FRAMES_MAX = 1 << 20
@@ -34,6 +34,7 @@ _CREDIT = struct.Struct("<QQ")
 Incarnation = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has no number of more than 64 bits.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$")]  # 32 bytes in Z85.
 
 
 class Refused(Enum):
@@ -47,6 +48,8 @@ class Refused(Enum):
     """It is from another life than the one this channel goes to."""
     REPLAYED = "replayed"
     """It arrived before."""
+    TAKEN = "taken"
+    """Its name is that of a peer that is here and alive."""
     CROWDED = "crowded"
     """More peers are being let in at once than a listener is willing to remember."""
 
@@ -100,12 +103,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     """Where the channel's messages go."""
     pulse: Address
     """Where its heartbeats go."""
+    key: Key
+    """The public key of both, without which they let nobody in."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
     """What a listener answers when it does not let somebody in."""
 
     cause: Annotated[str, msgspec.Meta(max_length=300)]
+    taken: bool = False
+    """Whether it is the name alone, which may be free later."""
 
 
 Greeting = Hello | Welcome | Refusal

@@ -6,11 +6,13 @@
 
 A listener answers a hello with the address of a socket made for this peer alone, so each peer
 is a `Channel` by itself: it has its own descriptor and bounds, and its death is its own. A peer
-is a name and an incarnation, 64 random bits drawn when it starts. A new life of a name is
-another channel, and the one of its earlier life fails.
+is a name and an incarnation, 64 random bits drawn when it starts. A name is given to one peer at a
+time: while that one lives, another that dials under its name is refused; a new life of a peer that
+is gone is another channel.
 
-The one rule: nothing is shared by accident. Unless told otherwise, addresses are abstract names
-of 128 random bits, or ports that the kernel chose.
+The one rule: nobody gets in by accident. Over ipc, a listener is a socket in a folder of mode 0700
+and takes processes of this user only. A listener with a secret breaks off, before it reads a hello,
+with all that do not have the same one, over ipc and over tcp.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import secrets
 import select
 import time
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import zmq
@@ -41,12 +43,16 @@ from penstock.transport.wire import (
 from penstock.transport.zmq_channel import ZmqChannel
 from penstock.transport.zmq_dialling import Dialling
 from penstock.transport.zmq_link import (
+    CURVE_BYTES,
     ChannelSettings,
     Link,
     Pulse,
     Socket,
-    context,
+    admit_only,
+    keys_from,
     milliseconds,
+    new_keys,
+    new_socket,
     private_address,
 )
 
@@ -54,8 +60,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-IPC = "ipc://@"
-"""Listen under an abstract name: for processes of one machine (and network namespace)."""
+IPC = "ipc://*"
+"""Listen in the private folder of this process: for processes of one user on one machine."""
 LOOPBACK = "tcp://127.0.0.1:*"
 """Listen on a port of the loopback interface that the kernel chooses."""
 
@@ -65,14 +71,34 @@ LIVES_MAX = 4096
 """So many incarnations are remembered, so that the hello of an earlier life is not answered."""
 
 
+class _Parked(NamedTuple):
+    """A hello under a name whose peer seems to be alive: it may be about to be seen dead."""
+
+    route: bytes
+    hello: Hello
+    until: float
+
+
 class Listener:
-    """Lets peers in, each as a channel of its own."""
+    """Lets peers in, each as a channel of its own.
+
+    Args:
+        name: How peers are to call this end.
+        address: Where to listen.
+        secret: What peers must have, too; without one, whoever reaches the address is let in.
+        incarnation: Of this end: drawn at random if it is not given.
+        settings: Waiting times and bounds.
+
+    Raises:
+        UnavailableError: the address is taken, or cannot be listened on.
+    """
 
     def __init__(
         self,
         name: str,
         address: str = IPC,
         *,
+        secret: bytes = b"",
         incarnation: int | None = None,
         settings: ChannelSettings | None = None,
     ) -> None:
@@ -82,11 +108,13 @@ class Listener:
         self.refused: Counter[Refused] = Counter()
         """What came and was not let in, by reason."""
         self._settings = settings or ChannelSettings()
+        keys = keys_from(secret) if secret else None
         self._epoll = select.epoll()
-        self._lobby: Socket = context().socket(zmq.ROUTER)
-        self._lobby.setsockopt(zmq.MAXMSGSIZE, HELLO_BYTES_MAX)
-        self._lobby.setsockopt(zmq.RCVHWM, WAITING_MAX)
+        longest = HELLO_BYTES_MAX + (CURVE_BYTES if secret else 0)
+        self._lobby: Socket = new_socket(zmq.ROUTER, bytes_max=longest)
         self._lobby.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(self._settings.open_s))
+        if keys is not None:
+            admit_only(self._lobby, keys)
         try:
             self._lobby.bind(private_address(IPC) if address == IPC else address)
         except zmq.ZMQError as error:
@@ -100,6 +128,9 @@ class Listener:
         self._opened: deque[ZmqChannel] = deque()
         self._lives: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._latest: WeakValueDictionary[str, ZmqChannel] = WeakValueDictionary()
+        self._parked: dict[str, _Parked] = {}
+        self._unread = False
+        """Whether more may be waiting than one turn takes; the descriptor does not show it."""
         self._closed = False
 
     def accept(self, *, deadline: float | None = None) -> ZmqChannel | None:
@@ -107,7 +138,8 @@ class Listener:
         while not self.ready:
             if deadline is None or time.monotonic() >= deadline:
                 return None
-            wait_readable(self.descriptor, deadline)
+            alarm = self.alarm
+            wait_readable(self.descriptor, deadline if alarm is None else min(alarm, deadline))
         return self._opened.popleft()
 
     @property
@@ -126,8 +158,11 @@ class Listener:
 
     @property
     def alarm(self) -> float | None:
-        """When a peer that does not come is to be forgotten."""
-        return min((channel.alarm for channel in self._awaited if channel.alarm), default=None)
+        """When to look again although nothing came: a peer does not come, or has to be answered."""
+        if self._unread:
+            return time.monotonic()
+        alarms = [alarm for channel in self._awaited if (alarm := channel.alarm)]
+        return min((*alarms, *(parked.until for parked in self._parked.values())), default=None)
 
     def close(self) -> None:
         """Lets nobody in any more. Channels that were accepted go on."""
@@ -138,6 +173,7 @@ class Listener:
             channel.close()
         self._awaited.clear()
         self._opened.clear()
+        self._parked.clear()
         self._lobby.close(linger=milliseconds(self._settings.linger_s))
         self._epoll.close()
 
@@ -153,12 +189,15 @@ class Listener:
         self.close()
 
     def _pump(self) -> None:
+        self._unread = True
         for _ in range(WAITING_MAX):  # Who calls without end does not keep the others waiting.
             try:
                 parts = self._lobby.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
+                self._unread = False
                 break
             self._answer(parts)
+        self._answer_parked()
         for channel in tuple(self._awaited):
             if channel.ready or channel.is_open:
                 self._awaited.remove(channel)
@@ -172,6 +211,11 @@ class Listener:
             return
         earlier = self._latest.get(channel.name)
         if earlier is not None:
+            if earlier.is_alive():
+                # Both were answered before either came, and that one was the first.
+                self.refused[Refused.TAKEN] += 1
+                channel.close()
+                return
             earlier.fail(f"{channel.name} began another life")
         self._latest[channel.name] = channel
         self._opened.append(channel)
@@ -181,14 +225,52 @@ class Listener:
             hello = _read_hello(parts)
             self._require_new(hello)
         except WireError as error:
-            self.refused[error.reason] += 1
-            if error.reason is not Refused.GARBAGE:
-                self._reply(parts[0], Refusal(cause=str(error)))
+            self._refuse(parts[0], error)
             return
+        if self._is_taken(hello.name):
+            self._park(_Parked(parts[0], hello, time.monotonic() + self._settings.settle_s))
+        else:
+            self._welcome(parts[0], hello)
+
+    def _welcome(self, route: bytes, hello: Hello) -> None:
         self._lives[hello.name, hello.incarnation] = None
         if len(self._lives) > LIVES_MAX:
             self._lives.popitem(last=False)
-        self._reply(parts[0], self._await_peer(hello))
+        self._reply(route, self._await_peer(hello))
+
+    def _is_taken(self, name: str) -> bool:
+        earlier = self._latest.get(name)
+        return earlier is not None and earlier.is_alive()
+
+    def _park(self, parked: _Parked) -> None:
+        """Has a hello wait a moment: its earlier life may have ended, and be seen dead only then.
+
+        The end of one connection and the first message of another arrive in any order.
+        """
+        replaced = self._parked.pop(parked.hello.name, None)
+        if replaced is not None:
+            self._refuse_taken(replaced)
+        self._parked[parked.hello.name] = parked
+
+    def _answer_parked(self) -> None:
+        now = time.monotonic()
+        for name, parked in list(self._parked.items()):
+            if not self._is_taken(name):
+                del self._parked[name]
+                self._welcome(parked.route, parked.hello)
+            elif now >= parked.until:
+                del self._parked[name]
+                self._refuse_taken(parked)
+
+    def _refuse_taken(self, parked: _Parked) -> None:
+        problem = f"the name {parked.hello.name!r} is that of a peer that is here and alive"
+        self._refuse(parked.route, WireError(Refused.TAKEN, problem))
+
+    def _refuse(self, route: bytes, error: WireError) -> None:
+        self.refused[error.reason] += 1
+        if error.reason is not Refused.GARBAGE:
+            taken = error.reason is Refused.TAKEN
+            self._reply(route, Refusal(cause=str(error), taken=taken))
 
     def _require_new(self, hello: Hello) -> None:
         if (hello.name, hello.incarnation) in self._lives:
@@ -196,21 +278,22 @@ class Listener:
                 Refused.REPLAYED,
                 f"{hello.name} of incarnation {hello.incarnation:016x} was here before",
             )
-        if len(self._awaited) >= WAITING_MAX:
-            raise WireError(
-                Refused.CROWDED, f"{len(self._awaited)} peers are being let in, at most that many"
-            )
+        waiting = len(self._awaited) + len(self._parked)
+        if waiting >= WAITING_MAX:
+            raise WireError(Refused.CROWDED, f"{waiting} peers are being let in, at most that many")
 
     def _await_peer(self, hello: Hello) -> Welcome:
         settings = self._settings
         link = Link(settings, peer_window_frames=hello.window.frames)
         pulse = Pulse(settings)
+        keys = new_keys()
         welcome = Welcome(
             name=self.name,
             incarnation=self.incarnation,
             window=Window(settings.window_frames, settings.window_bytes),
-            link=link.bind(private_address(self.address)),
-            pulse=pulse.bind(private_address(self.address)),
+            link=link.bind(private_address(self.address), keys),
+            pulse=pulse.bind(private_address(self.address), keys),
+            key=keys.public.decode(),
         )
         channel = ZmqChannel(hello.name, incarnation=self.incarnation, settings=settings)
         channel.begin_awaiting(link, pulse, hello.incarnation, hello.window)
@@ -236,6 +319,7 @@ def dial(
     address: str,
     *,
     name: str,
+    secret: bytes = b"",
     incarnation: int | None = None,
     settings: ChannelSettings | None = None,
 ) -> ZmqChannel:
@@ -244,6 +328,7 @@ def dial(
     Args:
         address: What the listener calls its address.
         name: How this end is to be called there.
+        secret: That of the listener, if it has one.
         incarnation: Of this end: drawn at random if it is not given. One life may dial under
             a name only once; for several channels, use several names.
         settings: Waiting times and bounds.
@@ -254,7 +339,7 @@ def dial(
     window = Window(settings.window_frames, settings.window_bytes)
     hello = Hello(name=name, incarnation=incarnation, window=window)
     channel = ZmqChannel(address, incarnation=incarnation, settings=settings)
-    channel.begin_dialling(Dialling(address, hello, settings))
+    channel.begin_dialling(Dialling(address, hello, settings, secret=secret))
     return channel
 
 
@@ -263,17 +348,26 @@ def connect(
     *,
     name: str,
     deadline: float,
+    secret: bytes = b"",
     incarnation: int | None = None,
     settings: ChannelSettings | None = None,
 ) -> ZmqChannel:
     """An open channel to the listener at `address`; waits for its answer until `deadline`.
 
+    While the name is that of a peer that the listener believes to be alive, it is asked again: an
+    earlier life of this end may be gone without having been missed yet.
+
     Raises:
         UnavailableError: it did not answer in time, or refused; the cause is in the message.
     """
-    channel = dial(address, name=name, incarnation=incarnation, settings=settings)
-    if channel.wait_open(deadline=deadline):
-        return channel
-    cause = channel.failure or "no answer in time"
-    channel.close()
-    raise UnavailableError(f"no channel to {address}: {cause}")
+    while True:
+        channel = dial(
+            address, name=name, secret=secret, incarnation=incarnation, settings=settings
+        )
+        if channel.wait_open(deadline=deadline):
+            return channel
+        cause = channel.failure or f"no answer in time{channel.hint}"
+        again = channel.name_taken and time.monotonic() < deadline
+        channel.close()
+        if not again:  # The listener takes its time to say that, so this asks a few times a second.
+            raise UnavailableError(f"no channel to {address}: {cause}")

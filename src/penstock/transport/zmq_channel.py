@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from penstock.transport.zmq_link import ChannelSettings, Link, Pulse
 
 
+REFUSED_MAX = 4096
+"""A peer that sends so much garbage is dropped; less is thrown away and counted."""
+
+
 class ZmqChannel:
     """One end of a channel over ZeroMQ; `dial` and `Listener.accept` make them."""
 
@@ -60,6 +64,8 @@ class ZmqChannel:
         """Of the other end, once it is known."""
         self.refused: Counter[Refused] = Counter()
         """What arrived and was thrown away, by reason."""
+        self.name_taken = False
+        """Whether it was refused because a peer of its name is there and alive."""
         self._settings = settings
         self._epoll = select.epoll()
         self._link: Link | None = None
@@ -180,6 +186,15 @@ class ZmqChannel:
         link.watch(self._epoll)
         pulse.watch(self._epoll)
 
+    def is_alive(self) -> bool:
+        """Whether the other end is there, as far as can be known now; takes no frames in."""
+        if self._link is None or self._pulse is None:
+            return False
+        self._link.look()
+        self._pulse.look()
+        lost = self._link.lost or self._pulse.lost or self._is_missing(self._pulse)
+        return self.is_open and not lost
+
     def fail(self, cause: str) -> None:
         """Ends the channel at this end, as lost."""
         self._finish(Failed(cause))
@@ -209,13 +224,14 @@ class ZmqChannel:
         if self._pulse is not None:
             self._feel(self._pulse)
         if not self._open and time.monotonic() >= self._open_deadline:
-            self.fail(f"no answer from {self.name} in {self._settings.open_s} s")
+            self.fail(f"no answer from {self.name} in {self._settings.open_s} s{self.hint}")
 
     def _pump_dialling(self, dialling: Dialling) -> None:
         match dialling.answer(self.refused):
             case None:
                 return
-            case Refusal(cause=cause):
+            case Refusal(cause=cause, taken=taken):
+                self.name_taken = taken
                 self.fail(f"{self.name} refused: {cause}")
             case Welcome() as welcome:
                 self.name = welcome.name
@@ -234,16 +250,29 @@ class ZmqChannel:
         frame no pulse was ever felt: heartbeats begin when both ends have answered.
         """
         pulse.look()
-        now = time.monotonic()
-        missing = (
-            self._open and not pulse.greeted and now >= self._opened_at + self._settings.silence_s
-        )
-        if not pulse.lost and not pulse.refused and not missing:
+        if pulse.spoke:
+            self.fail(f"{self.name} sent a message where only heartbeats belong")
             return
+        if not pulse.lost and not pulse.refused and not self._is_missing(pulse):
+            return
+        now = time.monotonic()
         if self._lost_at is None:
             self._lost_at = now
         elif now >= self._lost_at + self._settings.settle_s:
             self.fail(f"{self.name} has not answered for {self._settings.silence_s} s")
+
+    def _is_missing(self, pulse: Pulse) -> bool:
+        """Whether a pulse that should have been felt by now never was."""
+        if pulse.greeted or not self._open:
+            return False
+        return time.monotonic() >= self._opened_at + self._settings.silence_s
+
+    @property
+    def hint(self) -> str:
+        """What may be wrong when there is no answer, if there is a sign of it."""
+        if self._dialling is not None and self._dialling.broken_off:
+            return ": it breaks off every connection, so it may not have the same secret"
+        return ""
 
     def _begin(self) -> None:
         self._open = True
@@ -256,13 +285,19 @@ class ZmqChannel:
             try:
                 self._take(parts)
             except WireError as error:
-                self.refused[error.reason] += 1
+                self._refuse(error.reason)
             if self._end is not None:
                 return
-        if link.lost:
+        # Whoever left before the channel was open may not have been its peer.
+        if link.lost and (self._open or not link.binds):
             self.fail(f"the connection to {self.name} was lost")
         elif link.refused:
             self.fail(f"{self.name} was gone before the connection was made")
+
+    def _refuse(self, reason: Refused) -> None:
+        self.refused[reason] += 1
+        if self.refused.total() >= REFUSED_MAX:
+            self.fail(f"{self.name} sent {REFUSED_MAX} messages that are none of ours")
 
     def _take(self, parts: list[bytes]) -> None:
         if len(parts) != 1:

@@ -21,7 +21,15 @@ from penstock.transport.wire import (
     decode_greeting,
     encode_greeting,
 )
-from penstock.transport.zmq_link import Link, Pulse, Socket, context
+from penstock.transport.zmq_link import (
+    CURVE_BYTES,
+    Link,
+    Pulse,
+    Socket,
+    keys_from,
+    knock_with,
+    new_socket,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -29,14 +37,25 @@ if TYPE_CHECKING:
     from penstock.transport.zmq_link import ChannelSettings
 
 
+_BROKEN_OFF = (
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+
+
 class Dialling:
     """A socket to a listener, on which a hello was sent."""
 
-    def __init__(self, address: str, hello: Hello, settings: ChannelSettings) -> None:
+    def __init__(
+        self, address: str, hello: Hello, settings: ChannelSettings, *, secret: bytes
+    ) -> None:
         self._address = address
         self._settings = settings
-        self._socket: Socket = context().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, HELLO_BYTES_MAX)
+        self._socket: Socket = new_socket(zmq.DEALER, bytes_max=HELLO_BYTES_MAX + CURVE_BYTES)
+        if secret:
+            knock_with(self._socket, keys_from(secret).public)
+        self._monitor: Socket = self._socket.get_monitor_socket(_BROKEN_OFF)
         self._socket.connect(address)
         self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
 
@@ -69,10 +88,16 @@ class Dialling:
     def connect(self, welcome: Welcome) -> tuple[Link, Pulse]:
         """The connections to where the listener waits."""
         link = Link(self._settings, peer_window_frames=welcome.window.frames)
-        link.connect(_reachable(welcome.link, dialled=self._address))
+        key = welcome.key.encode()
+        link.connect(_reachable(welcome.link, dialled=self._address), key)
         pulse = Pulse(self._settings)
-        pulse.connect(_reachable(welcome.pulse, dialled=self._address))
+        pulse.connect(_reachable(welcome.pulse, dialled=self._address), key)
         return link, pulse
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether somebody is there who broke off before our hello: without the same secret."""
+        return bool(self._monitor.poll(0))
 
     def watch(self, epoll: select.epoll) -> None:
         """Has an epoll wake up for the answer."""
@@ -81,6 +106,8 @@ class Dialling:
     def close(self, epoll: select.epoll) -> None:
         """Gives the socket back."""
         epoll.unregister(self._socket.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
 

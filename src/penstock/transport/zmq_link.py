@@ -8,23 +8,32 @@ Connections are made once, so what is lost stays lost, and what arrives comes fr
 was made. A peer that dies is told by the kernel at once, and its link is lost; of one that is
 stopped, or unreachable, the pulse is lost.
 
-The one rule: messages are read after the monitor. ZeroMQ hands over the last messages of a
-connection before it reports the connection's end, so none of them is overlooked.
+Two rules. Messages are read after the monitor: ZeroMQ hands over the last messages of a
+connection before it reports the connection's end, so none of them is overlooked. And no socket
+has a receive limit (`RCVHWM`): when a queue is full, libzmq (4.3.5) stops reading that connection,
+and if it then ends, the next heartbeat, its own or a PING of the other side, aborts the whole
+process (`Assertion failed: !_io_error`). What keeps queues short is that nobody gets in who was not
+invited: connections over ipc are of this user only, those over tcp and every pulse need a key that
+only an invited peer has (CURVE), and a peer that sends more than its window is dropped.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import select
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from penstock.errors import UnavailableError
 from penstock.transport.base import FRAME_BYTES_MAX
+from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.wire import (
     HEADER_BYTES,
     HELLO_BYTES_MAX,
@@ -41,6 +50,9 @@ SOCKETS_MAX = 4096
 """A channel takes six: link and pulse, and for each the two ends of its monitor."""
 CONTROL_FRAMES = 64
 """Room beside the window for what is not the caller's: opening, credit and closing."""
+SECRET_BYTES_MIN = 16
+CURVE_BYTES = 33
+"""What encryption adds to a message on the wire."""
 
 _NEVER_MS = 3_600_000
 """No connection is made twice; a link is closed long before. (The value that means never has
@@ -114,26 +126,90 @@ def context() -> zmq.Context[Socket]:
     return found
 
 
-def private_address(near: str) -> str:
-    """A new address to bind to, of the kind of `near`, that nobody else has or can guess.
+class Keys(NamedTuple):
+    """A pair of CURVE keys, as ZeroMQ writes them. Who knows the public one may connect."""
 
-    For ipc it is an abstract name: it lies in no file system, and is gone with its socket.
+    public: bytes
+    private: bytes
+
+
+def new_keys() -> Keys:
+    """Keys for the connections of one channel.
+
+    Raises:
+        UnavailableError: this build of libzmq has no CURVE.
     """
-    if near.startswith("ipc://"):
-        return f"ipc://@penstock-{secrets.token_hex(16)}"
-    host, _, _ = near.rpartition(":")
-    return f"{host}:*"
+    _require_curve()
+    return Keys(*zmq.curve_keypair())
+
+
+def keys_from(secret: bytes) -> Keys:
+    """The keys of every listener that has this secret; who dials it computes them, too."""
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ValueError(
+            f"secret has {len(secret)} bytes, must have at least {SECRET_BYTES_MIN}, or none"
+        )
+    _require_curve()
+    digest = blake2b(secret, digest_size=32, person=b"penstock lobby").digest()
+    private = z85.encode(digest)
+    return Keys(zmq.curve_public(private), private)
+
+
+def _require_curve() -> None:
+    if not zmq.has("curve"):
+        raise UnavailableError(
+            f"libzmq {zmq.zmq_version()} was built without CURVE, must have it: that of PyPI has"
+        )
+
+
+def admit_only(socket: Socket, keys: Keys) -> None:
+    """Has a socket that will be bound break off with all that do not know the public key."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
+
+
+def knock_with(socket: Socket, public: bytes) -> None:
+    """Has a socket that will connect do so only with an end that has the private key."""
+    own = new_keys()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, public)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.private)
+
+
+def new_socket(kind: zmq.SocketType, *, bytes_max: int) -> Socket:
+    """A socket with the bounds that all of ours have; see the module for why it has no others."""
+    socket = context().socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    # Over ipc, only processes of this user are let in; for tcp it means nothing.
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+    return socket
+
+
+def private_address(near: str) -> str:
+    """A new address to bind to, of the kind of `near`, that nobody else has.
+
+    For ipc it is a path in the folder of `near`, or in the private folder of this process if
+    `near` names none; for tcp a port that the kernel chooses.
+    """
+    if not near.startswith("ipc://"):
+        host, _, _ = near.rpartition(":")
+        return f"{host}:*"
+    path = near.removeprefix("ipc://")
+    folder = Path(path).parent if path.startswith("/") else private_folder()
+    return f"ipc://{socket_path(folder)}"
 
 
 class MonitoredSocket:
     """A socket for one peer, with the monitor that says what became of the connection."""
 
-    def __init__(self, kind: zmq.SocketType, settings: ChannelSettings) -> None:
-        self._socket: Socket = context().socket(kind)
+    def __init__(self, kind: zmq.SocketType, settings: ChannelSettings, *, bytes_max: int) -> None:
+        self._socket: Socket = new_socket(kind, bytes_max=bytes_max)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(settings.open_s))
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._monitor: Socket = self._socket.get_monitor_socket(_EVENTS)
-        self._binds = False
+        self.binds = False
+        """Whether it is this end that waits for the connection."""
         self._connections: set[int] = set()
         self.connected = False
         """Whether there ever was a connection."""
@@ -144,16 +220,24 @@ class MonitoredSocket:
         self.refused = False
         """Whether nobody was there to connect to."""
 
-    def bind(self, address: str) -> str:
+    def bind(self, address: str, keys: Keys) -> str:
         """Waits for a peer at an address; returns it as the peer has to call it."""
+        if self._is_locked(address):
+            admit_only(self._socket, keys)
         # It stays bound: ZeroMQ would end the connections of an address with it.
         self._socket.bind(address)
-        self._binds = True
+        self.binds = True
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def connect(self, address: str) -> None:
-        """Begins to connect to a peer that is bound."""
+    def connect(self, address: str, key: bytes) -> None:
+        """Begins to connect to a peer that is bound, and that has the private half of `key`."""
+        if self._is_locked(address):
+            knock_with(self._socket, key)
         self._socket.connect(address)
+
+    def _is_locked(self, address: str) -> bool:  # noqa: ARG002 - a link asks it
+        """Whether connections at an address need a key."""
+        return True
 
     def look(self) -> None:
         """Reads what the monitor has to tell."""
@@ -164,13 +248,14 @@ class MonitoredSocket:
                 self._connections.add(fd)
                 self.connected = True
                 # Somebody else may have called at our door before; but we call once.
-                self.lost &= not self._binds
+                self.lost &= not self.binds
             elif kind == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.greeted = True
             elif kind == zmq.Event.DISCONNECTED:
                 self._connections.discard(fd)
-                self.lost |= not self._connections
-            elif kind == zmq.Event.CLOSED and not self._binds and not self.connected:
+                # Until our peer was here, those that leave are strangers.
+                self.lost |= not self._connections and (self.greeted or not self.binds)
+            elif kind == zmq.Event.CLOSED and not self.binds and not self.connected:
                 self.refused = True
 
     def watch(self, epoll: select.epoll) -> None:
@@ -188,14 +273,23 @@ class MonitoredSocket:
 
 
 class Link(MonitoredSocket):
-    """Carries the messages. A PAIR socket turns away who comes while its peer is there."""
+    """Carries the messages. A PAIR socket turns away who comes while its peer is there.
+
+    Over ipc it needs no key, which would cost as much again for a small message and ten times as
+    much for a large one: nobody of another user gets there, and what a stranger of this user says
+    does not carry the peer's incarnation.
+    """
 
     def __init__(self, settings: ChannelSettings, *, peer_window_frames: int) -> None:
-        super().__init__(zmq.PAIR, settings)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + HEADER_BYTES)
-        # A peer that keeps to its window never fills these; one that does not is stopped.
-        self._socket.setsockopt(zmq.RCVHWM, settings.window_frames + CONTROL_FRAMES)
+        longest = FRAME_BYTES_MAX + HEADER_BYTES
+        super().__init__(zmq.PAIR, settings, bytes_max=longest)
         self._socket.setsockopt(zmq.SNDHWM, peer_window_frames + CONTROL_FRAMES)
+
+    def _is_locked(self, address: str) -> bool:
+        if address.startswith("ipc://"):
+            return False
+        self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + HEADER_BYTES + CURVE_BYTES)
+        return True
 
     def messages(self) -> Iterator[list[bytes]]:
         """Takes what has arrived, message by message, each in its parts."""
@@ -216,21 +310,21 @@ class Pulse(MonitoredSocket):
 
     They are not on the link, because ZeroMQ (4.3.5) aborts the process when a heartbeat is due
     on a connection that has ended while its messages could not be taken: as when a peer is
-    killed soon after its channel was closed. Here no message is ever sent, and one of a
-    stranger is always taken, since the latest replaces the one before.
+    killed soon after its channel was closed. Here no message is ever sent. Only the peer of the
+    channel has the key to connect; if it sends a message all the same, `spoke` says so.
     """
 
     def __init__(self, settings: ChannelSettings) -> None:
-        super().__init__(zmq.DEALER, settings)
-        self._socket.setsockopt(zmq.CONFLATE, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, HELLO_BYTES_MAX)
+        super().__init__(zmq.DEALER, settings, bytes_max=HELLO_BYTES_MAX + CURVE_BYTES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds(settings.heartbeat_s))
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds(settings.silence_s))
+        self.spoke = False
+        """Whether the peer sent a message here, where none belongs."""
 
     def look(self) -> None:
-        """Reads what the monitor has to tell, and throws away what no peer of ours sends."""
+        """Reads what the monitor has to tell, and whether a message came."""
         super().look()
-        _receive(self._socket)
+        self.spoke |= _receive(self._socket) is not None
 
 
 def _receive(socket: Socket) -> list[bytes] | None:

@@ -142,7 +142,7 @@ def test_why_there_is_no_line_is_told_once(
         nonlocal answers
         while front.poll(0):
             route, _ = front.recv_multipart()
-            front.send_multipart([route, b"PENSTOCK\x02 of another version"])
+            front.send_multipart([route, b"PENSTOCK\x01 of another version"])
             answers += 1
         return answers == 4
 
@@ -150,4 +150,4 @@ def test_why_there_is_no_line_is_told_once(
 
     (line,) = caplog.messages
     assert line.startswith("no line party=rank peer=scheduler cause=")
-    assert line.endswith("refused: version of the other end is 2, of this end 1")
+    assert line.endswith("refused: version of the other end is 1, of this end 2")

@@ -29,6 +29,7 @@ from penstock.runtime.handoff.lines import zmq_lines
 from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
 from penstock.testing.handoff_pair import SLOTS, Shape, directory_of, keys_of
 from penstock.testing.handoff_process import PROGRAM, RankOrders, addresses
+from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Fleet:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.shape = Shape()
-        prefix = f"penstock-{secrets.token_hex(8)}"
+        prefix = str(socket_path(private_folder()))
         self.directory = directory_of(self.shape, addresses(prefix))
         life = {"settings": SETTINGS}
         self.prefill = PrefillSchedulerDriver(

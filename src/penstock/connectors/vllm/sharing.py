@@ -15,23 +15,25 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.errors import UnavailableError
+from penstock.transport.private_folder import NamedFolder, named_folder
+from penstock.transport.shared_greeting import user_of_peer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 MEET_S = 30.0
 """Ranks are called at the same time and have nothing to do before they connect; a machine that
 is busy starting several engines may still be slow."""
 NAMES_BYTES_MAX = 65_536
 DESCRIPTORS_MAX = 64
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Host:
@@ -44,11 +46,16 @@ class Host:
             UnavailableError: somebody else has the address.
         """
         self._peers = peers
+        try:
+            self._folder = NamedFolder(_name(engine))
+        except UnavailableError as error:
+            raise UnavailableError(f"ranks cannot meet to share memory: {error}") from error
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._listener.bind(_address(engine))
+            self._listener.bind(bytes(_address(self._folder.path)))
         except OSError as error:
             self._listener.close()
+            self._folder.close()
             raise UnavailableError(f"ranks cannot meet to share memory: {error}") from error
         self._listener.listen(peers)
 
@@ -61,7 +68,7 @@ class Host:
         deadline = time.monotonic() + patience_s
         names = msgspec.msgpack.encode(list(arenas))
         served = 0
-        with self._listener:
+        with closing(self._folder), self._listener:
             while served < self._peers:
                 self._listener.settimeout(max(0.001, deadline - time.monotonic()))
                 try:
@@ -71,9 +78,8 @@ class Host:
                         f"{served} of {self._peers} ranks came for the shared memory in "
                         f"{patience_s:g} s"
                     ) from None
-                with peer:
-                    # Any process may find the socket; only those of our own user count.
-                    if _user_of(peer) == os.getuid():
+                with peer, suppress(OSError):  # One that is gone already is not a rank.
+                    if user_of_peer(peer) == os.getuid():
                         socket.send_fds(peer, [names], list(arenas.values()))
                         served += 1
 
@@ -87,11 +93,16 @@ def fetch(engine: str, *, patience_s: float = MEET_S) -> dict[str, int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(patience_s)
         try:
-            link.connect(_address(engine))
+            link.connect(bytes(_address(named_folder(_name(engine)))))
+            if user_of_peer(link) != os.getuid():
+                raise UnavailableError("rank 0 does not share its memory: it is another user's")
             told, descriptors, _, _ = socket.recv_fds(link, NAMES_BYTES_MAX, DESCRIPTORS_MAX)
         except OSError as error:
             raise UnavailableError(f"rank 0 does not share its memory: {error}") from error
-    names = msgspec.msgpack.decode(told, type=list[str]) if told else []
+    try:
+        names = msgspec.msgpack.decode(told, type=list[str]) if told else []
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        names = []
     if len(names) != len(descriptors) or not names:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -99,12 +110,9 @@ def fetch(engine: str, *, patience_s: float = MEET_S) -> dict[str, int]:
     return dict(zip(names, descriptors, strict=True))
 
 
-def _address(engine: str) -> str:
-    # In the abstract namespace: nothing is left behind, whoever is killed.
-    return f"\0penstock-arenas-{engine}"
+def _name(engine: str) -> str:
+    return f"arenas of {engine}"
 
 
-def _user_of(peer: socket.socket) -> int:
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(raw)[1]
-    return user
+def _address(folder: Path) -> Path:
+    return folder / "arenas"

@@ -92,6 +92,7 @@ class ZmqLines:
         listen: where to listen; nowhere if it is empty.
         dials: the parties to dial, by name: their addresses.
         callers: the parties that may dial us.
+        secret: what all parties have in common; nobody without it is let in.
         settings: of the channels.
     """
 
@@ -102,15 +103,19 @@ class ZmqLines:
         listen: str = "",
         dials: Mapping[str, str],
         callers: Sequence[str] = (),
+        secret: bytes = b"",
         settings: ChannelSettings | None = None,
     ) -> None:
         self.name = name
         self.refused: Counter[str] = Counter()
         """Who called, or answered, that should not have."""
+        self._secret = secret
         self._settings = settings
         self._dials = dict(dials)
         self._callers = frozenset(callers)
-        self._listener = Listener(name, listen, settings=settings) if listen else None
+        self._listener = (
+            Listener(name, listen, secret=secret, settings=settings) if listen else None
+        )
         self._channels: dict[str, ZmqChannel] = {}
         self._told: set[str] = set()
         """To whom the line is known to be open."""
@@ -258,11 +263,17 @@ class ZmqLines:
         now = time.monotonic()
         for name in [name for name, at in self._redial_at.items() if at <= now]:
             del self._redial_at[name]
-            self._channels[name] = dial(self._dials[name], name=self.name, settings=self._settings)
+            self._channels[name] = dial(
+                self._dials[name], name=self.name, secret=self._secret, settings=self._settings
+            )
 
 
 def zmq_lines(
-    directory: Directory, name: str, *, settings: ChannelSettings | None = None
+    directory: Directory,
+    name: str,
+    *,
+    secret: bytes = b"",
+    settings: ChannelSettings | None = None,
 ) -> ZmqLines:
     """The lines of a party, as the table above says, at the addresses of a directory."""
     prefill, decode = directory.prefill, directory.decode
@@ -280,4 +291,6 @@ def zmq_lines(
             dials = {rank.name: rank.address for rank in prefill.ranks if rank.name in peers}
             dials[decode.scheduler] = decode.address
     callers = [peer for peer in peers if peer not in dials]
-    return ZmqLines(name, listen=listen, dials=dials, callers=callers, settings=settings)
+    return ZmqLines(
+        name, listen=listen, dials=dials, callers=callers, secret=secret, settings=settings
+    )
