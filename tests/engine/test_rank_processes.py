@@ -10,7 +10,6 @@ import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 from tests.engine.test_engine import (
     BOUND,
@@ -25,9 +24,10 @@ from tests.engine.test_engine import (
 
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Request
-from penstock.engine.spec import InstanceSpec, RankSpec
+from penstock.engine.spec import InstanceSpec, RankSpec, sealed
 from penstock.engine.wishes import Sampling
 from penstock.errors import UnavailableError
+from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
 
 if TYPE_CHECKING:
@@ -75,21 +75,23 @@ def instance(
         config=CONFIG.format(blocks=blocks, ranks=ranks),
         server="",
         ranks=ranks,
-        scheduler=private_address("ipc://@"),
+        scheduler=private_address(IPC),
         step_tokens=64,
         step_requests=16,
         threads=1,
     )
     processes = []
     for rank in range(ranks):
-        given = RankSpec(instance=spec, rank=rank)
+        given = sealed(RankSpec(instance=spec, rank=rank))
         processes.append(
             subprocess.Popen(
-                [sys.executable, *program, msgspec.json.encode(given).decode()],
+                [sys.executable, *program, str(given)],
                 env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
                 stderr=errors,
+                pass_fds=(given,),
             )
         )
+        os.close(given)
     try:
         engine, _ = build_engine(spec)
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 READY_S = 300.0
 SOON_S = 120.0
 """Longer than anything takes that works: a busy machine is no failure."""
+STATE = tempfile.TemporaryDirectory(prefix="penstock-state-")
+"""Where roles keep the secret of their user: not that of whoever runs the tests."""
 ONE_EACH = httpx.Limits(max_keepalive_connections=0)
 """A connection for each request: an idle one may be closed by the server as it is used again."""
 TEMPLATE = (
@@ -105,7 +109,7 @@ class Running:
             if "penstock.engine.instance" in line:
                 found["instance"] = pid
             elif "penstock.engine.rank_process" in line:
-                rank = line.rpartition('"rank":')[2].rstrip("}\0 ")
+                rank = line.rpartition("-rank-")[2].partition(".")[0]
                 found[f"rank-{rank}"] = pid
         return found
 
@@ -131,8 +135,8 @@ def command(pid: int) -> str:
 
 def pids_of(instance: str, running: Running) -> list[int]:
     """The processes of an instance: its scheduler, its ranks."""
-    named = f'"name":"{instance}","model"'
-    return [pid for pid in descendants(running.process.pid) if named in command(pid)]
+    given = re.compile(rf"\0{instance}(-rank-\d+)?\.spec\0")
+    return [pid for pid in descendants(running.process.pid) if given.search(command(pid))]
 
 
 @contextmanager
@@ -142,7 +146,7 @@ def serve_command(*options: str) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-m", "penstock.cli.entry", "serve", *options],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": STATE.name},
     )
     try:
         yield process

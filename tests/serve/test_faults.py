@@ -109,7 +109,7 @@ def load_on(running: Running, clients: int) -> Iterator[Load]:
 
 def process_of(running: Running, instance: str, rank: int) -> int:
     """One rank of an instance that has several."""
-    [found] = [pid for pid in pids_of(instance, running) if f'"rank":{rank}}}' in command(pid)]
+    [found] = [pid for pid in pids_of(instance, running) if f"-rank-{rank}.spec" in command(pid)]
     return found
 
 

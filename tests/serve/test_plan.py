@@ -92,28 +92,28 @@ def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -
 
 
 def test_no_process_is_told_the_key(model_folder: Path) -> None:
-    config = settled(model_folder, api_key="secret", instances=3)
+    config = settled(model_folder, api_key="sesame", instances=3)
 
     specs = instances_of(config)
 
     assert [spec.name for spec in specs] == ["instance-0", "instance-1", "instance-2"]
     assert config.serve is not None
-    assert config.serve.api_key == "secret"
-    assert not any("secret" in str(spec) for spec in specs)
+    assert config.serve.api_key == "sesame"
+    assert not any("sesame" in str(spec) for spec in specs)
 
 
 def test_a_key_is_in_nothing_that_is_printed(
     model_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = settled(model_folder, api_key="secret")
-    options = ["serve", "--model", str(model_folder), "--api-key", "secret", "--print-config"]
+    config = settled(model_folder, api_key="sesame")
+    options = ["serve", "--model", str(model_folder), "--api-key", "sesame", "--print-config"]
 
     status = run(options)
 
     printed = capfd.readouterr()
     assert status == 0
-    assert "secret" not in f"{printed.out}{printed.err}{config!r}{config.to_toml()}"
-    assert "secret" not in repr(Wishes(api_key="secret"))
+    assert "sesame" not in f"{printed.out}{printed.err}{config!r}{config.to_toml()}"
+    assert "sesame" not in repr(Wishes(api_key="sesame"))
     assert printed.err == "penstock: serve.api_key is set, and not printed\n"
 
 

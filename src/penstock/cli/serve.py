@@ -123,6 +123,21 @@ LogLevelOption: TypeAlias = Annotated[
 LogJsonOption: TypeAlias = Annotated[
     bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
 ]
+SecretFileOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file with the secret that all roles started one by one must have; without it, on "
+        "the loopback interface, one that is kept for this user.",
+    ),
+]
+InsecureOption: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure",
+        help="Let roles be off the loopback interface, on a network that others can read.",
+    ),
+]
 PrintConfigOption: TypeAlias = Annotated[
     bool, typer.Option("--print-config", help="Print every setting in effect as TOML, and end.")
 ]
@@ -145,6 +160,8 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     prefill_at: PrefillAtOption = None,
     decode_at: DecodeAtOption = None,
     number: NumberOption = None,
+    secret_file: SecretFileOption = None,
+    insecure: InsecureOption = None,
     host: HostOption = None,
     port: PortOption = None,
     api_key: ApiKeyOption = None,

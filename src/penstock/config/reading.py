@@ -200,6 +200,8 @@ def _read_serve(document: dict[str, object]) -> ServeTable | None:
         log_json=table.flag("log_json"),
         router=table.word("router"),
         number=table.whole("number"),
+        secret_file=table.word("secret_file"),
+        insecure=table.flag("insecure"),
     )
 
 

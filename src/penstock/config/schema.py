@@ -295,6 +295,8 @@ SERVE_KEYS: Mapping[str, Key] = {
     "log_json": Flag(default=False),
     "router": Word(default=""),
     "number": Whole(minimum=0, maximum=1_023, default=0),
+    "secret_file": Word(default=""),
+    "insecure": Flag(default=False),
 }
 
 STARTER_TOML = """\

@@ -10,6 +10,7 @@ is there when its function has returned.
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.pairing import SETTINGS, directory_of, rank_name
@@ -124,7 +125,7 @@ def handed_rank(
         return None
     directory = directory_of(spec, architecture)
     name = rank_name(spec.name, rank)
-    lines = zmq_lines(directory, name)
+    lines = zmq_lines(directory, name, secret=spec.pair.secret)
     incarnation = secrets.randbits(63) + 1
     if spec.role is Role.PREFILL:
         source = PrefillRankDriver(
@@ -137,7 +138,7 @@ def handed_rank(
             settings=SETTINGS,
         )
         return HandedRank(source)
-    target = SharedTarget(huge_pages=False)
+    target = SharedTarget(huge_pages=False, folder=Path(spec.folder) if spec.folder else None)
     driver = DecodeRankDriver(
         directory,
         name,

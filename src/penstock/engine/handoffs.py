@@ -310,7 +310,7 @@ def handoffs_of(
     if spec.pair is None:
         return None
     directory = directory_of(spec, architecture)
-    lines = zmq_lines(directory, spec.name)
+    lines = zmq_lines(directory, spec.name, secret=spec.pair.secret)
     incarnation = secrets.randbits(63) + 1
     config = parse_config(spec.config)
     found: Offers | Claims

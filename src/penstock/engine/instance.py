@@ -1,4 +1,4 @@
-"""The process of an instance: `python -m penstock.engine.instance SPEC`, SPEC being JSON.
+"""The process of an instance: `python -m penstock.engine.instance SPEC`, SPEC a descriptor.
 
 It loads the model (or meets the ranks that do), dials the server, and then turns in one loop:
 take what the server says, compute a step, tell what came of it. When nothing can run it sleeps
@@ -32,7 +32,7 @@ from penstock.engine.outbox import Outbox, ServerLost
 from penstock.engine.remote import RemoteWorkers
 from penstock.engine.requests import Output, Request
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.spec import InstanceSpec
+from penstock.engine.spec import InstanceSpec, read_sealed
 from penstock.engine.telling import answer_to, token_bytes_of
 from penstock.engine.wishes import Sampling
 from penstock.errors import CapacityError, PeerError, UnavailableError
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DIAL_S = 60.0
+REFUSED_S = 0.5
+"""A server that refused is asked again after so long."""
 DIAL_AGAIN_S = 5.0
 """A server that an instance joins is dialled anew so often until it answers."""
 RANKS_S = 300.0
@@ -140,10 +142,13 @@ class Instance:
         # Also prompts that were computed and told of: their claims may never come.
         self._engine.abort_all()
         while not stop.stopping:
-            channel = dial(self._spec.server, name=self._spec.name)
+            spec = self._spec
+            channel = dial(spec.server, name=spec.name, secret=spec.server_secret)
             if self._wait_open(channel, stop):
                 self._outbox = Outbox(channel)
                 return True
+            # One that refuses at once is not asked all the time.
+            wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
         return False
 
     def _wait_open(self, channel: ZmqChannel, stop: penstock.StopSignal) -> bool:
@@ -360,7 +365,7 @@ def build_engine(
         return engine, loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
-    with Listener(f"{spec.name}-scheduler", spec.scheduler) as listener:
+    with Listener(f"{spec.name}-scheduler", spec.scheduler, secret=spec.secret) as listener:
         deadline = time.monotonic() + RANKS_S
         channels, facts = meet_ranks(
             listener, ranks=spec.ranks, deadline=deadline, progress=progress
@@ -391,7 +396,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
 
 def main(given: str) -> int:
     """Runs the instance; the exit status is 0 when it ended in good order."""
-    spec = msgspec.json.decode(given, type=InstanceSpec)
+    spec = read_sealed(given, InstanceSpec)
     logs.set_up(spec.log_level, as_json=spec.log_json)
     if spec.threads:
         torch.set_num_threads(spec.threads)
@@ -408,13 +413,23 @@ def main(given: str) -> int:
 
 def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
     """A channel to the server; one that it joins may be started long after it."""
+    told = ""
     while True:
         patience_s = DIAL_AGAIN_S if spec.joins else DIAL_S
         try:
-            return connect(spec.server, name=spec.name, deadline=time.monotonic() + patience_s)
-        except UnavailableError:
+            return connect(
+                spec.server,
+                name=spec.name,
+                deadline=time.monotonic() + patience_s,
+                secret=spec.server_secret,
+            )
+        except UnavailableError as error:
             if stop.stopping or not spec.joins:
                 raise
+            if str(error) != told:
+                logger.warning("server not joined yet: name=%s cause=%s", spec.name, error)
+                told = str(error)
+            wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
 
 
 def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -> str:

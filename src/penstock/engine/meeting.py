@@ -184,7 +184,7 @@ def _await_facts(
     return found
 
 
-def join(address: str, *, name: str, rank: int) -> tuple[Channel, str]:
+def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel, str]:
     """A rank's way in: the channel to its scheduler, and where to meet the other ranks.
 
     Raises:
@@ -192,7 +192,7 @@ def join(address: str, *, name: str, rank: int) -> tuple[Channel, str]:
     """
     deadline = time.monotonic() + DIAL_S
     settings = ChannelSettings(open_s=DIAL_S)
-    channel = connect(address, name=name, deadline=deadline, settings=settings)
+    channel = connect(address, name=name, deadline=deadline, secret=secret, settings=settings)
     channel.send(encode(Came(rank)))
     said = channel.receive(deadline=deadline)
     message = read_by_rank(said.frame) if isinstance(said, Item) else None

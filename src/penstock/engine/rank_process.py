@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m penstock.engine.rank_process SPEC`, SPEC being JSON.
+"""The process of one rank: `python -m penstock.engine.rank_process SPEC`, SPEC a descriptor.
 
 It dials its scheduler, meets the other ranks, loads its share of the model and computes until
 the scheduler says that this is the end. Anything else ends it with status 1, and whoever
@@ -14,7 +14,6 @@ from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from torch import distributed
 
@@ -24,7 +23,7 @@ from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.loading import load_rank
 from penstock.engine.meeting import Loading, encode, join
 from penstock.engine.remote import serve_rank
-from penstock.engine.spec import RankSpec
+from penstock.engine.spec import RankSpec, read_sealed
 from penstock.errors import PeerError, UnavailableError
 from penstock.observe import logs
 from penstock.runtime.supervisor.keeping import keeper
@@ -40,11 +39,13 @@ COLLECTIVE_S = 60.0
 
 def main(given: str) -> int:
     """Runs the rank; the exit status is 0 when its scheduler ended in good order."""
-    spec = msgspec.json.decode(given, type=RankSpec)
+    spec = read_sealed(given, RankSpec)
     logs.set_up(spec.instance.log_level, as_json=spec.instance.log_json)
     name = f"{spec.instance.name}-rank-{spec.rank}"
     try:
-        channel, place = join(spec.instance.scheduler, name=name, rank=spec.rank)
+        channel, place = join(
+            spec.instance.scheduler, name=name, rank=spec.rank, secret=spec.instance.secret
+        )
         with closing(channel):
             why = _serve(spec, channel, place)
     except (PeerError, UnavailableError) as error:

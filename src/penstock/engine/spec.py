@@ -1,13 +1,20 @@
-"""What a process of an instance must know to begin: one value, which travels as JSON."""
+"""What a process of an instance must know to begin: one value, which travels as JSON.
+
+It holds secrets, and the command line of a process is everybody's to read. So it travels in a
+sealed memory file that only the process that is started inherits.
+"""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+import fcntl
+import os
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.runtime.supervisor import inherited
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +55,8 @@ class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     prefill: EngineSpec
     decode: EngineSpec
+    secret: bytes = b""
+    """What the two and their ranks have in common; nobody without it is let in."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,11 +71,17 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The cache's configuration, as TOML."""
     server: str
     """The address at which the server lets instances in."""
+    server_secret: bytes = b""
+    """What the server and its instances have in common."""
     joins: bool = False
     """Whether the server belongs to another command: it is waited for, and survived."""
     ranks: int = 1
     scheduler: str = ""
     """The address at which the instance lets its ranks in, if it has several."""
+    secret: bytes = b""
+    """What the instance and its ranks have in common."""
+    folder: str = ""
+    """Where sockets are made that have no address yet; empty: each process has its own place."""
     role: Role = Role.BOTH
     pair: PairSpec | None = None
     """Who hands KV to whom, if it does not do everything itself."""
@@ -121,3 +136,28 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     instance: InstanceSpec
     rank: int
+
+
+SpecT = TypeVar("SpecT", InstanceSpec, RankSpec)
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+def sealed(spec: InstanceSpec | RankSpec) -> int:
+    """A descriptor of memory that holds a spec and cannot be changed; the caller closes it."""
+    fd = os.memfd_create("process-spec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(msgspec.json.encode(spec))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def read_sealed(given: str, kind: type[SpecT]) -> SpecT:
+    """The spec of this process.
+
+    Args:
+        given: the descriptor's number, or the name under which the supervisor handed it over.
+        kind: what it is.
+    """
+    fd = int(given) if given.isdecimal() else inherited.descriptor(given)
+    # Read at its place: lives of a process share one descriptor, and so its position.
+    return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=kind)

@@ -22,6 +22,7 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
 from penstock.errors import ConfigError
+from penstock.serve.role_secret import is_local, secret_between
 from penstock.tiers.kernel_files import read_text
 from penstock.tiers.memory_limits import gib, memory_limits
 from penstock.vocabulary.dtypes import DType
@@ -65,6 +66,8 @@ class Wishes:
     decode_at: str | None = None
     router: str | None = None
     number: int | None = None
+    secret_file: str | None = None
+    insecure: bool | None = None
 
 
 def settle(config: Config | None, wishes: Wishes) -> Config:
@@ -95,6 +98,8 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
         instances=wishes.instances,
         router=wishes.router,
         number=wishes.number,
+        secret_file=wishes.secret_file,
+        insecure=wishes.insecure,
     )
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
@@ -204,12 +209,27 @@ def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
     )
 
 
+def secrets_of(config: Config) -> tuple[bytes, bytes]:
+    """What the roles of other commands have in common with this one: the router's, the pair's.
+
+    Raises:
+        ConfigError: the file that should hold it does not.
+        UnavailableError: there is no place to keep one.
+    """
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    router = secret_between(serve, [serve.router]) if serve.router else b""
+    places = [engine.prefill_at, engine.decode_at] if engine.prefill_at else []
+    return router, secret_between(serve, places) if places else b""
+
+
 def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = None) -> InstanceSpec:
     engine = config.engine
     assert engine is not None
     assert config.serve is not None
     ranks = config.cache.rank_count if pair is None else _ranks_of(engine, role)
-    # What travels to the instances is visible to all who may list processes: no key in it.
+    # What instances need not know they are not told: no API key.
     cache = replace(config.cache, rank_count=ranks)
     given = replace(config, engine=None, serve=None, cache=cache).to_toml()
     return InstanceSpec(
@@ -377,6 +397,15 @@ def _require_role(config: Config) -> None:
             "serve.router",
             f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",
         )
+    for key, place in {**places, "serve.router": serve.router}.items():
+        if place and not serve.insecure and not is_local(place):
+            raise ConfigError(
+                "serve.insecure",
+                f"is false, must be true (--insecure) for {key} {place!r}, which is not on the "
+                "loopback interface: until roles have keys, prompts and answers may be read on "
+                "that network, and without a common serve.secret_file whoever reaches the "
+                "address can join and answer",
+            )
     if alone and serve.instances != 1:
         raise ConfigError(
             "serve.instances",

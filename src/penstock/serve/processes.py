@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.engine.spec import PairSpec, RankSpec, Role
+from penstock.engine.spec import PairSpec, RankSpec, Role, sealed
 from penstock.runtime.supervisor.messages import Exited, GaveUp
 from penstock.runtime.supervisor.spec import OnFailure, ProcessSpec
+from penstock.serve.role_secret import SECRET_BYTES
 from penstock.transport.base import Closed, Failed
+from penstock.transport.private_folder import private_folder
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
 
@@ -38,21 +42,35 @@ RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
 class Processes:
     """The instances of one command, each with its ranks."""
 
-    def __init__(self, supervisor: Supervisor, specs: Sequence[InstanceSpec]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, specs: Sequence[InstanceSpec], *, pair_secret: bytes = b""
+    ) -> None:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why nobody can be served any more, once that is so."""
         self._supervisor = supervisor
-        self._specs = _addressed(specs)
+        self._specs = _addressed(specs, pair_secret)
         answering = {spec.name for spec in specs if spec.role is not Role.PREFILL}
         self._needed = answering or {spec.name for spec in specs}
         """Those without which there is nothing left to do."""
         self._given_up: set[str] = set()
 
-    def start(self, server: str) -> None:
-        """Starts them; they dial `server`, unless they join the one of another command."""
+    def start(self, server: str, secret: bytes) -> None:
+        """Starts them; they dial `server`, unless they join the one of another command.
+
+        Args:
+            server: where this command lets instances in.
+            secret: of the server that they dial.
+        """
+        folder = str(private_folder())
         for spec in self._specs:
-            placed = spec if spec.joins else msgspec.structs.replace(spec, server=server)
-            for process in processes_of(placed):
+            placed = msgspec.structs.replace(
+                spec,
+                server=spec.server if spec.joins else server,
+                server_secret=secret,
+                folder=folder,
+            )
+            for process, given in processes_of(placed):
+                self._hand_over(process, given)
                 self._supervisor.start_process(process)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._supervisor.descriptor, self._watch)
@@ -62,6 +80,14 @@ class Processes:
     def stop(self) -> None:
         """Nobody looks after them any more; they end with the supervisor."""
         asyncio.get_running_loop().remove_reader(self._supervisor.descriptor)
+
+    def _hand_over(self, process: ProcessSpec, given: InstanceSpec | RankSpec) -> None:
+        """Has the supervisor keep what a process is told, for every life of it."""
+        fd = sealed(given)
+        try:
+            self._supervisor.hold(process.descriptors[0], fd)
+        finally:
+            os.close(fd)
 
     def _watch(self) -> None:
         for event in self._supervisor.events():
@@ -84,45 +110,60 @@ class Processes:
             self.failed.set_result(why)
 
 
-def processes_of(spec: InstanceSpec) -> list[ProcessSpec]:
-    """The processes of one instance: stopped in reverse, so that it ends before its ranks."""
+def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | RankSpec]]:
+    """The processes of one instance, and what each is told by a descriptor of its own.
+
+    They are stopped in reverse, so that it ends before its ranks.
+    """
     if spec.ranks > 1:
-        spec = msgspec.structs.replace(spec, scheduler=private_address(IPC))
+        spec = msgspec.structs.replace(
+            spec, scheduler=private_address(IPC), secret=secrets.token_bytes(SECRET_BYTES)
+        )
     whole = ProcessSpec(
         name=spec.name,
         module="penstock.engine.instance",
-        arguments=(msgspec.json.encode(spec).decode(),),
+        arguments=(f"{spec.name}.spec",),
+        descriptors=(f"{spec.name}.spec",),
         keeps=True,
         restart=RESTART,
         stop_s=STOP_S,
     )
-    ranks = [
+    ranks = [_rank_of(spec, rank) for rank in range(spec.ranks if spec.ranks > 1 else 0)]
+    return [*ranks, (whole, spec)]
+
+
+def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
+    return (
         ProcessSpec(
             name=f"{spec.name}-rank-{rank}",
             module="penstock.engine.rank_process",
-            arguments=(msgspec.json.encode(RankSpec(instance=spec, rank=rank)).decode(),),
+            arguments=(f"{spec.name}-rank-{rank}.spec",),
+            descriptors=(f"{spec.name}-rank-{rank}.spec",),
             environment=RANK_ENVIRONMENT,
             keeps=True,
             restart=RESTART,
             stop_s=RANK_STOP_S,
-        )
-        for rank in range(spec.ranks if spec.ranks > 1 else 0)
-    ]
-    return [*ranks, whole]
+        ),
+        RankSpec(instance=spec, rank=rank),
+    )
 
 
-def _addressed(specs: Sequence[InstanceSpec]) -> list[InstanceSpec]:
+def _addressed(specs: Sequence[InstanceSpec], pair_secret: bytes) -> list[InstanceSpec]:
     """The instances, and where those that hand KV over find each other in every life."""
     pairs: dict[str, PairSpec] = {}
+    change = msgspec.structs.replace
     for spec in specs:
         pair = spec.pair
-        if pair is None or pair.prefill.address or pair.prefill.name in pairs:
+        if pair is None or pair.prefill.name in pairs:
+            continue
+        if pair.prefill.address:
+            pairs[pair.prefill.name] = change(pair, secret=pair_secret)
             continue
         ranks = [private_address(IPC) for _ in range(pair.prefill.ranks)]
-        change = msgspec.structs.replace
         pairs[pair.prefill.name] = PairSpec(
             prefill=change(pair.prefill, address=private_address(IPC), rank_addresses=ranks),
             decode=change(pair.decode, address=private_address(IPC)),
+            secret=secrets.token_bytes(SECRET_BYTES),
         )
     return [
         spec

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,8 +35,9 @@ from penstock.serve.http import HttpServer, raise_descriptor_limit
 from penstock.serve.link import Link
 from penstock.serve.listening import address_of
 from penstock.serve.metrics import Metrics
-from penstock.serve.plan import instances_of
+from penstock.serve.plan import instances_of, secrets_of
 from penstock.serve.processes import Processes
+from penstock.serve.role_secret import SECRET_BYTES
 from penstock.serve.router import Router
 from penstock.transport.zeromq import IPC, Listener
 
@@ -74,7 +76,14 @@ class Serving:
     """The channels behind an HTTP server, and who comes over them."""
 
     def __init__(
-        self, config: Config, audience: Audience, *, address: str, expected: int, api_key: str
+        self,
+        config: Config,
+        audience: Audience,
+        *,
+        address: str,
+        expected: int,
+        api_key: str,
+        secret: bytes,
     ) -> None:
         assert config.engine is not None
         assert config.serve is not None
@@ -85,7 +94,8 @@ class Serving:
         self._announced = False
         self._stopped = False
         self._alarm: asyncio.TimerHandle | None = None
-        self._listener = Listener("server", IPC if expected else config.serve.router)
+        door = IPC if expected else config.serve.router
+        self._listener = Listener("server", door, secret=secret)
         self.router = Router()
         model = find_model(config.engine.model or None)
         self.server = Server(
@@ -168,10 +178,13 @@ class Serving:
 
 
 @asynccontextmanager
-async def _processes(config: Config, supervisor: Supervisor, door: str) -> AsyncIterator[Processes]:
-    """The instances of this command, if it starts some."""
-    found = Processes(supervisor, instances_of(config))
-    found.start(door)
+async def _processes(
+    config: Config, supervisor: Supervisor, door: str, secret: bytes
+) -> AsyncIterator[Processes]:
+    """The instances of this command, if it starts some; `secret` is that of their server."""
+    _, pair_secret = secrets_of(config)
+    found = Processes(supervisor, instances_of(config), pair_secret=pair_secret)
+    found.start(door, secret)
     try:
         yield found
     finally:
@@ -225,7 +238,8 @@ async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> Non
     """Runs instances that dial the router of another command."""
     asked = asyncio.Event()
     asyncio.get_running_loop().add_reader(stop.descriptor, asked.set)
-    async with _processes(config, supervisor, "") as processes:
+    secret, _ = secrets_of(config)
+    async with _processes(config, supervisor, "", secret) as processes:
         processes.failed.add_done_callback(lambda _: asked.set())
         await asked.wait()
         asyncio.get_running_loop().remove_reader(stop.descriptor)
@@ -241,16 +255,20 @@ async def _serve(
     stop: StopSignal,
     api_key: str,
 ) -> None:
+    expected = len(instances_of(config))
+    # Instances of its own know what nobody else does; others have what the roles have in common.
+    secret = secrets.token_bytes(SECRET_BYTES) if expected else secrets_of(config)[0]
     found = Serving(
         config,
         audience,
         address=address_of(bound),
-        expected=len(instances_of(config)),
+        expected=expected,
         api_key=api_key,
+        secret=secret,
     )
     found.start()
     try:
-        async with _processes(config, supervisor, found.door) as processes:
+        async with _processes(config, supervisor, found.door, secret) as processes:
             await _answer(config, found, processes, bound, stop)
     finally:
         found.stop()

@@ -1,0 +1,167 @@
+"""Strangers beside a server and its pair: as another user, and as this one."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.serve.conftest import STATE, Running, command, descendants, serving
+from tests.serve.test_roles import SIZES
+from tests.transport.hostile import Place, bound_by, storm
+from tests.transport.test_strangers import as_nobody, as_root
+
+from penstock.cli.app import run
+from penstock.config.serving import ServeTable
+from penstock.errors import ConfigError, UnavailableError
+from penstock.serve.role_secret import secret_between
+from penstock.transport.zeromq import ChannelSettings, connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAMES = ("decode-0", "prefill-0/0")
+
+
+@pytest.fixture(name="pair", scope="module")
+def start_pair(model_folder: Path) -> Iterator[Running]:
+    with serving(model_folder, "--prefill-tp", "2", "--decode-tp", "1", *SIZES) as running:
+        yield running
+
+
+def processes(pair: Running) -> list[int]:
+    return [pair.process.pid, *descendants(pair.process.pid)]
+
+
+def our_sockets(pair: Running) -> list[Place]:
+    """All that is listened on, but for the HTTP server's port and those of torch's collectives."""
+    found = [place for pid in processes(pair) for place in bound_by(pid)]
+    return [place for place in found if place.family == socket.AF_UNIX]
+
+
+def test_no_stranger_of_this_user_joins_or_ends_anything(pair: Running) -> None:
+    """It can connect where the kernel lets it, but does not have the secret."""
+    before = {pid: command(pid) for pid in processes(pair)}
+    told = pair.complete("Before they came,")["choices"][0]["text"]
+    places = our_sockets(pair)
+    impatient = ChannelSettings(open_s=0.2)
+
+    for number, place in enumerate(places):
+        storm(place, random.Random(number), count=12)  # All of it has each kind elsewhere.
+        if place.kind != socket.SOCK_STREAM:
+            continue
+        for name in NAMES:
+            with pytest.raises(UnavailableError):
+                connect(place.url, name=name, deadline=float("inf"), settings=impatient)
+
+    assert pair.complete("Before they came,", cache="off")["choices"][0]["text"] == told
+    assert {pid: command(pid) for pid in processes(pair)} == before
+    assert all(pair.client.get("/health").json()["instances"].values())
+    # The server, the scheduler of the ranks, both schedulers' and two ranks' lines, a target, and
+    # two more for each channel between them.
+    assert len(places) > 10
+
+
+@as_root
+def test_another_user_reaches_none_of_its_sockets(pair: Running) -> None:
+    places = our_sockets(pair)
+
+    def call_all() -> None:
+        for place in places:
+            stranger = socket.socket(place.family, place.kind)
+            with stranger, suppress(PermissionError):
+                stranger.connect(place.address)
+                raise ConnectionError(f"{place} let another user in")
+
+    assert as_nobody(call_all) == "done"
+    assert not [place for place in places if str(place.address).startswith("\0")]
+
+
+def test_command_lines_show_neither_addresses_nor_configuration(pair: Running) -> None:
+    lines = [command(pid) for pid in descendants(pair.process.pid)]
+
+    assert len(lines) >= 5
+    for line in lines:
+        for word in ("ipc://", "tcp://", "penstock-", "version =", "{", "secret"):
+            assert word not in line
+
+
+def test_its_sockets_lie_in_one_folder_of_mode_0700_that_ends_with_it(model_folder: Path) -> None:
+    with serving(model_folder, *SIZES) as running:
+        folders = {Path(str(place.address)).parent for place in our_sockets(running)}
+        [folder] = folders
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.stat().st_uid == os.getuid()
+
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("key", ["--router", "--prefill-at", "--decode-at"])
+def test_a_role_off_the_loopback_interface_has_to_be_called_insecure(
+    model_folder: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"--router": "tcp://127.0.0.1:7000", "--prefill-at": "tcp://127.0.0.1:7100"}
+    places["--decode-at"] = "tcp://127.0.0.1:7200"
+    places[key] = "tcp://192.0.2.1:7300"
+    options = [word for place in places.items() for word in place]
+    serve = ["serve", "--model", str(model_folder), "--role", "decode", *options]
+
+    assert run([*serve, "--print-config"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert run([*serve, "--insecure", "--print-config"]) == 0
+
+    assert "serve.insecure: is false, must be true (--insecure) for" in said
+    assert "'tcp://192.0.2.1:7300', which is not on the loopback interface" in said
+
+
+def test_roles_on_one_machine_share_a_secret_of_their_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    here = ["tcp://127.0.0.1:7000", "tcp://[::1]:7000", "tcp://localhost:7000"]
+
+    first = [secret_between(ServeTable(), [address]) for address in here]
+    kept = tmp_path / "penstock" / "secret"
+    kept.chmod(0o640)
+
+    assert len(first[0]) == 64
+    assert len(set(first)) == 1
+    assert secret_between(ServeTable(insecure=True), ["tcp://192.0.2.1:7000", *here]) == b""
+    with pytest.raises(UnavailableError, match="with mode -rw-r-----, must be of user"):
+        secret_between(ServeTable(), here)
+    assert Path(STATE.name) != tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "problem"),
+    [
+        (b"x" * 15, 0o600, "has 15 bytes, must have from 16 to 4096"),
+        (b"x" * 4097, 0o600, "has 4097 bytes"),
+        (b"x" * 32, 0o644, "with mode -rw-r--r--, must be of user"),
+        (None, 0o600, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_hold_a_secret_is_refused(
+    tmp_path: Path, content: bytes | None, mode: int, problem: str
+) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+
+    with pytest.raises(ConfigError, match=problem):
+        secret_between(ServeTable(secret_file=str(path)), ["tcp://192.0.2.1:7000"])
+
+
+def test_a_file_is_the_secret_wherever_the_roles_are(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"something that both machines have\n")
+    path.chmod(0o600)
+
+    found = secret_between(ServeTable(secret_file=str(path)), ["tcp://192.0.2.1:7000"])
+
+    assert found == b"something that both machines have"
