@@ -36,7 +36,9 @@ class _Engine:
     def step(self) -> None:
         self.cache.step()  # copies advance here, and only here
         while self.waiting and self.admit(self.waiting[0]):
-            self.running.append(self.waiting.pop(0))
+            request = self.waiting.pop(0)
+            if request.lease is not None:
+                self.running.append(request)
         for request in list(self.running):
             if (lease := request.lease) and lease.state is penstock.LeaseState.READY:
                 self.advance(request, lease)  # those still `LOADING` delay nobody
@@ -44,8 +46,11 @@ class _Engine:
     def admit(self, request: _Request) -> bool:
         try:
             request.lease = self.cache.acquire(request.tokens, request=request.name)  # 2. acquire
+        except penstock.NeverFitsError as refused:
+            request.lease = None
+            print(f"{request.name}: refused; {refused}")  # it would wait for ever
         except penstock.CapacityError:
-            return False  # nothing has changed: try again in the next step
+            return False  # no room now, and nothing has changed: try again in the next step
         return True
 
     def advance(self, request: _Request, lease: penstock.Lease) -> None:
@@ -74,6 +79,7 @@ class _Engine:
 
 engine = _Engine()
 engine.waiting = [_Request(f"chat {n}", [*range(100), *[100 + n] * 60]) for n in range(12)]
+engine.waiting.insert(6, _Request("too long", list(range(BLOCKS * BLOCK_TOKENS + 1))))
 while engine.waiting or engine.running:
     engine.step()
 print(f"closed: {engine.cache.close(deadline_s=30.0)}")

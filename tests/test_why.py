@@ -23,7 +23,9 @@ PROCESSES = re.compile(
     re.MULTILINE,
 )
 THREADS = re.compile(
-    r"^\s*(import|from) (threading|_thread|concurrent)\b|\brun_in_executor\(|\bto_thread\(",
+    # Whose thread it is may be asked.
+    r"^\s*(import|from) (threading|_thread|concurrent)\b(?! import get_ident$)"
+    r"|\brun_in_executor\(|\bto_thread\(",
     re.MULTILINE,
 )
 

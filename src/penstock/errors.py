@@ -1,7 +1,9 @@
 """Everything Penstock raises on purpose, as one tree.
 
     PenstockError
+    ├── AccessError            the caller: another thread, a forked process, or a call within a call
     ├── CapacityError          the world: not enough room now; retrying later may work
+    │   └── NeverFitsError     the caller: more was asked for than there is; retrying never works
     ├── ConfigError            the caller: a setting is wrong (also a ValueError)
     ├── LeaseError             the caller: a lease was used after its end (also a ValueError)
     ├── PeerError              they: another process said what makes no sense here
@@ -25,14 +27,38 @@ class PenstockError(Exception):
     """The root of all errors that Penstock raises on purpose."""
 
 
+class AccessError(PenstockError, RuntimeError):
+    """A call came from where none may come from; nothing was changed."""
+
+
 class CapacityError(PenstockError):
     """A tier has fewer slots to give than were asked for; nothing was changed."""
 
+    never = False
+    """Whether it will be so for ever: see `NeverFitsError`."""
+
     def __init__(self, *, tier: str, wanted: int, available: int) -> None:
-        super().__init__(f"tier {tier!r} can give {available} slots, {wanted} were wanted")
+        super().__init__(self._describe(tier, wanted, available))
         self.tier = tier
         self.wanted = wanted
         self.available = available
+
+    def _describe(self, tier: str, wanted: int, available: int) -> str:
+        return f"tier {tier!r} can give {available} slots, {wanted} were wanted"
+
+
+class NeverFitsError(CapacityError):
+    """More was asked for than a tier could ever give: do not try again.
+
+    `wanted` is all that the request needs, `available` the most that one request can have.
+    """
+
+    never = True
+
+    def _describe(self, tier: str, wanted: int, available: int) -> str:
+        return (
+            f"tier {tier!r} can never give {wanted} slots: a request can have at most {available}"
+        )
 
 
 class ConfigError(PenstockError, ValueError):

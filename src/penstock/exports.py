@@ -10,10 +10,12 @@ from penstock.cache.states import LeaseState as LeaseState
 from penstock.config import Config as Config
 from penstock.config import load_config as load_config
 from penstock.config import parse_config as parse_config
+from penstock.errors import AccessError as AccessError
 from penstock.errors import CapacityError as CapacityError
 from penstock.errors import ConfigError as ConfigError
 from penstock.errors import InvariantViolation as InvariantViolation
 from penstock.errors import LeaseError as LeaseError
+from penstock.errors import NeverFitsError as NeverFitsError
 from penstock.errors import PeerError as PeerError
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import UnavailableError as UnavailableError

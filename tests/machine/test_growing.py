@@ -61,14 +61,29 @@ def test_a_lease_that_cannot_grow_is_as_it_was(make_driver: MakeDriver) -> None:
     driver = make_driver(device=4)
     driver.store("x")
     granted = with_tail(driver, "a")
+    driver.acquire("", more_tokens=1)
     before, order = driver.machine.freeze(), driver.leaving_order()
 
     with pytest.raises(CapacityError) as refused:
-        driver.grow(granted.lease, 12)
+        driver.grow(granted.lease, 8)
 
     assert driver.machine.freeze() == before
     assert driver.leaving_order() == order
-    assert (refused.value.wanted, refused.value.available) == (4, 2)
+    assert (refused.value.wanted, refused.value.available) == (2, 1)
+
+
+@pytest.mark.parametrize("token_count", [2.5, -1, None, "9"])
+def test_room_for_what_is_no_number_of_tokens_is_refused(
+    make_driver: MakeDriver, token_count: int
+) -> None:
+    driver = make_driver(device=4)
+    granted = with_tail(driver, "a")
+    before = driver.machine.freeze()
+
+    with pytest.raises(ValueError, match=r"token_count is .*, must be an int of at least 0"):
+        driver.grow(granted.lease, token_count)
+
+    assert driver.machine.freeze() == before
 
 
 def test_growing_by_nothing_evicts_nothing(make_driver: MakeDriver) -> None:

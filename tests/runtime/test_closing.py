@@ -49,10 +49,6 @@ def test_saves_without_time_are_cut_short_and_counted() -> None:
 
     assert drained == penstock.Drained(finished=0, cancelled=1, unsettled=0)
     assert not drained.clean
-    (ended, settled) = offload.poll()
-    assert isinstance(ended, ef.Ended)
-    assert ended.outcome is Outcome.CANCELLED
-    assert isinstance(settled, ef.Settled)
 
 
 def test_loads_are_cancelled_at_once_for_nobody_will_use_them(make_engine: MakeEngine) -> None:
@@ -66,6 +62,7 @@ def test_loads_are_cancelled_at_once_for_nobody_will_use_them(make_engine: MakeE
 
     assert lease.state is not LeaseState.LOADING
     assert engine.cache.statistics().operations_running == 0
+    lease.release()
     assert engine.cache.close(deadline_s=60).clean
 
 
@@ -77,11 +74,11 @@ def test_closing_does_not_wait_for_loads() -> None:
     offload.poll()
     offload.load(keys, [4, 5, 6, 7], cause="load")
 
+    began = time.monotonic()
+
     drained = offload.close(deadline_s=60)
 
-    ended = offload.poll()[0]
-    assert isinstance(ended, ef.Ended)
-    assert ended.outcome is Outcome.CANCELLED
+    assert time.monotonic() - began < 30
     assert drained == penstock.Drained(finished=0, cancelled=0, unsettled=0)
 
 

@@ -178,7 +178,7 @@ def test_nothing_is_begun_any_more_once_a_close_has_cancelled_everything(
     drained = engine.cache.close()
 
     assert begun == 2
-    assert engine.cache.statistics().operations_started == begun
+    assert engine.cache._driver.statistics().operations_started == begun
     assert drained == penstock.Drained(finished=0, cancelled=2, unsettled=0)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cache.departed import MissReason
 from penstock.cache.states import LeaseState
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, NeverFitsError
 from penstock.machine.kv_events import BlocksRemoved, BlocksStored
 from penstock.vocabulary.keys import Item
 
@@ -159,9 +159,11 @@ def test_a_request_without_room_changes_nothing(engine: Engine) -> None:
 
 
 def test_a_prompt_larger_than_the_device_is_refused(engine: Engine) -> None:
-    with pytest.raises(CapacityError, match="'device' can give 8 slots, 9 were wanted"):
+    with pytest.raises(NeverFitsError, match="'device' can never give 9 slots") as refused:
         engine.cache.acquire(tokens(33))
 
+    assert refused.value.never
+    assert (refused.value.wanted, refused.value.available) == (9, 8)
     engine.expect_at_rest()
 
 
@@ -340,7 +342,9 @@ def test_a_request_may_say_how_long_it_waits_for_its_blocks(engine: Engine) -> N
 
 
 def test_a_request_that_would_not_wait_at_all_is_refused(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="timeout is 0 seconds, must be more than 0"):
+    with pytest.raises(
+        ValueError, match="load_timeout_s is 0, must be a number of seconds above 0"
+    ):
         engine.cache.acquire(tokens(14), load_timeout_s=0)
 
 
@@ -408,10 +412,14 @@ def test_a_prefix_can_be_pinned_before_it_is_computed(make_engine: MakeEngine) -
 def test_more_than_the_share_for_pins_is_refused(make_engine: MakeEngine) -> None:
     engine = make_engine(tiers={}, settings="pin_share = 0.25")
 
-    with pytest.raises(CapacityError, match="'device' can give 2 slots, 3 were wanted"):
+    with pytest.raises(NeverFitsError, match=r"'device' can never give 3 slots.* at most 2"):
         engine.cache.pin(tokens(12))
+    engine.cache.pin(tokens(4))
+    with pytest.raises(CapacityError, match="'device' can give 1 slots, 2 were wanted") as refused:
+        engine.cache.pin(tokens(8, 500))
 
-    assert engine.cache.statistics().pins == 0
+    assert not refused.value.never
+    assert engine.cache.statistics().pins == 1
 
 
 # ---------------------------------------------------------------- reset

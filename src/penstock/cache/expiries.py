@@ -22,6 +22,8 @@ NEVER = float("-inf")
 """The time of a node that has none."""
 _NOTED_MIN = 64
 """So many nodes are noted before sorting is worth a thought."""
+_NOBODY = np.empty(0, dtype=np.int32)
+"""No nodes."""
 _GLANCE = 256
 """So many sorted nodes are looked at in one go."""
 
@@ -89,6 +91,9 @@ class Expiries:
 
     def pop_passed(self, now: float) -> NDArray[np.int32]:
         """The nodes whose time has passed; they have none from now on."""
+        due = self._first < len(self._sorted) and self._times[self._first] <= now
+        if not due and not (self._heap and self._heap[0][0] <= now):
+            return _NOBODY  # So it is in most steps of an engine, which should not pay for it.
         end = int(np.searchsorted(self._times, now, side="right"))
         part = slice(self._first, max(end, self._first))
         nodes = self._sorted[part]

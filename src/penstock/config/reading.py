@@ -9,6 +9,7 @@ The one rule that must not break: every key of the text is either used or refuse
 
 from __future__ import annotations
 
+import reprlib
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,12 +53,18 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, or `parse_config` refuses what it says.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(
+            "path", f"is {reprlib.repr(path)}, must be the path of a TOML file, a str or a Path"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), "cannot be read: is not UTF-8 text") from error
+    except ValueError as error:  # A path with a null byte, or with half a character.
+        raise ConfigError(reprlib.repr(path), f"cannot be read: {error}") from error
     return parse_config(text, source=str(path))
 
 
@@ -71,6 +78,10 @@ def parse_config(text: str, *, source: str = "") -> Config:
     Raises:
         ConfigError: the text is no TOML, or says something that has no meaning here.
     """
+    if not isinstance(text, str):
+        raise ConfigError("text", f"is {reprlib.repr(text)}, must be a TOML document, as a str")
+    if not isinstance(source, str):
+        raise ConfigError("source", f"is {reprlib.repr(source)}, must be a str")
     try:
         return _read_config(_read_toml(text))
     except ConfigError as error:

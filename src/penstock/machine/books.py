@@ -52,7 +52,7 @@ _NAMESPACE_LIMIT = 64
 
 def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float | None) -> None:
     """Refuses wishes that no block could be given."""
-    if not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
+    if type(priority) is not int or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
         raise ValueError(f"priority is {priority}, must be from {-PRIORITY_MAX} to {PRIORITY_MAX}")
     if ttl_s is not None and not 0 < ttl_s < math.inf:
         raise ValueError(f"ttl_s is {ttl_s}, must be a number of seconds above 0")
@@ -290,6 +290,8 @@ class Books:
         if until is None or until > now:
             return
         passed = self.expiries.pop_passed(now)
+        if not len(passed):
+            return
         known = (self.nodes.copy_count[passed] > 0) | (self.nodes.child_count[passed] > 0)
         passed = passed[known]
         if not len(passed):

@@ -87,7 +87,10 @@ def computed(books: Books, event: Computed, now: float) -> None:
         raise ValueError(f"token_count is {event.token_count}, must be at least 1")
     if not 0 < event.seconds < math.inf:
         raise ValueError(f"seconds is {event.seconds}, must be a number above 0")
-    books.rates.prefill.add(event.token_count / event.seconds, now)
+    rate = event.token_count / event.seconds
+    if rate == math.inf:
+        raise ValueError(f"seconds is {event.seconds}: no engine computes that fast")
+    books.rates.prefill.add(rate, now)
 
 
 def worth_loading(books: Books, source: NDArray[np.int8], now: float) -> int:

@@ -15,7 +15,7 @@ from penstock.cache.leases import Lease
 from penstock.cache.ledger import Purpose
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseMove, LeaseState
-from penstock.errors import CapacityError, LeaseError
+from penstock.errors import CapacityError, LeaseError, NeverFitsError
 from penstock.machine import copying, releasing
 from penstock.machine.effects import Granted, Grown
 from penstock.vocabulary.ids import LeaseId
@@ -34,9 +34,14 @@ NAMELESS = bytes(KEY_BYTES)
 def grow(books: Books, event: Grow, now: float) -> None:
     """Takes room for more tokens; an unfinished block shared with a fork is duplicated."""
     lease = _running(books, event.lease, "grow")
+    if type(event.token_count) is not int or event.token_count < 0:
+        raise ValueError(f"token_count is {event.token_count!r}, must be an int of at least 0")
     block_tokens = books.settings.block_tokens
     device = books.device
-    more = max(0, -(-event.token_count // block_tokens) - len(lease.table))
+    block_count = -(-event.token_count // block_tokens)
+    if block_count > device.pool.slot_count:
+        raise NeverFitsError(tier=device.name, wanted=block_count, available=device.pool.slot_count)
+    more = max(0, block_count - len(lease.table))
     tail = lease.token_count // block_tokens
     shared = event.token_count > lease.token_count and shares_tail(books, lease)
     wanted = more + shared

@@ -16,7 +16,7 @@ from penstock.cache.ledger import Operation, Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FILLING, LEAVING, READY, LeaseMove
-from penstock.errors import CapacityError, UnavailableError
+from penstock.errors import CapacityError, NeverFitsError, UnavailableError
 from penstock.machine import copying, writing
 from penstock.machine.books import require_sound_wishes
 from penstock.machine.effects import Granted
@@ -40,9 +40,12 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     block_tokens = books.settings.block_tokens
     device = books.device
     _check_acquire(books, event)
+    block_count = -(-event.token_count // block_tokens)
+    if block_count > device.pool.slot_count:
+        books.counters.requests_refused += 1
+        raise NeverFitsError(tier=device.name, wanted=block_count, available=device.pool.slot_count)
     tenant = books.tenant(event.tenant)
     found, miss, computed_instead = _match(books, event, now)
-    block_count = -(-event.token_count // block_tokens)
     here = found.source == DEVICE
     held = device.slot_of[found.nodes[here]]
     wanted = block_count - len(held)
@@ -96,7 +99,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
 
 def _check_acquire(books: Books, event: Acquire) -> None:
     block_tokens = books.settings.block_tokens
-    if event.token_count < 1:
+    if type(event.token_count) is not int or event.token_count < 1:
         raise ValueError(f"token_count is {event.token_count}: a request has at least one token")
     if len(event.keys) != event.token_count // block_tokens:
         raise ValueError(

@@ -9,10 +9,11 @@ same effects.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import OperationMove, OperationState
-from penstock.errors import InvariantViolation
+from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import (
     copying,
     faults,
@@ -44,6 +45,9 @@ class CacheMachine:
 
     def __init__(self, settings: CacheSettings, *, incarnation: int) -> None:
         self.books = Books(settings, incarnation)
+        self._suspect = ""
+        """The event that is being taken in; if it was neither taken in nor refused, the books may
+        be wrong."""
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Takes one event in and returns what is to be done about it.
@@ -53,20 +57,33 @@ class CacheMachine:
             LeaseError: the lease does not allow it; nothing was changed.
             UnavailableError: a rank is lost; nothing was changed.
             ValueError: the event does not make sense; nothing was changed.
-            InvariantViolation: Penstock's own books do not add up.
+            InvariantViolation: Penstock's own books do not add up, or an earlier event was broken
+                off half-way, by an interrupt for instance: from then on every event is refused.
         """
+        if self._suspect:
+            raise InvariantViolation(
+                f"{self._suspect} was broken off half-way: the books may be wrong"
+            )
+        handler = _HANDLERS.get(type(event))
+        if handler is None:
+            raise ValueError(f"event is {reprlib.repr(event)}, must be one of machine.events")
         books = self.books
         books.tick += 1
         books.now = now
         books.effects = []
+        self._suspect = type(event).__name__
         try:
-            _HANDLERS[type(event)](books, event, now)
+            handler(books, event, now)
             self._follow_up(now)
         except InvariantViolation as violation:
             if violation.story:
                 raise
             story = books.story_of_node(violation.node)
             raise InvariantViolation(violation.problem, story=story) from violation
+        except (ValueError, PenstockError):
+            self._suspect = ""  # A refusal: nothing was changed.
+            raise
+        self._suspect = ""
         return books.effects
 
     def handle_timer(self, now: float) -> list[Effect]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.nodes import NOWHERE
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, NeverFitsError
 from penstock.machine.effects import Pinned
 from penstock.vocabulary.ids import PinId
 
@@ -27,6 +27,8 @@ def pin(books: Books, event: Pin, now: float) -> None:
         raise ValueError("keys: a key occurs twice")
     smallest = min(books.owned_tiers(), key=lambda tier: tier.pool.slot_count)
     limit = int(books.settings.pin_share * smallest.pool.slot_count)
+    if len(event.keys) > limit:
+        raise NeverFitsError(tier=smallest.name, wanted=len(event.keys), available=limit)
     if len(books.pinned) + new > limit:
         available = limit - len(books.pinned)
         raise CapacityError(tier=smallest.name, wanted=new, available=available)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.cache.settings import DEVICE, HUB
 from penstock.errors import UnavailableError
-from penstock.movers.base import WAIT_S, WaitsForDevice
+from penstock.movers.base import WAIT_S, Moved, WaitsForDevice
 from penstock.movers.table import mover_between
 from penstock.runtime.engine_steps import EngineSteps
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.machine.effects import Copy
-    from penstock.movers.base import Moved, Mover
+    from penstock.movers.base import Mover
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import OperationId
@@ -160,6 +160,10 @@ class Carrier:
             self.abandon(operation)
         self._waits_since = None
         while self._mover_of:
+            if not any(hand.mover.busy for hand in self._hands):
+                # A call was interrupted before its mover had them: nothing copies them.
+                lost, self._mover_of = self._mover_of, {}
+                return moved + [Moved(each, failure="it was never begun") for each in lost]
             for hand in self._hands:
                 if hand.device is not None and hand.mover.busy:
                     self._wait_for(hand.device, math.inf)

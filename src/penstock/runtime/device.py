@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.arrays import ArrayTier, opaque_layout
+from penstock.vocabulary.arguments import as_tuple
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DTYPE_NAMES, DType
 from penstock.vocabulary.layers import GroupKind
@@ -229,7 +230,7 @@ def _arrays(kv: object) -> list[NDArray[np.generic]]:
             f"kv is a {type(kv).__name__}, must be NumPy arrays or torch tensors, one or one a "
             "layer"
         )
-    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*kv]
+    given: list[object] = [kv] if isinstance(kv, np.ndarray) else [*as_tuple("kv", kv)]
     if not given:
         raise ValueError("kv is empty, must have at least one array")
     arrays = [array for array in given if isinstance(array, np.ndarray)]
@@ -238,4 +239,6 @@ def _arrays(kv: object) -> list[NDArray[np.generic]]:
         raise ValueError(
             f"kv has {', '.join(kinds)} in it, must have NumPy arrays or torch tensors alone"
         )
+    if any(array.dtype.hasobject for array in arrays):
+        raise ValueError("kv has arrays of Python objects in it, must have arrays of numbers")
     return arrays

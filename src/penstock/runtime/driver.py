@@ -29,12 +29,14 @@ from penstock.machine.events import (
     TierOn,
 )
 from penstock.machine.machine import CacheMachine
+from penstock.runtime.access import Access
 from penstock.runtime.copy_log import CopyLog
 from penstock.runtime.crew import Lost
 from penstock.runtime.health import HealthLog
 from penstock.runtime.inquiry import Inquiry
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.shutdown import Drained
+from penstock.vocabulary.arguments import as_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,6 +73,8 @@ class Driver:
         if incarnation is None:
             incarnation = draw_incarnation()
         self.machine = CacheMachine(settings, incarnation=incarnation)
+        self.access = Access("the cache")
+        """Who may call it now; asked where its engine's calls come in, not here."""
         self.crew = crew
         self.inquiry = None if crew.roll is None else Inquiry(crew.roll.heard)
         """What ranks elsewhere are asked when a report of theirs did not come."""
@@ -80,6 +84,8 @@ class Driver:
         names = ("device" if tier is None else tier.name for tier in self.machine.books.tiers)
         self.copies = CopyLog(tuple(names))
         self._clock = clock
+        # A clock that is not that of the machine may not go yet.
+        self._opened_at = clock() if clock is time.monotonic else None
         self._health = HealthLog()
         self._closed: Drained | None = None
 
@@ -90,8 +96,10 @@ class Driver:
 
     @property
     def health(self) -> Health:
-        """What is lost or off now, and why."""
-        return self._health.health
+        """What is lost or off now, and why; a cache that is closed or broken is not well."""
+        health = self._health.health
+        ended = "the cache is closed" if self.access.closed else self.access.broken
+        return health.and_also(ended) if ended else health
 
     def fail_health(self, thing: str, why: str) -> None:
         """Something that the cache depends on is lost; it is told once."""
@@ -111,11 +119,18 @@ class Driver:
 
     def deadline(self, timeout_s: float | None) -> float | None:
         """The time so many seconds from now, on the machine's clock."""
-        if timeout_s is None:
-            return None
-        if not timeout_s > 0:
-            raise ValueError(f"timeout is {timeout_s} seconds, must be more than 0")
-        return self._clock() + timeout_s
+        return None if timeout_s is None else self._clock() + timeout_s
+
+    def as_time(self, name: str, value: object) -> float:
+        """A time on the machine's clock that a caller has given.
+
+        Raises:
+            ValueError: it is none, or is from long before the cache was opened.
+        """
+        now = self._clock()
+        if self._opened_at is None:
+            self._opened_at = now
+        return as_time(name, value, opened_at=self._opened_at, now=now)
 
     def handle(self, event: Event) -> list[ef.Effect]:
         """Gives the machine an event; returns the effects that are for the engine."""
@@ -210,10 +225,29 @@ class Driver:
     def close(self, deadline_s: float, *, hear: Callable[[list[ef.Effect]], None]) -> Drained:
         """Drains, fences, releases; `hear` gets the effects for the engine on the way.
 
-        A second call changes nothing and returns the same.
+        A second call changes nothing and returns the same. Where the books cannot be relied on
+        the copies are cut short, and memory and channels are given back all the same.
         """
         if self._closed is not None:
             return self._closed
+        if self.access.broken or self.access.closed:
+            # A call was interrupted, perhaps this one.
+            copies = len(self.machine.books.ledger.operations)
+            drained = Drained(finished=0, cancelled=copies, unsettled=0)
+        else:
+            with self.access:
+                drained = self._drain(deadline_s, hear)
+        self.access.close()
+        try:
+            self.crew.release()
+        except UnavailableError as error:
+            # Its memory stays: the device may still write to it.
+            self._health.fail(STUCK, str(error))
+        self._closed = drained
+        return drained
+
+    def _drain(self, deadline_s: float, hear: Callable[[list[ef.Effect]], None]) -> Drained:
+        """Lets copies end until the deadline, cuts the rest short, and says how many."""
         ledger = self.machine.books.ledger
         before = dict(ledger.ended)
         deadline = self._clock() + deadline_s
@@ -225,17 +259,11 @@ class Driver:
         self._fence(max(deadline, self._clock() + FENCE_S), hear)
         ended = {outcome: ledger.ended[outcome] - before[outcome] for outcome in Outcome}
         failed = ended[Outcome.FAILED] + ended[Outcome.EXPIRED]
-        self._closed = Drained(
+        return Drained(
             finished=ended[Outcome.DONE],
             cancelled=cut_short + failed,
             unsettled=len(ledger.operations),
         )
-        try:
-            self.crew.release()
-        except UnavailableError as error:
-            # Its memory stays: the device may still write to it.
-            self._health.fail(STUCK, str(error))
-        return self._closed
 
     def audit(self) -> None:
         """Checks every invariant of the whole state."""

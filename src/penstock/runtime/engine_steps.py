@@ -19,9 +19,12 @@ key names: all that was computed beyond is rolled back and computed again.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.cache.settings import DEVICE
+from penstock.vocabulary.arguments import as_array, as_int, as_seconds, as_tuple
+from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from penstock.movers.base import Mover
-    from penstock.vocabulary.ids import OperationId
 
 
 @runtime_checkable
@@ -91,6 +93,9 @@ class EngineSteps:
             stream: The CUDA stream, as a number.
             slots: The device blocks that it reads or writes; without them, it may be any.
         """
+        stream = as_int("stream", stream)
+        if slots is not None:
+            slots = as_array("slots", slots)
         for mover in self._knowing[:1]:  # It tells the others of its device.
             mover.step_submitted(stream, slots)
 
@@ -105,6 +110,7 @@ class EngineSteps:
         Returns False where it may not yet: a copy of them has not begun. For engines that
         reuse a block before its copy is reported.
         """
+        stream, slots = as_int("stream", stream), as_array("slots", slots)
         begun = [mover.guard(stream, slots) for mover in self._knowing]  # Each has its own waits.
         return all(begun) and not any(mover.busy for mover in self._unaware)
 
@@ -116,6 +122,8 @@ class EngineSteps:
                 nothing to join.
             step_s: How long the step will take.
         """
+        loads = _as_operations(loads)
+        step_s = as_seconds("step_s", step_s, zero=True)
         mover = self._filling
         if mover is None or not loads:
             return False
@@ -123,6 +131,7 @@ class EngineSteps:
 
     def join(self, loads: Collection[OperationId]) -> None:
         """The next step computes on what these loads bring: all of them, in one call."""
+        loads = _as_operations(loads)
         mover = self._filling
         if mover is not None:
             mover.join(loads)
@@ -134,6 +143,7 @@ class EngineSteps:
             layer: Its number in the model.
             stream: The CUDA stream that computes, as a number.
         """
+        layer, stream = as_int("layer", layer), as_int("stream", stream)
         mover = self._filling
         if mover is not None:
             mover.wait_layer(layer, stream)
@@ -142,3 +152,12 @@ class EngineSteps:
         """Lets go of the movers, which have come to their end: nothing is under way."""
         self._knowing, self._unaware, self._calling = [], [], []
         self._filling = None
+
+
+def _as_operations(loads: Collection[OperationId]) -> tuple[OperationId, ...]:
+    found = as_tuple("loads", loads)
+    if not set(map(type, found)) <= {OperationId}:
+        raise ValueError(
+            f"loads is {reprlib.repr(loads)}, must be names of operations: Lease.loads"
+        )
+    return found

@@ -20,6 +20,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()
     """What is lost or off, and why."""
 
+    def and_also(self, reason: str) -> Health:
+        """The same with one more reason."""
+        return Health(ok=False, reasons=(*self.reasons, reason))
+
 
 class HealthLog:
     """What is wrong now, by the thing that it is wrong with."""

@@ -6,8 +6,10 @@ through the desk to the machine first, and is taken in here when the machine has
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.vocabulary.arguments import as_int, as_text
 from penstock.vocabulary.keys import KeyChain, as_token_array
 
 if TYPE_CHECKING:
@@ -45,7 +48,9 @@ class Desk:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self.leases: dict[LeaseId, Lease] = {}
+        self.access = driver.access
+        self.leases: dict[LeaseId, ref[Lease]] = {}
+        """Not kept alive by this: who drops a lease without releasing it is warned."""
 
     def handle(self, event: ev.Event) -> list[ef.Effect]:
         """Gives the machine an event and tells the leases what it means for them."""
@@ -57,7 +62,9 @@ class Desk:
         """Tells leases what became of the copies they waited for."""
         for effect in told:
             if isinstance(effect, ef.LeaseChanged) and effect.lease in self.leases:
-                self.leases[effect.lease].change(effect)
+                lease = self.leases[effect.lease]()
+                if lease is not None:
+                    lease.change(effect)
 
     def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
         """The loads onto the device that a lease waits for, if it waits for nothing else."""
@@ -71,6 +78,9 @@ class Desk:
 class Lease:
     """What one request holds: made by `Cache.acquire`, ended by `release` or `preempt`."""
 
+    state = LeaseState.RELEASED
+    """`LOADING`, `READY`, `LOST` or `RELEASED`."""
+
     def __init__(
         self,
         desk: Desk,
@@ -82,10 +92,9 @@ class Lease:
     ) -> None:
         self.id = granted.lease
         self.request = request
-        self.state = granted.state
-        """`LOADING`, `READY`, `LOST` or `RELEASED`."""
-        self.block_table = granted.table
-        """Device slots in token order. Not to be written to."""
+        self._table = granted.table
+        self.block_table = _copied(granted.table)
+        """Device slots in token order: a copy of what the cache knows, and read-only."""
         self.cached_tokens = granted.cached_tokens
         """So many leading tokens need not be computed."""
         self.cached_by_tier = granted.cached_by_tier
@@ -100,7 +109,8 @@ class Lease:
         self._chain = chain
         self._published = granted.cached_tokens // chain.block_tokens
         self._joined: int | None = None
-        desk.leases[self.id] = self
+        self.state = granted.state
+        desk.leases[self.id] = ref(self)
 
     def join(self) -> None:
         """The engine's next step computes on what this lease's loads bring, as they bring it.
@@ -112,14 +122,15 @@ class Lease:
             LeaseError: there are no loads to join: the lease waits for something else, or for
                 nothing.
         """
-        self._require_open()
-        if not self.loads:
-            raise LeaseError(
-                f"lease {self.id} of {self.request!r} is {self.state.name}, must be LOADING and "
-                "wait for loads alone to be joined"
-            )
-        if self._joined is None:
-            self._joined = self.cached_tokens
+        with self._desk.access:
+            self._require_open()
+            if not self._desk.loads_of(self.id):
+                raise LeaseError(
+                    f"lease {self.id} of {self.request!r} is {self.state.name}, must be LOADING "
+                    "and wait for loads alone to be joined"
+                )
+            if self._joined is None:
+                self._joined = self.cached_tokens
 
     def take_verdict(self) -> Verdict:
         """What becomes of what was computed since `join`; asked until it is not `HOLD`.
@@ -127,6 +138,7 @@ class Lease:
         After `ROLL_BACK` the request computes again from `cached_tokens` on, or, where the lease
         is `LOST`, from the beginning with another one.
         """
+        self._desk.access.require()
         if self.state is LeaseState.LOADING:
             return Verdict.HOLD
         joined, self._joined = self._joined, None
@@ -139,6 +151,7 @@ class Lease:
 
         What they bring may be computed on before it is `READY`: see `EngineSteps`.
         """
+        self._desk.access.require()
         return self._desk.loads_of(self.id)
 
     def grow(self, token_count: int) -> None:
@@ -148,13 +161,18 @@ class Lease:
         then be `LOADING` for a moment.
 
         Raises:
-            CapacityError: there is no room; nothing was changed.
+            NeverFitsError: the device has fewer blocks than so many tokens need.
+            CapacityError: there is no room now; nothing was changed.
             LeaseError: the lease is not ready.
+            ValueError: it is no number of tokens.
         """
-        told = self._handle(ev.Grow(lease=self.id, token_count=token_count))
-        grown = ef.answer(told, ef.Grown)
-        self.block_table = grown.table
-        self.state = grown.state
+        token_count = as_int("token_count", token_count)
+        with self._desk.access:
+            told = self._handle(ev.Grow(lease=self.id, token_count=token_count))
+            grown = ef.answer(told, ef.Grown)
+            if grown.table is not self._table:
+                self._take_table(grown.table)
+            self.state = grown.state
 
     def commit(self, tokens: Tokens) -> None:
         """The KV of these tokens, the next ones, is computed: full blocks are published.
@@ -163,13 +181,14 @@ class Lease:
             LeaseError: the lease is not ready, or shares an unfinished block with a fork.
             ValueError: the tokens are not those of the prompt, or there is no room for them.
         """
-        self._require_open()
         added = as_token_array(tokens)
-        start = self.token_count
-        known = self._prompt[start : start + len(added)]
-        if not np.array_equal(known, added[: len(known)]):
-            raise ValueError(f"tokens differ from the prompt after token {start}")
-        self._commit(start + len(added), added[len(known) :])
+        with self._desk.access:
+            self._require_open()
+            start = self.token_count
+            known = self._prompt[start : start + len(added)]
+            if not np.array_equal(known, added[: len(known)]):
+                raise ValueError(f"tokens differ from the prompt after token {start}")
+            self._commit(start + len(added), added[len(known) :])
 
     def commit_prompt(self, token_count: int) -> None:
         """The KV of the prompt is computed up to `token_count`: full blocks are published.
@@ -178,25 +197,30 @@ class Lease:
             LeaseError: the lease is not ready, or shares an unfinished block with a fork.
             ValueError: the prompt is shorter, or was computed further already.
         """
-        self._require_open()
-        if token_count > len(self._prompt):
-            raise ValueError(
-                f"token_count is {token_count}, the prompt has {len(self._prompt)} tokens"
-            )
-        self._commit(token_count, self._prompt[:0])
+        token_count = as_int("token_count", token_count)
+        with self._desk.access:
+            self._require_open()
+            if token_count > len(self._prompt):
+                raise ValueError(
+                    f"token_count is {token_count}, the prompt has {len(self._prompt)} tokens"
+                )
+            self._commit(token_count, self._prompt[:0])
 
     def fork(self, request: str) -> Lease:
         """A second request that goes on from the same blocks.
 
         Raises:
             LeaseError: the lease is not ready.
+            ValueError: the name is no str.
         """
-        told = self._handle(ev.Fork(lease=self.id, request=request))
-        granted = ef.answer(told, ef.Granted)
-        computed = self._prompt[: self.token_count]
-        items = tuple(item for item in self._items if item.position < self.token_count)
-        chain = self._forked_chain(computed, items)
-        return Lease(self._desk, granted, request, computed, items, chain)
+        request = as_text("request", request)
+        with self._desk.access:
+            told = self._handle(ev.Fork(lease=self.id, request=request))
+            granted = ef.answer(told, ef.Granted)
+            computed = self._prompt[: self.token_count]
+            items = tuple(item for item in self._items if item.position < self.token_count)
+            chain = self._forked_chain(computed, items)
+            return Lease(self._desk, granted, request, computed, items, chain)
 
     def preempt(self) -> None:
         """Gives the blocks back for now; they are written down, to be found on return."""
@@ -215,8 +239,28 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.state is not LeaseState.RELEASED:
+        # With a cache that is closed or broken there is nothing left to release.
+        if self.state is not LeaseState.RELEASED and self._desk.access.usable:
             self.release()
+
+    def __repr__(self) -> str:
+        return (
+            f"<penstock.Lease {self.id} of {self.request!r}: {self.state.name}, "
+            f"{self.token_count} tokens computed, {self.cached_tokens} of them cached, "
+            f"{len(self.block_table)} blocks>"
+        )
+
+    def __del__(self) -> None:
+        # Nothing is released here: a step in flight may still use the blocks.
+        if self.state is not LeaseState.RELEASED and self._desk.access.usable:
+            self._desk.leases.pop(self.id, None)
+            warnings.warn(
+                f"lease {self.id} of request {self.request!r} was dropped without release or "
+                f"preempt: its {len(self.block_table)} blocks stay taken until the cache is closed",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def _commit(self, token_count: int, output: NDArray[np.uint32]) -> None:
         chain = self._chain
@@ -262,17 +306,29 @@ class Lease:
         return self._desk.handle(event)
 
     def _end(self, event: ev.Event) -> None:
-        self._handle(event)
-        self.state = LeaseState.RELEASED
-        del self._desk.leases[self.id]
+        with self._desk.access:
+            self._handle(event)
+            self.state = LeaseState.RELEASED
+            del self._desk.leases[self.id]
+
+    def _take_table(self, table: NDArray[np.int32]) -> None:
+        self._table = table
+        self.block_table = _copied(table)
 
     def change(self, change: ef.LeaseChanged) -> None:
         """Takes in what became of the copies it waited for; called by its desk."""
         self.state = change.state
-        self.block_table = change.table
+        self._take_table(change.table)
         self.miss = change.miss
         if change.cached_tokens < self.token_count:
             # Blocks did not arrive: the request computes from there on.
             self.cached_tokens = min(self.cached_tokens, change.cached_tokens)
             self.token_count = change.cached_tokens
             self._published = change.cached_tokens // self._chain.block_tokens
+
+
+def _copied(table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A table of one's own: what is done to it, by whatever way, does not reach the cache's."""
+    own = table.copy()
+    own.flags.writeable = False
+    return own

@@ -12,6 +12,7 @@ No call waits. A lease that is `LOADING` becomes `READY` in some later `step`.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,11 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.machine.books import PRIORITY_MAX
 from penstock.runtime.leases import Desk, Lease
 from penstock.runtime.watched import Watched
-from penstock.vocabulary.keys import as_token_array
+from penstock.vocabulary.arguments import as_flag, as_int, as_seconds, as_text, as_tuple
+from penstock.vocabulary.keys import Item, as_token_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.runtime.returning import Muster
     from penstock.vocabulary.ids import PinId
-    from penstock.vocabulary.keys import Item, Tokens
+    from penstock.vocabulary.keys import Tokens
 
 
 class Cache(Watched):
@@ -82,50 +85,55 @@ class Cache(Watched):
             load_timeout_s: Blocks that have not arrived by then are computed instead.
 
         Raises:
-            CapacityError: there is no room; nothing was changed.
-            ValueError: there are no tokens, or they are not token ids.
+            NeverFitsError: the device has fewer blocks than the prompt needs.
+            CapacityError: there is no room now; nothing was changed.
+            ValueError: there are no tokens, they are not token ids, or a wish makes no sense.
         """
         # A copy: the engine may use its own buffer for something else at once.
         prompt = as_token_array(tokens).copy()
-        items = tuple(items)
+        items = _as_items(items)
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(prompt, items)
-        if not request:
-            request = f"request-{self._request_next}"
-            self._request_next += 1
-        block_tokens = self._config.cache.block_tokens
-        told = self._desk.handle(
-            ev.Acquire(
-                request=request,
-                keys=chain.keys,
-                token_count=chain.token_count,
-                tenant=tenant,
-                namespace=chain.namespace.encode(),
-                content=_content_of(prompt, block_tokens),
-                reuse=reuse,
-                load=load,
-                store=store,
-                priority=priority,
-                ttl_s=ttl_s,
-                deadline=self._driver.deadline(load_timeout_s),
-            )
+        event = ev.Acquire(
+            request=as_text("request", request) or f"request-{self._request_next}",
+            keys=chain.keys,
+            token_count=chain.token_count,
+            tenant=tenant,
+            namespace=chain.namespace.encode(),
+            content=_content_of(prompt, self._config.cache.block_tokens),
+            reuse=as_flag("reuse", reuse),
+            load=as_flag("load", load),
+            store=as_flag("store", store),
+            priority=as_int("priority", priority, -PRIORITY_MAX, PRIORITY_MAX),
+            ttl_s=None if ttl_s is None else as_seconds("ttl_s", ttl_s),
+            deadline=None
+            if load_timeout_s is None
+            else self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s)),
         )
-        return Lease(self._desk, ef.answer(told, ef.Granted), request, prompt, items, chain)
+        with self._access:
+            granted = ef.answer(self._desk.handle(event), ef.Granted)
+            self._request_next += not request
+            return Lease(self._desk, granted, event.request, prompt, items, chain)
 
     def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
         """Keeps the full blocks of a prefix from leaving, cached already or not.
 
         Raises:
-            CapacityError: more would be pinned than `pin_share` allows.
+            NeverFitsError: the prefix alone is more than `pin_share` allows.
+            CapacityError: with what is pinned already it would be more.
+            ValueError: the tokens are no token ids.
         """
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(tokens)
-        told = self._driver.handle(ev.Pin(keys=chain.keys))
-        return Pin(self._driver, ef.answer(told, ef.Pinned), len(chain.keys))
+        with self._access:
+            told = self._driver.handle(ev.Pin(keys=chain.keys))
+            return Pin(self._driver, ef.answer(told, ef.Pinned), len(chain.keys))
 
     def reset(self, why: str) -> None:
         """Voids everything cached, as after a change of weights; running leases go on."""
-        self._desk.handle(ev.Reset(why=why))
+        why = as_text("why", why)
+        with self._access:
+            self._desk.handle(ev.Reset(why=why))
 
     def change_weights(self, version: str) -> None:
         """The model has other weights: all that is cached is void, and new keys say so.
@@ -135,9 +143,17 @@ class Cache(Watched):
         Raises:
             ConfigError: the version is no string that a key can hold.
         """
-        model = replace(self._config.model, weights_version=version)
-        self._config = replace(self._config, model=model)
-        self.reset(f"weights are now {version}")
+        model = replace(self._config.model, weights_version=as_text("version", version))
+        config = replace(self._config, model=model)
+        with self._access:
+            self._desk.handle(ev.Reset(why=f"weights are now {version}"))
+            self._config = config
+
+    def __repr__(self) -> str:
+        books = self._driver.machine.books
+        model = self._config.model.name
+        counts = f"{len(books.leases)} leases, {len(books.pins)} pins"
+        return f"<penstock.Cache of {model!r}: {counts}, {self._tell_tiers()}>"
 
     def _hear(self, told: list[ef.Effect]) -> None:
         self._desk.hear(told)
@@ -152,10 +168,21 @@ class Pin:
         self.present = pinned.present
         """How many of its blocks were cached when it was pinned."""
         self._driver = driver
+        self._pinned = True
 
     def unpin(self) -> None:
-        """Lets the blocks leave again when their turn comes."""
-        self._driver.handle(ev.Unpin(pin=self.id))
+        """Lets the blocks leave again when their turn comes.
+
+        Raises:
+            ValueError: they are not pinned any more.
+        """
+        with self._driver.access:
+            self._driver.handle(ev.Unpin(pin=self.id))
+            self._pinned = False
+
+    def __repr__(self) -> str:
+        state = "pinned" if self._pinned else "unpinned"
+        return f"<penstock.Pin {self.id}: {self.block_count} blocks, {state}>"
 
     def __enter__(self) -> Pin:
         return self
@@ -166,7 +193,17 @@ class Pin:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.unpin()
+        # With a cache that is closed or broken there is nothing left to unpin.
+        if self._pinned and self._driver.access.usable:
+            self.unpin()
+
+
+def _as_items(items: Iterable[Item]) -> tuple[Item, ...]:
+    found: tuple[Item, ...] = as_tuple("items", items)
+    for index, item in enumerate(found):
+        if type(item) is not Item:
+            raise ValueError(f"items[{index}] is {reprlib.repr(item)}, must be an Item")
+    return found
 
 
 def _content_of(prompt: NDArray[np.uint32], block_tokens: int) -> int:

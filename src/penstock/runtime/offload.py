@@ -12,6 +12,7 @@ The engine may reuse device slots it named in `load` or `save` when the operatio
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,8 +23,17 @@ from penstock.cache.states import SlotState
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
+from penstock.machine.books import PRIORITY_MAX
 from penstock.runtime.watched import Watched
-from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.arguments import (
+    as_array,
+    as_int,
+    as_key,
+    as_keys,
+    as_seconds,
+    as_text,
+)
+from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +42,7 @@ if TYPE_CHECKING:
 
     from penstock.runtime.driver import Driver
     from penstock.runtime.returning import Muster
-    from penstock.vocabulary.ids import Key, OperationId
+    from penstock.vocabulary.ids import Key
 
 
 POLL_MAX = 4096
@@ -79,14 +89,26 @@ class Offload(Watched):
                 counted when loading is compared with computing.
 
         Raises:
-            ValueError: more are held than there are, or fewer than none.
+            ValueError: more are held than there are, or something is no key.
         """
-        if not 0 <= held <= len(keys):
-            raise ValueError(f"held is {held}, must be from 0 to {len(keys)}, the number of keys")
-        losses = self._driver.machine.books.losses
-        start = last.ready if last is not None and last.losses == losses else 0
-        again = last is not None and last.miss.reason is MissReason.RECOMPUTE
+        start, again = self._known(last)
+        keys = as_keys(keys, start=start)
+        if start > len(keys):
+            raise ValueError(
+                f"last says that {start} blocks are ready, of {len(keys)} keys: it must be the "
+                "answer for the same keys"
+            )
+        held = as_int("held", held, 0, len(keys))
         return self._ask(ev.Lookup(keys=keys, start=start, held=held, again=again), ef.Found)
+
+    def _known(self, last: ef.Found | None) -> tuple[int, bool]:
+        """So many leading blocks are ready by an earlier answer, and whether it advised against."""
+        if last is None:
+            return 0, False
+        if type(last) is not ef.Found:
+            raise ValueError(f"last is {reprlib.repr(last)}, must be the Found of an earlier call")
+        again = last.miss.reason is MissReason.RECOMPUTE
+        return (last.ready if last.losses == self._driver.machine.books.losses else 0), again
 
     def load(
         self, keys: Sequence[Key], slots: ArrayLike, *, cause: str, deadline: float | None = None
@@ -105,10 +127,13 @@ class Offload(Watched):
             UnavailableError: a rank is lost.
             CapacityError: tens of thousands of results were not polled.
         """
-        placed = self._slots(slots)
-        return self._ask(
-            ev.Load(keys=keys, slots=placed, cause=cause, deadline=deadline), ef.Started
+        event = ev.Load(
+            keys=as_keys(keys),
+            slots=self._slots(slots),
+            cause=as_text("cause", cause),
+            deadline=self._deadline(deadline),
         )
+        return self._ask(event, ef.Started)
 
     def save(
         self,
@@ -139,16 +164,15 @@ class Offload(Watched):
             UnavailableError: a rank is lost.
             CapacityError: tens of thousands of results were not polled.
         """
-        _require_keys(keys)
         event = ev.Save(
-            keys=keys,
+            keys=as_keys(keys),
             slots=self._slots(slots),
-            cause=cause,
-            parent=parent,
-            tenant=tenant,
-            priority=priority,
-            ttl_s=ttl_s,
-            deadline=deadline,
+            cause=as_text("cause", cause),
+            parent=None if parent is None else as_key("parent", parent),
+            tenant=as_text("tenant", tenant),
+            priority=as_int("priority", priority, -PRIORITY_MAX, PRIORITY_MAX),
+            ttl_s=None if ttl_s is None else as_seconds("ttl_s", ttl_s),
+            deadline=self._deadline(deadline),
         )
         return self._ask(event, ef.Started)
 
@@ -160,10 +184,14 @@ class Offload(Watched):
         Raises:
             CapacityError: tens of thousands of results were not polled.
         """
-        return self._ask(ev.Prefetch(keys=keys, cause=cause, deadline=deadline), ef.Started)
+        event = ev.Prefetch(
+            keys=as_keys(keys), cause=as_text("cause", cause), deadline=self._deadline(deadline)
+        )
+        return self._ask(event, ef.Started)
 
     def hub_counts(self) -> HubCounts:
         """The first tier below the device as it is now; `statistics` tells all, and costs more."""
+        self._access.require()
         books = self._driver.machine.books
         hub, counters = books.hub, books.counters
         if hub is None:
@@ -176,26 +204,48 @@ class Offload(Watched):
         )
 
     def cancel(self, operation: OperationId) -> None:
-        """Ends the interest in an operation; it is still reported, and settles."""
-        self._hear(self._driver.handle(ev.Cancel(operation=operation)))
+        """Ends the interest in an operation; it is still reported, and settles.
+
+        Raises:
+            ValueError: it is no name of an operation.
+        """
+        if type(operation) is not OperationId:
+            raise ValueError(
+                f"operation is {reprlib.repr(operation)}, must be one of Started.operations"
+            )
+        with self._access:
+            self._hear(self._driver.handle(ev.Cancel(operation=operation)))
 
     def poll(self, *, most: int = POLL_MAX) -> list[ef.Ended | ef.Settled]:
         """What has ended since the last call, oldest first: each operation once.
 
         Args:
             most: So many at a time; the rest comes with the next call.
+
+        Raises:
+            ValueError: it is no number of results.
         """
-        told, self._told = self._told[:most], self._told[most:]
+        most = as_int("most", most)
+        with self._access:
+            told, self._told = self._told[:most], self._told[most:]
         return told
 
     def reset(self, why: str) -> None:
         """Voids everything below the device."""
-        self._hear(self._driver.handle(ev.Reset(why=why)))
+        why = as_text("why", why)
+        with self._access:
+            self._hear(self._driver.handle(ev.Reset(why=why)))
+
+    def __repr__(self) -> str:
+        books = self._driver.machine.books
+        counts = f"{len(books.ledger.operations)} copies under way"
+        return f"<penstock.Offload: {counts}, {self._tell_tiers()}>"
+
+    def _deadline(self, deadline: float | None) -> float | None:
+        return None if deadline is None else self._driver.as_time("deadline", deadline)
 
     def _slots(self, slots: ArrayLike) -> NDArray[np.int32]:
-        given = np.asarray(slots)
-        if given.size and given.dtype.kind not in "iu":
-            raise ValueError(f"slots are {given.dtype}, must be integers")
+        given = as_array("slots", slots)
         if given.ndim == 1 and len(self._slot_counts) == 1:
             given = given[np.newaxis]
         if given.ndim != 2:
@@ -223,18 +273,12 @@ class Offload(Watched):
         return given.astype(np.int32, copy=True)
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
-        if len(self._told) > TOLD_MAX and kind is ef.Started:
-            raise CapacityError(tier="results to poll", wanted=1, available=0)
-        told = self._driver.handle(event)
-        self._hear(told)
-        return ef.answer(told, kind)
+        with self._access:
+            if len(self._told) > TOLD_MAX and kind is ef.Started:
+                raise CapacityError(tier="results to poll", wanted=1, available=0)
+            told = self._driver.handle(event)
+            self._hear(told)
+            return ef.answer(told, kind)
 
     def _hear(self, told: list[ef.Effect]) -> None:
         self._told += [effect for effect in told if isinstance(effect, ef.Ended | ef.Settled)]
-
-
-def _require_keys(keys: Sequence[Key]) -> None:
-    """Only `save` makes keys known: what is no key is never found by the others."""
-    for position, key in enumerate(keys):
-        if type(key) is not bytes or len(key) != KEY_BYTES:
-            raise ValueError(f"keys[{position}] is {key!r}, must be {KEY_BYTES} bytes")

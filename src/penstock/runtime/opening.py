@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import os
+import reprlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,10 +34,20 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
 from penstock.runtime.returning import Muster
 from penstock.tiers.host import HostTier
+from penstock.vocabulary.arguments import (
+    FD_MAX,
+    INT_MAX,
+    as_channels,
+    as_int,
+    as_text,
+    as_tuple,
+    require_methods,
+)
 from penstock.vocabulary.form import Form
+from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from penstock.runtime.agreement import Agreement
     from penstock.runtime.device import Kv
@@ -43,7 +55,6 @@ if TYPE_CHECKING:
     from penstock.runtime.supervisor.keeping import Keeper
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
-    from penstock.vocabulary.layout import Layout
 
 WRITER = 0
 """The rank that writes the memory which ranks with equal bytes share."""
@@ -74,6 +85,7 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     """
     config = _read(config)
     _require_managed(config, "penstock.open_offload")
+    _require_parts(layout, None, keeper)
     _require_one_rank(config)
     if not config.model.kv_dtype:
         model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
@@ -132,6 +144,8 @@ def open_rank(
             descriptor was said to be.
     """
     config = _read(config)
+    rank = as_int("rank", rank, low=-INT_MAX)
+    _require_parts(layout, arenas, keeper)
     _require_rank(config, rank, arenas)
     device, algorithm = device_tier(config, kv, layout)
     writes = not config.equal_ranks or rank == WRITER
@@ -206,6 +220,7 @@ def open_owner(
     """
     config = _read(config)
     _require_managed(config, "penstock.open_offload_owner")
+    ranks = _as_ranks(ranks)
     agreement = agree(config, ranks)
     driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
     return Cache(config, driver, muster)
@@ -229,6 +244,7 @@ def open_offload_owner(
     """
     config = _read(config)
     _require_offload(config, "penstock.open_owner")
+    ranks = _as_ranks(ranks)
     agreement = agree(config, ranks)
     driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
     return Offload(driver, agreement.device_slots, muster)
@@ -247,6 +263,8 @@ def _drive_elsewhere(
     ranks: Sequence[RankFacts],
     channels: Sequence[Channel] | None,
 ) -> tuple[Driver, Muster]:
+    if channels is not None:
+        channels = as_channels("channels", channels)
     if channels is not None and len(channels) != len(ranks):
         raise ValueError(f"channels are {len(channels)}, must be {len(ranks)}, one for each rank")
     incarnation = draw_incarnation()
@@ -291,6 +309,28 @@ def _read(config: Config | Path | str) -> Config:
             "penstock.parse_config(text)",
         )
     return load_config(Path(config))
+
+
+def _require_parts(layout: object, arenas: object, keeper: object) -> None:
+    if layout is not None and type(layout) is not Layout:
+        raise ValueError(f"layout is {reprlib.repr(layout)}, must be a Layout or None")
+    if keeper is not None:
+        require_methods("keeper", keeper, "Keeper", "kept", "keep")
+    if arenas is None:
+        return
+    if not isinstance(arenas, Mapping):
+        problem = f"arenas is {reprlib.repr(arenas)}, must map names of tiers to descriptors"
+        raise ValueError(problem)  # noqa: TRY004
+    for name, fd in arenas.items():
+        as_int(f"arenas[{as_text('name of an arena', name)!r}]", fd, 0, FD_MAX)
+
+
+def _as_ranks(ranks: Sequence[RankFacts]) -> tuple[RankFacts, ...]:
+    found = as_tuple("ranks", ranks)
+    for index, facts in enumerate(found):
+        if not isinstance(facts, RankFacts):
+            raise ValueError(f"ranks[{index}] is {reprlib.repr(facts)}, must be RankFacts")  # noqa: TRY004
+    return found
 
 
 def _require_one_rank(config: Config) -> None:

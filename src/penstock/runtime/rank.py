@@ -20,9 +20,18 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
+from penstock.runtime.access import Access
 from penstock.runtime.plans import RankReport, decode_plan, encode_report
 from penstock.runtime.shutdown import Drained
 from penstock.transport.waiting import wait_any
+from penstock.vocabulary.arguments import (
+    as_bytes,
+    as_channels,
+    as_descriptors,
+    as_int,
+    as_seconds,
+    as_time,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,6 +78,8 @@ class Rank:
         self._finished = 0
         self._cut_short = 0
         self._closed: Drained | None = None
+        self._access = Access(f"rank {facts.rank}")
+        self._opened_at = time.monotonic()
 
     @property
     def busy(self) -> bool:
@@ -82,8 +93,13 @@ class Rank:
             PeerError: it is no plan, one is missing before it, it comes from another owner, or
                 it names what this rank does not have. Nothing of it was taken.
             UnavailableError: the rank is closed, or about to be.
+            ValueError: it is not even bytes.
         """
-        self._require_open()
+        plan = as_bytes("plan", plan)
+        with self._access:
+            self._take(plan)
+
+    def _take(self, plan: bytes) -> None:
         if self._finishing:
             raise UnavailableError(f"rank {self.facts.rank} takes no plan: it comes to its end")
         decoded = decode_plan(plan)
@@ -116,13 +132,17 @@ class Rank:
             self._answer(decoded.asked)
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> bytes | None:
-        """Moves blocks for at most `budget_bytes`; returns a report if something has ended."""
-        self._require_open()
-        moved, self._ended = self._ended, []
-        moved += self.carrier.collect(budget_bytes=budget_bytes)
-        if not moved:
-            return None
-        return self._report(moved)
+        """Moves blocks for at most `budget_bytes`; returns a report if something has ended.
+
+        Raises:
+            UnavailableError: the rank is closed.
+            ValueError: the budget is no number of bytes.
+        """
+        budget_bytes = as_int("budget_bytes", budget_bytes)
+        with self._access:
+            moved, self._ended = self._ended, []
+            moved += self.carrier.collect(budget_bytes=budget_bytes)
+            return self._report(moved) if moved else None
 
     def wait(
         self, deadline: float, *, channels: Sequence[Channel] = (), descriptors: Sequence[int] = ()
@@ -136,8 +156,13 @@ class Rank:
 
         Raises:
             UnavailableError: the device does not end its copies: the rank is of no use any more.
+            ValueError: the deadline is no time on that clock, but a number of seconds, say.
         """
-        self._require_open()
+        self._access.require()
+        now = time.monotonic()
+        deadline = as_time("deadline", deadline, opened_at=self._opened_at, now=now)
+        descriptors = as_descriptors("descriptors", descriptors)
+        channels = as_channels("channels", channels)
         if self._ended or self.carrier.wait(deadline):
             return True
         ready = wait_any(channels, descriptors, deadline=deadline)
@@ -152,7 +177,11 @@ class Rank:
             UnavailableError: the device does not end its copies, which may still touch the
                 engine's memory.
         """
-        self._require_open()
+        deadline_s = as_seconds("deadline_s", deadline_s, zero=True)
+        with self._access:
+            return self._finish(deadline_s)
+
+    def _finish(self, deadline_s: float) -> bytes | None:
         self._finishing = True
         deadline = time.monotonic() + deadline_s
         moved, self._ended = self._ended, []
@@ -177,15 +206,22 @@ class Rank:
         before. Where the device does not end its copies nothing is released, and `unsettled`
         says how many they are.
         """
+        deadline_s = as_seconds("deadline_s", deadline_s, zero=True)
         if self._closed is not None:
             return self._closed
+        if not (self._access.broken or self._access.closed):
+            self._access.require()
         unsettled = 0
         try:
-            self.finish(deadline_s)
+            if not (self._access.broken or self._access.closed):
+                with self._access:
+                    self._finish(deadline_s)
+            self._access.close()
             self.carrier.close()
         except UnavailableError as error:
             logger.error("rank not released: rank=%d cause=%s", self.facts.rank, error)  # noqa: TRY400
             unsettled = self.carrier.copy_count
+        self._access.close()
         self._closed = Drained(
             finished=self._finished, cancelled=self._cut_short + unsettled, unsettled=unsettled
         )
@@ -200,11 +236,23 @@ class Rank:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # A forked child has nothing to close: all of it belongs to its parent.
+        if not self._access.forked:
+            self.close()
 
-    def _require_open(self) -> None:
-        if self._closed is not None:
-            raise UnavailableError(f"rank {self.facts.rank} is closed")
+    def adopt_thread(self) -> None:
+        """From now on the thread that calls this makes all calls.
+
+        Raises:
+            AccessError: a call of the thread before is under way, or this process was forked.
+        """
+        self._access.adopt()
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        tiers = "".join(f", {tier.name} {tier.slot_count}" for tier in facts.tiers)
+        blocks = "+".join(map(str, facts.device_slots))
+        return f"<penstock.Rank {facts.rank}: blocks: device {blocks}{tiers}; {self._access.state}>"
 
     def _answer(self, asked: Sequence[OperationId]) -> None:
         """Says of what it does not have in hand that it failed: that may have been told before."""

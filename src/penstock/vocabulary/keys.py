@@ -15,6 +15,8 @@ content is then different input to the hash, and shares a key only if the hash i
 from __future__ import annotations
 
 import hashlib
+import operator
+import reprlib
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -55,10 +57,23 @@ _SEEDS_KEPT = 1024
 """How many namespaces keep their prepared hashes at hand: tenants, adapters and KV groups in
 use at a time. Another one costs some microseconds."""
 
-Tokens: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | bytearray | memoryview"
-"""Token ids, in one of three shapes: a sequence of ints; an array, NumPy array or memoryview
-whose elements are integers of 4 or 8 bytes; or plain bytes (`bytes`, `bytearray`, a memoryview
-of bytes) that hold little-endian uint32."""
+_TOKENS_MAX = 2**28
+"""Longer than any context, and a GiB of token ids. A `range` can be longer than all memory."""
+
+
+class HasArray(Protocol):
+    """A tensor in host memory, such as torch's: it can be read as a NumPy array."""
+
+    def __array__(self) -> npt.NDArray[Any]:
+        """The same elements as a NumPy array."""
+
+
+Tokens: TypeAlias = (
+    "Sequence[int] | npt.NDArray[np.integer[Any]] | bytearray | memoryview | HasArray"
+)
+"""Token ids, in one of four shapes: a sequence of ints; an array, NumPy array or memoryview
+whose elements are integers of 4 or 8 bytes; a tensor of such integers in host memory; or plain
+bytes (`bytes`, `bytearray`, a memoryview of bytes) that hold little-endian uint32."""
 
 
 class RunningHash(Protocol):
@@ -355,13 +370,32 @@ def _to_words(tokens: Tokens) -> memoryview:
         return _array_to_words(np.asarray(tokens))
     if isinstance(tokens, Sequence):
         return _sequence_to_words(tokens)
+    if hasattr(tokens, "__array__"):
+        return _array_to_words(_tensor_to_array(tokens))
     raise ValueError(
         "tokens must be a sequence of ints, an integer array or bytes of little-endian uint32; "
         f"got {type(tokens).__name__}"
     )
 
 
+def _tensor_to_array(tokens: HasArray) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(tokens)
+    except (TypeError, RuntimeError) as problem:
+        # Torch says so of tensors on a device, and of types that NumPy does not have.
+        raise ValueError(
+            f"tokens are a {type(tokens).__name__} that cannot be read as an array ({problem}); "
+            "they must lie in host memory, as integers of 4 or 8 bytes"
+        ) from None
+
+
 def _sequence_to_words(tokens: Sequence[int]) -> memoryview:
+    try:
+        too_many = len(tokens) > _TOKENS_MAX
+    except OverflowError:  # A range may be longer than a length can say.
+        too_many = True
+    if too_many:
+        raise ValueError(f"tokens are more than {_TOKENS_MAX}, which is the most that can be taken")
     try:
         # Three times as fast as NumPy's conversion, and refuses all that is no uint32.
         words = array("I", tokens)
@@ -386,14 +420,20 @@ def _array_to_words(tokens: npt.NDArray[Any]) -> memoryview:
 
 def _refuse_first_bad(tokens: Sequence[int]) -> NoReturn:
     """Say which token is wrong: the fast checks only find that there is one."""
-    index, token = next(
-        (index, token)
-        for index, token in enumerate(tokens)
-        if not (hasattr(token, "__index__") and 0 <= token < RESERVED_TOKEN)
-    )
-    raise ValueError(
-        f"tokens[{index}] is {token!r}; a token is an int from 0 to {RESERVED_TOKEN - 1}"
-    )
+    for index, token in enumerate(tokens):
+        if not _is_token(token):
+            raise ValueError(
+                f"tokens[{index}] is {reprlib.repr(token)}; a token is an int from 0 to "
+                f"{RESERVED_TOKEN - 1}"
+            )
+    raise ValueError(f"tokens must be a sequence of ints; got {type(tokens).__name__}")
+
+
+def _is_token(token: object) -> bool:
+    try:
+        return 0 <= operator.index(token) < RESERVED_TOKEN  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
 def _require_algorithm(algorithm: object) -> None:

@@ -11,6 +11,7 @@ field to the next. `docs/keys.md` is the specification.
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from dataclasses import dataclass, fields
 
@@ -71,7 +72,7 @@ def frame(content: bytes) -> bytes:
 def _encode_field(name: str, value: object) -> bytes:
     if isinstance(value, str):
         return _encode_text(name, value)
-    raise ValueError(f"namespace field {name} is {value!r}; it must be a str")
+    raise ValueError(f"namespace field {name} is {reprlib.repr(value)}; it must be a str")
 
 
 def _encode_text(name: str, text: str) -> bytes:

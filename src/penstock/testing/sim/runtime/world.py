@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, ModelSettings, TierKind
@@ -278,7 +279,10 @@ class RuntimeWorld(World):
             self.live_until(lambda: not self.facade.busy, self.now + timeout_s)
         busy = len(self.machine.books.ledger.operations)
         self.closing, self.timed = True, False
-        drained = self.facade.close(timeout_s)
+        with warnings.catch_warnings():
+            # The end may come while requests run.
+            warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
+            drained = self.facade.close(timeout_s)
         if drained.unsettled != len(self.machine.books.ledger.operations):
             raise SimulationError("drain", f"{drained} of {busy} copies")
         if drained.unsettled:
