@@ -106,6 +106,17 @@ def test_a_load_failure_by_damage_is_found_and_computed_again(heard: Heard, word
     assert failed == len(LENGTHS)
     # The first block was sound, so vLLM went on from there.
     assert agree(act, heard.plain["behind it"])
+    assert counted(act, "checksum_failures") - counted(before, "checksum_failures") >= failed
+    kept = counted(act, "tokens_loaded") - counted(before, "tokens_loaded")
+    assert kept == BLOCK * len(LENGTHS)
+
+
+def test_damage_is_in_the_log_of_vllm_with_block_and_reason(heard: Heard) -> None:
+    """Once, and not for each of the loads that failed within a minute of the first."""
+    told = re.findall(r"Penstock: a load failed: request=\S+ block=[0-9a-f]{32}, .*", heard.output)
+
+    assert 1 <= len(told) < len(DETECTED) * len(LENGTHS)
+    assert "reason=its checksum does not match" in told[0]
 
 
 def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(heard: Heard) -> None:
