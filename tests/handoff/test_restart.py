@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.handoff import effects as eff
+from penstock.handoff import messages as msg
 from penstock.handoff.prefill_rank import PrefillRank
 
 if TYPE_CHECKING:
@@ -150,3 +151,36 @@ def test_p16_a_rank_that_knows_no_scheduler_yet_serves_the_one_that_gives_work(
     world.do("p0", lambda p: admitted(p, "third", life))
 
     assert set(rank_of(world).prompts) == {"first", "second", "third"}
+
+
+def test_p16_work_of_a_life_that_died_before_it_was_heard_of_is_let_go_with_the_next(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    world.do("p0", lambda p: admitted(p, "second", 501))
+    world.start("P")
+
+    world.introduce("P", "p0")
+
+    assert not rank_of(world).prompts
+
+
+def test_p16_work_of_a_life_that_was_seen_dead_is_refused(make_world: type[World]) -> None:
+    world = make_world()
+    dead = world.parties["P"].life.incarnation
+    world.do("p0", lambda p: p.suspect("P", 0.0))
+
+    with pytest.raises(ValueError, match="that is over"):
+        admitted(rank_of(world), "late", dead)
+
+
+def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: type[World]) -> None:
+    world = make_world()
+    world.start("P")
+    life = world.parties["P"].life
+    world.do("p0", lambda p: admitted(p, "next", life.incarnation))
+
+    release = msg.Release(sender=life, target=world.parties["p0"].life, handoff="next")
+    world.do("p0", lambda p: p.receive(release, 1.0))
+
+    assert [released.handoff for released in world.said(msg.Released)] == ["next"]

@@ -17,6 +17,8 @@ from penstock.errors import InvariantViolation
 from penstock.handoff import messages as msg
 from penstock.handoff.effects import Abandon
 from penstock.handoff.grid import from_bytes
+from penstock.handoff.identity import Identity
+from penstock.handoff.names import Life
 from penstock.handoff.party import Standing
 from penstock.handoff.states import WANT_MOVES, Role, WantMove, WantState, advance
 from penstock.handoff.statistics import PrefillRankStatistics
@@ -25,7 +27,6 @@ from penstock.handoff.writing import Writer
 
 if TYPE_CHECKING:
     from penstock.handoff.effects import AnyEffect
-    from penstock.handoff.identity import Identity
     from penstock.handoff.names import WriteId
     from penstock.handoff.party import Frozen, TimerKey
     from penstock.handoff.settings import HandoffSettings
@@ -78,14 +79,15 @@ class PrefillRank(Writer):
             raise ValueError(f"handoff is {handoff!r}, which was admitted already")
         if token_count < 1 or not layers or layers.step != 1:
             raise ValueError(f"need tokens and layers, got {token_count} and {layers}")
-        life = self.life_of(self.scheduler).incarnation if scheduler is None else scheduler
-        if life in self._buried(self.scheduler):
-            raise ValueError(f"scheduler is {life:016x}, a life of {self.scheduler!r} that is over")
+        if scheduler is not None and self._is_over(scheduler):
+            raise ValueError(
+                f"scheduler is {scheduler:016x}, a life of {self.scheduler!r} that is over"
+            )
         self._start(now)
         if scheduler is not None:
-            self._serve_only(scheduler)
+            self._serve(scheduler)
         if not self._is_released(handoff):
-            self.prompts[handoff] = Prompt(token_count, layers.start, (0,) * len(layers), life)
+            self.prompts[handoff] = Prompt(token_count, layers.start, (0,) * len(layers))
             for target, wants in self.wants.items():
                 if handoff in wants:
                     self._open(target, handoff)
@@ -272,21 +274,19 @@ class PrefillRank(Writer):
                 self._forget(target, handoff, WantMove.FORGET)
         self._remember(("released", handoff), 0)
 
-    def _serve_only(self, scheduler: int) -> None:
-        """Ends what is under way for any other life of the scheduler: it is over (P16)."""
+    def _is_over(self, scheduler: int) -> bool:
+        """Whether a life of the scheduler was followed by another, or seen dead."""
         known = self.peers.get(self.scheduler)
-        follows = known is not None and known.incarnation != scheduler
-        # What was admitted before any life was known is of the first one.
-        kept = (scheduler,) if follows else (scheduler, 0)
-        others = [name for name, each in self.prompts.items() if each.scheduler not in kept]
-        if not follows and not others:
-            return
-        for handoff in others:
-            self._let_go(handoff)
-        if known is not None and follows and known.standing is not Standing.LOST:
-            self.peers[self.scheduler] = known._replace(standing=Standing.LOST)
-            self.releases.clear()
-        self._abandon_writes()
+        if known is None:
+            return False
+        dead = known.standing is Standing.LOST and known.incarnation == scheduler
+        return dead or scheduler in known.buried
+
+    def _serve(self, scheduler: int) -> None:
+        """Takes a life of the scheduler for the present one: our own engine says so (P16)."""
+        if self.life_of(self.scheduler).incarnation != scheduler:
+            life = Life(self.scheduler, scheduler)
+            self._meet(Identity(life, Role.PREFILL_SCHEDULER, self.identity.facts))
 
     def _abandon_writes(self) -> None:
         """Nothing more is read of prompts that were let go: their blocks are given to others."""
@@ -378,11 +378,8 @@ class PrefillRank(Writer):
 
     def _peer_gone(self, name: str) -> None:
         if name == self.scheduler:
-            # What the next life gave us before we heard of it stays.
-            over = (0, self.life_of(name).incarnation)
-            for handoff, prompt in list(self.prompts.items()):
-                if prompt.scheduler in over:
-                    self._let_go(handoff)
+            for handoff in [*self.prompts]:
+                self._let_go(handoff)
             self.releases.clear()
             self._abandon_writes()
             return

@@ -22,8 +22,6 @@ class Prompt(NamedTuple):
     layer_first: int
     watermarks: tuple[int, ...]
     """Tokens ready in each layer of this rank."""
-    scheduler: int
-    """The incarnation of the scheduler whose blocks these are; 0 if none was known."""
 
     def covers(self, grid: Grid) -> bool:
         """Whether the prompt and this rank have all that a grid asks for."""
