@@ -133,7 +133,7 @@ class Engine:
 
     def _compute(self, number: int, lease: Lease) -> None:
         """What is cached is right; the rest is computed, and said to be."""
-        slots = torch.from_numpy(np.asarray(lease.block_table[:BLOCKS])).long().cuda()
+        slots = torch.tensor(lease.block_table[:BLOCKS], dtype=torch.int64, device="cuda")
         content = torch.from_numpy(self.contents[number]).view(BLOCKS, LAYERS, ROW_BYTES).cuda()
         cached = lease.cached_tokens // TOKENS
         for layer, kv in enumerate(self.kv):

@@ -128,7 +128,7 @@ class Engine:
         count = lease.token_count
         wanted = kv_of(tokens[:count]) if count else None
         with torch.cuda.stream(self.stream):
-            table = torch.from_numpy(np.asarray(lease.block_table)).long().cuda()
+            table = torch.tensor(lease.block_table, dtype=torch.int64, device="cuda")
             for number, kv in enumerate(self.kv):
                 held = kv[:, table].reshape(2, -1, HEADS, CHANNELS)[:, :count].cpu()
                 assert wanted is None or torch.equal(held, wanted[number])
