@@ -11,6 +11,7 @@ have finished. It never waits for a copy.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -210,7 +211,10 @@ class Engine:
         """A rank is lost: gives everything back without waiting for anything."""
         self._end_handoffs()
         self._workers.abandon()
-        self.cache.close(0.0)
+        with warnings.catch_warnings():
+            # What runs is given up with its leases.
+            warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
+            self.cache.close(0.0)
 
     def _end_handoffs(self) -> None:
         """Before blocks are given back: nothing is read from them or put into them after it."""
