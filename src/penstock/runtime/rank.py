@@ -26,11 +26,11 @@ from penstock.runtime.shutdown import Drained
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_bytes,
-    as_channels,
     as_descriptors,
     as_int,
     as_seconds,
     as_time,
+    as_waitables,
 )
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Rank:
         now = time.monotonic()
         deadline = as_time("deadline", deadline, opened_at=self._opened_at, now=now)
         descriptors = as_descriptors("descriptors", descriptors)
-        channels = as_channels("channels", channels)
+        channels = as_waitables("channels", channels)
         if self._ended or self.carrier.wait(deadline):
             return True
         ready = wait_any(channels, descriptors, deadline=deadline)

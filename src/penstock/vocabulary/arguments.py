@@ -210,8 +210,18 @@ def require_methods(name: str, value: object, kind: str, *methods: str) -> None:
         raise ValueError(f"{name} is {reprlib.repr(value)}, must be a {kind}")
 
 
+def as_waitables(name: str, value: object) -> tuple[Any, ...]:
+    """Channels, and whatever else can be waited for as they can."""
+    waitables = as_tuple(name, value)
+    for index, each in enumerate(waitables):
+        # Asked of the class: to ask the thing itself would be to look whether it is ready.
+        if not all(hasattr(type(each), wanted) for wanted in ("ready", "descriptor", "alarm")):
+            raise ValueError(f"{name}[{index}] is {reprlib.repr(each)}, must be a Channel")
+    return waitables
+
+
 def as_channels(name: str, value: object) -> tuple[Any, ...]:
-    """Channels, or whatever else has frames to give."""
+    """Channels: what frames go through."""
     channels = as_tuple(name, value)
     for index, channel in enumerate(channels):
         require_methods(f"{name}[{index}]", channel, "Channel", "receive")
