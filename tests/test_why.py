@@ -12,10 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
 
-MAY_START_PROCESSES = ("runtime/supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/")
+ENCODES = "serve/encoding.py"
+"""The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
+MAY_START_PROCESSES = (
+    *("runtime/supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/"),
+    ENCODES,  # It imports `concurrent`, for threads alone.
+)
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
-MAY_HAVE_THREADS = ("testing/", "bench/", "demo/")
+MAY_HAVE_THREADS = ("testing/", "bench/", "demo/", ENCODES)
 """Nothing that runs in an engine: a benchmark shows what they would cost there."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"

@@ -54,8 +54,8 @@ def _index(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, bool | np.bool_):
         try:
             return int(operator.index(value))  # type: ignore[arg-type]
-        except TypeError:
-            pass
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
+            pass  # A tensor without memory, for example, has no number to give.
     raise ValueError(f"{name} is {reprlib.repr(value)}, must be an int {_bounds(low, high)}")
 
 
