@@ -199,6 +199,8 @@ class Pin:
 
 
 def _as_items(items: Iterable[Item]) -> tuple[Item, ...]:
+    if type(items) is tuple and not items:
+        return items
     found: tuple[Item, ...] = as_tuple("items", items)
     for index, item in enumerate(found):
         if type(item) is not Item:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +159,7 @@ def as_tuple(name: str, value: object) -> tuple[Any, ...]:
     """Some things, whatever they are, but not so many that they fill the memory."""
     if not isinstance(value, str | bytes | bytearray):
         try:
-            count = len(value) if isinstance(value, Sized) else 0
+            count = len(value) if hasattr(value, "__len__") else 0
             if count <= MEMBERS_MAX:
                 return tuple(value)  # type: ignore[arg-type]
         except OverflowError:

@@ -399,7 +399,7 @@ def _sequence_to_words(tokens: Sequence[int]) -> memoryview:
     try:
         # Three times as fast as NumPy's conversion, and refuses all that is no uint32.
         words = array("I", tokens)
-    except (TypeError, OverflowError):
+    except (TypeError, OverflowError, RuntimeError):
         _refuse_first_bad(tokens)
     return _array_to_words(np.asarray(words))
 
@@ -432,7 +432,7 @@ def _refuse_first_bad(tokens: Sequence[int]) -> NoReturn:
 def _is_token(token: object) -> bool:
     try:
         return 0 <= operator.index(token) < RESERVED_TOKEN  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):
         return False
 
 
