@@ -245,7 +245,10 @@ def test_keys_name_the_type_of_the_arrays_where_the_file_does_not() -> None:
 
 
 def test_a_memory_tier_larger_than_the_machine_is_refused_before_it_is_made() -> None:
+    blocks_of_64_kib = [np.zeros((8, 4, 4096), dtype=np.float32)]
     with pytest.raises(
         ConfigError, match=r"^tiers\[0\].blocks: is 2000000000, needs .* must be at"
     ):
-        penstock.open(config(MANAGED.replace("blocks = 16", "blocks = 2000000000")), kv=arrays())
+        penstock.open(
+            config(MANAGED.replace("blocks = 16", "blocks = 2000000000")), kv=blocks_of_64_kib
+        )
