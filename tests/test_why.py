@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 
 ENCODES = "serve/encoding.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("runtime/supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/"),
+    *("supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/"),
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
@@ -41,7 +41,7 @@ def functions_of(path: Path) -> set[str]:
 
 
 def named_in(section: str) -> list[str]:
-    return re.findall(r"`tests/[\w/]+\.py::\w+`", section)
+    return re.findall(r"`(?:lab/)?tests/[\w/]+\.py::\w+`", section)
 
 
 def test_every_requirement_names_a_test() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.cache.test_tier import Cache, assert_leaf_first
 
 from penstock.cache.eviction import POLICIES
+from tests.cache.test_tier import Cache, assert_leaf_first
 
 LETTERS = "abcdefghijklmnopqrst"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.connectors.orders import LOGICAL, ORDERS
 
 from penstock.connectors.vllm.engine import Engine, LayerGroup
 from penstock.connectors.vllm.layouts import layer_numbers, tier_of
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Role
+from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 6, 2, 4, 8, 3
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * CHANNELS}

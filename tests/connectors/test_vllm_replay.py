@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.connectors.orders import LOGICAL, ORDERS
 
 import penstock
 from penstock.connectors.vllm.engine import Engine, LayerGroup
@@ -20,6 +19,7 @@ from penstock.connectors.vllm.pins import Pins
 from penstock.connectors.vllm.scheduling import Scheduling
 from penstock.connectors.vllm.working import Working
 from penstock.vocabulary.layers import GroupKind
+from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * CHANNELS}

@@ -8,9 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.connectors.stub_vllm import make_vllm
 
 from penstock.connectors.vllm.versions import is_tested
+from tests.connectors.stub_vllm import make_vllm
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.engine.test_engine import make_engine
-from tests.serve.conftest import make_checkpoint
 
 from penstock.demo.asking import Heard, Turn
 from penstock.demo.exactness import BOUND, Fresh, check, difference
 from penstock.engine.requests import Request
 from penstock.engine.wishes import Sampling
+from tests.engine.test_engine import make_engine
+from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

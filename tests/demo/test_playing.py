@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.serve.conftest import make_checkpoint
 
 from penstock.cli import demo
 from penstock.cli.app import run
@@ -17,6 +16,7 @@ from penstock.demo import Played, Stage
 from penstock.demo.chats import CHATS_MAX, chats
 from penstock.demo.playing import too_much
 from penstock.demo.result import GENERATED_MAX
+from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 import torch
-from tests.engine.gguf_writing import Manner, write_gguf
 
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import Span, on_device
@@ -19,6 +18,7 @@ from penstock.engine.ranks import Alone
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from penstock.errors import ConfigError
+from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,13 +13,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.engine.conftest import telling
-from tests.engine.gguf_writing import USUAL, Manner, as_they_are, stored_name, write_gguf
-from tests.engine.test_gguf_file import logits_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.engine.checkpoints import find_model
 from penstock.engine.gguf_file import GgufFile
+from tests.engine.conftest import telling
+from tests.engine.gguf_writing import USUAL, Manner, as_they_are, stored_name, write_gguf
+from tests.engine.test_gguf_file import logits_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.engine.test_engine import require_right_logits, tokens_of
 
 from penstock.engine.instance import build_engine
 from penstock.engine.pairing import block_keys
@@ -17,6 +16,7 @@ from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
 from penstock.engine.wishes import LOGPROBS_MAX, Sampling
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
+from tests.engine.test_engine import require_right_logits, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import gguf
 import pytest
-from tests.engine.gguf_writing import Manner, write_gguf
 
 from penstock.engine.checkpoints import Model, find_model
 from penstock.errors import ConfigError
+from tests.engine.gguf_writing import Manner, write_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path

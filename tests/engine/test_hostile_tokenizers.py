@@ -8,10 +8,10 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.serve.conftest import make_tokenizer
 
 from penstock.engine.text import Text
 from penstock.errors import ConfigError
+from tests.serve.conftest import make_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

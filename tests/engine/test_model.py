@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.conftest import KINDS
 
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import Span, on_device
@@ -14,6 +13,7 @@ from penstock.engine.model import Decoder
 from penstock.engine.ranks import Alone
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
+from tests.engine.conftest import KINDS
 
 BLOCK = 8
 CPU = torch.device("cpu")

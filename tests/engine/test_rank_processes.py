@@ -11,6 +11,14 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 import pytest
+
+from penstock.engine.instance import build_engine
+from penstock.engine.requests import Request
+from penstock.engine.spec import InstanceSpec, RankSpec, sealed
+from penstock.engine.wishes import Sampling
+from penstock.errors import UnavailableError
+from penstock.transport.zeromq import IPC
+from penstock.transport.zmq_link import private_address
 from tests.engine.test_engine import (
     BOUND,
     TELLING,
@@ -21,14 +29,6 @@ from tests.engine.test_engine import (
     run,
     tokens_of,
 )
-
-from penstock.engine.instance import build_engine
-from penstock.engine.requests import Request
-from penstock.engine.spec import InstanceSpec, RankSpec, sealed
-from penstock.engine.wishes import Sampling
-from penstock.errors import UnavailableError
-from penstock.transport.zeromq import IPC
-from penstock.transport.zmq_link import private_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

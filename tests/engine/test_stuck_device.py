@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import pytest
-from tests.engine.test_engine import make_engine, prompt, run, tokens_of
 
 from penstock.engine import worker as module
 from penstock.engine.batch import Span
@@ -17,6 +16,7 @@ from penstock.engine.requests import Request
 from penstock.engine.steps import Step
 from penstock.engine.worker import Here, Worker
 from penstock.errors import UnavailableError
+from tests.engine.test_engine import make_engine, prompt, run, tokens_of
 
 
 class Lane(Here):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.serve.conftest import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from penstock.engine.text import Answer, Text, TooLong
 from penstock.errors import ConfigError
+from tests.serve.conftest import make_tokenizer
 
 TEXT = Text(make_tokenizer())
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from tests.serve.conftest import make_tokenizer
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -21,6 +20,7 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.text import Text
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ConfigError, UnavailableError
+from tests.serve.conftest import make_tokenizer
 
 CHAT = [{"role": "system", "content": "Be <brief>."}, {"role": "user", "content": " 2 + 2?\n"}]
 PIECES = (

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import penstock
+from lab.fixtures.arena_damage import DAMAGES
 from penstock.machine.kv_events import BlocksRemoved
 from penstock.movers.cuda.device import CudaTier
-from penstock.testing.arena_damage import DAMAGES
 from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lab.fixtures.arena_damage import Damageable
     from penstock.runtime.leases import Lease
-    from penstock.testing.arena_damage import Damageable
 
 pytestmark = pytest.mark.gpu
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_engine import BOUNDS, asked, engines, models, prompt, run
 
 from penstock.engine.wishes import Sampling
+from tests.gpu.test_engine import BOUNDS, asked, engines, models, prompt, run
 
 pytestmark = pytest.mark.gpu
 

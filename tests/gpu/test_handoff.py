@@ -12,15 +12,15 @@ import torch
 
 from penstock.bench.handoff_cuda import LAYERS, WAYS, CudaPair
 from penstock.errors import UnavailableError
-from penstock.handoff.effects import Take
-from penstock.handoff.grid import cut
-from penstock.handoff.names import Life, WriteId
-from penstock.runtime.handoff import device_staging
-from penstock.runtime.handoff.device_parts import DeviceReader, DeviceTaker
-from penstock.runtime.handoff.moving import PartGather, PartScatter
-from penstock.runtime.handoff.parts import RouteParts
-from penstock.runtime.handoff.progress import LayerEvents
-from penstock.runtime.handoff.tensors import TensorReader, TorchEvent
+from penstock.handoff.driver import device_staging
+from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
+from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.parts import RouteParts
+from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.driver.tensors import TensorReader, TorchEvent
+from penstock.handoff.protocol.effects import Take
+from penstock.handoff.protocol.grid import cut
+from penstock.handoff.protocol.names import Life, WriteId
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.tensors import TensorTier
 from penstock.vocabulary.checksums import Algorithm
@@ -33,7 +33,7 @@ from penstock.vocabulary.reshard import plan_reshard
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.handoff.grid import Grid
+    from penstock.handoff.protocol.grid import Grid
 
     Opened = Callable[["T"], "T"]
 

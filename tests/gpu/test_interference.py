@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from penstock.bench.interference.bare import BareCopies, Extents
-from penstock.bench.interference.on_cuda import run_on_cuda
-from penstock.bench.interference.plan import Plan
+from lab.bench.interference.bare import BareCopies, Extents
+from lab.bench.interference.on_cuda import run_on_cuda
+from lab.bench.interference.plan import Plan
 from penstock.bench.report import Report
 
 pytestmark = pytest.mark.gpu

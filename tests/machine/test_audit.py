@@ -16,10 +16,9 @@ from penstock.machine.audit import audit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.machine.conftest import Driver, MakeDriver
-
     from penstock.cache.leases import Lease
     from penstock.machine.books import Books
+    from tests.machine.conftest import Driver, MakeDriver
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ from penstock.machine import events as ev
 from penstock.machine.gate import LOAD_WAIT_S
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
-
     from penstock.machine.statistics import HopStatistics
+    from tests.machine.conftest import Driver, MakeDriver
 
 SLOW, QUICK = 1.0, 1000.0
 """Blocks a second over a hop, tokens a second of prefill: each far from the other."""

@@ -16,6 +16,7 @@ from penstock.machine import events as ev
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
     from tests.machine.conftest import Driver, MakeDriver
 
 

@@ -14,9 +14,8 @@ from penstock.cache.states import LeaseState
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
-    from tests.machine.conftest import Driver, MakeDriver
-
     from penstock.vocabulary.ids import Key
+    from tests.machine.conftest import Driver, MakeDriver
 
 LOW: dict[str, Any] = {"low_watermark": 0.5, "high_watermark": 0.75}
 

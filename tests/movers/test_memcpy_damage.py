@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.movers.flipping import flipped_bits, rounds
 
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.movers.memcpy import MemcpyMover
@@ -23,6 +22,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.layers import HeadRange
 from penstock.vocabulary.layout import Layout
+from tests.movers.flipping import flipped_bits, rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.parts import RouteParts
 from penstock.movers.compiling import compiled
 from penstock.movers.packing import Packing, PartsLibrary, load_parts_library, seeds_of
-from penstock.runtime.handoff.moving import PartGather, PartScatter
-from penstock.runtime.handoff.parts import RouteParts
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
@@ -24,7 +24,7 @@ from penstock.vocabulary.reshard import plan_reshard
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.runtime.handoff.parts import PartForm
+    from penstock.handoff.driver.parts import PartForm
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="there is no C compiler"

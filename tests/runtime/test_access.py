@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.runtime.conftest import Engine, configure
 
 import penstock
 from penstock.errors import AccessError, UnavailableError
 from penstock.testing.peer_process import peer_process
+from tests.runtime.conftest import Engine, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

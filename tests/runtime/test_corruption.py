@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import penstock
+from lab.fixtures.arena_damage import DAMAGES, flip_bits
 from penstock.machine.kv_events import BlocksRemoved
-from penstock.testing.arena_damage import DAMAGES, flip_bits
 from penstock.testing.tier_suite import read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.host import HostTier
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lab.fixtures.arena_damage import Damageable
     from penstock.runtime.leases import Lease
-    from penstock.testing.arena_damage import Damageable
 
 DAMAGED = 1000
 PROMPTS, BLOCKS = 250, 8

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
-from tests.descriptors import open_descriptors
 
 import penstock
 from penstock.cache.departed import MissReason
@@ -22,12 +21,12 @@ from penstock.runtime.facts import TierFacts
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Fleet, MakeFleet
-
     from penstock.movers.base import Mover
     from penstock.tiers.base import SlotStore
+    from tests.runtime.conftest import Fleet, MakeFleet
 
 KV = np.zeros((8, 4, 3))
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.runtime.conftest import Engine, Fleet, World, configure
 
 import penstock
 from penstock.errors import PenstockError
 from penstock.runtime.engine_steps import EngineSteps
 from penstock.runtime.watched import Watched
+from tests.runtime.conftest import Engine, Fleet, World, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

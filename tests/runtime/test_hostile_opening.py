@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.runtime.test_hostile_arguments import HOSTILE, IndexFails, RaisingIndex
 
 import penstock
 from penstock.errors import PenstockError
+from tests.runtime.test_hostile_arguments import HOSTILE, IndexFails, RaisingIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable

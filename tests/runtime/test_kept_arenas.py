@@ -19,8 +19,8 @@ import penstock
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.runtime.links import meet
-from penstock.runtime.supervisor.client import Supervisor
-from penstock.runtime.supervisor.spec import OnFailure, ProcessSpec
+from penstock.supervisor.client import Supervisor
+from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.testing.channel_suite import soon
 from penstock.transport.zeromq import Listener
 

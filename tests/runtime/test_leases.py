@@ -14,9 +14,8 @@ from penstock.errors import CapacityError, LeaseError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.runtime.conftest import Engine, MakeEngine
-
     from penstock.runtime.leases import Lease
+    from tests.runtime.conftest import Engine, MakeEngine
 
 
 def tokens(count: int, first: int = 0) -> list[int]:

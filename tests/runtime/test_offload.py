@@ -15,6 +15,7 @@ from penstock.testing.tier_suite import LAYOUTS, read_slots, write_slots
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+
     from tests.runtime.conftest import MakeWorld, World
 
 

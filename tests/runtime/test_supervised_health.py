@@ -8,12 +8,13 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from penstock.runtime.supervisor.client import Supervisor
-from penstock.runtime.supervisor.messages import Exited, Started
-from penstock.runtime.supervisor.spec import ProcessSpec
+from penstock.supervisor.client import Supervisor
+from penstock.supervisor.messages import Exited, Started
+from penstock.supervisor.spec import ProcessSpec
 
 if TYPE_CHECKING:
     import pytest
+
     from tests.runtime.conftest import Engine
 
 

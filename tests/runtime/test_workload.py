@@ -17,9 +17,8 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
-    from tests.runtime.conftest import Engine, MakeEngine
-
     from penstock.runtime.leases import Lease
+    from tests.runtime.conftest import Engine, MakeEngine
 
 RUNNING_MAX = 4
 TOKENS_MAX = 48

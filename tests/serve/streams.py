@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import httpx
+
 from tests.serve.conftest import ONE_EACH
 
 if TYPE_CHECKING:

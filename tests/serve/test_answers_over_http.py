@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+
 from tests.serve.conftest import eventually
 
 if TYPE_CHECKING:

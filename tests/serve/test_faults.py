@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+
 from tests.serve.conftest import command, eventually, pids_of, serving
 from tests.serve.test_lives import killed_server_leaves_nothing
 from tests.serve.test_overload import require_nothing_left

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+
 from tests.serve.conftest import SOON_S, command, descendants, eventually, pids_of, serving
 
 if TYPE_CHECKING:

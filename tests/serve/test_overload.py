@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import httpx
+
 from tests.serve.conftest import eventually, serving
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from tests.serve.conftest import SOON_S, eventually, pids_of, serving
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
+
+from penstock.cli.app import run
 from tests.ports import free_ports
 from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_command, serving
 from tests.serve.streams import streams_until_killed
 from tests.serve.test_overload import require_nothing_left
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
-
-from penstock.cli.app import run
 
 if TYPE_CHECKING:
     import subprocess

@@ -6,11 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit
 
 from penstock.engine import messages as ms
 from penstock.serve.link import Lost
 from penstock.serve.router import Router
+from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+
 from tests.serve.conftest import SOON_S, Running, _address, command, descendants, eventually
 
 if TYPE_CHECKING:

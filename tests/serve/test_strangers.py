@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.serve.conftest import STATE, Running, command, descendants, serving
-from tests.serve.test_roles import SIZES
-from tests.transport.hostile import Place, bound_by, storm
-from tests.transport.test_strangers import as_nobody, as_root
 
 from penstock.cli.app import run
 from penstock.config.serving import ServeTable
 from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.role_secret import secret_between
 from penstock.transport.zeromq import ChannelSettings, connect
+from tests.serve.conftest import STATE, Running, command, descendants, serving
+from tests.serve.test_roles import SIZES
+from tests.transport.hostile import Place, bound_by, storm
+from tests.transport.test_strangers import as_nobody, as_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

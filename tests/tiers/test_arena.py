@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.descriptors import open_descriptors
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers import arena as arenas
 from penstock.tiers.arena import Arena, Kernel, round_up
 from penstock.tiers.kernel_files import read_text
 from penstock.tiers.pages import Pages
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.descriptors import open_descriptors
 
 import penstock
 from penstock.cache.states import LeaseState
@@ -22,6 +21,7 @@ from penstock.tiers.host import HostTier, slot_bytes, slots_within, tier_bytes
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm, CellSums
 from penstock.vocabulary.layout import Layout
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

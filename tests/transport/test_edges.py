@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tests.descriptors import open_descriptors
 
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, send_until_full, soon
@@ -21,6 +20,7 @@ from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_writer import _map, connect_shared
 from penstock.transport.waiting import wait_readable
 from penstock.transport.zeromq import IPC, ChannelSettings, Listener, dial
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.descriptors import open_descriptors
-
 from penstock.transport.base import Empty, Failed, Item
 from penstock.transport.inproc import InprocChannel, channel_pair
+from tests.descriptors import open_descriptors
 
 
 def test_an_end_is_called_what_the_other_one_is() -> None:

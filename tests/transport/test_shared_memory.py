@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.descriptors import open_descriptors
 
 from penstock.errors import UnavailableError
 from penstock.testing.peer_process import peer_process
@@ -29,6 +28,7 @@ from penstock.transport.shared_greeting import (
 from penstock.transport.shared_memory import CALLERS_MAX, SPARE_MAX, SharedTarget
 from penstock.transport.shared_writer import connect_shared
 from penstock.transport.waiting import wait_readable
+from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

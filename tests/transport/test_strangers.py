@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.transport.hostile import bound_by, send_stream, storm, streams
 
 from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, soon
@@ -30,6 +29,7 @@ from penstock.transport.private_folder import (
 from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_writer import connect_shared
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, connect, dial
+from tests.transport.hostile import bound_by, send_stream, storm, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

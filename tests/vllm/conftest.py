@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from penstock.bench.vllm_engine import worker_cores
+from lab.bench.vllm_engine import worker_cores
 
 HERE = Path(__file__).resolve().parent
 # What the tests here share lies beside them, and engines import it as well.

@@ -1,4 +1,4 @@
-"""`penstock bench vllm` with its real engines, on conversations as small as they may be."""
+"""`lab bench vllm` with its real engines, on conversations as small as they may be."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.vllm_run import run_vllm
+from lab.bench.vllm_workload import Workload
 from penstock.bench.report import Report
-from penstock.bench.vllm_run import run_vllm
-from penstock.bench.vllm_workload import Workload
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ METRICS = {
 
 
 def test_both_sides_answer_the_same_and_are_measured() -> None:
-    report, shown = Report(version="0", command="penstock bench vllm"), io.StringIO()
+    report, shown = Report(version="0", command="lab bench vllm"), io.StringIO()
 
     run_vllm(report, python=Path(sys.executable), rounds=1, workloads=WORKLOADS, sides=SIDES)
 

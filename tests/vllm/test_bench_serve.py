@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from processes import ENGINE_S
+
 from tests.serve.conftest import make_checkpoint, serving
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.connectors.orders import ORDERS
 
 from penstock.errors import UnavailableError
+from tests.connectors.orders import ORDERS
 
 # What vLLM's own imports warn of is not ours.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]

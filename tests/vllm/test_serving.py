@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from processes import END_S, ENGINE_S, ends, session_of
+
 from tests.ports import free_ports
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.testing.reshard_oracle import KINDS, Model, Side
+from lab.fixtures.reshard_oracle import KINDS, Model, Side
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form

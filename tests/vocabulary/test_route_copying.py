@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.testing.reshard_oracle import draw_case
+from lab.fixtures.reshard_oracle import draw_case
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm, CellSums
 from penstock.vocabulary.narrowing import cell_positions, narrow

@@ -25,8 +25,8 @@ from penstock.bench.handoff_rank import (
     keys_of,
 )
 from penstock.errors import UnavailableError
-from penstock.runtime.handoff.lines import zmq_lines
-from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
 from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.waiting import wait_any
 

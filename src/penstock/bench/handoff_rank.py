@@ -7,6 +7,7 @@ ZeroMQ and shared memory.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import secrets
@@ -19,16 +20,15 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from penstock.errors import InvariantViolation, UnavailableError
-from penstock.handoff.settings import HandoffBounds, HandoffSettings, HandoffTimes
-from penstock.runtime.handoff.decode_rank import DecodeRankDriver
-from penstock.runtime.handoff.directory import Directory, EnginePlace, RankPlace
-from penstock.runtime.handoff.lines import zmq_lines
-from penstock.runtime.handoff.moving import PartGather, PartScatter
-from penstock.runtime.handoff.prefill_rank import PrefillRankDriver
-from penstock.runtime.handoff.progress import LayerEvents
-from penstock.runtime.handoff.reading import ArrayReader
-from penstock.runtime.handoff.taking import ArrayTaker
-from penstock.testing.handoff_process import Commands, tell
+from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.prefill_rank import PrefillRankDriver
+from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.driver.reading import ArrayReader
+from penstock.handoff.driver.taking import ArrayTaker
+from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.tiers.arrays import ArrayTier
 from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_writer import connect_shared
@@ -58,6 +58,32 @@ ORDERS = {
     "head major": (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL),
     "token major": (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL),
 }
+
+
+class Commands:
+    """Lines of JSON on standard input, without waiting for them."""
+
+    def __init__(self) -> None:
+        self.descriptor = sys.stdin.fileno()
+        self.ended = False
+        self._rest = b""
+        os.set_blocking(self.descriptor, False)
+
+    def take(self) -> list[dict[str, Any]]:
+        """What has come."""
+        try:
+            found = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            return []
+        self.ended = not found
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def tell(**words: object) -> None:
+    """Prints a line of JSON."""
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
 
 
 class BenchShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,13 +9,14 @@ turn. Nothing is moved: this is metadata alone, as in the peer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 import penstock
 from penstock.bench.measure import interleave, summarize, timed, times_faster
-from penstock.bench.peer_vllm import draw_tokens, other_seed
+from penstock.bench.prompts import draw_tokens, other_seed
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
 from penstock.machine.events import Acquire, Commit, Event, Release
@@ -26,7 +27,6 @@ from penstock.vocabulary.namespace import Namespace
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.bench.peer import PeerTimings, VllmPeer
     from penstock.bench.report import Report
     from penstock.vocabulary.keys import Tokens
 
@@ -55,7 +55,46 @@ class Timings:
     evict_commit_ns: int
 
 
-def run_index(report: Report, peer: VllmPeer | None, *, rounds: int = ROUNDS) -> None:
+class IndexPeer(Protocol):
+    """Another cache that does the same work on the same tokens."""
+
+    @property
+    def vllm_version(self) -> str: ...
+
+    @property
+    def hash_name(self) -> str: ...
+
+    def round(
+        self, *, tokens: int, block: int, seed: int, source: Source = "list"
+    ) -> PeerTimings: ...
+
+
+class PeerTimings(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="timings"):
+    """What one round took vLLM, in nanoseconds.
+
+    A miss and a full hit each go through `get_computed_blocks` (match), `allocate_slots`
+    (allocate, which also publishes full blocks) and `free`. Evict is a miss in a pool where
+    every block is cached, so that each block it takes is evicted first.
+    """
+
+    tokens_crc32: int
+    """Of the prompt as little-endian int32: both sides worked on the same tokens."""
+    convert_ns: int
+    """Turning a buffer into the list that vLLM wants; 0 from a list. Not part of `keys_ns`."""
+    keys_ns: int
+    """Constructing the request, which hashes all its full blocks."""
+    miss_match_ns: int
+    miss_allocate_ns: int
+    miss_free_ns: int
+    hit_match_ns: int
+    hit_allocate_ns: int
+    hit_free_ns: int
+    evict_match_ns: int
+    evict_allocate_ns: int
+    evict_free_ns: int
+
+
+def run_index(report: Report, peer: IndexPeer | None, *, rounds: int = ROUNDS) -> None:
     """Measures all sizes and adds rows and ratios to the report."""
     for block in BLOCK_SIZES:
         for tokens in TOKEN_COUNTS:
@@ -64,7 +103,7 @@ def run_index(report: Report, peer: VllmPeer | None, *, rounds: int = ROUNDS) ->
 
 
 def _measure(
-    report: Report, peer: VllmPeer | None, *, tokens: int, block: int, source: Source, rounds: int
+    report: Report, peer: IndexPeer | None, *, tokens: int, block: int, source: Source, rounds: int
 ) -> None:
     seed = 1
 

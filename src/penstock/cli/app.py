@@ -3,6 +3,7 @@
 Each command has a module of its own beside this one and a row in `COMMANDS` below; options
 that several commands share are in `conventions`. Only the module of the command that runs is
 imported: the others together take more than a second, and `penstock --help` needs none.
+`CommandLine` is also used for the commands of a clone's `lab/`.
 
 The one rule that must not break: what the caller or the world got wrong ends as one line and
 a status; what we got wrong ends as a traceback, never as a tidy message.
@@ -11,7 +12,7 @@ a status; what we got wrong ends as a traceback, never as a tidy message.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ from penstock.cli.conventions import ExitStatus
 from penstock.errors import CapacityError, InvariantViolation, PenstockError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 RUN = "Run"
 SET_UP = "Set up"
@@ -35,11 +36,18 @@ class Row:
     """One command: where it is, and what the list of commands says about it."""
 
     module: str
-    """A module of `penstock.cli`."""
+    """A module of the package that holds the commands."""
     function: str = ""
     """The command in it; empty: the module has several, in a Typer called `commands`."""
     help: str
     panel: str
+
+
+def _in_a_clone(target: str, words: str) -> str:
+    return (
+        "is not part of the package; in a clone of the repository run "
+        f"`{target}`, or `.venv/bin/lab {words}` with options"
+    )
 
 
 COMMANDS = {
@@ -59,21 +67,10 @@ COMMANDS = {
         help="Measure, beside peers and ceilings in the same run.",
         panel=PROVE,
     ),
-    "explore": Row(
-        module="explore",
-        help="Look at small worlds in every order in which things can happen.",
-        panel=PROVE,
-    ),
     "demo": Row(
         module="demo",
         function="show_demo",
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
-        panel=PROVE,
-    ),
-    "sim": Row(
-        module="sim",
-        function="simulate",
-        help="Simulate cache or handoff from many seeds, or tell the story of one.",
         panel=PROVE,
     ),
     "version": Row(
@@ -90,30 +87,78 @@ COMMANDS = {
     ),
 }
 
+ELSEWHERE = {
+    ("sim",): _in_a_clone("make sim", "sim"),
+    ("explore",): _in_a_clone("make explore", "explore"),
+    ("bench", "interference"): _in_a_clone("make bench-interference", "bench interference"),
+    ("bench", "vllm"): _in_a_clone("make bench-vllm", "bench vllm"),
+}
 
-def app_for(arguments: Sequence[str]) -> typer.Typer:
-    """The application for these arguments: the command that they name; the others are listed."""
-    app = typer.Typer(
-        name="penstock",
-        help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
-        epilog="Exit status: 0 fine, 1 a finding, 2 wrong usage or settings, 3 cannot run here.",
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode="markdown",
-    )
-    app.callback()(_root)
-    # Options before the command's name take no values, so the first other word is the name.
-    named = next((word for word in arguments if not word.startswith("-")), "")
-    for name, row in COMMANDS.items():
-        if name != named:
-            app.command(name, help=row.help, rich_help_panel=row.panel)(_only_listed)
-            continue
-        module = import_module(f"penstock.cli.{row.module}")
-        if row.function:
-            app.command(name, rich_help_panel=row.panel)(getattr(module, row.function))
-        else:
-            app.add_typer(module.commands, name=name, help=row.help, rich_help_panel=row.panel)
-    return app
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """A program with commands, each in a module of one package."""
+
+    name: str
+    help: str
+    package: str
+    commands: Mapping[str, Row]
+    elsewhere: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    """Commands that this program does not have, by their words, and how to run them."""
+
+    def app_for(self, arguments: Sequence[str]) -> typer.Typer:
+        """Makes the application: the command that is named here, the others as a list."""
+        app = typer.Typer(
+            name=self.name,
+            help=self.help,
+            epilog="Exit status: 0 fine, 1 a finding, 2 wrong usage or settings, "
+            "3 cannot run here.",
+            no_args_is_help=True,
+            add_completion=False,
+            rich_markup_mode="markdown",
+        )
+        app.callback(help=self.help)(_root)
+        # Options before the command's name take no values, so the first other word is the name.
+        named = next((word for word in arguments if not word.startswith("-")), "")
+        for name, row in self.commands.items():
+            if name != named:
+                app.command(name, help=row.help, rich_help_panel=row.panel)(_only_listed)
+                continue
+            module = import_module(f"{self.package}.{row.module}")
+            if row.function:
+                app.command(name, rich_help_panel=row.panel)(getattr(module, row.function))
+            else:
+                app.add_typer(module.commands, name=name, help=row.help, rich_help_panel=row.panel)
+        return app
+
+    def run(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs one command, by default from `sys.argv`, and returns its exit status."""
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        for words, where in self.elsewhere.items():
+            if tuple(given[: len(words)]) == words:
+                print(f"{self.name}: {' '.join(words)}: {where}", file=sys.stderr)
+                return ExitStatus.CANNOT_RUN_HERE
+        # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
+        command = get_command(self.app_for(given))
+        try:
+            command(args=given, prog_name=self.name)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else ExitStatus.FINE
+        except InvariantViolation:
+            raise
+        except PenstockError as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            return _status_of(error)
+        return ExitStatus.FINE
+
+
+PENSTOCK = CommandLine(
+    name="penstock",
+    help="Keeps the KV cache of LLM serving: tools to try, check and measure it.",
+    package="penstock.cli",
+    commands=COMMANDS,
+    elsewhere=ELSEWHERE,
+)
 
 
 def _only_listed() -> None:
@@ -138,24 +183,12 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Keeps the KV cache of LLM serving: tools to try, check and measure it."""
+    """Has the options that come before a command."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, by default from `sys.argv`, and returns its exit status."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
-    command = get_command(app_for(given))
-    try:
-        command(args=given, prog_name="penstock")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else ExitStatus.FINE
-    except InvariantViolation:
-        raise
-    except PenstockError as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return _status_of(error)
-    return ExitStatus.FINE
+    """Runs one command of `penstock`, by default from `sys.argv`, and returns its exit status."""
+    return PENSTOCK.run(arguments)
 
 
 def _status_of(error: PenstockError) -> ExitStatus:

@@ -10,21 +10,13 @@ import typer
 from rich.console import Console
 
 import penstock
-from penstock.cli.conventions import ExitStatus, JsonOption, SeedOption, write_json
-from penstock.cli.demo_cache import show_cache_demo
+from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 from penstock.cli.demo_table import PIPED_WIDTH, print_played
 from penstock.cli.serve import ModelOption, require_extras
 
 if TYPE_CHECKING:
     from penstock.demo import Played
 
-CacheOnlyOption: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--cache-only",
-        help="Without a model: a toy engine over two tiers, and every byte compared.",
-    ),
-]
 ChatsOption: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Conversations.")
 ]
@@ -47,7 +39,6 @@ PictureOption: TypeAlias = Annotated[
 
 def show_demo(
     *,
-    cache_only: CacheOnlyOption = False,
     model: ModelOption = None,
     chats: ChatsOption = None,
     turns: TurnsOption = None,
@@ -55,19 +46,13 @@ def show_demo(
     tokens: TokensOption = None,
     blocks: BlocksOption = None,
     picture: PictureOption = Path("build/demo.html"),
-    seed: SeedOption = None,
     json: JsonOption = None,
 ) -> None:
     """Serve a model by a pair of instances, talk to it, and check every answer.
 
     Conversations with shared system prompts, with the cache and without; each answer is
     compared with a fresh computation. Ends with status 1 if anything is not as it should be.
-    `--seed` goes with `--cache-only`.
     """
-    if cache_only:
-        show_cache_demo(seed=seed or 0, json=json)
-    if seed is not None:
-        raise typer.BadParameter("goes with --cache-only", param_hint="--seed")
     require_extras()
     wishes = {
         "chats": chats,

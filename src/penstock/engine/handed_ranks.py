@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from penstock.engine.pairing import SETTINGS, directory_of, rank_name
 from penstock.engine.spec import Role
 from penstock.engine.steps import HandedCounts
-from penstock.runtime.handoff.decode_rank import DecodeRankDriver
-from penstock.runtime.handoff.lines import zmq_lines
-from penstock.runtime.handoff.prefill_rank import PrefillRankDriver
-from penstock.runtime.handoff.reading import ArrayReader
-from penstock.runtime.handoff.taking import ArrayTaker
+from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.prefill_rank import PrefillRankDriver
+from penstock.handoff.driver.reading import ArrayReader
+from penstock.handoff.driver.taking import ArrayTaker
 from penstock.transport.shared_memory import SharedTarget
 from penstock.transport.shared_writer import connect_shared
 from penstock.vocabulary.checksums import Algorithm

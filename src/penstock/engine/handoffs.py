@@ -24,9 +24,9 @@ from penstock.engine.requests import Phase
 from penstock.engine.spec import Role
 from penstock.engine.steps import Offer
 from penstock.errors import CapacityError, UnavailableError
-from penstock.handoff.states import Outcome
-from penstock.runtime.handoff.lines import zmq_lines
-from penstock.runtime.handoff.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+from penstock.handoff.protocol.states import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

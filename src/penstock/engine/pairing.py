@@ -16,8 +16,8 @@ import torch
 from penstock.config import parse_config
 from penstock.engine.sharding import share_of
 from penstock.engine.worker import allocate_kv, kv_tier
-from penstock.handoff.settings import HandoffBounds, HandoffSettings, HandoffTimes
-from penstock.runtime.handoff.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.runtime.supervisor import inherited
+from penstock.supervisor import inherited
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,1 @@
-"""The prefill → decode protocol as state machines without I/O or clock; `PROTOCOL.md` rules."""
+"""The handoff of KV from prefill to decode ranks: `protocol` decides, `driver` does."""

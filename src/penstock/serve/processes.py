@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.engine.spec import PairSpec, RankSpec, Role, sealed
-from penstock.runtime.supervisor.messages import Exited, GaveUp
-from penstock.runtime.supervisor.spec import OnFailure, ProcessSpec
 from penstock.serve.role_secret import SECRET_BYTES
+from penstock.supervisor.messages import Exited, GaveUp
+from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.transport.base import Closed, Failed
 from penstock.transport.private_folder import private_folder
 from penstock.transport.zeromq import IPC
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engine.spec import InstanceSpec
-    from penstock.runtime.supervisor.client import Supervisor
+    from penstock.supervisor.client import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.runtime.signals import StopSignal
-from penstock.runtime.supervisor.client import Supervisor
 from penstock.serve.access import AccessLog
 from penstock.serve.app import Server, ServerSettings
 from penstock.serve.defaults import defaults_of
@@ -39,6 +38,7 @@ from penstock.serve.plan import instances_of, secrets_of
 from penstock.serve.processes import Processes
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.serve.router import Router
+from penstock.supervisor.client import Supervisor
 from penstock.transport.zeromq import IPC, Listener
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What proves and measures Penstock, from a clone: simulator, explorer, benchmarks beside peers."""

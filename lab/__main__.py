@@ -1,0 +1,7 @@
+"""`python -m lab`."""
+
+import sys
+
+from lab.cli.app import run
+
+sys.exit(run())

@@ -1,0 +1,1 @@
+"""Benchmarks beside peers and other designs."""

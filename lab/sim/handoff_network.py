@@ -1,0 +1,84 @@
+"""The network between the parties of a simulated handoff: it delays, loses, repeats, overtakes.
+
+What must not break: a message that was sent is delivered never, once or more often, and never
+with another content.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lab.worlds import deeds as do
+from lab.worlds.scene import PREFILL
+
+if TYPE_CHECKING:
+    from lab.sim.handoff import HandoffSimulation
+    from penstock.handoff.protocol.messages import AnyMessage
+
+_LATE_S = 3.0
+"""A message that comes twice may come so much later: after everything it was about has ended."""
+
+
+class Network:
+    """What messages go through."""
+
+    def __init__(self, world: HandoffSimulation) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._weather = world.weather
+        self._last: dict[tuple[str, str], float] = {}
+        """When the latest message between two parties arrives."""
+        self._cut_until = 0.0
+        self.sent_count = 0
+        """Messages that were sent, whatever became of them."""
+
+    def cut(self, duration_s: float) -> None:
+        """The two engines do not hear each other for a while."""
+        self._world.note("partition")
+        self._cut_until = max(self._cut_until, self._world.now + duration_s)
+
+    def is_cut(self, sender: str, target: str) -> bool:
+        """Whether nothing gets through between two parties now."""
+        across = sender.startswith(PREFILL) != target.startswith(PREFILL)
+        return across and self._world.now < self._cut_until
+
+    def send(self, message: AnyMessage) -> None:
+        """Takes a message, and does with it what networks do."""
+        self.sent_count += 1
+        if self._rng.random() < self._weather.loss:
+            self._world.note("message lost")
+            self._world.tell("%s is lost", type(message).__name__)
+            return
+        self._deliver(message, self._delay(message))
+        if self._rng.random() < self._weather.duplicate:
+            self._world.note("message twice")
+            late_s = self._rng.uniform(0.0, _LATE_S) if self._rng.random() < 0.5 else 0.0
+            self._deliver(message, self._delay(message) + late_s)
+
+    def _delay(self, message: AnyMessage) -> float:
+        sender, target = message.sender.name, message.target.name
+        delay_s = self._weather.delay_s * self._rng.expovariate(1.0)
+        delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
+        arrival = self._world.now + delay_s
+        last = self._last.get((sender, target), 0.0)
+        if arrival < last:
+            if self._weather.fifo:
+                arrival = last
+            else:
+                self._world.note("message overtaken")
+        self._last[sender, target] = max(last, arrival)
+        return arrival - self._world.now
+
+    def _deliver(self, message: AnyMessage, delay_s: float) -> None:
+        self._world.after(delay_s, self._arrive, message)
+
+    def _arrive(self, message: AnyMessage) -> None:
+        sender, target = message.sender.name, message.target.name
+        if self.is_cut(sender, target):
+            self._world.note("message cut off")
+        elif not self._world.is_up(target):
+            self._world.note("message to the dead")
+        else:
+            if message.sender != self._world.actors[sender].identity.life:
+                self._world.note("message from an earlier life")
+            self._world.give(target, do.Receive(message))

@@ -1,0 +1,179 @@
+"""The process of one rank: a production `Rank`, and the turns it takes when something arrives.
+
+A turn is what `links.serve` does between two waits: take plans in, copy a little, report.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from lab.sim.checkers import SimulationError
+from lab.sim.runtime.memory import ALGORITHM, RankMemory
+from lab.sim.runtime.ways import Post
+from penstock.cache.settings import HUB
+from penstock.errors import PeerError, UnavailableError
+from penstock.runtime.carrier import Carrier
+from penstock.runtime.facts import RankFacts, TierFacts
+from penstock.runtime.links import send_all, take_plans
+from penstock.runtime.plans import decode_plan, decode_report
+from penstock.runtime.rank import Rank
+from penstock.vocabulary.form import Form
+
+if TYPE_CHECKING:
+    from lab.sim.runtime.ways import SimChannel
+    from lab.sim.runtime.world import RuntimeWorld
+    from penstock.machine.effects import Copy
+
+
+class WatchedCarrier(Carrier):
+    """The hands of one life of a rank: they touch what was begun in its own time alone."""
+
+    born = 0
+    """Operations up to this number are not its affair: the owner has given up on them here."""
+
+    def submit(self, copy: Copy) -> None:
+        """Takes a copy in, unless its slots may be somebody else's by now."""
+        if copy.operation.sequence <= self.born:
+            raise SimulationError(
+                "reuse", f"a rank copies for {copy.operation}, from before its time"
+            )
+        super().submit(copy)
+
+
+class RankProcess:
+    """One life of a rank."""
+
+    def __init__(
+        self,
+        world: RuntimeWorld,
+        number: int,
+        memory: RankMemory,
+        lacking: frozenset[int] = frozenset(),
+    ) -> None:
+        self.number = number
+        self.lacking = lacking
+        """The tiers, by index, that its machine did not give it."""
+        self.alive = True
+        self.misses_a_plan = False
+        """Whether a plan to it was lost, which it will notice with the next one."""
+        self.channel: SimChannel | None = None
+        """Its end, where it is reached over a channel."""
+        self.post = Post(world)
+        lower = [
+            None if tier in lacking else store for tier, store in enumerate(memory.lower, start=HUB)
+        ]
+        self.carrier = WatchedCarrier([memory.device, *lower], ALGORITHM)
+        self.carrier.born = world.machine.books.ledger.started
+        self.rank = Rank(self.carrier, _facts(world, number, memory, lacking), arenas={})
+        self.last_report: bytes | None = None
+        self._world = world
+        self._block_bytes = memory.layout.block_bytes
+        self._reports: deque[bytes] = deque()
+        self._woken = False
+
+    @property
+    def facts(self) -> RankFacts:
+        """What it tells the owner."""
+        return self.rank.facts
+
+    def wake(self) -> None:
+        """Something has arrived, or is left to do: its next turn comes in a while."""
+        if self.alive and not self._woken:
+            self._woken = True
+            self._world.after(self._world.ranks.pause(self.number), self._turn)
+
+    def take(self, plan: bytes) -> None:
+        """A plan arrives with a message of the engine."""
+        if not self.alive:
+            return
+        if decode_plan(plan).asked:
+            self._world.note("rank is asked about what it should have told")
+        try:
+            self.rank.take(plan)
+        except PeerError:
+            # A plan before it was lost: the rank says so, and its process ends.
+            self._world.note("rank misses a plan")
+            self.end("it missed a plan")
+            return
+        self.wake()
+
+    def end(self, why: str) -> None:
+        """The process ends in good order: what it has begun is cut short."""
+        if self.alive:
+            self.rank.close()
+            self.kill(why)
+
+    def kill(self, why: str) -> None:
+        """The process is gone, from one moment to the next."""
+        if self.alive:
+            self.alive = False
+            self._world.ranks.process_gone(self.number, why)
+
+    def _turn(self) -> None:
+        self._woken = False
+        if not self.alive:
+            return
+        if self.channel is not None and not self._listen(self.channel):
+            return
+        report = self.rank.step(budget_bytes=self._world.step_blocks * self._block_bytes)
+        if report is not None:
+            self._world.ranks.finished(self, decode_report(report))
+            self._reports.append(report)
+            self.last_report = report
+        if self.channel is None:
+            self._post_reports()
+        else:
+            self._send_reports(self.channel)
+        if self.carrier.busy:
+            self.wake()
+
+    def _listen(self, channel: SimChannel) -> bool:
+        try:
+            ended = take_plans(channel, self.rank)
+        except PeerError as error:
+            raise SimulationError("operations", f"a channel lost a plan: {error}") from error
+        if ended:
+            self.end(ended)
+        return not ended
+
+    def _send_reports(self, channel: SimChannel) -> None:
+        """What the channel does not take now is sent when there is room again."""
+        try:
+            send_all(channel, self._reports)
+        except UnavailableError:
+            self.wake()  # The next turn finds out why.
+
+    def _post_reports(self) -> None:
+        world = self._world
+        while self._reports:
+            report = self._reports.popleft()
+            if not self.post.send(world.hear, report, in_order=False):
+                world.note("report lost")
+
+
+def _facts(
+    world: RuntimeWorld, number: int, memory: RankMemory, lacking: frozenset[int]
+) -> RankFacts:
+    layout = memory.layout
+    return RankFacts(
+        rank=number,
+        life=world.rng.getrandbits(64),
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        cell_count=len(layout.cells),
+        device_slots=tuple(group.block_count for group in layout.groups),
+        tiers=tuple(
+            TierFacts(
+                name=tier.name,
+                slot_count=tier.slot_count,
+                memory="" if index in lacking else f"{number}.{epoch}",
+                off="no memory" if index in lacking else "",
+            )
+            for index, (tier, epoch) in enumerate(
+                zip(world.weather.settings.tiers, memory.epochs, strict=True), start=HUB
+            )
+        ),
+        algorithm=ALGORITHM.value,
+        form=Form(layout=layout, checksum=ALGORITHM).fingerprint,
+    )

@@ -1,0 +1,151 @@
+"""What befalls the processes of a runtime and the ways between them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from lab.sim.checkers import SimulationError
+from lab.sim.runtime.weather import Way
+from lab.sim.storm import Storm
+from penstock.cache.ledger import BlockFault
+from penstock.errors import PeerError, UnavailableError
+from penstock.movers.base import Moved
+from penstock.runtime.plans import RankReport, encode_report
+from penstock.transport.base import BacklogError
+
+if TYPE_CHECKING:
+    from lab.sim.runtime.process import RankProcess
+    from lab.sim.runtime.world import RuntimeWorld
+
+
+class RuntimeStorm(Storm):
+    """Deaths, cut channels, lost messages and nonsense, beside what befalls every cache."""
+
+    def __init__(self, world: RuntimeWorld) -> None:
+        super().__init__(world)
+        self._runtime = world
+        dangers = [(world.ways.garble, self._garble)]
+        if world.ways.way is Way.CHANNELS:
+            dangers.append((world.ways.cut, self._cut))
+        self._dangers += [danger for danger in dangers if danger[0]]
+
+    def mend(self) -> None:
+        """All ranks are there again, and nothing goes wrong from now on."""
+        world = self._runtime
+        world.ranks.recover()
+        for process in list(world.ranks.processes):
+            told = process.alive or process.number in world.ranks.lost
+            if world.ways.way is Way.CHANNELS and not told:
+                raise SimulationError(
+                    "liveness", f"nobody was told that rank {process.number} died"
+                )
+            if process.misses_a_plan:
+                process.kill("a plan to it was lost")
+            if process.lacking:
+                process.kill("it lacks a tier")
+            if not process.alive or process.number in world.ranks.lost:
+                self._notice_death(process.number)
+                self._come_back(process.number)
+
+    # ---------------------------------------------------------------- ranks
+
+    def _die(self) -> None:
+        alive = [process for process in self._runtime.ranks.processes if process.alive]
+        if not alive:
+            return
+        process = self._rng.choice(alive)
+        self._world.note("rank dies")
+        process.kill("it was killed")
+        if self._rng.random() < 0.2:
+            self._world.note("rank is back before it was missed")
+            self._revive(process.number)
+
+    def gone(self, rank: int) -> None:
+        """A process has ended: its channel fails, or the engine will see it."""
+        process = self._runtime.ranks.processes[rank]
+        if process.channel is not None:
+            self._world.after(self._a_while() * 0.1, process.channel.fail, "the process ended")
+        else:
+            self._world.after(self._a_while(), self._notice_death, rank)
+
+    def _notice_death(self, rank: int) -> None:
+        world = self._runtime
+        if rank in world.ranks.lost or world.closing or world.ranks.processes[rank].alive:
+            return
+        world.facade.rank_lost(rank, "its process is seen dead")
+
+    def bury(self, rank: int) -> None:
+        """The owner knows of a loss: a new process comes in a while."""
+        pause = self._a_while() * self._rng.choice((0.02, 1.0))
+        self._world.after(pause, self._come_back, rank)
+
+    def _come_back(self, rank: int) -> None:
+        world = self._runtime
+        if rank in world.ranks.lost and not world.closing:
+            world.note("rank comes back")
+            self._revive(rank)
+
+    def _revive(self, rank: int) -> None:
+        world = self._runtime
+        old = world.ranks.processes[rank]
+        process = world.ranks.revive(rank)
+        world.connect_again(process)
+        if process.lacking:
+            world.after(self._a_while(), process.kill, "it lacks a tier")
+        if world.ways.way is Way.MESSAGES and old.last_report is not None:
+            # What the earlier life said last turns up once more.
+            world.after(self._a_while() * 0.1, world.hear, old.last_report)
+
+    # ---------------------------------------------------------------- ways
+
+    def _cut(self) -> None:
+        """A channel fails though the process at its other end lives on, for a while."""
+        linked = [p for p in self._runtime.ranks.processes if p.alive and p.channel is not None]
+        if linked:
+            process = self._rng.choice(linked)
+            self._world.note("channel cut")
+            assert process.channel is not None
+            process.channel.fail("cut")
+
+    def _garble(self) -> None:
+        """Something that is no report of a rank of ours changes nothing, but is not believed."""
+        world = self._runtime
+        if world.ways.way is Way.CHANNELS:
+            self._garble_a_channel()
+        if world.ways.way is not Way.MESSAGES:
+            return
+        world.note("nonsense arrives")
+        world.watch()
+        nonsense = self._rng.choice(
+            (b"", b"R", b"R\x01\xff", b"P\x01\x90", self._rng.randbytes(40))
+        )
+        try:
+            world.facade.hear(nonsense)
+        except PeerError:
+            world.check_unchanged()
+        else:
+            raise SimulationError("refusal", f"nonsense was taken for a report: {nonsense!r}")
+
+    def _garble_a_channel(self) -> None:
+        """A rank says what it cannot mean: it is not relied on any more."""
+        linked = [p for p in self._runtime.ranks.processes if p.alive and p.channel is not None]
+        if not linked:
+            return
+        process = self._rng.choice(linked)
+        assert process.channel is not None
+        with suppress(BacklogError, UnavailableError):  # Then nothing was said.
+            process.channel.send(self._nonsense_of(process))
+            self._world.note("nonsense arrives")
+
+    def _nonsense_of(self, process: RankProcess) -> bytes:
+        """Bytes that are no report, or a fault of a block that an operation does not have."""
+        running = list(self._runtime.machine.books.ledger.operations.values())
+        if not running:
+            return self._rng.randbytes(40)
+        operation = self._rng.choice(running)
+        beyond = ((len(operation.keys), BlockFault.CORRUPT),)
+        incarnation = self._runtime.incarnation
+        moved = [Moved(operation.id, beyond)]
+        told = RankReport(process.number, process.facts.life, incarnation, 1, moved)
+        return encode_report(told)

@@ -1,0 +1,94 @@
+"""The ways between an owner and its ranks, and what befalls them, drawn from the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from lab.sim.weather import draw_weather
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from lab.sim.weather import Weather
+
+
+class Way(Enum):
+    """How plans and reports travel."""
+
+    HERE = "here"
+    """Not at all: the one rank is the owner's own process."""
+    CHANNELS = "channels"
+    """Over channels of the runtime: in order and once, or the channel has failed."""
+    MESSAGES = "messages"
+    """With the engine's own messages: plans in order, reports in any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """All that is drawn for the runtime, beside the weather of the cache."""
+
+    way: Way
+    delay_s: float
+    """Mean time of a frame on its way."""
+    window_frames: int
+    """So many frames wait in a channel; then it takes no more."""
+    owner_s: float
+    """The owner takes its turns within so long after something happened."""
+    step_blocks: int
+    """A rank copies at most so many blocks a turn."""
+    keep: float
+    """The bytes below the device outlive the process that had them."""
+    lack: float
+    """A rank comes back on a machine that does not give it one of its tiers."""
+    cut: float
+    """Per step of the engine: a channel fails, though both ends live."""
+    lose: float
+    """A message is lost."""
+    repeat: float
+    """A message arrives twice."""
+    garble: float
+    """Per step of the engine: something that is no report arrives."""
+    shutdown: bool
+    """Whether the world ends with copies under way."""
+    drain_s: float
+    """How long it then waits for those that write blocks down."""
+
+
+def draw_runtime_weather(rng: Random) -> tuple[Weather, Ways]:
+    """The weather of one seed.
+
+    Tiers do not go off by themselves here, and copies do not fail without a cause: the movers
+    are the real ones.
+    """
+    weather = replace(draw_weather(rng), stray=0.0, tier_trouble=0.0)
+
+    def fault(chance: float, most: float) -> float:
+        drawn = rng.uniform(0.0, most) if rng.random() < chance else 0.0
+        return 0.0 if weather.healthy else drawn
+
+    one = weather.settings.rank_count == 1
+    way = rng.choice(
+        (Way.HERE, Way.CHANNELS, Way.MESSAGES) if one else (Way.CHANNELS, Way.MESSAGES)
+    )
+    ways = Ways(
+        way=way,
+        delay_s=rng.choice((0.1, 1.0)) * weather.settings.operation_timeout_s / 80,
+        owner_s=weather.settings.operation_timeout_s
+        / (40 if weather.healthy else rng.choice((40, 40, 8))),
+        window_frames=rng.choice((1, 2, 64)),
+        step_blocks=64 if weather.healthy else rng.choice((1, 2, 64)),
+        keep=rng.choice((0.0, 0.5, 1.0)),
+        lack=fault(0.3, 0.5),
+        cut=fault(0.4, 0.05),
+        lose=fault(0.4, 0.08),
+        repeat=fault(0.4, 0.4),
+        garble=fault(0.3, 0.05),
+        shutdown=not weather.healthy and rng.random() < 0.3,
+        drain_s=rng.choice((0.0, 0.1, 2.0)) * weather.settings.operation_timeout_s,
+    )
+    if way is Way.HERE:
+        # The one rank cannot die without the owner.
+        weather = replace(weather, death=0.0)
+    return weather, ways

@@ -1,0 +1,309 @@
+"""A world around the production runtime, from one seed.
+
+    RuntimeWorld(seed).run()
+
+Real here: driver, crews, plans and reports as bytes, ranks, carriers, movers, tiers and sums.
+Simulated: the clock, the channels and messages, processes and their deaths. Engines, texts and
+checkers are those of the cache's worlds; every event of the machine is checked in the same way.
+
+The one rule that must not break: nothing here depends on anything but the seed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+from lab.sim.checkers import SimulationError
+from lab.sim.runtime.ranks import RuntimeRanks
+from lab.sim.runtime.storm import RuntimeStorm
+from lab.sim.runtime.ways import sim_channel_pair
+from lab.sim.runtime.weather import Way, draw_runtime_weather
+from lab.sim.world import World
+from penstock.config import Config, ModelSettings, TierKind
+from penstock.errors import UnavailableError
+from penstock.machine import effects as ef
+from penstock.machine import events as ev
+from penstock.machine.machine import CacheMachine
+from penstock.runtime.agreement import agree
+from penstock.runtime.crew import LocalCrew, RemoteCrew
+from penstock.runtime.driver import Driver
+from penstock.runtime.links import LinkedCrew
+from penstock.runtime.managed import Cache
+from penstock.runtime.offload import Offload
+from penstock.runtime.plans import decode_report
+from penstock.runtime.returning import Muster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.sim.runtime.process import RankProcess
+    from lab.sim.runtime.ways import SimChannel
+    from lab.sim.weather import Weather
+    from penstock.machine.effects import Effect
+    from penstock.machine.events import Event
+
+
+class WatchedMachine(CacheMachine):
+    """The machine of a driver; its world looks at every event, whoever sent it."""
+
+    def __init__(self, world: RuntimeWorld) -> None:
+        super().__init__(world.weather.settings, incarnation=world.incarnation)
+        self._world = world
+        self.last: list[Effect] = []
+        """The effects of the last event, the drivers' too."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:  # noqa: ARG002 - the same time
+        """Handles an event under the eyes of the world."""
+        self.last = self._world.observe(event, super().handle)
+        return self.last
+
+
+class WatchedCrew(LinkedCrew):
+    """Ranks behind channels, for whom the world goes on while the owner waits."""
+
+    world: RuntimeWorld
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:  # noqa: ARG002
+        """Lets time pass until a rank speaks."""
+        return self.world.live_until(self._heard, deadline)
+
+    def _heard(self) -> bool:
+        return bool(self._outbox) or any(link.channel.ready for link in self._links.values())
+
+
+class RuntimeWorld(World):
+    """One seed's world."""
+
+    ranks: RuntimeRanks
+    machine: WatchedMachine
+
+    def __init__(
+        self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
+    ) -> None:
+        self.closing = False
+        self._owner_called = False
+        self._due_at = math.inf
+        super().__init__(seed, audited=audited, teller=teller)
+        self._open()
+
+    def run(self) -> None:
+        """Lives the world to its end; losses that it makes itself are not worth a log line."""
+        logs = [logging.getLogger(f"penstock.runtime.{name}") for name in ("health", "inquiry")]
+        levels = [log.level for log in logs]
+        for log in logs:
+            log.setLevel(logging.ERROR)
+        try:
+            super().run()
+        finally:
+            for log, level in zip(logs, levels, strict=True):
+                log.setLevel(level)
+
+    def _draw_weather(self) -> Weather:
+        weather, self.ways = draw_runtime_weather(self.rng)
+        self.delay_s = self.ways.delay_s
+        return weather
+
+    def _make_machine(self) -> CacheMachine:
+        return WatchedMachine(self)
+
+    def _make_ranks(self) -> RuntimeRanks:
+        return RuntimeRanks(self)
+
+    def _make_storm(self) -> RuntimeStorm:
+        self.storm = RuntimeStorm(self)
+        return self.storm
+
+    def _open(self) -> None:
+        """The owner meets its ranks, as `penstock.open_owner` does."""
+        config = Config(
+            model=ModelSettings(name="simulated"),
+            cache=self.weather.settings,
+            tier_kinds=tuple(TierKind(name="memory") for _ in self.weather.settings.tiers),
+        )
+        facts = [process.facts for process in self.ranks.processes]
+        agreement = agree(config, facts)
+        crew: LocalCrew | RemoteCrew | LinkedCrew
+        match self.ways.way:
+            case Way.HERE:
+                crew = LocalCrew(self.ranks.processes[0].carrier)
+            case Way.MESSAGES:
+                crew = RemoteCrew(facts, self.incarnation)
+            case Way.CHANNELS:
+                ends = [self._connect(process) for process in self.ranks.processes]
+                crew = WatchedCrew(facts, ends, self.incarnation)
+                crew.world = self
+        self.driver = Driver(
+            self.weather.settings, crew, incarnation=self.incarnation, clock=lambda: self.now
+        )
+        self.driver.machine = self.machine
+        muster = None
+        if not isinstance(crew, LocalCrew):
+            muster = Muster(config, agreement, self.driver, crew, facts)
+        self.facade: Cache | Offload
+        if self.weather.managed:
+            self.facade = Cache(config, self.driver, muster)
+        else:
+            self.facade = Offload(self.driver, agreement.device_slots, muster)
+
+    # ---------------------------------------------------------------- for everybody in it
+
+    @property
+    def step_blocks(self) -> int:
+        """A rank copies so many blocks a turn."""
+        return 64 if self.ranks.well else self.ways.step_blocks
+
+    def send(self, event: Event) -> list[Effect]:
+        """The engine tells the owner something; everything is checked on the way."""
+        self.driver.handle(event)
+        return self.machine.last
+
+    def hear(self, report: bytes) -> None:
+        """A message with a report reaches the owner."""
+        if self.closing:
+            return
+        told = decode_report(report)
+        if told.life != self.ranks.processes[told.rank].facts.life:
+            self.note("report from an earlier life")
+        self.facade.hear(report)
+        self.call_owner()
+
+    def process_gone(self, rank: int) -> None:
+        """A process has ended, for whatever reason."""
+        self.storm.gone(rank)
+
+    def connect_again(self, process: RankProcess) -> None:
+        """A rank that was started anew tells its facts."""
+        if self.ways.way is Way.CHANNELS:
+            self.facade.rank_back(process.facts, channel=self._connect(process))
+        else:
+            self.facade.rank_back(process.facts)
+
+    def call_owner(self) -> None:
+        """There is something for the owner: its next turn comes soon."""
+        if not self._owner_called and not self.closing:
+            self._owner_called = True
+            self.after(self.rng.random() * self.ways.owner_s, self._owner_turn)
+
+    def live_until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Lets time pass until something is so, or until a deadline: then False."""
+        while not done():
+            if not self._agenda or self._agenda[0][0] > deadline:
+                self.now = max(self.now, deadline)
+                return False
+            self._advance()
+        return True
+
+    # ---------------------------------------------------------------- the owner
+
+    def _owner_turn(self) -> None:
+        """What an engine does for its cache once an iteration."""
+        self._owner_called = False
+        if self.closing:
+            return
+        self.facade.step()
+        self._post_plans()
+        if self.ways.way is Way.HERE and self.facade.busy:
+            self.call_owner()
+        self._ask_in_time()
+
+    def _ask_in_time(self) -> None:
+        """An owner with nothing to do wakes when its ranks are to be asked something."""
+        inquiry = self.driver.inquiry
+        if inquiry is None:
+            return
+        due = inquiry.next_due(self.machine.books.ledger.operations)
+        if due < self._due_at:
+            self._due_at = due
+            self.after(max(0.0, due - self.now), self._wake_owner)
+
+    def _wake_owner(self) -> None:
+        self._due_at = math.inf
+        self.call_owner()
+
+    def _post_plans(self) -> None:
+        if self.ways.way is not Way.MESSAGES:
+            return
+        while (plan := self.facade.take_plan()) is not None:
+            for process in self.ranks.processes:
+                if not process.post.send(process.take, plan, in_order=True):
+                    self.note("plan lost")
+                    process.misses_a_plan = True
+
+    def _connect(self, process: RankProcess) -> SimChannel:
+        """A new channel to a process; returns the owner's end."""
+        near, far = sim_channel_pair(
+            self, f"rank {process.number}", near=self.call_owner, far=process.wake
+        )
+        process.channel = far
+        return near
+
+    def _take_in(self, event: Event, effects: list[Effect]) -> None:
+        if isinstance(event, ev.Report):
+            self.ranks.hear(event)
+        elif isinstance(event, ev.RankLost):
+            if event.rank not in self.ranks.lost:
+                self.storm.bury(event.rank)
+            self.ranks.lose(event.rank)
+            self.engine.rank_died()
+        elif isinstance(event, ev.RankBack):
+            self.ranks.regain(event.rank)
+        elif isinstance(event, ev.TierOff):
+            self.ranks.off.add(event.tier)
+        elif isinstance(event, ev.TierOn):
+            self.ranks.off.discard(event.tier)
+        super()._take_in(event, effects)
+        self.ranks.forget_report()
+        if any(isinstance(effect, ef.Copy | ef.Abandon) for effect in effects):
+            self.call_owner()
+
+    # ---------------------------------------------------------------- the end
+
+    def _end(self) -> None:
+        if not self.ways.shutdown:
+            super()._end()
+            return
+        self.tell("the engine shuts down")
+        self.note("shutdown")
+        self._shut_down()
+        self.run_until_quiet()
+        self._check_closed()
+
+    def _shut_down(self) -> None:
+        """As an engine that was asked to stop: drain, then close."""
+        timeout_s = self.ways.drain_s
+        if self.ways.way is Way.MESSAGES:
+            self.facade.drain()
+            self.live_until(lambda: not self.facade.busy, self.now + timeout_s)
+        busy = len(self.machine.books.ledger.operations)
+        self.closing, self.timed = True, False
+        with warnings.catch_warnings():
+            # The end may come while requests run.
+            warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
+            drained = self.facade.close(timeout_s)
+        if drained.unsettled != len(self.machine.books.ledger.operations):
+            raise SimulationError("drain", f"{drained} of {busy} copies")
+        if drained.unsettled:
+            self.note("copies unsettled at the end")
+        if self.facade.close() != drained:
+            raise SimulationError("refusal", "a second close is not the first one")
+
+    def _check_closed(self) -> None:
+        """Every copy was told to end, no rank does anything, and nothing more is taken."""
+        for process in self.ranks.processes:
+            if process.alive and self.ways.way is Way.CHANNELS:
+                raise SimulationError("liveness", f"rank {process.number} outlives its owner")
+            if process.alive:
+                process.end("the owner closed")
+                if process.carrier.busy:
+                    raise SimulationError("drain", f"rank {process.number} is closed, but copies")
+        for job in self.ranks.open.values():
+            if not job.ended:
+                raise SimulationError("operations", f"{job} never ended")
+        try:
+            self.send(ev.Tick())
+        except UnavailableError:
+            return
+        raise SimulationError("refusal", "a closed cache takes events")

@@ -1,0 +1,67 @@
+"""What can be simulated: for each scenario, its worlds and what is to be seen in them.
+
+The one rule that must not break: a scenario is known by its name alone, so that a process of
+its own can make the same worlds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from lab.sim.coverage import CACHE_KINDS
+from lab.sim.handoff import HandoffSimulation
+from lab.sim.handoff_kinds import HANDOFF_KINDS
+from lab.sim.runtime import RuntimeWorld
+from lab.sim.runtime.kinds import RUNTIME_KINDS
+from lab.sim.world import World
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+
+    from lab.sim.coverage import Kinds
+
+
+class Scenario(StrEnum):
+    """What is simulated."""
+
+    CACHE = "cache"
+    HANDOFF = "handoff"
+    RUNTIME = "runtime"
+
+
+class SimulatedWorld(Protocol):
+    """One seed's world, of any scenario."""
+
+    events: Counter[str]
+    faults: Counter[str]
+    copies: Counter[str]
+
+    def run(self) -> None:
+        """Lives the world to its end."""
+        ...
+
+
+def world_of(
+    scenario: Scenario, seed: int, *, teller: Callable[[str], None] | None = None
+) -> SimulatedWorld:
+    """The world of a seed."""
+    match scenario:
+        case Scenario.CACHE:
+            return World(seed, teller=teller)
+        case Scenario.HANDOFF:
+            return HandoffSimulation(seed, teller=teller)
+        case Scenario.RUNTIME:
+            return RuntimeWorld(seed, teller=teller)
+
+
+def kinds_of(scenario: Scenario) -> Kinds:
+    """What is to be seen in the worlds of a scenario."""
+    match scenario:
+        case Scenario.CACHE:
+            return CACHE_KINDS
+        case Scenario.HANDOFF:
+            return HANDOFF_KINDS
+        case Scenario.RUNTIME:
+            return RUNTIME_KINDS

@@ -1,0 +1,71 @@
+"""The worlds of `lab explore handoff`: what the page says of them is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from lab.explore import Bounds
+from lab.worlds.worlds import WORLDS, Small
+
+PAGE = Path(__file__).parents[3] / "docs" / "explorer.md"
+
+ROW = re.compile(r"^\| `([\w-]+)` \| ([\d,]+) \| (yes|\*\*no\*\*)", re.MULTILINE)
+
+QUICK = (
+    "one-any-fault",
+    "one-two-faults",
+    "two-by-two-loss",
+    "two-by-two-cancel",
+    "two-by-two-timer",
+    "at-once-cancel",
+)
+"""Half a minute of one core, all together."""
+
+AMPLE_S = 3600.0
+"""Far more than any of them takes, however busy the machine is."""
+
+
+class Told(NamedTuple):
+    """What the page says of a world."""
+
+    state_count: int
+    exhausted: bool
+
+
+def told() -> dict[str, Told]:
+    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+    return {name: Told(int(states.replace(",", "")), yes == "yes") for name, states, yes in rows}
+
+
+def test_the_page_tells_of_every_world() -> None:
+    assert [*told()] == [world.name for world in WORLDS]
+
+
+@pytest.mark.parametrize(
+    "world", [world for world in WORLDS if world.name in QUICK], ids=lambda world: world.name
+)
+def test_a_world_that_is_called_exhausted_is_exhausted(world: Small) -> None:
+    result = world.look(Bounds(seconds=AMPLE_S))
+
+    assert result.finding is None
+    assert result.exhausted
+    assert told()[world.name] == (result.state_count, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "world", [world for world in WORLDS if world.name not in QUICK], ids=lambda world: world.name
+)
+def test_so_is_every_other_and_one_that_is_not_is_without_findings(world: Small) -> None:
+    said = told()[world.name]
+
+    result = world.look(Bounds(seconds=AMPLE_S if said.exhausted else 100.0))
+
+    assert result.finding is None
+    assert result.exhausted is said.exhausted
+    if said.exhausted:
+        assert result.state_count == said.state_count

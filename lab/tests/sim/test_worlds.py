@@ -1,0 +1,106 @@
+"""A share of the seeds in every test run, and what makes a seed worth having."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.sim.campaign import run_campaign, run_seeds
+from lab.sim.scenarios import Scenario
+from lab.sim.weather import Plenty
+from lab.sim.world import World
+from penstock.cache.settings import WriteKind
+from penstock.errors import CapacityError, LeaseError, UnavailableError
+from penstock.machine.machine import CacheMachine
+
+if TYPE_CHECKING:
+    from penstock.machine.effects import Effect
+    from penstock.machine.events import Event
+
+SEEDS_FILE = Path(__file__).with_name("seeds.txt")
+BATCH = 50
+
+
+def seeds_of_old_bugs() -> list[tuple[Scenario, int]]:
+    lines = SEEDS_FILE.read_text(encoding="utf-8").splitlines()
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    named = {f"{scenario.value}:": scenario for scenario in Scenario}
+    return [(named.get(word, Scenario.CACHE), int(seed)) for seed, word, *_ in words]
+
+
+def story_of(seed: int) -> list[str]:
+    lines: list[str] = []
+    World(seed, teller=lines.append).run()
+    return lines
+
+
+@pytest.mark.parametrize("first", range(0, 300, BATCH))
+def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
+    outcome = run_seeds(range(first, first + BATCH))
+
+    assert outcome.failures == []
+    assert outcome.coverage.events_mean > 50
+
+
+@pytest.mark.parametrize(("scenario", "seed"), seeds_of_old_bugs())
+def test_what_once_failed_does_not_fail_again(scenario: Scenario, seed: int) -> None:
+    assert run_seeds(range(seed, seed + 1), scenario).failures == []
+
+
+@pytest.mark.long
+def test_twenty_thousand_worlds_see_everything_and_find_nothing() -> None:
+    outcome = run_campaign(range(20_000), jobs=2)
+
+    assert outcome.failures == []
+    assert outcome.coverage.shortfalls() == []
+
+
+@pytest.mark.parametrize("seed", [1, 5, 8])
+def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
+    assert story_of(seed) == story_of(seed)
+
+
+def test_different_seeds_tell_different_stories() -> None:
+    assert story_of(1) != story_of(2)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7])
+def test_the_events_of_a_world_lead_a_second_machine_to_the_same_state(seed: int) -> None:
+    world = World(seed)
+    handle = world.machine.handle
+    events: list[tuple[Event, float]] = []
+
+    def record(event: Event, now: float) -> list[Effect]:
+        events.append((event, now))
+        return handle(event, now)
+
+    world.machine.handle = record  # type: ignore[method-assign]
+    world.run()
+    second = CacheMachine(world.weather.settings, incarnation=world.incarnation)
+    for event, now in events:
+        with contextlib.suppress(CapacityError, LeaseError, UnavailableError, ValueError):
+            second.handle(event, now)
+
+    assert second.freeze() == world.machine.freeze()
+
+
+def test_the_weather_knows_worlds_of_every_kind() -> None:
+    weathers = [World(seed).weather for seed in range(400)]
+
+    assert {weather.plenty for weather in weathers} == set(Plenty)
+    assert {weather.managed for weather in weathers} == {True, False}
+    assert {weather.settings.rank_count for weather in weathers} == {1, 2, 3}
+    assert {len(weather.settings.tiers) for weather in weathers} == {0, 1, 2, 3}
+    policies = {tier.write.kind for weather in weathers for tier in weather.settings.tiers}
+    assert policies == set(WriteKind) - {WriteKind.NONE}
+
+
+def test_a_world_with_plenty_has_no_faults() -> None:
+    healthy = [w for w in (World(seed).weather for seed in range(400)) if w.healthy]
+
+    rates = ("fail", "unreadable", "hang", "rot", "death", "tier_trouble", "reset", "cancel")
+    assert healthy
+    assert not [w for w in healthy if any(getattr(w, rate) for rate in rates)]

@@ -1,0 +1,247 @@
+"""What moves do to the state of a small world, and what must hold when they do it.
+
+A state is a tuple of small numbers: the local states of the parties, the queues of messages
+between them, what is left of the budgets for faults, and who has yet to hear of a new life.
+
+What must not break: what a move does depends on the state alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lab.worlds import deeds as do
+from lab.worlds.casting import Casting, Numbers
+from lab.worlds.decode import DecodeRankActor
+from lab.worlds.faults import Fault
+from lab.worlds.moves import NO_FAULT, Move, MoveKind
+from lab.worlds.prefill import PrefillRankActor
+from lab.worlds.promises import check_blocks, check_slots, knows_life
+from lab.worlds.scene import DECODE, PREFILL, identity_of
+from lab.worlds.schedulers import SchedulerActor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lab.worlds.scene import Scene
+    from penstock.handoff.protocol.states import Outcome
+
+State = tuple[int, ...]
+
+TOTAL = len(Fault)
+"""The place of the number of all faults among the budgets."""
+
+
+class Carrying:
+    """Where everything lies in a state, and how moves are carried out."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.casting = Casting(scene)
+        place = self.casting.place
+        self._party_count = len(self.casting.names)
+        self._channels = range(self._party_count, self._party_count + len(self.casting.routes))
+        self._purse = self._channels.stop
+        self._news = self._purse + 1
+        self._budgets: Numbers[tuple[int, ...]] = Numbers()
+        self._tidings: Numbers[int] = Numbers()
+        """Who has yet to hear of a new life: two bits for each channel from the one reborn."""
+        assert self._tidings.of(0) == 0
+        self._prefill_place, self._decode_place = place[PREFILL], place[DECODE]
+        self._schedulers = (self._prefill_place, self._decode_place)
+        self._prefill_ranks = [place[name] for name in scene.prefill_ranks]
+        self._decode_ranks = [place[name] for name in scene.decode_ranks]
+        self._hearers = {
+            channel: place[peer]
+            for channel, (_, peer) in zip(self._channels, self.casting.routes, strict=True)
+        }
+        self._ends: dict[tuple[int, int, int], tuple[tuple[str, int, Outcome], ...]] = {}
+        """What ended when a scheduler went from one local state to another."""
+        self._carriers: dict[MoveKind, Callable[[list[int], Move], None]] = {
+            MoveKind.POST: self._post,
+            MoveKind.LAND: self._land,
+            MoveKind.SPOIL: self._land,
+            MoveKind.HAUNT: self._land,
+            MoveKind.FENCE: self._act,
+            MoveKind.PREFILL: self._prefill,
+            MoveKind.TOKEN: self._act,
+            MoveKind.HEAR: self._hear,
+            MoveKind.LOSE: self._disturb,
+            MoveKind.REPEAT: self._disturb,
+            MoveKind.OVERTAKE: self._disturb,
+            MoveKind.CRASH: self._crash,
+        }
+
+    @property
+    def channels(self) -> range:
+        """The columns of the queues."""
+        return self._channels
+
+    @property
+    def tidings(self) -> Numbers[int]:
+        """Who has yet to hear of a new life: two bits for each route."""
+        return self._tidings
+
+    def step(self, state: State, move: Move) -> State:
+        """The state after a move."""
+        after = list(state)
+        kind, place, deed, fault = move
+        if fault != NO_FAULT:
+            after[self._purse] = self._paid(after[self._purse], fault)
+        if kind is MoveKind.DELIVER:
+            deed, after[place] = self.casting.parted(after[place])
+            self._do(after, self._hearers[place], deed)
+        elif kind is MoveKind.DO:
+            self._do(after, place, deed)
+        else:
+            self._carriers[kind](after, move)
+        return tuple(after)
+
+    def _paid(self, purse: int, fault: int) -> int:
+        """The budgets after a fault."""
+        left = [*self._budgets[purse]]
+        left[fault] -= 1
+        left[TOTAL] -= 1
+        return self._budgets.of(tuple(left))
+
+    def _do(self, after: list[int], place: int, deed: int) -> None:
+        """Something happens to a party; what it says is on its way."""
+        local = after[place]
+        after[place], said = self.casting.memos[place].after(local, deed)
+        if said:
+            first, joined = self._party_count, self.casting.joined
+            for channel, message in said:
+                after[first + channel] = joined(after[first + channel], message)
+        if place in self._schedulers and after[place] != local:
+            self._follow_ends(after, place, local)
+
+    def _act(self, after: list[int], move: Move) -> None:
+        self._do(after, move.place, move.deed)
+
+    def _prefill(self, after: list[int], move: Move) -> None:
+        """The scheduler and its ranks begin with a prompt."""
+        for place in (move.place, *self._prefill_ranks):
+            self._do(after, place, move.deed)
+
+    def _disturb(self, after: list[int], move: Move) -> None:
+        """The network loses a message, repeats it, or lets others overtake it."""
+        oldest, *others = self.casting.queues[after[move.place]]
+        match move.kind:
+            case MoveKind.LOSE:
+                queue = others
+            case MoveKind.REPEAT:
+                queue = [oldest, *others, oldest]
+            case _:
+                queue = [*others, oldest]
+        after[move.place] = self.casting.queues.of(tuple(queue))
+
+    def _post(self, after: list[int], move: Move) -> None:
+        submit = self.casting.deeds[move.deed]
+        assert isinstance(submit, do.Submit)
+        deed = move.deed
+        source = self.casting.actor(move.place, after[move.place]).identity.life
+        target = self._target(after, submit.write.target.name)
+        gone = target.identity.life != submit.write.target
+        if gone or target.is_closed((source, submit.write.generation)):
+            deed = self.casting.deeds.of(do.Bounce(submit.write))
+        self._do(after, move.place, deed)
+
+    def _land(self, after: list[int], move: Move) -> None:
+        casting = self.casting
+        leaving = casting.deeds[move.deed]
+        assert isinstance(leaving, do.Leave | do.Fade)
+        writer = self._rank(after, move.place)
+        write = writer.write_of(leaving)
+        source = leaving.source if isinstance(leaving, do.Fade) else writer.identity.life
+        target = self._target(after, write.write.target.name)
+        if target.identity.life != write.write.target and isinstance(leaving, do.Leave):
+            # The target's memory is gone, and the poster is told so.
+            self._do(after, move.place, casting.deeds.of(do.Bounce(leaving.write)))
+            return
+        self._do(after, move.place, move.deed)
+        intact = move.kind is not MoveKind.SPOIL
+        landing = casting.deeds.of(do.Land(write, source, intact))
+        self._do(after, casting.place[target.name], landing)
+        for channel, message in casting.numbered((write.notice,)):
+            place = self._party_count + channel
+            after[place] = casting.joined(after[place], message)
+
+    def _crash(self, after: list[int], move: Move) -> None:
+        casting = self.casting
+        name = casting.names[move.place]
+        life = casting.actor(move.place, after[move.place]).identity.life
+        peers = tuple(
+            casting.actor(casting.place[peer], after[casting.place[peer]]).identity
+            for peer in self.scene.peers_of(name)
+        )
+        reborn = identity_of(name, life.incarnation + 1)
+        self._do(after, move.place, casting.deeds.of(do.Rebirth(reborn.life, peers)))
+        news = self._tidings[after[self._news]]
+        for index, route in enumerate(casting.routes):
+            if route[0] == name:
+                news = news & ~(3 << 2 * index) | 1 << 2 * index
+        after[self._news] = self._tidings.of(news)
+
+    def _hear(self, after: list[int], move: Move) -> None:
+        deed = self.casting.deeds[move.deed]
+        peer = self.casting.names[move.place]
+        news = self._tidings[after[self._news]]
+        if isinstance(deed, do.Introduce):
+            index = self.casting.routes.index((deed.peer.life.name, peer))
+            news &= ~(3 << 2 * index)
+        else:
+            assert isinstance(deed, do.Suspect)
+            index = self.casting.routes.index((deed.name, peer))
+            news |= 2 << 2 * index
+        after[self._news] = self._tidings.of(news)
+        self._do(after, move.place, move.deed)
+
+    # ---------------------------------------------------------------- promises
+
+    def _follow_ends(self, after: list[int], place: int, before: int) -> None:
+        """When an engine hears that a handoff is over, its memory is its own again."""
+        local = after[place]
+        known = self._ends.get((place, before, local))
+        if known is None:
+            ended = self._scheduler(place, local).ended
+            earlier = self._scheduler(place, before).ended
+            known = tuple((*at, outcome) for at, outcome in ended.items() if at not in earlier)
+            self._ends[place, before, local] = known
+        for handoff, epoch, outcome in known:
+            if place == self._prefill_place:
+                self._give_blocks_back(after, handoff)
+            else:
+                self._give_slots_back(after, handoff, epoch, outcome)
+
+    def _give_blocks_back(self, after: list[int], handoff: str) -> None:
+        for rank in self._prefill_ranks:
+            check_blocks(self._rank(after, rank), handoff)
+            self._do(after, rank, self.casting.deeds.of(do.Purge(handoff)))
+
+    def _give_slots_back(
+        self, after: list[int], handoff: str, epoch: int, outcome: Outcome
+    ) -> None:
+        scheduler = self._scheduler(self._decode_place, after[self._decode_place])
+        for rank in self._decode_ranks:
+            actor = self._target(after, self.casting.names[rank])
+            if knows_life(scheduler, actor):
+                check_slots(actor, handoff, epoch, outcome)
+            self._do(after, rank, self.casting.deeds.of(do.Purge(handoff, epoch)))
+
+    # ---------------------------------------------------------------- parties
+
+    def _rank(self, state: Sequence[int], place: int) -> PrefillRankActor:
+        actor = self.casting.actor(place, state[place])
+        assert isinstance(actor, PrefillRankActor)
+        return actor
+
+    def _target(self, state: Sequence[int], name: str) -> DecodeRankActor:
+        place = self.casting.place[name]
+        actor = self.casting.actor(place, state[place])
+        assert isinstance(actor, DecodeRankActor)
+        return actor
+
+    def _scheduler(self, place: int, local: int) -> SchedulerActor[Any]:
+        actor = self.casting.actor(place, local)
+        assert isinstance(actor, SchedulerActor)
+        return actor

@@ -1,0 +1,349 @@
+"""The driver of a decode rank: landing areas, notices, and parts that are verified and put away.
+
+    notice ─→ machine ─→ Take ─→ verified in its berth ─→ into the slots ─→ machine
+
+The one rule: memory of an area goes back to the transport only when the machine says so, and the
+machine hears of a fence only from the transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.errors import ConfigError, PeerError, UnavailableError
+from penstock.handoff.driver.driving import PartyDriver
+from penstock.handoff.driver.envelope import Content, decode_content, unseal
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.decode_rank import DecodeRank
+from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
+from penstock.transport.remote import Fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.handoff.driver.directory import Directory
+    from penstock.handoff.driver.lines import Lines
+    from penstock.handoff.driver.taking import PartTaker
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.names import Life
+    from penstock.handoff.protocol.settings import HandoffSettings
+    from penstock.transport.remote import Area, Notice, Target
+
+BUDGET_BYTES = 32 << 20
+"""Verified and put away in one step, at most about so much: some milliseconds of a core."""
+FENCE_S = 0.05
+"""A fence that nothing wakes us for is looked at again after this."""
+TAKING_S = 0.001
+"""The same for moves of a device."""
+CLAIM_S = 0.005
+"""So long a berth may be kept back, to be returned together with others in one claim."""
+KEPT_BACK = 2
+"""Of so many berths of a source, at most one is kept back: it has enough to go on with."""
+
+
+class _KeptBack(NamedTuple):
+    """Berths of a source that are free and that it was not told of."""
+
+    berths: int
+    since: float
+
+
+class _Expected(NamedTuple):
+    """What is known of a handoff that this rank collects."""
+
+    content: Content
+    slots: tuple[int, ...]
+    block_first: int
+    """The first missing block, in blocks of the target."""
+    key_first: int
+    """The same in blocks of the source."""
+
+
+class DecodeRankDriver(PartyDriver[DecodeRank]):
+    """One rank of a decode engine.
+
+    Args:
+        directory: who takes part.
+        name: which rank this is.
+        lines: its lines.
+        taker: verifies parts and puts them into its slots.
+        target: where areas come from: the data transport in use.
+        incarnation: of this life.
+        settings: patience and bounds.
+        clock: the time.
+        budget_bytes: put away in a step, at most about so much.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        lines: Lines,
+        *,
+        taker: PartTaker[Any],
+        target: Target,
+        incarnation: int,
+        settings: HandoffSettings,
+        clock: Callable[[], float] = time.monotonic,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> None:
+        identity = directory.identity(name, incarnation)
+        machine = DecodeRank(identity, settings, scheduler=directory.decode.scheduler)
+        super().__init__(machine, lines, clock=clock)
+        self._directory = directory
+        self._taker = taker
+        self._target = target
+        self._budget_bytes = budget_bytes
+        self._expected: dict[tuple[str, int], _Expected] = {}
+        self._areas: dict[tuple[Life, int], Area] = {}
+        self._owners: dict[int, tuple[Life, int]] = {}
+        """Whose an area of the transport is, by its identity."""
+        self._fences: list[Fence] = []
+        self._takes: deque[Take] = deque()
+        self._kept_back: dict[str, _KeptBack] = {}
+        self._unopened: deque[tuple[Life, int, str]] = deque()
+        """Areas for which there was no memory, and why."""
+        self.parts_taken = 0
+        self.bytes_taken = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step has something to do."""
+        return super().has_work or (bool(self._takes) and self._taker.has_room)
+
+    def next_deadline(self) -> float | None:
+        """When `step` should be called although nothing came."""
+        due = super().next_deadline()
+        watched = getattr(self._target, "fence_descriptor", None) is not None
+        if self._taker.busy:
+            soon = self._clock() + TAKING_S
+        elif self._fences and not watched:
+            soon = self._clock() + FENCE_S
+        elif self._held:
+            soon = CLAIM_S + min(each.since for each in self._kept_back.values())
+        else:
+            return due
+        return soon if due is None else min(soon, due)
+
+    # A step.
+
+    def _work(self, now: float) -> None:
+        for notice in self._target.notices():
+            self._hear_notice(notice, now)
+        for take, intact in self._taker.ended():
+            self._taken(take, intact=intact)
+        left_bytes = self._budget_bytes
+        while self._takes and left_bytes > 0 and self._taker.has_room:
+            left_bytes -= self._begin(self._takes.popleft())
+        self._look_at_fences(now)
+        if len(self._expected) > len(self.machine.collections):
+            for key in [key for key in self._expected if key not in self.machine.collections]:
+                del self._expected[key]
+
+    def _hear_notice(self, notice: Notice, now: float) -> None:
+        peer, generation = self._owners[id(notice.area)]
+        try:
+            message = unseal(notice.payload).message
+        except PeerError as error:
+            self._refuse("garbage", peer.name, str(error))
+            return
+        if not isinstance(message, msg.Landed):
+            self._refuse("notice", peer.name, f"{type(message).__name__} is none")
+        elif message.sender != peer or message.generation != generation:
+            self._refuse("notice", peer.name, f"of {message.sender}, area {message.generation}")
+        else:
+            self._liveness.heard(peer.name, now)
+            self._carry_out(self.machine.receive(message, now))
+
+    def _begin(self, take: Take) -> int:
+        """Verifies a part and puts it away; its size."""
+        expected = self._expected[take.handoff, take.epoch]
+        route = self._directory.route(take.source.name, self.life.name)
+        assert route is not None, "what is expected along no route is refused"
+        place = route.place(take.grid, take.part, expected.content.token_count)
+        area = self._areas[take.source, take.generation]
+        first = take.berth * self.machine.settings.bounds.berth_bytes
+        memory = area.memory[first : first + place.size]
+        sources, targets = place.source_blocks, place.target_blocks
+        at, slot = expected.key_first, expected.block_first
+        keys = expected.content.keys[sources.start - at : sources.stop - at]
+        slots = expected.slots[targets.start - slot : targets.stop - slot]
+        try:
+            intact = self._taker.take(take, route, place.form, memory, keys, slots)
+        except Exception as error:  # noqa: BLE001 - see tests/test_tidy.py
+            # One part must not end the rank and with it every other handoff.
+            self._fault("taker", take.source.name, take.handoff, error)
+            why = f"{type(error).__name__}: {error}"
+            self._carry_out(self.machine.take_failed(take, self._clock(), why=why))
+        else:
+            if intact is not None:
+                self._taken(take, intact=intact)
+        self.bytes_taken += place.size
+        return max(place.size, 1)
+
+    def _taken(self, take: Take, *, intact: bool) -> None:
+        now = self._clock()
+        if intact:
+            self.parts_taken += 1
+            kept = self._kept_back.get(take.source.name, _KeptBack(0, now))
+            self._kept_back[take.source.name] = kept._replace(berths=kept.berths + 1)
+            self._carry_out(self.machine.part_taken(take, now))
+        else:
+            self._kept_back.pop(take.source.name, None)  # It is asked for again at once.
+            self._carry_out(self.machine.part_spoiled(take, now))
+
+    def _can_wait(self, claim: msg.Claim) -> bool:
+        """Whether a claim does nothing but return some berths, of which the source has enough.
+
+        One that says that all parts are there does not wait, nor one that asks for something.
+        """
+        name = claim.target.name
+        kept = self._kept_back.get(name)
+        collection = self.machine.collections.get((claim.handoff, claim.epoch))
+        source = None if collection is None else collection.source(name)
+        return (
+            kept is not None
+            and source is not None
+            and not source.is_complete
+            and kept.berths * KEPT_BACK < claim.berth_count
+            and self._clock() < kept.since + CLAIM_S
+        )
+
+    def _say_claims(self) -> None:
+        while self._unopened:
+            peer, generation, why = self._unopened.popleft()
+            area = self.machine.areas.get(peer.name)
+            if (
+                area is not None
+                and area.open
+                and (area.peer, area.generation) == (peer, generation)
+            ):
+                effects = self.machine.area_failed(peer, generation, self._clock(), why=why)
+                self._carry_out(effects)
+        # Nobody can write to an area that is not there.
+        self._claims = {
+            at: claim
+            for at, claim in self._claims.items()
+            if (claim.target, claim.generation) in self._areas
+        }
+        super()._say_claims()
+        if self._kept_back:
+            waiting = {name for name, _ in self._held}
+            self._kept_back = {n: kept for n, kept in self._kept_back.items() if n in waiting}
+
+    # What is expected.
+
+    def _admits(self, message: msg.AnyMessage, attachment: bytes) -> bool:
+        if not isinstance(message, msg.Expect):
+            return True
+        key = (message.handoff, message.epoch)
+        if key in self.machine.collections:
+            return True
+        try:
+            expected = self._read(message, attachment)
+        except PeerError as error:
+            self._refuse("expect", message.sender.name, str(error))
+            return False
+        self._expected[key] = expected
+        return True
+
+    def _read(self, expect: msg.Expect, attachment: bytes) -> _Expected:
+        """What is expected, if it makes sense."""
+        content = decode_content(attachment)
+        plan = self._directory.plan
+        firsts = {grid.block_first for _, grid in expect.sources}
+        for source, grid in expect.sources:
+            route = self._directory.route(source, self.life.name)
+            if route is None:
+                raise PeerError(f"{source!r} owes nothing to {self.life.name!r}")
+            berth_bytes = self.machine.settings.bounds.berth_bytes
+            problem = route.problem_of(grid, berth_bytes=berth_bytes)
+            units = -(-content.token_count // plan.unit_tokens)
+            if not problem and grid.block_first + grid.block_count != units:
+                problem = f"blocks up to {grid.block_first + grid.block_count}, must be {units}"
+            if problem:
+                raise PeerError(f"grid of {source!r}: {problem}")
+        if len(firsts) > 1:
+            raise PeerError(f"grids begin with blocks {sorted(firsts)}, must be one")
+        first_token = min(firsts, default=0) * plan.unit_tokens
+        block_first = first_token // plan.target_tokens
+        key_first = first_token // plan.source_tokens
+        if expect.sources:
+            slots = -(-content.token_count // plan.target_tokens) - block_first
+            keys = -(-content.token_count // plan.source_tokens) - key_first
+            if len(expect.slots) != slots or len(content.keys) != keys:
+                raise PeerError(
+                    f"{len(expect.slots)} slots and {len(content.keys)} keys, must be {slots} "
+                    f"and {keys}"
+                )
+        if any(slot >= self._taker.slot_count for slot in expect.slots):
+            raise PeerError(f"slots up to {max(expect.slots)}, there are {self._taker.slot_count}")
+        return _Expected(content, expect.slots, block_first, key_first)
+
+    def _attach(self, message: msg.AnyMessage) -> bytes:
+        if not isinstance(message, msg.Claim):
+            return b""
+        area = self._areas.get((message.target, message.generation))
+        return b"" if area is None else area.description
+
+    # Areas.
+
+    def _act(self, effect: AnyEffect) -> None:
+        match effect:
+            case Take():
+                self._takes.append(effect)
+            case OpenArea():
+                self._open(effect)
+            case Fence():
+                self._retire(effect)
+            case FreeArea():
+                self._free(effect)
+            case _:
+                super()._act(effect)
+
+    def _open(self, effect: OpenArea) -> None:
+        size = effect.berth_count * effect.berth_bytes
+        try:
+            area = self._target.open_area(str(effect.peer), size)
+        except (UnavailableError, ConfigError, OSError, MemoryError) as error:
+            # The machine is told when the effects of its last input were carried out.
+            self._refuse("no memory", effect.peer.name, str(error))
+            self._unopened.append((effect.peer, effect.generation, str(error)))
+            return
+        self._areas[effect.peer, effect.generation] = area
+        self._owners[id(area)] = (effect.peer, effect.generation)
+
+    def _retire(self, fence: Fence) -> None:
+        area = self._areas.get((fence.peer, fence.generation))
+        if area is not None:
+            self._target.retire(area)
+        self._fences.append(fence)
+
+    def _look_at_fences(self, now: float) -> None:
+        waiting, self._fences = self._fences, []
+        for fence in waiting:
+            area = self._areas.get((fence.peer, fence.generation))
+            if area is None or isinstance(self._target.fence(area), Fenced):
+                self._carry_out(self.machine.fenced(fence.peer, fence.generation, now))
+            else:
+                self._fences.append(fence)
+
+    def _free(self, effect: FreeArea) -> None:
+        area = self._areas.pop((effect.peer, effect.generation), None)
+        if area is not None:
+            del self._owners[id(area)]
+            self._target.free(area)
+
+    def _descriptors(self) -> Sequence[int]:
+        """Notices that arrive, and writers that die."""
+        own = getattr(self._target, "descriptor", None)
+        found = [] if own is None else [own]
+        watch = getattr(self._target, "fence_descriptor", None)
+        for fence in self._fences:
+            area = self._areas.get((fence.peer, fence.generation))
+            pidfd = None if area is None or watch is None else watch(area)
+            if pidfd is not None:
+                found.append(pidfd)
+        return found

@@ -1,0 +1,291 @@
+"""Parts out of and into tensors of a CUDA device, by pack kernels that sum on the way.
+
+    DeviceReader:  slots ─gather, sums─→ staging ─copy─→ berth        sums ─→ the notice
+    DeviceTaker:   berth ─copy─→ staging ─sums─→ verdict ─scatter─→ slots
+
+The CPU touches no byte of a part: it submits one batch of calls for each, and looks at one event.
+A berth is memory of the same device (`device_berths`), or memory of the host that was pinned, as
+an area that two processes share (`pin_memory`); which of them makes no difference here.
+
+| hazard                            | what orders it                                             |
+|-----------------------------------|------------------------------------------------------------|
+| the part is not computed          | progress is told when its event was passed, before `read`  |
+| a slot to be filled is still read | the scatter waits for the last step that touched it         |
+| a berth, a staging buffer         | used again when the CPU has seen the event                  |
+| the area was left                 | `forget` waits for the copy that was submitted              |
+
+The verdict on a block is found on the device, over a copy that no peer can reach, and the scatter
+that follows it writes the blocks that were found good, and no others.
+
+The one rule: a part is told intact after the CPU has seen the verdict on every block of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.errors import UnavailableError
+from penstock.handoff.driver.device_staging import Device, address_of, numbers_of
+from penstock.handoff.driver.tensors import WindowScatter
+from penstock.vocabulary.checksums import SUM_BYTES
+from penstock.vocabulary.narrowing import narrow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.handoff.driver.device_staging import Batch, Kernels, Shape, Window
+    from penstock.handoff.driver.parts import PartForm, RouteParts
+    from penstock.handoff.protocol.effects import Take
+    from penstock.handoff.protocol.names import WriteId
+    from penstock.movers.cuda.streams import Event, Steps
+    from penstock.tiers.tensors import TensorTier
+    from penstock.vocabulary.layout import Layout
+
+FORGET_S = 10.0
+"""A copy of one part that has not ended by then means that the device is lost."""
+
+
+class _Reading(NamedTuple):
+    write: WriteId
+    shape: Shape
+    batch: Batch
+
+
+class DeviceReader:
+    """Packs parts out of the tensors of a device; see `PartReader`. Sums are `MIX64`.
+
+    Args:
+        tier: the KV of the rank, on the current device.
+        part_bytes: the largest part: the bytes of a berth.
+    """
+
+    def __init__(self, tier: TensorTier, *, part_bytes: int) -> None:
+        self.slot_count = tier.slot_count
+        self._tier = tier
+        self._device = Device(tier, part_bytes)
+        self._reading: deque[_Reading] = deque()
+        self._forgotten: set[WriteId] = set()
+
+    def read(
+        self,
+        write: WriteId,
+        form: PartForm,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        memory: Window,
+    ) -> bytes | None:
+        """Begins to pack blocks into a berth; see `PartReader`."""
+        if form.packed is None:
+            return b""
+        kernels = self._kernels_of(form)
+        shape, packer, calls = kernels
+        stream, count = self._device.stream, len(slots)
+        batch, berth = shape.begin(tuple(keys))
+        manifest = batch.manifest
+        manifest.slots[:, :count] = numbers_of(tuple(slots))
+        manifest.targets[0, :count] = shape.rows[:count]
+        manifest.send(calls, stream)
+        packer.gather(calls, manifest, berth, stream)
+        packer.publish(calls, manifest, berth, batch.sums_address, stream)
+        calls.copy(stream, address_of(memory), berth.staged, len(memory))
+        calls.record(manifest.ended, stream)
+        calls.make()
+        self._reading.append(_Reading(write, shape, batch))
+        return None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a part can be submitted."""
+        return self._device.has_room
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        """The parts that are in their berths, with their sums; see `PartReader`."""
+        found = []
+        while self._reading and self._reading[0].batch.manifest.ended.reached:
+            write, shape, batch = self._reading.popleft()
+            if write in self._forgotten:
+                self._forgotten.remove(write)
+            else:
+                sums = batch.sums[: batch.manifest.count].astype("<u8", copy=False).tobytes()
+                found.append((write, sums))
+            shape.free.append(batch)
+        return found
+
+    def forget(self, write: WriteId) -> None:
+        """Waits for the copy of this write, if one is under way: it moves nothing after this.
+
+        Raises:
+            UnavailableError: the device does not come to its end.
+        """
+        for reading in self._reading:
+            if reading.write == write:
+                self._forgotten.add(write)
+                if not self._device.bell.wait(reading.batch.manifest.ended, FORGET_S):
+                    raise UnavailableError(f"a copy of the device has not ended in {FORGET_S} s")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part is under way."""
+        return bool(self._reading)
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives everything back; see `Device.close`."""
+        self._device.close()
+
+    def _kernels_of(self, form: PartForm) -> Kernels:
+        return self._device.kernels_of(form, lambda: narrow(self._tier.layout, form.source_cuts))
+
+
+class _Taking(NamedTuple):
+    take: Take
+    shape: Shape
+    batch: Batch
+    put_away: Callable[[], None] | None
+    """What is left to do once the part is known to be intact: blocks of another size,"""
+    scratch: torch.Tensor | None
+    """of which this is a copy."""
+
+
+class DeviceTaker:
+    """Puts parts into the tensors of a device; see `PartTaker`. Sums are `MIX64`.
+
+    Args:
+        tier: the KV of the rank, on the current device.
+        part_bytes: the largest part: the bytes of a berth.
+        steps: of the engine; slots are written behind the last one that touched them. Without
+            them, slots are given only when nothing of the engine can touch them any more.
+    """
+
+    def __init__(self, tier: TensorTier, *, part_bytes: int, steps: Steps | None = None) -> None:
+        self.slot_count = tier.slot_count
+        self._tier = tier
+        self._steps = steps
+        self._device = Device(tier, part_bytes)
+        self._torch_stream = torch.cuda.ExternalStream(self._device.stream.number)
+        self._taking: deque[_Taking] = deque()
+        self._scatters: dict[PartForm, WindowScatter] = {}
+        self._part_bytes = part_bytes
+        self._scratches: list[torch.Tensor] = []
+        """Free copies of parts with blocks of another size; taken when there are such."""
+
+    def take(
+        self,
+        take: Take,
+        route: RouteParts,
+        form: PartForm,
+        memory: Window,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+    ) -> bool | None:
+        """Begins to put a part away, and to verify it on the way; see `PartTaker`."""
+        if form.packed is None:
+            return not take.sums
+        if len(take.sums) != len(keys) * form.cell_count * SUM_BYTES:
+            return False
+        whole = route.source_ratio == route.target_ratio == 1
+        shape, packer, calls = self._kernels_of(form, whole=whole)
+        stream, count = self._device.stream, len(keys)
+        numbers = numbers_of(tuple(slots))
+        batch, berth = shape.begin(tuple(keys))
+        manifest = batch.manifest
+        manifest.slots[0, :count] = shape.rows[:count]
+        manifest.targets[:, :count] = numbers if whole else -1
+        batch.sums[:count] = np.frombuffer(take.sums, dtype="<u8").reshape(count, -1)
+        manifest.send(calls, stream)
+        calls.copy(stream, berth.staged, address_of(memory), len(memory))
+        scratch = None
+        if not whole:
+            # Staging is used again before the verdict is seen, and others can write the berth:
+            # what is put away later is this copy of what is summed.
+            scratch = self._take_scratch()
+            calls.copy(stream, scratch.data_ptr(), berth.staged, len(memory))
+        packer.sum(calls, manifest, berth, stream)
+        packer.judge(calls, manifest, berth, batch.sums_address, stream)
+        step = self._last_step(numbers)
+        if step is not None:
+            calls.wait(stream, step)
+        if whole:
+            packer.scatter(calls, manifest, berth, stream)
+        calls.record(manifest.ended, stream)
+        calls.make()
+        put_away = None
+        if scratch is not None:
+            put_away = self._put_away_of(route, form, scratch, count, slots)
+        self._taking.append(_Taking(take, shape, batch, put_away, scratch))
+        return None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a part can be submitted."""
+        return self._device.has_room
+
+    def ended(self) -> list[tuple[Take, bool]]:
+        """The parts whose verdict is known; see `PartTaker`."""
+        found = []
+        while self._taking and self._taking[0].batch.manifest.ended.reached:
+            taking = self._taking[0]
+            manifest = taking.batch.manifest
+            intact = not manifest.told[: manifest.count].any()
+            if intact and taking.put_away is not None:
+                taking.put_away()
+                manifest.ended.record(self._device.stream.handle)
+                self._taking[0] = taking._replace(put_away=None)
+                break
+            self._taking.popleft()
+            taking.shape.free.append(taking.batch)
+            if taking.scratch is not None:
+                self._scratches.append(taking.scratch)
+            found.append((taking.take, intact))
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part is under way."""
+        return bool(self._taking)
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives everything back; see `Device.close`."""
+        self._device.close()
+
+    def _kernels_of(self, form: PartForm, *, whole: bool) -> Kernels:
+        def layout() -> Layout:
+            # Blocks of another size are summed where they lie packed, and belong to no slot yet.
+            assert form.packed is not None
+            return narrow(self._tier.layout, form.target_cuts) if whole else form.packed
+
+        return self._device.kernels_of(form, layout)
+
+    def _last_step(self, slots: NDArray[np.int32]) -> Event | None:
+        return None if self._steps is None else self._steps.event_of(self._steps.last_of(slots))
+
+    def _take_scratch(self) -> torch.Tensor:
+        if self._scratches:
+            return self._scratches.pop()
+        try:
+            return torch.empty(self._part_bytes, dtype=torch.uint8, device=self._tier.device)
+        except torch.OutOfMemoryError as error:
+            raise UnavailableError(f"{self._part_bytes} bytes for a part: {error}") from error
+
+    def _put_away_of(
+        self,
+        route: RouteParts,
+        form: PartForm,
+        scratch: torch.Tensor,
+        count: int,
+        slots: Sequence[int],
+    ) -> Callable[[], None]:
+        scatter = self._scatters.get(form)
+        if scatter is None:
+            scatter = self._scatters[form] = WindowScatter(route, form, self._tier)
+
+        def put_away() -> None:
+            with torch.cuda.stream(self._torch_stream):
+                scatter.scatter(scratch, count, slots)
+
+        return put_away

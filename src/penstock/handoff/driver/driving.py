@@ -1,0 +1,257 @@
+"""What the drivers of all four parties do: hear, keep time, carry out effects, wait.
+
+    step()   takes what came, lets timers expire, does a bounded share of the work: never waits
+    wait()   one poll over lines, notices and fences, until a deadline
+
+A driver belongs to one thread, that of its engine. With lines and a data transport of one
+process and a clock of the test's own it is deterministic; with ZeroMQ, shared memory and the
+monotonic clock it is the real thing. The code is the same.
+
+The one rule: the machine decides. A driver carries out its effects in their order, and gives
+every end back to it exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from penstock.errors import PeerError
+from penstock.handoff.driver.envelope import seal, unseal
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.effects import Ended, Send
+from penstock.handoff.protocol.framing import VersionError
+from penstock.handoff.protocol.identity import COLLEAGUES
+from penstock.handoff.protocol.liveness import Liveness
+from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.party import Party, Standing
+from penstock.transport.waiting import wait_any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.handoff.driver.lines import Lines
+    from penstock.handoff.protocol.effects import AnyEffect
+
+_log = logging.getLogger(__name__)
+
+MachineT = TypeVar("MachineT", bound=Party)
+
+
+class PartyDriver(Generic[MachineT]):
+    """One party with its lines; the drivers of the four roles are its children."""
+
+    def __init__(
+        self, machine: MachineT, lines: Lines, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.machine = machine
+        self.lines = lines
+        self.refused: Counter[str] = Counter()
+        """What came and was not given to the machine, by reason."""
+        self.unsent = 0
+        """Messages for which there was no line, or no room on it."""
+        self._clock = clock
+        self._liveness = Liveness(machine.settings.times)
+        self._watched: tuple[str, ...] = ()
+        self._ended: deque[Ended] = deque()
+        self._claims: dict[tuple[str, str], msg.Claim] = {}
+        """To be said at the end of the step."""
+        self._held: dict[tuple[str, str], msg.Claim] = {}
+        """To be said later, together with what comes until then."""
+        self._closed = False
+
+    @property
+    def life(self) -> Life:
+        """Which life of which party this is."""
+        return self.machine.life
+
+    def step(self) -> list[Ended]:
+        """Does what there is to do, as far as a step goes; returns the handoffs that ended."""
+        now = self._clock()
+        for name in self.lines.opened():
+            self._greet(name)
+        for name, frame in self.lines.receive():
+            self._hear(name, frame, now)
+        self._work(now)
+        due = self.machine.next_deadline()
+        if due is not None and due <= now:
+            self._carry_out(self.machine.handle_timer(now))
+        self._keep_watch(now)
+        self._say_claims()
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def wait(self, deadline: float, descriptors: Sequence[int] = ()) -> None:
+        """Waits for something to do, at most until `deadline` on the driver's clock.
+
+        `descriptors` are the engine's own: it wakes up for them, too.
+        """
+        if self.has_work:
+            return
+        own = self._descriptors()
+        # Asking the lines takes longer than this look, and `step` asks them anyway.
+        if own and wait_any((), own, deadline=None).descriptors:
+            return
+        until = self.next_deadline()
+        until = deadline if until is None else min(until, deadline)
+        watched = [*self.lines.descriptors, *own, *descriptors]
+        wait_any(self.lines.waitables, watched, deadline=until)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What to wait for beside `lines.waitables`, for who does not use `wait`."""
+        return [*self.lines.descriptors, *self._descriptors()]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step has something to do, whatever comes."""
+        return bool(self._ended or self._claims)
+
+    def next_deadline(self) -> float | None:
+        """When `step` should be called although nothing came."""
+        times = (
+            self.machine.next_deadline(),
+            self._liveness.next_deadline(),
+            self.lines.next_deadline(),
+        )
+        return min((at for at in times if at is not None), default=None)
+
+    def colleague_died(self, name: str) -> None:
+        """The supervisor has *seen* a colleague's process dead.
+
+        One that never was heard of is left alone.
+        """
+        if name in self.machine.peers:
+            self._carry_out(self.machine.suspect(name, self._clock()))
+
+    def close(self) -> None:
+        """Ends the lines. Twice does no harm."""
+        if not self._closed:
+            self._closed = True
+            self.lines.close()
+
+    # What the roles bring.
+
+    def _work(self, now: float) -> None:
+        """The role's own share of a step."""
+
+    def _act(self, effect: AnyEffect) -> None:
+        """Carries out an effect of the role."""
+        raise NotImplementedError(f"{effect} is not one of {type(self.machine).__name__}")
+
+    def _attach(self, message: msg.AnyMessage) -> bytes:  # noqa: ARG002 - for the roles
+        """What goes with a message."""
+        return b""
+
+    def _admits(
+        self,
+        message: msg.AnyMessage,  # noqa: ARG002 - for the roles
+        attachment: bytes,  # noqa: ARG002
+    ) -> bool:
+        """Takes what came with a message; `False` keeps it from the machine."""
+        return True
+
+    def _descriptors(self) -> Sequence[int]:
+        """What becomes readable when the role has something to do."""
+        return ()
+
+    # Messages.
+
+    def _hear(self, name: str, frame: bytes, now: float) -> None:
+        try:
+            envelope = unseal(frame)
+        except VersionError as error:
+            self._refuse("version", name, str(error))
+            self._carry_out(self.machine.misunderstand(name, now, version=error.theirs))
+            return
+        except PeerError as error:
+            self._refuse("garbage", name, str(error))
+            return
+        message = envelope.message
+        if message.sender.name != name:
+            self._refuse("in another's name", name, str(message.sender))
+            return
+        if message.sender == self.machine.life_of(name):
+            self._liveness.heard(name, now)
+        if self._admits(message, envelope.attachment):
+            self._carry_out(self.machine.receive(message, now))
+
+    def _greet(self, name: str) -> None:
+        self._send(self.machine.hello_to(Life(name, 0)))
+
+    def _send(self, message: msg.AnyMessage) -> None:
+        if not self.lines.send(message.target.name, seal(message, self._attach(message))):
+            self.unsent += 1
+
+    def _refuse(self, reason: str, name: str, what: str) -> None:
+        self.refused[reason] += 1
+        _log.debug("refused party=%s from=%s cause=%s: %s", self.life.name, name, reason, what)
+
+    def _fault(self, reason: str, name: str, handoff: str, error: Exception) -> None:
+        """Counts and logs what should not happen; the caller fails that handoff."""
+        self.refused[reason] += 1
+        _log.error(
+            "failed party=%s peer=%s handoff=%s cause=%s",
+            *(self.life.name, name, handoff, reason),
+            exc_info=error,
+        )
+
+    # Effects.
+
+    def _carry_out(self, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message=msg.Claim() as claim):
+                    # A claim says all that is: the last of a step says it for those before.
+                    self._claims[claim.target.name, claim.handoff] = claim
+                case Send(message=message):
+                    self._send(message)
+                case Ended():
+                    self._ended.append(effect)
+                    self._over(effect)
+                case _:
+                    self._act(effect)
+
+    def _say_claims(self) -> None:
+        claims, self._claims = {**self._held, **self._claims}, {}
+        urgent = {at[0] for at, claim in claims.items() if not self._can_wait(claim)}
+        self._held = {at: claim for at, claim in claims.items() if at[0] not in urgent}
+        for at, claim in claims.items():
+            if at[0] in urgent:
+                self._send(claim)
+
+    def _can_wait(self, claim: msg.Claim) -> bool:  # noqa: ARG002 - for the roles
+        """Whether a claim can be said together with one that will follow soon."""
+        return False
+
+    def _over(self, ended: Ended) -> None:
+        """A handoff is over on this side."""
+
+    # Silence.
+
+    def _keep_watch(self, now: float) -> None:
+        """Asks peers of the other engine that are silent, and suspects them in the end.
+
+        Colleagues are not watched: their death is seen, not suspected (P21).
+        """
+        role = self.machine.role
+        names = tuple(
+            name
+            for name, peer in self.machine.peers.items()
+            if (role, peer.role) not in COLLEAGUES and peer.standing is not Standing.LOST
+        )
+        if names != self._watched:
+            self._watched = names
+            self._liveness.watch(names, now)
+        due = self._liveness.next_deadline()
+        if due is None or due > now:
+            return
+        verdict = self._liveness.handle_timer(now)
+        for name in verdict.ask:
+            self._send(msg.Ping(sender=self.life, target=self.machine.life_of(name)))
+        for name in verdict.suspect:
+            _log.info("peer silent party=%s peer=%s cause=silence", self.life.name, name)
+            self._carry_out(self.machine.suspect(name, now))

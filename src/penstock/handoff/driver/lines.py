@@ -1,0 +1,296 @@
+"""Control lines: how the parties of a handoff reach each other, and who dials whom.
+
+| party             | listens | dials                             |
+|-------------------|---------|-----------------------------------|
+| prefill scheduler | yes     |                                   |
+| decode scheduler  | yes     | prefill scheduler                 |
+| prefill rank      | yes     | its scheduler                     |
+| decode rank       |         | its scheduler, its source ranks   |
+
+A line that ends is dialled again by who dialled it, after `redial_s`; what was said meanwhile is
+lost, and the protocol says it again. A new life of a party is a new line in the place of the
+old one.
+
+The one rule: a party is heard under its own name only. What comes over a line counts as said by
+the party that the line goes to, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from penstock.errors import CapacityError, UnavailableError
+from penstock.handoff.protocol.states import Role
+from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.zeromq import Listener, dial
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from penstock.handoff.driver.directory import Directory
+    from penstock.transport.base import Waitable
+    from penstock.transport.zmq_channel import ZmqChannel
+    from penstock.transport.zmq_link import ChannelSettings
+
+_log = logging.getLogger(__name__)
+
+REDIAL_S = 0.1
+FRAMES_A_LINE = 64
+"""So many frames of one line are taken before the others have their turn."""
+
+
+class Heard(NamedTuple):
+    """A frame, and whose line it came over."""
+
+    name: str
+    frame: bytes
+
+
+class Lines(Protocol):
+    """The lines of one party."""
+
+    def send(self, name: str, frame: bytes) -> bool:
+        """Hands a frame over; `False` if there is no line, or no room on it: it is lost."""
+        ...
+
+    def receive(self) -> list[Heard]:
+        """What has come, a bounded number of frames of each line; never waits."""
+        ...
+
+    def opened(self) -> list[str]:
+        """To whom a line was opened since the last call."""
+        ...
+
+    @property
+    def waitables(self) -> Sequence[Waitable]:
+        """What to ask, and then to wait for, until there is something to receive."""
+        ...
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """What to wait for, besides."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When `receive` should be called although nothing came."""
+        ...
+
+    def close(self) -> None:
+        """Ends all lines."""
+        ...
+
+
+class ZmqLines:
+    """Lines over ZeroMQ, within a machine or between them.
+
+    Args:
+        name: of this party.
+        listen: where to listen; nowhere if it is empty.
+        dials: the parties to dial, by name: their addresses.
+        callers: the parties that may dial us.
+        secret: what all parties have in common; nobody without it is let in.
+        settings: of the channels.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        listen: str = "",
+        dials: Mapping[str, str],
+        callers: Sequence[str] = (),
+        secret: bytes = b"",
+        settings: ChannelSettings | None = None,
+    ) -> None:
+        self.name = name
+        self.refused: Counter[str] = Counter()
+        """Who called, or answered, that should not have."""
+        self._secret = secret
+        self._settings = settings
+        self._dials = dict(dials)
+        self._callers = frozenset(callers)
+        self._listener = (
+            Listener(name, listen, secret=secret, settings=settings) if listen else None
+        )
+        self._channels: dict[str, ZmqChannel] = {}
+        self._told: set[str] = set()
+        """To whom the line is known to be open."""
+        self._opened: list[str] = []
+        self._causes: dict[str, tuple[str, str]] = {}
+        """Why each line ended last: told once, however often it is dialled in vain."""
+        self._redial_at = dict.fromkeys(self._dials, 0.0)
+        self._quiet: dict[str, int] = {}
+        """Lines that were found empty and not used since, and their descriptors: asking one
+        takes forty microseconds, and a poll over all of them two."""
+        self._redial()
+
+    @property
+    def address(self) -> str:
+        """Where this party listens."""
+        return "" if self._listener is None else self._listener.address
+
+    def send(self, name: str, frame: bytes) -> bool:
+        """Hands a frame over; see `Lines`."""
+        channel = self._channels.get(name)
+        if channel is None or not channel.is_open:
+            return False
+        self._quiet.pop(name, None)  # What comes in the course of a send is not shown.
+        try:
+            channel.send(frame)
+        except (UnavailableError, CapacityError):
+            return False
+        return True
+
+    def receive(self) -> list[Heard]:
+        """What has come; see `Lines`."""
+        self._accept()
+        self._redial()
+        found: list[Heard] = []
+        silent = self._silent()
+        for name, channel in list(self._channels.items()):
+            if name not in silent:
+                self._receive_from(name, channel, found)
+        return found
+
+    def opened(self) -> list[str]:
+        """To whom a line was opened; see `Lines`."""
+        found, self._opened = self._opened, []
+        return found
+
+    @property
+    def waitables(self) -> Sequence[Waitable]:
+        """The listener, and the channels that were used since they were found empty."""
+        channels: list[Waitable] = [
+            channel for name, channel in self._channels.items() if name not in self._quiet
+        ]
+        return channels if self._listener is None else [*channels, self._listener]
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Of the other channels."""
+        return [*self._quiet.values()]
+
+    def next_deadline(self) -> float | None:
+        """When to dial again, or to give up a line that is lost."""
+        alarms = (self._channels[name].alarm for name in self._quiet)
+        return min((*self._redial_at.values(), *(at for at in alarms if at)), default=None)
+
+    def close(self) -> None:
+        """Ends all lines; see `Lines`."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._quiet.clear()
+        self._redial_at.clear()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _receive_from(self, name: str, channel: ZmqChannel, found: list[Heard]) -> None:
+        for _ in range(FRAMES_A_LINE):
+            answer = channel.receive()
+            if channel.was_open and name not in self._told:
+                if name in self._dials and channel.name != name:
+                    self.refused["answered under another name"] += 1
+                    self._lose(name)
+                    return
+                self._told.add(name)
+                self._opened.append(name)
+                self._causes.pop(name, None)
+            match answer:
+                case Item(frame):
+                    found.append(Heard(name, frame))
+                case Empty():
+                    self._quiet[name] = channel.descriptor
+                    return
+                case ended:
+                    self._tell(name, ended, opened=channel.was_open)
+                    self._lose(name)
+                    return
+
+    def _tell(self, name: str, ended: Closed | Failed, *, opened: bool) -> None:
+        """Why a line ended, or was not opened: the next try looks the same from outside."""
+        why = ended.cause if isinstance(ended, Failed) else "closed there"
+        what = "line lost" if opened else "no line"
+        if self._causes.get(name) != (what, why):
+            _log.info("%s party=%s peer=%s cause=%s", what, self.name, name, why)
+        self._causes[name] = (what, why)
+
+    def _silent(self) -> set[str]:
+        """The lines that have nothing to tell."""
+        if not self._quiet:
+            return set()
+        poll = select.poll()
+        for fd in self._quiet.values():
+            poll.register(fd, select.POLLIN)
+        readable = {fd for fd, _ in poll.poll(0)}
+        now = time.monotonic()
+        return {
+            name
+            for name, fd in self._quiet.items()
+            if fd not in readable and not 0 < (self._channels[name].alarm or 0) <= now
+        }
+
+    def _accept(self) -> None:
+        while self._listener is not None:
+            channel = self._listener.accept()
+            if channel is None:
+                return
+            if channel.name not in self._callers:
+                self.refused["called by a stranger"] += 1
+                channel.close()
+                continue
+            self._drop(channel.name)
+            self._channels[channel.name] = channel
+
+    def _lose(self, name: str) -> None:
+        """A line has ended; who dialled it dials again."""
+        self._drop(name)
+        if name in self._dials:
+            self._redial_at[name] = time.monotonic() + REDIAL_S
+
+    def _drop(self, name: str) -> None:
+        self._told.discard(name)
+        self._quiet.pop(name, None)
+        channel = self._channels.pop(name, None)
+        if channel is not None:
+            channel.close()
+
+    def _redial(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, at in self._redial_at.items() if at <= now]:
+            del self._redial_at[name]
+            self._channels[name] = dial(
+                self._dials[name], name=self.name, secret=self._secret, settings=self._settings
+            )
+
+
+def zmq_lines(
+    directory: Directory,
+    name: str,
+    *,
+    secret: bytes = b"",
+    settings: ChannelSettings | None = None,
+) -> ZmqLines:
+    """The lines of a party, as the table above says, at the addresses of a directory."""
+    prefill, decode = directory.prefill, directory.decode
+    peers = directory.peers_of(name)
+    listen, dials = "", {}
+    match directory.role_of(name):
+        case Role.PREFILL_SCHEDULER:
+            listen = prefill.address
+        case Role.DECODE_SCHEDULER:
+            listen, dials = decode.address, {prefill.scheduler: prefill.address}
+        case Role.PREFILL_RANK:
+            listen = directory.place_of(name).address
+            dials = {prefill.scheduler: prefill.address}
+        case Role.DECODE_RANK:
+            dials = {rank.name: rank.address for rank in prefill.ranks if rank.name in peers}
+            dials[decode.scheduler] = decode.address
+    callers = [peer for peer in peers if peer not in dials]
+    return ZmqLines(
+        name, listen=listen, dials=dials, callers=callers, secret=secret, settings=settings
+    )

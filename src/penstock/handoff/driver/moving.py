@@ -1,0 +1,259 @@
+"""Packing parts out of slots, and putting them away into slots, on the CPU.
+
+    PartGather:   slots of the source ──→ packed bytes, and their cell sums
+    PartScatter:  packed bytes, verified ──→ slots of the target
+
+Compiled code does it in one pass, block by block (`packing.py`). Where that cannot be had, and
+for blocks of different sizes, NumPy goes through a part in pieces of some megabytes. Consecutive
+slots are copied in one call, and no Python runs for a single cell. Both ways give the same bytes
+and sums.
+
+Packed bytes lie in memory that other processes can write at any time. So a piece is packed and
+summed in memory of this process before it is copied there, and copied from there before it is
+verified and put away.
+
+Two rules: what is summed is memory of this process alone, and each byte outside is written once
+or read once; no byte is put away before the piece it is in was found intact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from penstock.movers.packing import Packing, Scratch, load_parts_library, seeds_of
+from penstock.vocabulary.narrowing import narrow, token_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.handoff.driver.parts import PartForm, RouteParts
+    from penstock.movers.packing import PartsLibrary
+    from penstock.tiers.base import SlotStore
+    from penstock.vocabulary.checksums import Algorithm
+    from penstock.vocabulary.layout import Layout
+    from penstock.vocabulary.planes import Plane
+
+PIECE_BYTES = 2 << 20
+"""Packed and summed at a time. Smaller pieces take more calls, larger ones leave the caches before
+they are copied on: 0.5 to 4 MiB were tried."""
+_SMALL_BYTES = 8192
+"""Of a plane's block. So little is copied by one call for all slots, through a second copy."""
+
+
+class _PlanePair(NamedTuple):
+    """One plane in its packed block, and in the slots of a tier."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    slots: NDArray[Any]
+    is_small: bool
+    """Whether calls cost more than a second copy."""
+
+    def packed(self, memory: NDArray[np.uint8], count: int, block_bytes: int) -> NDArray[Any]:
+        """The plane in `count` packed blocks, with the axes that it has in the slots."""
+        view: NDArray[Any] = np.ndarray(
+            (count, *self.shape),
+            self.slots.dtype,
+            memory.data,
+            self.offset,
+            (block_bytes, *self.strides),
+        )
+        return view.reshape(count, *self.slots.shape[1:])
+
+
+class PartGather:
+    """Packs blocks of one form out of a tier, prepared once.
+
+    Args:
+        form: of the parts.
+        tier: where the slots are.
+        algorithm: of the sums.
+        library: how to get at the compiled code.
+        scratch: memory for pieces, shared with others of the same thread.
+    """
+
+    def __init__(
+        self,
+        form: PartForm,
+        tier: SlotStore,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
+        scratch: Scratch | None = None,
+    ) -> None:
+        self._form = form
+        self._algorithm = algorithm
+        self._pairs: list[_PlanePair] = []
+        self._scratch = scratch or Scratch()
+        self._packing: Packing | None = None
+        if form.packed is not None:
+            source = narrow(tier.layout, form.source_cuts)
+            self._pairs = _pairs(form.packed, source, tier)
+            buffers = tier.blocks(()).buffers
+            self._packing = Packing.of(
+                source, buffers, algorithm, library=library, scratch=self._scratch
+            )
+        self._step = max(1, PIECE_BYTES // max(1, form.block_bytes))
+
+    def gather(
+        self, slots: Sequence[int], keys: Sequence[bytes], memory: NDArray[np.uint8]
+    ) -> bytes:
+        """Packs blocks into `memory`, and returns their cell sums, eight bytes each."""
+        span, size = self._form.span, self._form.block_bytes
+        if span is None:
+            return b""
+        if self._packing is not None:
+            found = self._packing.pack(slots, seeds_of(tuple(keys)), memory)
+            return found.astype("<u8", copy=False).tobytes()
+        sums = []
+        for first in range(0, len(slots), self._step):
+            some = slots[first : first + self._step]
+            piece = self._scratch.room(len(some) * size)
+            runs = _runs(some)
+            for pair in self._pairs:
+                packed = pair.packed(piece, len(some), size)
+                if pair.is_small and len(runs) > 1:
+                    packed[:] = pair.slots[list(some)]
+                    continue
+                for here, there, count in runs:
+                    packed[here : here + count] = pair.slots[there : there + count]
+            blocks = piece.reshape(len(some), size)
+            sums.append(span.sum_blocks(blocks, keys[first : first + len(some)], self._algorithm))
+            memory[first * size : (first + len(some)) * size] = piece
+        return b"".join(table.astype("<u8", copy=False).tobytes() for table in sums)
+
+
+class PartScatter:
+    """Verifies packed blocks of one form and puts them away into a tier, prepared once.
+
+    Arguments as of `PartGather`; `parts` is the route.
+    """
+
+    def __init__(
+        self,
+        parts: RouteParts,
+        form: PartForm,
+        tier: SlotStore,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
+        scratch: Scratch | None = None,
+    ) -> None:
+        self._form = form
+        self._algorithm = algorithm
+        self._source_ratio = parts.source_ratio
+        self._target_ratio = parts.target_ratio
+        self._windows: list[list[_PlanePair]] = []
+        self._scratch = scratch or Scratch()
+        self._packing: Packing | None = None
+        if form.packed is not None:
+            target = narrow(tier.layout, form.target_cuts)
+            for packed, narrowed in windows_of(form.packed, target):
+                self._windows.append(_pairs(packed, narrowed, tier))
+            if self._source_ratio == self._target_ratio == 1:
+                buffers = tier.blocks(()).buffers
+                self._packing = Packing.of(
+                    target, buffers, algorithm, library=library, scratch=self._scratch
+                )
+        unit_bytes = form.block_bytes * self._source_ratio
+        self._step = max(1, PIECE_BYTES // max(1, unit_bytes))
+
+    def scatter(
+        self,
+        memory: NDArray[np.uint8],
+        keys: Sequence[bytes],
+        sums: bytes,
+        slots: Sequence[int],
+    ) -> bool:
+        """Puts packed blocks away, piece by piece; `False` at the first that is not intact.
+
+        Args:
+            memory: the packed bytes, one block of the source for each key.
+            keys: of these blocks.
+            sums: of their cells.
+            slots: of the target, for as many tokens.
+        """
+        span, size = self._form.span, self._form.block_bytes
+        if span is None:
+            return not sums
+        cells = self._form.cell_count
+        if len(sums) != len(keys) * cells * 8:
+            return False
+        told = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
+        if self._packing is not None:
+            seeds = seeds_of(tuple(keys))
+            return self._packing.put_away(memory, seeds, told, slots) is None
+        step, targets = self._step * self._source_ratio, self._step * self._target_ratio
+        for first in range(0, len(keys), step):
+            some = keys[first : first + step]
+            piece = self._scratch.room(len(some) * size)
+            piece[:] = memory[first * size : (first + len(some)) * size]
+            found = span.sum_blocks(piece.reshape(len(some), size), some, self._algorithm)
+            if not np.array_equal(found, told[first : first + len(some)]):
+                return False
+            at = first // self._source_ratio * self._target_ratio
+            self._put_away(piece, len(some), slots[at : at + targets])
+        return True
+
+    def _put_away(self, piece: NDArray[np.uint8], count: int, slots: Sequence[int]) -> None:
+        ratio = len(self._windows)
+        for window, pairs in enumerate(self._windows):
+            for pair in pairs:
+                packed = pair.packed(piece, count, self._form.block_bytes)
+                some = slots
+                if self._source_ratio > 1:
+                    packed = packed[window::ratio]
+                    some = slots[: len(packed)]
+                elif self._target_ratio > 1:
+                    # The prompt may end inside the last block of the source.
+                    some = slots[window::ratio]
+                    packed = packed[: len(some)]
+                runs = _runs(some)
+                if pair.is_small and len(runs) > 1:
+                    pair.slots[list(some)] = packed
+                    continue
+                for here, there, length in runs:
+                    pair.slots[there : there + length] = packed[here : here + length]
+
+
+def windows_of(packed: Layout, target: Layout) -> Iterator[tuple[Layout, Layout]]:
+    """Which tokens of a packed block go to which of a target's, for each window of the coarser."""
+    fine = min(packed.block_tokens, target.block_tokens)
+    for first in range(0, packed.block_tokens, fine):
+        read = token_window(packed, first=first, count=fine)
+        for into in range(0, target.block_tokens, fine):
+            yield read, token_window(target, first=into, count=fine)
+
+
+def _pairs(packed: Layout, narrowed: Layout, tier: SlotStore) -> list[_PlanePair]:
+    """The planes of both, which are the same cells in the same order."""
+    buffers = tier.blocks(()).buffers
+    return [
+        _pair(read, write, buffers[write.buffer])
+        for group, other in zip(packed.groups, narrowed.groups, strict=True)
+        for layer, same in zip(group.layers, other.layers, strict=True)
+        for read, write in zip(layer.planes, same.planes, strict=True)
+    ]
+
+
+def _pair(packed: Plane, plane: Plane, buffer: NDArray[np.uint8]) -> _PlanePair:
+    seen = packed.view(np.empty(packed.end, dtype=np.uint8))
+    slots = plane.view(buffer)
+    small = slots[:1].nbytes < _SMALL_BYTES
+    return _PlanePair(packed.offset, seen.shape[1:], seen.strides[1:], slots, small)
+
+
+def _runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Consecutive slots: where they begin in the list, their first, how many."""
+    found = []
+    first = 0
+    for at in range(1, len(slots) + 1):
+        if at == len(slots) or slots[at] != slots[at - 1] + 1:
+            found.append((first, slots[first], at - first))
+            first = at
+    return found

@@ -1,0 +1,430 @@
+"""The driver of a prefill rank: parts go out as soon as they are computed, wanted and have room.
+
+    progress ─→ machine ─→ Write ─→ packed into the berth, summed ─→ notice ─→ observed
+
+Each target has a way of its own: a link into its landing area, a queue of parts, the writes that
+have not ended. In a step, ways take turns, so that a target which takes nothing holds up no
+other.
+
+The one rule: a write is begun only on the way to the very area that it was meant for; one whose
+area was left ends as failed, and nothing of it is moved after its link was closed. What was
+abandoned is not read any more when that was said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from penstock.errors import CapacityError, UnavailableError
+from penstock.handoff.driver.arguments import (
+    block_keys,
+    handoff_name,
+    slot_numbers,
+    whole_number,
+)
+from penstock.handoff.driver.driving import PartyDriver
+from penstock.handoff.driver.envelope import seal
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.effects import Abandon, Write
+from penstock.handoff.protocol.prefill_rank import PrefillRank
+from penstock.transport.remote import WriteDone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.handoff.driver.directory import Directory
+    from penstock.handoff.driver.lines import Lines
+    from penstock.handoff.driver.progress import DrivenSource
+    from penstock.handoff.driver.reading import PartReader
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.names import Life, WriteId
+    from penstock.handoff.protocol.settings import HandoffSettings
+    from penstock.transport.remote import WriteEnd, WriterLink
+
+BUDGET_BYTES = 32 << 20
+"""Packed in one step, at most about so much: some milliseconds of a core."""
+DRIVE_S = 200e-6
+"""So long events alone are looked at before lines are: a claim may return a berth."""
+READING_S = 0.001
+"""Copies of a device that nothing wakes us for are looked at again after this."""
+FULL_S = 0.01
+"""A target that takes no notices at the moment is tried again after this."""
+
+
+class Prompt(NamedTuple):
+    """What the driver knows of a prompt that is computed here."""
+
+    token_count: int
+    slots: tuple[int, ...]
+    """Where its blocks lie on this rank, from the first one on."""
+    keys: tuple[bytes, ...]
+
+
+class _Way:
+    """The way to one landing area."""
+
+    def __init__(self, target: Life, claim: msg.Claim, link: WriterLink) -> None:
+        self.target = target
+        self.generation = claim.generation
+        self.berth_bytes = claim.berth_bytes
+        self.link = link
+        self.queue: deque[Write] = deque()
+        self.reading: dict[WriteId, Write] = {}
+        self.posted: dict[int, tuple[WriteId, bytes]] = {}
+        self.stuck = False
+        """It is not connected yet, or takes no notices at the moment."""
+
+    def leads_to(self, write: WriteId) -> bool:
+        return self.target == write.target and self.generation == write.generation
+
+
+class PrefillRankDriver(PartyDriver[PrefillRank]):
+    """One rank of a prefill engine.
+
+    Args:
+        directory: who takes part.
+        name: which rank this is.
+        lines: its lines.
+        reader: packs parts out of its slots.
+        connect: makes a link to a landing area of the data transport in use.
+        incarnation: of this life.
+        settings: patience and bounds.
+        clock: the time.
+        progress: tells what the device has computed, where `step` and `drive` are to ask.
+        budget_bytes: packed in a step, at most about so much.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        lines: Lines,
+        *,
+        reader: PartReader[Any],
+        connect: Callable[[bytes], WriterLink],
+        incarnation: int,
+        settings: HandoffSettings,
+        clock: Callable[[], float] = time.monotonic,
+        progress: DrivenSource | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> None:
+        identity = directory.identity(name, incarnation)
+        machine = PrefillRank(identity, settings, scheduler=directory.prefill.scheduler)
+        super().__init__(machine, lines, clock=clock)
+        self._directory = directory
+        self._layers = _layers_of(directory, name)
+        self._reader = reader
+        self._connect = connect
+        self._progress = progress
+        self._budget_bytes = budget_bytes
+        self._prompts: dict[str, Prompt] = {}
+        self._ways: dict[str, _Way] = {}
+        self._left: list[_Way] = []
+        """Ways to areas that their targets have left."""
+        self._homeless: list[Write] = []
+        """Writes to areas that there is no way to."""
+        self._dropped: list[WriteId] = []
+        """Writes that were abandoned before their bytes were read."""
+        self.parts_written = 0
+        self.bytes_written = 0
+
+    # The engine.
+
+    def admit(
+        self,
+        handoff: str,
+        *,
+        token_count: int,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        scheduler: int | None = None,
+    ) -> None:
+        """The rank is going to compute a prompt; its blocks will lie in these slots.
+
+        Args:
+            handoff: its name.
+            token_count: of the whole prompt.
+            slots: for each of its blocks, from the first one on.
+            keys: of each of its blocks; the same that the decode side gives.
+            scheduler: the incarnation of the scheduler that gives it (`driver.life`), where that
+                may start again beside living ranks: before this returns, nothing is read any
+                more for an earlier life of it, so that the slots may be those of others.
+
+        Raises:
+            TypeError: an argument is of another kind.
+            ValueError: see `PrefillRank.admit`; or there is not one slot and key for each block;
+                or a slot is not one of this rank.
+        """
+        handoff, token_count = handoff_name(handoff), whole_number("token_count", token_count)
+        numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
+        names = block_keys(keys)
+        block_count = -(-token_count // self._directory.plan.source_tokens)
+        if not len(numbers) == len(names) == block_count:
+            raise ValueError(
+                f"slots and keys are {len(numbers)} and {len(names)}, must be {block_count}: one "
+                "for each block"
+            )
+        effects = self.machine.admit(
+            handoff,
+            token_count=token_count,
+            layers=self._layers,
+            now=self._clock(),
+            scheduler=scheduler,
+        )
+        if handoff in self.machine.prompts:
+            self._prompts[handoff] = Prompt(token_count, numbers, names)
+        self._carry_out(effects)
+
+    def progress(self, handoff: str, *, layer: int, tokens: int) -> None:
+        """The KV of the first `tokens` tokens *is* there in one layer."""
+        now = self._clock()
+        self._carry_out(self.machine.progress(handoff, layer=layer, tokens=tokens, now=now))
+
+    def chunk_progress(self, handoff: str, *, tokens: int) -> None:
+        """The KV of the first `tokens` tokens *is* there in every layer."""
+        self._carry_out(self.machine.chunk_progress(handoff, tokens=tokens, now=self._clock()))
+
+    def drive(self, until: float) -> None:
+        """Sends while the engine waits for its step's result anyway.
+
+        Returns when every event of the device has been passed, or at `until`.
+        """
+        source = self._progress
+        while source is not None and source.busy and (now := self._clock()) < until:
+            for handoff, layer, tokens in source.drive(min(until, now + DRIVE_S)):
+                self.progress(handoff, layer=layer, tokens=tokens)
+            self.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step has something to do."""
+        moving = self._reader.has_room and any(
+            (way.queue or way.posted) and not way.stuck for way in self._ways.values()
+        )
+        return super().has_work or moving or bool(self._left or self._homeless or self._dropped)
+
+    def next_deadline(self) -> float | None:
+        """When `step` should be called although nothing came."""
+        due = super().next_deadline()
+        if self._reader.busy:
+            soon = self._clock() + READING_S
+        elif any(way.stuck and way.posted for way in self._ways.values()):
+            soon = self._clock() + FULL_S
+        else:
+            return due
+        return soon if due is None else min(soon, due)
+
+    def close(self) -> None:
+        """Ends lines and links: nothing is written after this returns."""
+        for way in (*self._ways.values(), *self._left):
+            for write in way.reading:
+                self._reader.forget(write)
+            way.link.close()
+        self._ways.clear()
+        self._left.clear()
+        super().close()
+
+    # A step.
+
+    def _work(self, now: float) -> None:  # noqa: ARG002 - every end has its own time
+        if self._progress is not None:
+            for handoff, layer, tokens in self._progress.poll():
+                self.progress(handoff, layer=layer, tokens=tokens)
+        self._pump()
+        self._forget_prompts()
+
+    def _pump(self) -> None:
+        """Writes what there is to write, as far as a step goes."""
+        self._leave()
+        left_bytes = self._budget_bytes
+        for write, sums in self._reader.ended():
+            self._packed(write, sums)
+        while left_bytes > 0:
+            moved = sum(self._advance(way) for way in list(self._ways.values()))
+            self._leave()
+            if not moved:
+                return
+            left_bytes -= moved
+
+    def _advance(self, way: _Way) -> int:
+        """Begins one part of a way, and observes those before; about how many bytes it moved."""
+        moved = 0
+        if way.queue and self._reader.has_room:
+            moved = self._begin(way)
+        if not way.posted:
+            return moved
+        ends, _ = way.link.observe(budget_bytes=self._budget_bytes)
+        way.stuck = not ends
+        for end in ends:
+            self._end(way, end)
+        return moved + len(ends)
+
+    def _begin(self, way: _Way) -> int:
+        write = way.queue[0]
+        name, prompt = write.write, self._prompts[write.write.handoff]
+        route = self._directory.route(self.life.name, name.target.name)
+        assert route is not None, "claims without a route are refused"
+        place = route.place(write.grid, name.part, prompt.token_count)
+        try:
+            window = way.link.window(name.berth * way.berth_bytes, place.size)
+        except UnavailableError:
+            way.queue.popleft()
+            self._fail(name)
+            return 1
+        way.stuck = window is None
+        if window is None:
+            return 0
+        way.queue.popleft()
+        blocks = place.source_blocks
+        slots = prompt.slots[blocks.start : blocks.stop]
+        keys = prompt.keys[blocks.start : blocks.stop]
+        way.reading[name] = write
+        try:
+            sums = self._reader.read(name, place.form, slots, keys, window)
+        except UnavailableError as error:  # Of a device that is lost, or cannot do it.
+            self._refuse("reader", name.target.name, str(error))
+            del way.reading[name]
+            self._fail(name)
+            return 1
+        except Exception as error:  # noqa: BLE001 - see tests/test_tidy.py
+            # One part must not end the rank. Without sums it is never found intact, so that its
+            # target asks again, and then fails this handoff and no other.
+            self._fault("reader", name.target.name, name.handoff, error)
+            sums = b""
+        if sums is not None:
+            self._packed(name, sums)
+        self.bytes_written += place.size
+        return max(place.size, 1)
+
+    def _packed(self, name: WriteId, sums: bytes) -> None:
+        """The bytes of a part are in its berth: its notice follows."""
+        way = self._ways[name.target.name]
+        write = way.reading.pop(name)
+        notice = seal(msgspec.structs.replace(write.notice, sums=sums))
+        try:
+            number = way.link.post((), notice)
+        except (UnavailableError, CapacityError):
+            self._fail(name)
+        else:
+            way.posted[number] = (name, sums)
+
+    def _end(self, way: _Way, end: WriteEnd) -> None:
+        name, sums = way.posted.pop(end.number)
+        if isinstance(end, WriteDone):
+            self.parts_written += 1
+            self._carry_out(self.machine.write_done(name, self._clock(), sums=sums))
+        else:
+            self._fail(name)
+
+    def _fail(self, name: WriteId) -> None:
+        self._carry_out(self.machine.write_failed(name, self._clock()))
+
+    # Ways.
+
+    def _act(self, effect: AnyEffect) -> None:
+        match effect:
+            case Write(write=write):
+                way = self._ways.get(write.target.name)
+                if way is not None and way.leads_to(write):
+                    way.queue.append(effect)
+                else:
+                    self._homeless.append(effect)
+            case Abandon(write=write):
+                self._abandon(write)
+            case _:
+                super()._act(effect)
+
+    def _abandon(self, write: WriteId) -> None:
+        """Reads nothing more for a write; one that is packed goes on.
+
+        One on a way that was left fails in this very step, and is not read either.
+        """
+        way = self._ways.get(write.target.name)
+        if way is None:
+            return
+        if write in way.reading:
+            self._reader.forget(write)
+            del way.reading[write]
+            self._dropped.append(write)
+        elif any(each.write == write for each in way.queue):
+            way.queue = deque(each for each in way.queue if each.write != write)
+            self._dropped.append(write)
+
+    def _admits(self, message: msg.AnyMessage, attachment: bytes) -> bool:
+        if not isinstance(message, msg.Claim):
+            return True
+        name = message.sender.name
+        if self.machine.life_of(name) != message.sender:
+            return True  # The machine refuses it, and greets.
+        route = self._directory.route(self.life.name, name)
+        problem = (
+            "nothing is owed to it"
+            if route is None
+            else route.problem_of(message.grid, berth_bytes=message.berth_bytes)
+        )
+        if problem:
+            self._refuse("claim", name, problem)
+            return False
+        return self._enter(message, attachment)
+
+    def _enter(self, claim: msg.Claim, description: bytes) -> bool:
+        """Connects to the area that a claim names, if that is a new one."""
+        name = claim.sender.name
+        way = self._ways.get(name)
+        if way is not None and way.target == claim.sender and claim.generation <= way.generation:
+            return True
+        try:
+            link = self._connect(description)
+        except (ValueError, UnavailableError) as error:
+            self._refuse("area", name, str(error))
+            return False
+        try:
+            link.window(0, claim.berth_count * claim.berth_bytes)
+        except (ValueError, UnavailableError) as error:
+            link.close()
+            self._refuse("area", name, str(error))
+            return False
+        if way is not None:
+            self._left.append(way)
+        self._ways[name] = _Way(claim.sender, claim, link)
+        return True
+
+    def _leave(self) -> None:
+        """Ends the ways to areas that were left, and the writes that were on them."""
+        while self._dropped:
+            self._carry_out(self.machine.write_dropped(self._dropped.pop(), self._clock()))
+        while self._left or self._homeless:
+            ways, self._left = self._left, []
+            writes, self._homeless = [each.write for each in self._homeless], []
+            for way in ways:
+                for name in way.reading:
+                    self._reader.forget(name)
+                way.link.close()
+                writes += [*way.reading, *(each.write for each in way.queue)]
+                writes += [name for name, _ in way.posted.values()]
+            for name in writes:
+                self._fail(name)
+
+    def _forget_prompts(self) -> None:
+        """Forgets prompts that were released and are not read any more."""
+        if len(self._prompts) == len(self.machine.prompts):
+            return
+        read = {each.write.handoff for way in self._ways.values() for each in way.queue}
+        for handoff in [*self._prompts]:
+            if handoff not in self.machine.prompts and handoff not in read:
+                del self._prompts[handoff]
+
+    def _descriptors(self) -> Sequence[int]:
+        """Links that wait for their memory."""
+        links = (way.link for way in self._ways.values() if way.stuck)
+        found = (getattr(link, "descriptor", None) for link in links)
+        return [fd for fd in found if fd is not None and fd >= 0]
+
+
+def _layers_of(directory: Directory, name: str) -> range:
+    numbers = [layer.number for layer in directory.place_of(name).form.layout.layers]
+    return range(min(numbers), max(numbers) + 1)

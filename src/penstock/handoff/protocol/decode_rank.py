@@ -1,0 +1,502 @@
+"""The decode rank: it claims parts, takes them out of landing areas, and says when all are there.
+
+A claim says all that the rank wants of a source and all that it has of it; it is sent when a
+handoff begins, whenever a part was taken, and again when nothing was heard. So it is question,
+acknowledgement and return of credit in one, and losing it costs time and nothing else (P3, P9).
+
+What must not break:
+
+- A part counts when its bytes were verified and moved, not because somebody said so (P11).
+- Nothing of a handoff that was dropped touches its slots any more; and nothing is answered to
+  a scheduler that started again while a move for its earlier life goes on (P13).
+- What a rank does for one source does not depend on another (P1, P20).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.collecting import Collection, SourceState
+from penstock.handoff.protocol.grid import to_bytes
+from penstock.handoff.protocol.landing import Berth, Landing
+from penstock.handoff.protocol.states import (
+    TARGET_MOVES,
+    RankReport,
+    Role,
+    TargetMove,
+    TargetState,
+    advance,
+)
+from penstock.handoff.protocol.statistics import DecodeRankStatistics
+
+if TYPE_CHECKING:
+    from penstock.handoff.protocol.effects import AnyEffect, Take
+    from penstock.handoff.protocol.identity import Identity
+    from penstock.handoff.protocol.names import Life
+    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.settings import HandoffSettings
+
+Key = tuple[str, int]
+"""A handoff and an epoch."""
+
+
+class DecodeRank(Landing):
+    """One rank of a decode engine."""
+
+    role = Role.DECODE_RANK
+    books = (*Landing.books, "collections")
+
+    def __init__(self, identity: Identity, settings: HandoffSettings, *, scheduler: str) -> None:
+        super().__init__(identity, settings)
+        self.scheduler = scheduler
+        self.collections: dict[Key, Collection] = {}
+
+    # The local world.
+
+    def part_taken(self, take: Take, now: float) -> list[AnyEffect]:
+        """A part was verified and is in its slots; `take` is the effect that asked for it.
+
+        Raises:
+            ValueError: that is not under way.
+        """
+        self._end_take(take, now)
+        self._count("parts taken")
+        key = (take.handoff, take.epoch)
+        collection = self.collections[key]
+        self.collections[key] = collection.taken(take.source.name, take.part)
+        self._after_take(key, take)
+        return self.effects
+
+    def part_spoiled(self, take: Take, now: float) -> list[AnyEffect]:
+        """A part was not intact: it is asked for again, or the handoff fails.
+
+        Raises:
+            ValueError: that is not under way.
+        """
+        self._end_take(take, now)
+        self._count("parts spoiled")
+        key = (take.handoff, take.epoch)
+        collection = self.collections[key].spoiled(take.source.name, take.part, take.attempt)
+        self.collections[key] = collection
+        attempts = self.settings.bounds.attempt_count_max
+        if collection.state is TargetState.COLLECTING and take.attempt + 1 >= attempts:
+            self._fail(
+                key, f"part {take.part} of {take.source.name} was not intact {attempts} times"
+            )
+        self._after_take(key, take)
+        return self.effects
+
+    def take_failed(self, take: Take, now: float, *, why: str) -> list[AnyEffect]:
+        """Our mover could not take a part, whatever its bytes are: the handoff fails (P11).
+
+        Raises:
+            ValueError: that is not under way.
+        """
+        self._end_take(take, now)
+        self._count("parts not taken")
+        key = (take.handoff, take.epoch)
+        self.collections[key] = self.collections[key].untaken(take.source.name, take.part)
+        self._fail_if_collecting(
+            key, f"part {take.part} of {take.source.name} could not be taken: {why}"
+        )
+        self._after_take(key, take)
+        return self.effects
+
+    def area_failed(self, peer: Life, generation: int, now: float, *, why: str) -> list[AnyEffect]:
+        """There was no memory for an area: the handoffs that need it fail over (P18).
+
+        Nothing was given away, so its fence holds at once; the next handoff tries another area.
+
+        Raises:
+            ValueError: no such area is open.
+        """
+        area = self.areas.get(peer.name)
+        if area is None or not area.open or (area.peer, area.generation) != (peer, generation):
+            raise ValueError(f"area {generation} of {peer} is not open")
+        self._start(now)
+        self._count("areas failed")
+        self._retire(peer.name)
+        for key in self._waiting_for(peer.name):
+            self._fail(key, f"no landing area for {peer.name}: {why}")
+        return self.effects
+
+    def statistics(self) -> DecodeRankStatistics:
+        """Counts and sizes, as a frozen value."""
+        states = [collection.state for collection in self.collections.values()]
+        return DecodeRankStatistics(
+            collecting=states.count(TargetState.COLLECTING),
+            complete=states.count(TargetState.COMPLETE),
+            ending=len(states)
+            - states.count(TargetState.COLLECTING)
+            - states.count(TargetState.COMPLETE),
+            takes_under_way=len(self.takes),
+            landing_bytes=self.open_bytes,
+            retired_bytes=self.retired_bytes,
+            retired_bytes_max=self.settings.bounds.retired_bytes_max,
+            counts=dict(sorted(self.counts.items())),
+        )
+
+    def _freeze(self) -> Frozen:
+        return (tuple(sorted(self.collections.items())), *super()._freeze())
+
+    # What others say.
+
+    def _hear(self, message: msg.AnyMessage) -> None:
+        from_scheduler = message.sender.name == self.scheduler
+        match message:
+            case msg.Expect() | msg.Drop() if from_scheduler and self._moves_for_an_earlier_life():
+                self._refuse("moves for an earlier life")
+            case msg.Expect() if from_scheduler:
+                self._hear_expect(message)
+            case msg.Drop() if from_scheduler:
+                self._hear_drop(message)
+            case msg.Landed() if not from_scheduler:
+                self._hear_landed(message)
+            case msg.Stopped() if not from_scheduler:
+                self._hear_stopped(message)
+            case msg.Poisoned() if not from_scheduler:
+                self._poisoned(message.sender.name, message.generation)
+            case _:
+                self._refuse("not for this role")
+
+    def _moves_for_an_earlier_life(self) -> bool:
+        """Whether a move touches slots that the scheduler's present life thinks are free.
+
+        It may have given them away again, so it hears nothing of us until the move has ended;
+        it asks again.
+        """
+        present = self.life_of(self.scheduler).incarnation
+        return any(
+            collection.scheduler != present and collection.is_moving
+            for collection in self.collections.values()
+        )
+
+    def _hear_expect(self, expect: msg.Expect) -> None:
+        key = (expect.handoff, expect.epoch)
+        if key in self.collections:
+            self._tell_again(key)
+        elif expect.epoch <= self._dropped_epoch(expect.handoff):
+            # It was overtaken by its own end, which the scheduler may not have heard of.
+            self._report(key, RankReport.DROPPED)
+        elif len(self.collections) >= self.settings.bounds.handoff_count_max:
+            self._refuse("too many handoffs")
+        else:
+            sources = tuple(SourceState(name, grid) for name, grid in expect.sources)
+            self.collections[key] = Collection(
+                TargetState.COLLECTING, sources, expect.sender.incarnation
+            )
+            problem = self._problem_of(sources)
+            if problem:
+                self._fail(key, problem)
+            else:
+                self._begin(key)
+
+    def _problem_of(self, sources: tuple[SourceState, ...]) -> str:
+        """Why parts cannot be collected like this, if they cannot."""
+        berth_bytes = self.settings.bounds.berth_bytes
+        if len({source.name for source in sources}) < len(sources):
+            return "a source is named twice"
+        for source in sources:
+            if source.grid.problem():
+                return source.grid.problem()
+            if source.grid.part_bytes > berth_bytes:
+                return f"parts have {source.grid.part_bytes} bytes, a berth has {berth_bytes}"
+        return ""
+
+    def _hear_drop(self, drop: msg.Drop) -> None:
+        key = (drop.handoff, drop.epoch)
+        self._remember_drop(key)
+        collection = self.collections.get(key)
+        if collection is None or collection.state is TargetState.STOPPING:
+            self._report(key, RankReport.DROPPED)
+        elif collection.state is not TargetState.DROPPING:
+            self._drop(key)
+
+    def _hear_landed(self, landed: msg.Landed) -> None:
+        name = landed.sender.name
+        key = (landed.handoff, landed.epoch)
+        collection = self.collections.get(key)
+        source = collection.source(name) if collection is not None else None
+        if collection is None or source is None or collection.state is TargetState.STOPPING:
+            # Nothing of ours reads it, so its berth can be the writer's again.
+            self._stop(key, name)
+        elif not self._is_open_area(name, landed.generation):
+            self._refuse("into an area that is not open")
+            if collection.state is TargetState.COLLECTING:
+                self._claim(key, name)
+            elif collection.state is TargetState.COMPLETE:
+                self._stop(key, name)
+        elif not 0 <= landed.part < source.grid.part_count:
+            self._refuse("of a part that is not in the grid")
+        elif not 0 <= landed.berth < self.settings.bounds.berth_count:
+            self._refuse("into a berth that is not in the area")
+        elif source.has(landed.part) or landed.attempt != source.attempt_of(landed.part):
+            self._claim(key, name)
+        elif collection.state is TargetState.COLLECTING:
+            self._hear_part(key, landed, source)
+
+    def _is_open_area(self, name: str, generation: int) -> bool:
+        area = self.areas.get(name)
+        return area is not None and area.open and area.generation == generation
+
+    def _hear_part(self, key: Key, landed: msg.Landed, source: SourceState) -> None:
+        """Takes a part that is missing, unless its notice is here for the second time."""
+        if source.is_taking(landed.part):
+            self._count("notices repeated")
+        elif Berth(landed.sender, landed.generation, landed.berth) in self.takes:
+            self._refuse("into a berth that is in use")
+        else:
+            self.collections[key] = self.collections[key].taking(source.name, landed.part)
+            self._take(landed, source.grid)
+
+    def _hear_stopped(self, stopped: msg.Stopped) -> None:
+        key, name = (stopped.handoff, stopped.epoch), stopped.sender.name
+        if stopped.poisoned and self._is_open_area(name, stopped.generation):
+            self._poisoned(name, stopped.generation)
+        self._source_stopped(key, name)
+
+    # Collecting.
+
+    def _begin(self, key: Key) -> None:
+        self._claim_missing(key)
+        self._check_complete(key)
+        self._keep_asking(key)
+
+    def _claim_missing(self, key: Key) -> None:
+        """Asks every source for what it still owes, unless one of them cannot be asked."""
+        for source in self.collections[key].sources:
+            if self.collections[key].state is TargetState.COLLECTING and not source.is_complete:
+                self._claim(key, source.name)
+
+    def _claim(self, key: Key, name: str) -> None:
+        """Tells a source what is wanted of it and what is there."""
+        if not self.is_open(name):
+            if self.collections[key].state is TargetState.COLLECTING:
+                self._greet(self.life_of(name))
+            return
+        area = self._area_of(name)
+        if area is None:
+            self._fail_if_collecting(
+                key, f"no landing area for {name}: {self.retired_bytes} bytes are retired"
+            )
+            return
+        self.collections[key] = self.collections[key].claimed(name, area.peer.incarnation)
+        source = self.collections[key].source(name)
+        assert source is not None
+        bounds = self.settings.bounds
+        self._send(
+            msg.Claim(
+                sender=self.life,
+                target=area.peer,
+                handoff=key[0],
+                epoch=key[1],
+                generation=area.generation,
+                berth_count=bounds.berth_count,
+                berth_bytes=bounds.berth_bytes,
+                grid=source.grid,
+                have=to_bytes(source.have),
+                spoiled=tuple(to_bytes(each) for each in source.bad),
+            )
+        )
+
+    def _after_take(self, key: Key, take: Take) -> None:
+        """A move has ended: the source gets its credit back, and we see how far we are."""
+        collection = self.collections[key]
+        match collection.state:
+            case TargetState.COLLECTING:
+                self._claim(key, take.source.name)
+                self._hasten(_resend(key))
+                self._check_complete(key)
+                self._keep_asking(key)
+            case TargetState.DROPPING:
+                self._stop_if_still(key)
+            case _:
+                pass
+
+    def _check_complete(self, key: Key) -> None:
+        collection = self.collections[key]
+        if collection.state is TargetState.COLLECTING and collection.is_complete:
+            self._move(key, TargetMove.LAST_PART)
+            self._count("completed")
+            self._report(key, RankReport.COMPLETE)
+
+    def _fail(self, key: Key, why: str) -> None:
+        """Gives a handoff up; the scheduler will drop it on every rank."""
+        self._move(key, TargetMove.FAIL)
+        self.collections[key] = self.collections[key]._replace(why=why[:512])
+        self._count("failed")
+        self._disarm(_resend(key))
+        self._report(key, RankReport.FAILED, why)
+
+    def _fail_if_collecting(self, key: Key, why: str) -> None:
+        if self.collections[key].state is TargetState.COLLECTING:
+            self._fail(key, why)
+
+    # Dropping.
+
+    def _drop(self, key: Key) -> None:
+        collection = self.collections[key]
+        self._disarm(_resend(key))
+        self._move(key, TargetMove.DROP)
+        if collection.state is TargetState.COMPLETE:
+            del self.collections[key]
+            self._report(key, RankReport.DROPPED)
+        else:
+            self._stop_if_still(key)
+
+    def _stop_if_still(self, key: Key) -> None:
+        """Once none of our moves touches its slots: reports so, and stops the sources."""
+        collection = self.collections[key]
+        if collection.is_moving:
+            return
+        self._move(key, TargetMove.LAST_MOVE)
+        self._report(key, RankReport.DROPPED)
+        for source in collection.sources:
+            if source.is_complete or not source.claimed or not self.is_open(source.name):
+                self._source_stopped(key, source.name)
+            else:
+                self._stop(key, source.name)
+        if not collection.sources:
+            self._source_stopped(key, "")
+        self._keep_asking(key)
+
+    def _stop(self, key: Key, name: str) -> None:
+        self._send(
+            msg.Stop(sender=self.life, target=self.life_of(name), handoff=key[0], epoch=key[1])
+        )
+
+    def _source_stopped(self, key: Key, name: str) -> None:
+        """A source writes nothing more for it; after the last one it is forgotten."""
+        collection = self.collections.get(key)
+        if collection is None or collection.state is not TargetState.STOPPING:
+            return
+        collection = collection.stopped(name)
+        self.collections[key] = collection
+        self._hasten(_resend(key))
+        if not any(source.claimed for source in collection.sources):
+            self._move(key, TargetMove.ALL_STOPPED)
+            del self.collections[key]
+            self._disarm(_resend(key))
+
+    # Areas that went wrong, peers that are not there.
+
+    def _poisoned(self, name: str, generation: int) -> None:
+        """A write into an area failed: what is missing goes into another one, if that helps."""
+        if not self._is_open_area(name, generation):
+            self._refuse("about an area that is not open")
+            return
+        self._retire(name)
+        for key in self._waiting_for(name):
+            collection = self.collections[key]
+            collection = collection._replace(poison_count=collection.poison_count + 1)
+            self.collections[key] = collection
+            if collection.poison_count > self.settings.bounds.poison_count_max:
+                self._fail(key, f"writes of {name} failed in {collection.poison_count} areas")
+            else:
+                self._claim(key, name)
+
+    def _waiting_for(self, name: str) -> list[Key]:
+        """Handoffs that lack something from a source."""
+        return [
+            key
+            for key, collection in self.collections.items()
+            if collection.state is TargetState.COLLECTING and collection.lacks(name)
+        ]
+
+    def _peer_open(self, name: str) -> None:
+        for key in self._waiting_for(name):
+            self._claim(key, name)
+
+    def _peer_silent(self, name: str) -> None:
+        self._give_up_on(name, f"{name} is silent")
+
+    def _give_up_on(self, name: str, why: str) -> None:
+        self._retire(name)
+        for key in self._waiting_for(name):
+            source = self.collections[key].source(name)
+            # One that has not claimed anything of that life can wait for the next.
+            if source is not None and source.claimed:
+                self._fail(key, why)
+        for key in [*self.collections]:
+            self._source_stopped(key, name)
+
+    def _peer_gone(self, name: str) -> None:
+        if name == self.scheduler:
+            for key, collection in list(self.collections.items()):
+                self._remember_drop(key)
+                if collection.state not in (TargetState.DROPPING, TargetState.STOPPING):
+                    self._drop(key)
+        else:
+            self._give_up_on(name, f"{name} is gone")
+
+    def _peer_refused(self, name: str, *, why: str) -> None:
+        for key in self._waiting_for(name):
+            self._fail(key, why)
+
+    # Timers, reports.
+
+    def _on_timer(self, timer: TimerKey) -> None:
+        key = (timer[1], int(timer[2]))
+        collection = self.collections[key]
+        if collection.state is TargetState.STOPPING:
+            for source in collection.sources:
+                if source.claimed:
+                    self._stop(key, source.name)
+        else:
+            self._claim_missing(key)
+        self._keep_asking(key)
+
+    def _keep_asking(self, key: Key) -> None:
+        """Lets a timer run while a source owes us something."""
+        collection = self.collections.get(key)
+        if collection is None:
+            return
+        if collection.state in (TargetState.COLLECTING, TargetState.STOPPING):
+            self._arm_resend(_resend(key))
+        else:
+            self._disarm(_resend(key))
+
+    def _tell_again(self, key: Key) -> None:
+        """Repeats the last report: the scheduler asked again."""
+        collection = self.collections[key]
+        match collection.state:
+            case TargetState.COMPLETE:
+                self._report(key, RankReport.COMPLETE)
+            case TargetState.FAILED:
+                self._report(key, RankReport.FAILED, collection.why)
+            case TargetState.STOPPING:
+                self._report(key, RankReport.DROPPED)
+            case _:
+                pass
+
+    def _report(self, key: Key, report: RankReport, why: str = "") -> None:
+        if not self.is_open(self.scheduler):
+            return
+        self._send(
+            msg.Report(
+                sender=self.life,
+                target=self.life_of(self.scheduler),
+                handoff=key[0],
+                epoch=key[1],
+                report=report,
+                why=why[:512],
+            )
+        )
+
+    def _move(self, key: Key, move: TargetMove) -> None:
+        collection = self.collections[key]
+        state = advance(TARGET_MOVES, collection.state, move)
+        self.collections[key] = collection._replace(state=state)
+
+    def _remember_drop(self, key: Key) -> None:
+        epoch = max(key[1], self._dropped_epoch(key[0]))
+        self._remember(("dropped", key[0]), epoch)
+
+    def _dropped_epoch(self, handoff: str) -> int:
+        """The last epoch of a handoff that was dropped here."""
+        return self.remembered.get(("dropped", handoff), (0, ""))[0]
+
+
+def _resend(key: Key) -> TimerKey:
+    return ("resend", key[0], str(key[1]))

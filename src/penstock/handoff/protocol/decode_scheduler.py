@@ -1,0 +1,485 @@
+"""The decode scheduler: it claims a handoff on all its ranks, and counts them.
+
+A handoff is delivered when *every* rank has reported it complete and the first token is there
+(P10, P12). Whatever else happens to it (a rank fails, the prefill side is silent, its deadline
+passes, somebody cancels), every rank drops it, and when the last one has, its slots come back.
+
+What must not break (P2): each handoff that was submitted ends with exactly one `Ended`; and its
+slots are given back only when no rank touches them any more (P13).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.errors import CapacityError, InvariantViolation, UnavailableError
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.effects import Ended
+from penstock.handoff.protocol.party import Party
+from penstock.handoff.protocol.states import (
+    DECODE_MOVES,
+    DecodeMove,
+    DecodeState,
+    Outcome,
+    RankReport,
+    Role,
+    advance,
+)
+from penstock.handoff.protocol.statistics import DecodeSchedulerStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import Identity
+    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.settings import HandoffSettings
+
+
+class Order(NamedTuple):
+    """What one rank has to get, and where it is to lie."""
+
+    sources: tuple[tuple[str, Grid], ...]
+    slots: tuple[int, ...] = ()
+
+
+class Claimed(NamedTuple):
+    """One handoff with the decode scheduler."""
+
+    state: DecodeState
+    epoch: int
+    prefill: str
+    orders: tuple[Order, ...]
+    """One for each rank."""
+    complete: int = 0
+    """The set of ranks that have every part."""
+    dropped: int = 0
+    """The set of ranks that touch its slots no more."""
+    tokens: tuple[int, ...] = ()
+    """The first token; nothing until it is there."""
+    drafts: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    why: str = ""
+    closed: bool = False
+    """The prefill side knows, need not know, or cannot be told."""
+    close_count: int = 0
+
+
+class DecodeScheduler(Party):
+    """The scheduler of a decode engine with any number of ranks."""
+
+    role = Role.DECODE_SCHEDULER
+    books = (*Party.books, "claimed", "outcomes")
+
+    def __init__(
+        self, identity: Identity, settings: HandoffSettings, *, ranks: tuple[str, ...]
+    ) -> None:
+        super().__init__(identity, settings)
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks is {ranks}, must be at least one name, and none twice")
+        self.ranks = ranks
+        self.everyone = (1 << len(ranks)) - 1
+        self.claimed: dict[str, Claimed] = {}
+        self.outcomes: dict[str, int] = {}
+
+    # The engine.
+
+    def submit(
+        self,
+        handoff: str,
+        now: float,
+        *,
+        prefill: str,
+        wanted: Mapping[str, tuple[tuple[str, Grid], ...]],
+        epoch: int = 1,
+        slots: Mapping[str, tuple[int, ...]] | None = None,
+        patience_s: float | None = None,
+    ) -> list[AnyEffect]:
+        """Claims a handoff. Ends with one `Ended`.
+
+        Args:
+            handoff: its name, the same as on the prefill side.
+            now: the time.
+            prefill: the name of the prefill scheduler.
+            wanted: for each rank by name, which source ranks owe it which parts; a rank that
+                is not named, or has no sources, needs nothing.
+            epoch: higher than that of any earlier claim of this handoff.
+            slots: for each rank by name, where the missing blocks are to lie.
+            patience_s: gives up after this.
+
+        Raises:
+            ValueError: it is known, its epoch is over, or a grid or rank is wrong.
+            UnavailableError: a rank is not there.
+            CapacityError: too many handoffs at once.
+        """
+        self._require_new(handoff, epoch)
+        orders = self._orders(wanted, slots or {})
+        patience = self.settings.times.handoff_s if patience_s is None else patience_s
+        if not patience > 0:
+            raise ValueError(f"patience_s is {patience}, must be > 0")
+        missing = [name for name in self.ranks if not self.is_open(name)]
+        if missing:
+            raise UnavailableError(f"ranks {missing} are not there")
+        if len(self.claimed) >= self.settings.bounds.handoff_count_max:
+            raise CapacityError(tier="handoffs", wanted=1, available=0)
+        self._start(now)
+        self.claimed[handoff] = Claimed(DecodeState.CLAIMING, epoch, prefill, orders)
+        self._arm(("deadline", handoff), patience)
+        self._ask(handoff)
+        return self.effects
+
+    def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
+        """Nobody wants it any more; the prefill side is told. Ends with `Ended`, like all.
+
+        Raises:
+            ValueError: it is not known, or has ended.
+        """
+        claimed = self._unended(handoff)
+        self._start(now)
+        if claimed.state is DecodeState.CLAIMING:
+            self._give_up(handoff, Outcome.CANCELLED, why)
+        elif claimed.outcome is Outcome.WITHDRAWN:
+            # It was going to be claimed again, and is not: now the prefill side must hear.
+            self.claimed[handoff] = claimed._replace(
+                outcome=Outcome.CANCELLED, why=why, closed=False
+            )
+            self._close(handoff)
+        return self.effects
+
+    def withdraw(self, handoff: str, now: float) -> list[AnyEffect]:
+        """Gives this claim up, because its room is needed.
+
+        After `Ended` it may be submitted again with a higher epoch: the prefill side keeps what
+        it has computed.
+
+        Raises:
+            ValueError: it is not known, or has ended.
+        """
+        claimed = self._unended(handoff)
+        self._start(now)
+        if claimed.state is DecodeState.CLAIMING:
+            self._give_up(handoff, Outcome.WITHDRAWN, "withdrawn")
+        return self.effects
+
+    def statistics(self) -> DecodeSchedulerStatistics:
+        """Counts and sizes, as a frozen value."""
+        states = [claimed.state for claimed in self.claimed.values()]
+        return DecodeSchedulerStatistics(
+            claiming=states.count(DecodeState.CLAIMING),
+            ending=states.count(DecodeState.ENDING),
+            closing=states.count(DecodeState.CLOSING),
+            outcomes=dict(sorted(self.outcomes.items())),
+            counts=dict(sorted(self.counts.items())),
+        )
+
+    def _freeze(self) -> Frozen:
+        return (tuple(sorted(self.claimed.items(), key=_name)),)
+
+    def _require_new(self, handoff: str, epoch: int) -> None:
+        last, _ = self.remembered.get((handoff,), (0, ""))
+        if handoff in self.claimed:
+            state = self.claimed[handoff].state.value
+            raise ValueError(f"handoff is {handoff!r}, which is {state}")
+        if not handoff or epoch <= last:
+            raise ValueError(f"epoch is {epoch} for {handoff!r}, must be more than {last}")
+
+    def _orders(
+        self,
+        wanted: Mapping[str, tuple[tuple[str, Grid], ...]],
+        slots: Mapping[str, tuple[int, ...]],
+    ) -> tuple[Order, ...]:
+        strangers = (set(wanted) | set(slots)) - set(self.ranks)
+        if strangers:
+            raise ValueError(f"wanted is for {sorted(strangers)}, must be for {self.ranks}")
+        for sources in wanted.values():
+            for source, grid in sources:
+                if grid.problem():
+                    raise ValueError(f"grid for {source!r} is {grid}: {grid.problem()}")
+        return tuple(Order(tuple(wanted.get(r, ())), tuple(slots.get(r, ()))) for r in self.ranks)
+
+    def _unended(self, handoff: str) -> Claimed:
+        claimed = self.claimed.get(handoff)
+        if claimed is None or claimed.state is DecodeState.CLOSING:
+            raise ValueError(f"handoff is {handoff!r}, which is not known or has ended")
+        return claimed
+
+    # What others say.
+
+    def _hear(self, message: msg.AnyMessage) -> None:
+        match message:
+            case msg.Report() if message.sender.name in self.ranks:
+                if self._is_current(message):
+                    self._hear_report(message)
+            case msg.Finished():
+                if self._is_current(message) and self._is_from_prefill(message):
+                    self._hear_finished(message)
+            case msg.Gone():
+                if self._is_current(message) and self._is_from_prefill(message):
+                    self._hear_gone(message)
+            case msg.Closed():
+                if self._is_current(message) and self._is_from_prefill(message):
+                    self._closed(message.handoff)
+            case _:
+                self._refuse("not for this role")
+
+    def _is_current(self, message: msg.Report | msg.Finished | msg.Gone | msg.Closed) -> bool:
+        """Whether a message is about the claim that we make now (P6)."""
+        claimed = self.claimed.get(message.handoff)
+        if claimed is None:
+            return self._refuse("of an unknown handoff")
+        if claimed.epoch != message.epoch:
+            return self._refuse("from another epoch")
+        return True
+
+    def _is_from_prefill(self, message: msg.Finished | msg.Gone | msg.Closed) -> bool:
+        if message.sender.name != self.claimed[message.handoff].prefill:
+            return self._refuse("from another prefill engine")
+        return True
+
+    def _hear_report(self, report: msg.Report) -> None:
+        handoff = report.handoff
+        claimed = self.claimed[handoff]
+        rank = 1 << self.ranks.index(report.sender.name)
+        match report.report:
+            case RankReport.COMPLETE if claimed.state is DecodeState.CLAIMING:
+                if not claimed.complete & rank:
+                    self._hasten(("resend", handoff))
+                self.claimed[handoff] = claimed._replace(complete=claimed.complete | rank)
+                self._deliver_if_complete(handoff)
+            case RankReport.FAILED if claimed.state is DecodeState.CLAIMING:
+                self._give_up(handoff, Outcome.FAILED_OVER, report.why)
+            case RankReport.DROPPED if claimed.state is DecodeState.CLAIMING:
+                self._refuse("dropped, but nobody said so")
+            case RankReport.DROPPED:
+                self._dropped(handoff, rank)
+            case _:
+                self._count("reports too late")
+
+    def _hear_gone(self, gone: msg.Gone) -> None:
+        if self.claimed[gone.handoff].state is DecodeState.CLAIMING:
+            self._give_up(gone.handoff, Outcome.FAILED_OVER, gone.why)
+
+    def _hear_finished(self, finished: msg.Finished) -> None:
+        handoff = finished.handoff
+        claimed = self.claimed[handoff]
+        if not finished.tokens:
+            self._refuse("without a first token")
+        elif claimed.state is DecodeState.CLAIMING and not claimed.tokens:
+            self._hasten(("resend", handoff))
+            self.claimed[handoff] = claimed._replace(tokens=finished.tokens, drafts=finished.drafts)
+            self._deliver_if_complete(handoff)
+
+    # The two ways out.
+
+    def _deliver_if_complete(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        if claimed.state is not DecodeState.CLAIMING or not claimed.tokens:
+            return
+        if not self._every_rank_is_complete(claimed):
+            return
+        self._move(handoff, DecodeMove.DELIVER)
+        self.claimed[handoff] = self.claimed[handoff]._replace(outcome=Outcome.DELIVERED)
+        self._end(handoff)
+        self._let_ranks_drop(handoff)
+        self._close(handoff)
+        self._ask_again_later(handoff)
+
+    def _every_rank_is_complete(self, claimed: Claimed) -> bool:
+        return claimed.complete == self.everyone
+
+    def _give_up(self, handoff: str, outcome: Outcome, why: str) -> None:
+        self._move(handoff, DecodeMove.GIVE_UP)
+        gone = sum(1 << n for n, name in enumerate(self.ranks) if not self.is_open(name))
+        closed = outcome is Outcome.WITHDRAWN
+        self.claimed[handoff] = self.claimed[handoff]._replace(
+            outcome=outcome, why=why[:512], closed=closed, dropped=gone
+        )
+        self._disarm(("deadline", handoff))
+        self._let_ranks_drop(handoff)
+        self._close(handoff)
+        self._ask_again_later(handoff)
+        self._dropped(handoff, 0)
+
+    def _dropped(self, handoff: str, ranks: int) -> None:
+        """Some ranks touch its slots no more; after the last of them the slots come back."""
+        claimed = self.claimed[handoff]
+        if ranks & ~claimed.dropped:
+            self._hasten(("resend", handoff))
+        claimed = claimed._replace(dropped=claimed.dropped | ranks)
+        self.claimed[handoff] = claimed
+        if claimed.state is DecodeState.ENDING and claimed.dropped == self.everyone:
+            self._move(handoff, DecodeMove.ALL_DROPPED)
+            self._end(handoff)
+        self._forget_if_over(handoff)
+
+    def _end(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        assert claimed.outcome is not None
+        delivered = claimed.outcome is Outcome.DELIVERED
+        self.outcomes[claimed.outcome.value] = self.outcomes.get(claimed.outcome.value, 0) + 1
+        self._disarm(("deadline", handoff))
+        self.effects.append(
+            Ended(
+                handoff=handoff,
+                epoch=claimed.epoch,
+                outcome=claimed.outcome,
+                why=claimed.why,
+                tokens=claimed.tokens if delivered else (),
+                drafts=claimed.drafts if delivered else (),
+            )
+        )
+
+    def _closed(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        if claimed.outcome is None:
+            self._refuse("closed, but nobody said so")
+            return
+        self.claimed[handoff] = claimed._replace(closed=True)
+        self._forget_if_over(handoff)
+
+    def _forget_if_over(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        if claimed.state is not DecodeState.CLOSING or not claimed.closed:
+            return
+        if claimed.dropped == self.everyone:
+            self._move(handoff, DecodeMove.FORGET)
+            del self.claimed[handoff]
+            self._disarm(("resend", handoff))
+            self._remember((handoff,), claimed.epoch)
+
+    # Asking.
+
+    def _ask(self, handoff: str) -> None:
+        """Says again whatever has had no answer yet."""
+        claimed = self.claimed[handoff]
+        if claimed.state is DecodeState.CLAIMING:
+            for n, (name, order) in enumerate(zip(self.ranks, claimed.orders, strict=True)):
+                if not claimed.complete >> n & 1:
+                    self._expect(handoff, claimed.epoch, name, order)
+            # Also when the token is there: it renews the lease of the blocks that are missing.
+            self._await(handoff)
+        else:
+            self._let_ranks_drop(handoff)
+            self._close(handoff)
+        self._ask_again_later(handoff)
+
+    def _ask_again_later(self, handoff: str) -> None:
+        if handoff in self.claimed:
+            self._arm_resend(("resend", handoff))
+
+    def _expect(self, handoff: str, epoch: int, name: str, order: Order) -> None:
+        self._send(
+            msg.Expect(
+                sender=self.life,
+                target=self.life_of(name),
+                handoff=handoff,
+                epoch=epoch,
+                sources=order.sources,
+                slots=order.slots,
+            )
+        )
+
+    def _await(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        target = self.life_of(claimed.prefill)
+        if self.is_open(claimed.prefill):
+            self._send(
+                msg.Await(sender=self.life, target=target, handoff=handoff, epoch=claimed.epoch)
+            )
+        else:
+            self._greet(target)
+
+    def _let_ranks_drop(self, handoff: str) -> None:
+        claimed = self.claimed[handoff]
+        for n, name in enumerate(self.ranks):
+            if not claimed.dropped >> n & 1:
+                self._send(
+                    msg.Drop(
+                        sender=self.life,
+                        target=self.life_of(name),
+                        handoff=handoff,
+                        epoch=claimed.epoch,
+                    )
+                )
+
+    def _close(self, handoff: str) -> None:
+        """Tells the prefill side how it ended; if it does not hear, its own lease will do."""
+        claimed = self.claimed[handoff]
+        if claimed.closed or claimed.outcome is None:
+            return
+        if (
+            not self.is_open(claimed.prefill)
+            or claimed.close_count >= self.settings.bounds.close_count_max
+        ):
+            self.claimed[handoff] = claimed._replace(closed=True)
+            self._forget_if_over(handoff)
+            return
+        self.claimed[handoff] = claimed._replace(close_count=claimed.close_count + 1)
+        self._send(
+            msg.Close(
+                sender=self.life,
+                target=self.life_of(claimed.prefill),
+                handoff=handoff,
+                epoch=claimed.epoch,
+                outcome=claimed.outcome,
+                why=claimed.why,
+            )
+        )
+
+    # Timers and peers.
+
+    def _on_timer(self, timer: TimerKey) -> None:
+        match timer:
+            case ("deadline", handoff):
+                self._give_up(handoff, Outcome.EXPIRED, "its deadline passed")
+            case ("resend", handoff):
+                self._ask(handoff)
+            case _:
+                raise InvariantViolation(f"timer {timer} is not one of a decode scheduler")
+
+    def _peer_open(self, name: str) -> None:
+        for handoff, claimed in self.claimed.items():
+            waits = claimed.state is DecodeState.CLAIMING and not claimed.tokens
+            if claimed.prefill == name and waits:
+                self._await(handoff)
+
+    def _peer_silent(self, name: str) -> None:
+        """The prefill scheduler is silent: without the first token there is nothing to wait for."""
+        why = f"{name} is silent"
+        for handoff, claimed in list(self.claimed.items()):
+            if claimed.prefill != name:
+                continue
+            if claimed.state is DecodeState.CLAIMING and not claimed.tokens:
+                self._give_up(handoff, Outcome.FAILED_OVER, why)
+            elif claimed.state is not DecodeState.CLAIMING:
+                self._close(handoff)
+
+    def _peer_gone(self, name: str) -> None:
+        if name not in self.ranks:
+            # Its ranks let go of everything when they saw it die, first token or not.
+            for handoff, claimed in list(self.claimed.items()):
+                if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
+                    self._give_up(handoff, Outcome.FAILED_OVER, f"{name} is gone")
+            self._peer_silent(name)
+            return
+        rank = 1 << self.ranks.index(name)
+        for handoff, claimed in list(self.claimed.items()):
+            if claimed.state is DecodeState.CLAIMING:
+                self._give_up(handoff, Outcome.FAILED_OVER, f"{name} is lost")
+            if handoff in self.claimed:
+                self._dropped(handoff, rank)
+
+    def _peer_refused(self, name: str, *, why: str) -> None:
+        for handoff, claimed in list(self.claimed.items()):
+            if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
+                self._give_up(handoff, Outcome.FAILED_OVER, why)
+
+    def _move(self, handoff: str, move: DecodeMove) -> None:
+        claimed = self.claimed[handoff]
+        state = advance(DECODE_MOVES, claimed.state, move)
+        self.claimed[handoff] = claimed._replace(state=state)
+
+
+def _name(item: tuple[str, object]) -> str:
+    return item[0]

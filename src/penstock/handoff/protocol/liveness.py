@@ -1,0 +1,84 @@
+"""Who has been silent for too long: heartbeats, beside the four machines.
+
+Any message is a sign of life. A peer that was silent for `ping_s` is asked; one that was silent
+for `suspect_s` is suspected, and the driver tells the machine (`suspect`). It is kept apart from
+the machines, so that an explorer can let suspicion fall on anybody at any time, and because a
+process with several machines needs it only once.
+
+What must not break (P20): suspicion is about time and nothing else. It is not proof of death: it
+fails requests over and retires memory, and never frees any.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.handoff.protocol.settings import HandoffTimes
+
+
+class Pulse(NamedTuple):
+    """When a peer was last heard, and asked."""
+
+    heard: float
+    asked: float
+    suspected: bool = False
+
+
+class Verdict(NamedTuple):
+    """What is to be done about silence."""
+
+    ask: tuple[str, ...]
+    """Send these a `Ping`."""
+    suspect: tuple[str, ...]
+    """Tell the machine that these are silent."""
+
+
+class Liveness:
+    """The heartbeats of one party."""
+
+    def __init__(self, times: HandoffTimes) -> None:
+        self.times = times
+        self.pulses: dict[str, Pulse] = {}
+
+    def watch(self, names: Iterable[str], now: float) -> None:
+        """Names all peers that matter now; others are not asked, and forgotten."""
+        before = self.pulses
+        self.pulses = {name: before.get(name, Pulse(now, now)) for name in names}
+
+    def heard(self, name: str, now: float) -> None:
+        """A message from a peer came."""
+        if name in self.pulses:
+            self.pulses[name] = Pulse(now, now)
+
+    def handle_timer(self, now: float) -> Verdict:
+        """Who is to be asked, and who is suspected; each of the suspected is told once."""
+        times = self.times
+        suspect = tuple(
+            name
+            for name, pulse in self.pulses.items()
+            if not pulse.suspected and now - pulse.heard >= times.suspect_s
+        )
+        ask = tuple(
+            name for name, pulse in self.pulses.items() if now - pulse.asked >= times.ping_s
+        )
+        for name in suspect:
+            self.pulses[name] = self.pulses[name]._replace(suspected=True)
+        for name in ask:
+            self.pulses[name] = self.pulses[name]._replace(asked=now)
+        return Verdict(ask, suspect)
+
+    def next_deadline(self) -> float | None:
+        """When `handle_timer` should be called at the latest."""
+        times = self.times
+        return min(
+            (
+                pulse.asked + times.ping_s
+                if pulse.suspected
+                else min(pulse.asked + times.ping_s, pulse.heard + times.suspect_s)
+                for pulse in self.pulses.values()
+            ),
+            default=None,
+        )

@@ -1,0 +1,227 @@
+"""Everything the parties of a handoff say to each other. PROTOCOL.md, section 3.
+
+    decode scheduler ──Expect, Drop────────→ decode rank       ──Report───────────→ back
+    decode rank      ──Claim, Stop─────────→ prefill rank      ──Landed, Poisoned,
+                                                                 Stopped──────────→ back
+    decode scheduler ──Await, Close────────→ prefill scheduler ──Finished, Gone,
+                                                                 Closed───────────→ back
+    prefill scheduler ──Release────────────→ prefill rank      ──Released─────────→ back
+    every party      ──Hello───────────────→ its peers         ──Welcome, Refused─→ back
+    every party      ──Ping────────────────→ its peers         ──Pong─────────────→ back
+
+What must not break (P3): a message says what is, not what changed, so that it can be lost,
+repeated and overtaken without harm; and it names both lives, the handoff and the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from penstock.handoff.protocol.grid import Grid
+from penstock.handoff.protocol.names import Epoch, HandoffId, Incarnation, Life, Name
+from penstock.handoff.protocol.states import Outcome, RankReport  # noqa: TC001 - msgspec reads it
+
+PROTOCOL_VERSION = 1
+
+FACT_COUNT_MAX = 64
+SOURCE_COUNT_MAX = 4096
+SLOT_COUNT_MAX = 1 << 20
+TOKEN_COUNT_MAX = 1024
+"""The first token and its drafts; a speculative decoder drafts tens at most."""
+ATTEMPT_COUNT_MAX = 64
+BERTH_COUNT_MAX = 1 << 16
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+INDEX_MAX = 2**31
+Index = Annotated[int, msgspec.Meta(ge=0, le=INDEX_MAX)]
+PartSet = Annotated[bytes, msgspec.Meta(max_length=1 << 17)]
+"""A set of parts, see `penstock.handoff.protocol.grid.to_bytes`."""
+Fact = tuple[Text, Text]
+Source = tuple[Name, Grid]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Something one party says to another."""
+
+    sender: Life
+    target: Life
+    """Whom it is for; another life of the same party refuses it."""
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=True):
+    """Who I am, and what my KV is. Asks for `Welcome` or `Refused`."""
+
+    version: Index = PROTOCOL_VERSION
+    role: Text
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACT_COUNT_MAX)] = ()
+    """What must be equal on both sides, by name: model, weights, form."""
+    known: Incarnation = 0
+    """Which life of the party that is greeted the sender knows, 0 for none."""
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to a `Hello` from a peer that fits."""
+
+    version: Index = PROTOCOL_VERSION
+    role: Text
+    facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACT_COUNT_MAX)] = ()
+    known: Incarnation = 0
+    """As the `Hello` had it: whoever says this lives later than the life named here began."""
+
+
+class Refused(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to a `Hello` from a peer that does not fit: what differs, with both values."""
+
+    fact: Text
+    ours: Text
+    """On the side that refuses."""
+    theirs: Text
+
+
+class Ping(Message, frozen=True, kw_only=True, tag=True):
+    """Are you there?"""
+
+
+class Pong(Message, frozen=True, kw_only=True, tag=True):
+    """The answer to `Ping`."""
+
+
+class HandoffMessage(Message, frozen=True, kw_only=True, tag=True):
+    """Something about one claim of one handoff."""
+
+    handoff: HandoffId
+    epoch: Epoch
+
+
+class Expect(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode scheduler → decode rank: get these parts. Asks for `Report`."""
+
+    sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=SOURCE_COUNT_MAX)]
+    """The source ranks that owe it something, by name, and what."""
+    slots: Annotated[tuple[Index, ...], msgspec.Meta(max_length=SLOT_COUNT_MAX)] = ()
+    """Where the missing blocks are to lie on this rank; for its mover."""
+
+
+class Drop(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode scheduler → decode rank: it is over; touch its slots no more. Asks for `Report`."""
+
+
+class Report(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode rank → decode scheduler: how far this rank is."""
+
+    report: RankReport
+    why: Text = ""
+
+
+class Claim(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode rank → prefill rank: all I want from you, and all I have of it.
+
+    The first claim, every acknowledgement, the return of credits and the request for what is
+    missing are this one message, sent again whenever it changed.
+    """
+
+    generation: Index
+    """Of the landing area to write to."""
+    berth_count: Annotated[int, msgspec.Meta(ge=1, le=BERTH_COUNT_MAX)]
+    berth_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    grid: Grid
+    have: PartSet = b""
+    """Verified and in its slot."""
+    spoiled: Annotated[tuple[PartSet, ...], msgspec.Meta(max_length=ATTEMPT_COUNT_MAX)] = ()
+    """Parts whose first attempt was not intact; then their second; and so on."""
+
+
+class Stop(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode rank → prefill rank: write nothing more for it. Asks for `Stopped`."""
+
+
+class Landed(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Prefill rank → decode rank: a part lies in a berth. Travels with the write itself."""
+
+    generation: Index
+    berth: Index
+    part: Index
+    attempt: Index
+    sums: bytes = b""
+    """Of the part's cells, to verify it by; the machines do not read them."""
+
+
+class Stopped(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Prefill rank → decode rank: every write for it was observed to end."""
+
+    generation: Index
+    poisoned: bool
+    """Whether a write into this generation ended with an error, and may land yet."""
+
+
+class Poisoned(Message, frozen=True, kw_only=True, tag=True):
+    """Prefill rank → decode rank: a write into this area failed, and may land yet."""
+
+    generation: Index
+
+
+class Await(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode scheduler → prefill scheduler: tell me the first token. Asks for `Finished`."""
+
+
+class Finished(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Prefill scheduler → decode scheduler: the prompt is computed."""
+
+    tokens: Annotated[tuple[Index, ...], msgspec.Meta(max_length=TOKEN_COUNT_MAX)]
+    """The first token."""
+    drafts: Annotated[tuple[Index, ...], msgspec.Meta(max_length=TOKEN_COUNT_MAX)] = ()
+
+
+class Gone(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Prefill scheduler → decode scheduler: nothing will come of it."""
+
+    why: Text
+
+
+class Close(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode scheduler → prefill scheduler: I need nothing more of it. Asks for `Closed`."""
+
+    outcome: Outcome
+    why: Text = ""
+
+
+class Closed(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """The answer to `Close`."""
+
+
+class Release(Message, frozen=True, kw_only=True, tag=True):
+    """Prefill scheduler → prefill rank: stop reading its blocks. Asks for `Released`."""
+
+    handoff: HandoffId
+
+
+class Released(Message, frozen=True, kw_only=True, tag=True):
+    """Prefill rank → prefill scheduler: nothing of mine reads its blocks any more."""
+
+    handoff: HandoffId
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refused
+    | Ping
+    | Pong
+    | Expect
+    | Drop
+    | Report
+    | Claim
+    | Stop
+    | Landed
+    | Stopped
+    | Poisoned
+    | Await
+    | Finished
+    | Gone
+    | Close
+    | Closed
+    | Release
+    | Released
+)

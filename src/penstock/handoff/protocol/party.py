@@ -1,0 +1,458 @@
+"""What all four machines have in common: peers and their lives, timers, a short memory.
+
+What must not break (P4): a message acts only when it comes from the life of the sender that we
+know, and is meant for the life that we are. Everything else is refused and counted, and is
+never an exception: what a peer says cannot break a machine.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.effects import Send
+from penstock.handoff.protocol.identity import COLLEAGUES, Identity, Misfit, misfit
+from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.states import Role
+
+if TYPE_CHECKING:
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.settings import HandoffSettings
+
+Frozen = tuple[object, ...]
+TimerKey = tuple[str, ...]
+"""What a timer is for, e.g. `("resend", handoff)`."""
+
+BURIED_COUNT = 8
+"""Of each peer, so many earlier lives are known as such; none speaks so long after its end."""
+BACKOFF_DOUBLINGS_MAX = 16
+"""A resend waits at most so many times twice as long; the cap cuts it off long before."""
+
+
+class Standing(Enum):
+    """What we think of a peer's life."""
+
+    OPEN = "open"
+    SUSPECTED = "suspected"
+    """Silent. One message from it, and it is open again."""
+    LOST = "lost"
+    """Seen dead: a colleague of the same engine. Only its next life is heard."""
+
+
+class Peer(NamedTuple):
+    """The life of a peer that we know, and what we think of it."""
+
+    incarnation: int
+    role: Role
+    standing: Standing
+    buried: tuple[int, ...] = ()
+    """Its earlier lives, the latest last."""
+
+
+class Party:
+    """One party of handoffs; the four machines are its children."""
+
+    role: ClassVar[Role]
+    books: ClassVar[tuple[str, ...]] = ("peers", "timers", "tries", "remembered", "counts")
+    """Names of the dictionaries that make up the state: `clone` copies them."""
+
+    def __init__(self, identity: Identity, settings: HandoffSettings) -> None:
+        if identity.role is not self.role:
+            raise ValueError(f"role is {identity.role.value!r}, must be {self.role.value!r}")
+        if not 0 < identity.life.incarnation < 2**64:
+            raise ValueError(f"incarnation is {identity.life.incarnation}, must be 64 bits, not 0")
+        self.identity = identity
+        self.life = identity.life
+        self.settings = settings
+        self.peers: dict[str, Peer] = {}
+        self.timers: dict[TimerKey, float] = {}
+        self.tries: dict[TimerKey, int] = {}
+        """How often each timer expired, less what came meanwhile; it makes waits longer or shorter,
+        and nothing else."""
+        self.remembered: dict[tuple[str, ...], tuple[int, str]] = {}
+        """The ends of handoffs that are over: an epoch, and why."""
+        self.counts: dict[str, int] = {}
+        self.now = 0.0
+        """The time of the input that is being dealt with."""
+        self.effects: list[AnyEffect] = []
+
+    # What every driver calls.
+
+    def receive(self, message: msg.AnyMessage, now: float) -> list[AnyEffect]:
+        """Takes in what another party said. Never raises, whatever it is."""
+        self._start(now)
+        match message:
+            case msg.Hello():
+                self._hear_hello(message)
+            case msg.Welcome():
+                self._hear_welcome(message)
+            case msg.Refused():
+                self._hear_refused(message)
+            case _ if not self._acceptable(message):
+                pass
+            case msg.Ping():
+                self._send(msg.Pong(sender=self.life, target=message.sender))
+            case msg.Pong():
+                pass
+            case _:
+                self._hear(message)
+        return self.effects
+
+    def handle_timer(self, now: float) -> list[AnyEffect]:
+        """Deals with every timer that is due."""
+        self._start(now)
+        due = sorted((due, key) for key, due in self.timers.items() if due <= now)
+        for _, key in due:
+            if self.timers.get(key, now + 1) <= now:
+                self._expire(key)
+        return self.effects
+
+    def next_deadline(self) -> float | None:
+        """When `handle_timer` should be called at the latest."""
+        return min(self.timers.values(), default=None)
+
+    def armed(self) -> tuple[TimerKey, ...]:
+        """The timers that run."""
+        return tuple(sorted(self.timers))
+
+    def expire(self, timer: TimerKey, now: float) -> list[AnyEffect]:
+        """Lets one timer expire, due or not: for explorers, to whom time is just another order.
+
+        Raises:
+            ValueError: it does not run.
+        """
+        if timer not in self.timers:
+            raise ValueError(f"timer {timer} does not run, only {self.armed()}")
+        self._start(now)
+        self._expire(timer)
+        return self.effects
+
+    def introduce(self, peer: Identity, now: float) -> list[AnyEffect]:
+        """Makes a party known as if it had said `Welcome`.
+
+        Raises:
+            ValueError: it does not fit; or this life of it is known to be over.
+        """
+        problem = misfit(self.identity, peer)
+        if problem is not None:
+            raise ValueError(f"{peer.life} does not fit: {problem}")
+        known = self.peers.get(peer.life.name)
+        if known is not None and peer.life.incarnation in known.buried:
+            raise ValueError(f"{peer.life} is an earlier life of {known.incarnation:016x}")
+        self._start(now)
+        self._meet(peer)
+        return self.effects
+
+    def suspect(self, name: str, now: float) -> list[AnyEffect]:
+        """A peer has been silent for too long, or a colleague was seen dead.
+
+        Raises:
+            ValueError: nobody of this name is known.
+        """
+        peer = self.peers.get(name)
+        if peer is None:
+            raise ValueError(f"name is {name!r}, must be one of {sorted(self.peers)}")
+        self._start(now)
+        if peer.standing is Standing.OPEN:
+            colleague = (self.role, peer.role) in COLLEAGUES
+            standing = Standing.LOST if colleague else Standing.SUSPECTED
+            self.peers[name] = peer._replace(standing=standing)
+            self._count("suspected")
+            if colleague:
+                self._peer_gone(name)
+            else:
+                self._peer_silent(name)
+        return self.effects
+
+    def misunderstand(self, name: str, now: float, *, version: int) -> list[AnyEffect]:
+        """A party speaks another version of the protocol: what needs it fails, at once (P5).
+
+        A life that is open speaks ours, so that one such frame of it is nothing but garbage.
+        """
+        self._start(now)
+        self._refuse("misfit")
+        if not self.is_open(name):
+            problem = Misfit("version", str(self.identity.version), str(version))
+            self._peer_refused(name, why=f"refused: {problem}")
+        return self.effects
+
+    def clone(self) -> Self:
+        """A second machine in the same state; the two share nothing that changes."""
+        # Written out because explorers do it a million times: `copy.copy` takes four times as long.
+        twin = object.__new__(type(self))
+        state = self.__dict__.copy()
+        for book in self.books:
+            state[book] = state[book].copy()
+        state["effects"] = []
+        twin.__dict__ = state
+        return twin
+
+    def freeze(self) -> Frozen:
+        """The state as nested tuples: machines that freeze alike behave alike.
+
+        Left out are the times (which timers run says what may happen; when, says nothing) and
+        the counts.
+        """
+        return (
+            self.life,
+            tuple(sorted(self.peers.items(), key=_first)),
+            tuple(sorted(self.timers)),
+            tuple(sorted(self.remembered.items())),
+            *self._freeze(),
+        )
+
+    def is_open(self, name: str) -> bool:
+        """Whether this party is known, fits, and is thought to be there."""
+        peer = self.peers.get(name)
+        return peer is not None and peer.standing is Standing.OPEN
+
+    def life_of(self, name: str) -> Life:
+        """The life of a party that we know; incarnation 0 when we know none."""
+        peer = self.peers.get(name)
+        return Life(name, peer.incarnation if peer is not None else 0)
+
+    def hello_to(self, who: Life) -> msg.Hello:
+        """How we greet another party, whose life we may not know."""
+        identity = self.identity
+        return msg.Hello(
+            sender=self.life,
+            target=who,
+            version=identity.version,
+            role=self.role.value,
+            facts=identity.facts,
+            known=self.life_of(who.name).incarnation,
+        )
+
+    # What each machine brings.
+
+    def _hear(self, message: msg.AnyMessage) -> None:
+        raise NotImplementedError
+
+    def _on_timer(self, timer: TimerKey) -> None:
+        raise NotImplementedError
+
+    def _peer_open(self, name: str) -> None:
+        """A peer was met, or is heard again."""
+
+    def _peer_silent(self, name: str) -> None:
+        """A peer is suspected: it may be dead, or slow, or come back."""
+        raise NotImplementedError
+
+    def _peer_gone(self, name: str) -> None:
+        """A life of a peer is over: seen dead, or followed by another."""
+        raise NotImplementedError
+
+    def _peer_refused(self, name: str, *, why: str) -> None:
+        """A peer says that we do not fit, or does not fit us."""
+
+    def _freeze(self) -> Frozen:
+        raise NotImplementedError
+
+    # Lives.
+
+    def _acceptable(self, message: msg.AnyMessage) -> bool:
+        """Whether a message comes from the life that we know, and is for the life that we are."""
+        name, incarnation = message.sender
+        peer = self.peers.get(name)
+        if message.target.name != self.life.name:
+            return self._refuse("for another party")
+        if message.target.incarnation != self.life.incarnation:
+            self._greet(message.sender)
+            return self._refuse("for an earlier life")
+        if peer is None:
+            self._greet(message.sender)
+            return self._refuse("from a stranger")
+        if peer.incarnation != incarnation:
+            if incarnation not in peer.buried:
+                self._greet(message.sender)
+            return self._refuse("from another life")
+        if peer.standing is Standing.LOST:
+            return self._refuse("from the dead")
+        if peer.standing is Standing.SUSPECTED:
+            self.peers[name] = peer._replace(standing=Standing.OPEN)
+            self._peer_open(name)
+        return True
+
+    def _hear_hello(self, hello: msg.Hello) -> None:
+        if hello.target.name != self.life.name:
+            self._refuse("for another party")
+            return
+        peer = _identity(hello)
+        problem = misfit(self.identity, peer) if peer is not None else None
+        if peer is None or problem is not None:
+            fact, ours, theirs = problem or ("role", self.role.value, hello.role)
+            self._refuse("misfit")
+            self._send(
+                msg.Refused(
+                    sender=self.life, target=hello.sender, fact=fact, ours=ours, theirs=theirs
+                )
+            )
+        elif self._is_another_life(peer.life):
+            # It may be a late word of a life that is over: only an answer shows that it is not.
+            self._welcome(hello)
+            self._greet(peer.life)
+        elif self._meet(peer):
+            self._welcome(hello)
+
+    def _hear_welcome(self, welcome: msg.Welcome) -> None:
+        if welcome.target != self.life:
+            self._refuse("for an earlier life")
+            return
+        peer = _identity(welcome)
+        problem = misfit(self.identity, peer) if peer is not None else None
+        if peer is None or problem is not None:
+            self._refuse("misfit")
+            self._peer_refused(welcome.sender.name, why=f"refused: {problem or 'role'}")
+        elif self._is_another_life(peer.life) and not self._follows_the_known(welcome):
+            self._refuse("answers an earlier question")
+            self._greet(peer.life)
+        else:
+            self._meet(peer)
+
+    def _is_another_life(self, life: Life) -> bool:
+        """Whether we know a life of this party, and this is one that we never knew."""
+        known = self.peers.get(life.name)
+        return known is not None and life.incarnation not in (known.incarnation, *known.buried)
+
+    def _follows_the_known(self, welcome: msg.Welcome) -> bool:
+        """Whether a life is later than the one that we know.
+
+        It answers what we asked while we knew that one. Lives of a party do not overlap, so
+        whoever answers lives after it; incarnations alone have no order.
+        """
+        return welcome.known == self.life_of(welcome.sender.name).incarnation
+
+    def _hear_refused(self, refused: msg.Refused) -> None:
+        if refused.target != self.life:
+            self._refuse("for an earlier life")
+        elif refused.sender.incarnation in self._buried(refused.sender.name):
+            self._refuse("from another life")
+        else:
+            why = f"refused: {refused.fact} is {refused.theirs!r} here and {refused.ours!r} there"
+            self._count("refused by a peer")
+            self._peer_refused(refused.sender.name, why=why)
+
+    def _buried(self, name: str) -> tuple[int, ...]:
+        peer = self.peers.get(name)
+        return peer.buried if peer is not None else ()
+
+    def _meet(self, peer: Identity) -> bool:
+        """Opens a life that fits; an earlier life of the same party is over thereby."""
+        name, incarnation = peer.life
+        known = self.peers.get(name)
+        buried: tuple[int, ...] = ()
+        if known is None and len(self.peers) >= self.settings.bounds.peer_count_max:
+            return self._refuse("too many peers")
+        if known is not None:
+            if incarnation in known.buried:
+                return self._refuse("from another life")
+            if incarnation == known.incarnation:
+                if known.standing is Standing.LOST:
+                    return self._refuse("from the dead")
+                if known.standing is Standing.OPEN:
+                    return True
+                buried = known.buried
+            else:
+                buried = (*known.buried, known.incarnation)[-BURIED_COUNT:]
+                self._peer_gone(name)
+        self.peers[name] = Peer(incarnation, peer.role, Standing.OPEN, buried)
+        self._peer_open(name)
+        return True
+
+    def _greet(self, who: Life) -> None:
+        """Tells another party who we are; the answer tells us who it is."""
+        self._send(self.hello_to(who))
+
+    def _welcome(self, hello: msg.Hello) -> None:
+        """Answers a greeting: we are here, after whatever its sender knew of us."""
+        identity = self.identity
+        self._send(
+            msg.Welcome(
+                sender=self.life,
+                target=hello.sender,
+                version=identity.version,
+                role=self.role.value,
+                facts=identity.facts,
+                known=hello.known,
+            )
+        )
+
+    # Timers.
+
+    def _arm(self, timer: TimerKey, delay_s: float) -> None:
+        """Starts a timer, unless it runs already."""
+        if timer not in self.timers:
+            self.timers[timer] = self.now + delay_s
+
+    def _arm_resend(self, timer: TimerKey) -> None:
+        """Starts a timer that waits twice as long each time it expired."""
+        self._arm(timer, self._resend_wait_s(timer))
+
+    def _resend_wait_s(self, timer: TimerKey) -> float:
+        times = self.settings.times
+        doublings = min(self.tries.get(timer, 0), BACKOFF_DOUBLINGS_MAX)
+        return min(times.resend_s * 2.0**doublings, times.resend_cap_s)
+
+    def _hasten(self, timer: TimerKey) -> None:
+        """Something that a resend asks for has come: from now on it waits half as long.
+
+        A timer that runs is set earlier, never later: what comes from one peer must not put off
+        what another one is asked for. So there are no more resends than things that came, but
+        for those in which the wait grew.
+        """
+        tries = self.tries.pop(timer, 0) - 1
+        if tries > 0:
+            self.tries[timer] = tries
+        due = self.timers.get(timer)
+        if due is not None:
+            self.timers[timer] = min(due, self.now + self._resend_wait_s(timer))
+
+    def _disarm(self, timer: TimerKey) -> None:
+        self.timers.pop(timer, None)
+        self.tries.pop(timer, None)
+
+    def _expire(self, timer: TimerKey) -> None:
+        del self.timers[timer]
+        self.tries[timer] = self.tries.get(timer, 0) + 1
+        self._on_timer(timer)
+        if timer not in self.timers:
+            self.tries.pop(timer, None)
+
+    # Memory, counts, effects.
+
+    def _start(self, now: float) -> None:
+        """Begins to deal with an input; from here on it can change things."""
+        self.now = now
+        self.effects = []
+
+    def _remember(self, name: tuple[str, ...], epoch: int, why: str = "") -> None:
+        """Keeps the end of something in mind; the oldest such memory makes room."""
+        self.remembered.pop(name, None)
+        self.remembered[name] = (epoch, why)
+        if len(self.remembered) > self.settings.bounds.remembered_count:
+            del self.remembered[next(iter(self.remembered))]
+
+    def _count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _refuse(self, reason: str) -> bool:
+        """Counts a message that did not make sense; `False`, for the caller to return."""
+        self._count(f"refused: {reason}")
+        return False
+
+    def _send(self, message: msg.AnyMessage) -> None:
+        self.effects.append(Send(message=message))
+
+
+def _first(item: tuple[str, object]) -> str:
+    return item[0]
+
+
+def _identity(greeting: msg.Hello | msg.Welcome) -> Identity | None:
+    """Who says so; nobody we know of when the role is none."""
+    try:
+        role = Role(greeting.role)
+    except ValueError:
+        return None
+    return Identity(greeting.sender, role, greeting.facts, greeting.version)

@@ -1,0 +1,392 @@
+"""The prefill rank: it writes what is computed, wanted, and has a berth to go to.
+
+Progress of layers and chunks, claims and stops come in any order. After each of them the rank
+writes whatever is allowed by now. There is nothing to agree on with another rank, and nothing
+to meet at (P1, P8).
+
+What must not break (P15, P16): "stopped" and "released" are said only when every write that
+they speak of was observed to end; and nothing is read for an earlier life of the scheduler once
+the next one has given work, or was heard of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import InvariantViolation
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.effects import Abandon
+from penstock.handoff.protocol.grid import from_bytes
+from penstock.handoff.protocol.identity import Identity
+from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.party import Standing
+from penstock.handoff.protocol.states import WANT_MOVES, Role, WantMove, WantState, advance
+from penstock.handoff.protocol.statistics import PrefillRankStatistics
+from penstock.handoff.protocol.wants import Prompt, Want
+from penstock.handoff.protocol.writing import Writer
+
+if TYPE_CHECKING:
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.settings import HandoffSettings
+
+
+class PrefillRank(Writer):
+    """One rank of a prefill engine."""
+
+    role = Role.PREFILL_RANK
+    books = (*Writer.books, "prompts", "stops", "releases")
+
+    def __init__(self, identity: Identity, settings: HandoffSettings, *, scheduler: str) -> None:
+        super().__init__(identity, settings)
+        self.scheduler = scheduler
+        self.prompts: dict[str, Prompt] = {}
+        self.stops: dict[tuple[str, str], int] = {}
+        """Stops that wait for a write to end, by target and handoff: their epochs."""
+        self.releases: dict[str, None] = {}
+        """Releases that wait for a write to end."""
+
+    # The local world.
+
+    def admit(
+        self,
+        handoff: str,
+        *,
+        token_count: int,
+        layers: range,
+        now: float,
+        scheduler: int | None = None,
+    ) -> list[AnyEffect]:
+        """The rank is going to compute a prompt whose KV may be claimed.
+
+        One that was released already (cancelled before it got here) is left alone.
+
+        Args:
+            handoff: its name.
+            token_count: of the whole prompt.
+            layers: of this rank.
+            now: the time.
+            scheduler: the incarnation of the scheduler that gives it; the one this rank knows
+                unless told. The work of a scheduler that started again may come before its
+                greeting: to name it ends whatever was under way for an earlier life (P16).
+
+        Raises:
+            ValueError: the prompt is known, or has no tokens or layers; or that life of the
+                scheduler is over.
+        """
+        if handoff in self.prompts:
+            raise ValueError(f"handoff is {handoff!r}, which was admitted already")
+        if token_count < 1 or not layers or layers.step != 1:
+            raise ValueError(f"need tokens and layers, got {token_count} and {layers}")
+        if scheduler is not None and self._is_over(scheduler):
+            raise ValueError(
+                f"scheduler is {scheduler:016x}, a life of {self.scheduler!r} that is over"
+            )
+        self._start(now)
+        if scheduler is not None:
+            self._serve(scheduler)
+        if not self._is_released(handoff):
+            self.prompts[handoff] = Prompt(token_count, layers.start, (0,) * len(layers))
+            for target, wants in self.wants.items():
+                if handoff in wants:
+                    self._open(target, handoff)
+        return self.effects
+
+    def progress(self, handoff: str, *, layer: int, tokens: int, now: float) -> list[AnyEffect]:
+        """The KV of the first `tokens` tokens is there in one layer.
+
+        Layers may come in any order, late or twice: the watermark only rises. What comes after
+        the release is left alone.
+
+        Raises:
+            ValueError: the prompt was never admitted, or has no such layer or token.
+        """
+        prompt = self._known(handoff)
+        self._start(now)
+        if prompt is not None:
+            if layer not in prompt.layers:
+                first, last = prompt.layers[0], prompt.layers[-1]
+                raise ValueError(f"layer is {layer}, must be from {first} to {last} on this rank")
+            self._raise(handoff, prompt, tokens, range(layer, layer + 1))
+        return self.effects
+
+    def chunk_progress(self, handoff: str, *, tokens: int, now: float) -> list[AnyEffect]:
+        """The KV of the first `tokens` tokens is there in every layer of this rank.
+
+        Raises:
+            ValueError: as for `progress`.
+        """
+        prompt = self._known(handoff)
+        self._start(now)
+        if prompt is not None:
+            self._raise(handoff, prompt, tokens, prompt.layers)
+        return self.effects
+
+    def statistics(self) -> PrefillRankStatistics:
+        """Counts and sizes, as a frozen value."""
+        observed = sum(posted.observed for posted in self.writes.values())
+        return PrefillRankStatistics(
+            prompts=len(self.prompts),
+            wants=sum(len(wants) for wants in self.wants.values()),
+            writes_under_way=len(self.writes) - observed,
+            berths_with_target=observed,
+            areas_poisoned=sum(lane.poisoned for lane in self.lanes.values()),
+            counts=dict(sorted(self.counts.items())),
+        )
+
+    def _freeze(self) -> Frozen:
+        return (
+            tuple(sorted(self.prompts.items())),
+            tuple(sorted(self.stops.items())),
+            tuple(sorted(self.releases)),
+            *super()._freeze(),
+        )
+
+    # What others say.
+
+    def _hear(self, message: msg.AnyMessage) -> None:
+        match message:
+            case msg.Claim():
+                self._hear_claim(message)
+            case msg.Stop():
+                self._hear_stop(message)
+            case msg.Release() if message.sender.name == self.scheduler:
+                self._let_go(message.handoff)
+                self.releases[message.handoff] = None
+                self._answer_release(message.handoff)
+            case _:
+                self._refuse("not for this role")
+
+    def _hear_claim(self, claim: msg.Claim) -> None:
+        problem = self._problem_of(claim)
+        if problem:
+            self._refuse(problem)
+            return
+        if not self._enter(claim):
+            self._refuse("for an earlier area")
+            return
+        target = claim.sender.name
+        have = from_bytes(claim.have)
+        spoiled = tuple(from_bytes(each) for each in claim.spoiled)
+        unsettled = len(self.writes)
+        self._settle_parts(claim, have, spoiled)
+        if len(self.writes) < unsettled:
+            self._hasten(("notice", target))
+        if self._is_wanted(claim):
+            self._want(claim, have, spoiled)
+        if self.lanes[target].poisoned:
+            self._tell_poisoned(target)
+        self._pump(target)
+        self._keep_noticing(target)
+
+    def _hear_stop(self, stop: msg.Stop) -> None:
+        target, handoff = stop.sender.name, stop.handoff
+        want = self.wants.get(target, {}).get(handoff)
+        if want is not None and want.epoch <= stop.epoch:
+            self._forget(target, handoff, WantMove.STOP)
+        # A claim that this stop overtook must not begin it all again.
+        self._remember(
+            ("stopped", target, handoff), max(stop.epoch, self._stopped(target, handoff))
+        )
+        self._settle(stop.sender, handoff, stop.epoch)
+        # The newest stop answers for those before it.
+        self.stops[target, handoff] = max(stop.epoch, self.stops.get((target, handoff), 0))
+        self._answer_stop(target, handoff)
+        self._pump(target)
+        self._keep_noticing(target)
+
+    def _problem_of(self, claim: msg.Claim) -> str:
+        """Why a claim makes no sense, if it does not."""
+        grid = claim.grid
+        known = self.wants.get(claim.sender.name, {}).get(claim.handoff)
+        prompt = self.prompts.get(claim.handoff)
+        if grid.problem() or grid.part_bytes > claim.berth_bytes:
+            return "claim of a wrong grid"
+        if not 0 < claim.berth_count <= msg.BERTH_COUNT_MAX:
+            return "claim of a wrong area"
+        if known is not None and known.epoch == claim.epoch and known.grid != grid:
+            return "claim of another grid"
+        if prompt is not None and not prompt.covers(grid):
+            return "claim beyond the prompt"
+        return ""
+
+    # Wants.
+
+    def _is_wanted(self, claim: msg.Claim) -> bool:
+        """Whether a claim asks for something that is not over."""
+        over = claim.epoch <= self._stopped(claim.sender.name, claim.handoff)
+        return not over and not self._is_released(claim.handoff)
+
+    def _stopped(self, target: str, handoff: str) -> int:
+        """The last epoch that a target stopped."""
+        return self.remembered.get(("stopped", target, handoff), (0, ""))[0]
+
+    def _is_released(self, handoff: str) -> bool:
+        return ("released", handoff) in self.remembered
+
+    def _want(self, claim: msg.Claim, have: int, spoiled: tuple[int, ...]) -> None:
+        target, handoff = claim.sender.name, claim.handoff
+        wants = self.wants[target]
+        want = wants.get(handoff)
+        if want is not None and want.epoch > claim.epoch:
+            self._refuse("from an earlier epoch")
+            return
+        if want is None or want.epoch < claim.epoch:
+            # A newer epoch begins with nothing: its grid may be another.
+            known = handoff in self.prompts
+            if not known and not self._park(target, handoff):
+                return
+            want = Want(WantState.OPEN if known else WantState.PARKED, claim.epoch, claim.grid)
+            want = want.computed(self.prompts[handoff]) if known else want
+        wants[handoff] = want.merged(have, spoiled)
+
+    def _park(self, target: str, handoff: str) -> bool:
+        """Keeps a claim for a prompt that has not come yet, if there is room (P23)."""
+        parked = sum(timer[0] == "park" for timer in self.timers)
+        if parked >= self.settings.bounds.parked_count_max:
+            return self._refuse("no room to park a claim")
+        self._arm(("park", handoff, target), self.settings.times.park_s)
+        return True
+
+    def _open(self, target: str, handoff: str) -> None:
+        """The prompt of a parked claim has come."""
+        prompt = self.prompts[handoff]
+        want = self.wants[target][handoff]
+        self._disarm(("park", handoff, target))
+        if prompt.covers(want.grid):
+            state = advance(WANT_MOVES, want.state, WantMove.ADMIT)
+            self.wants[target][handoff] = want._replace(state=state)
+        else:
+            self._refuse("claim beyond the prompt")
+            self._forget(target, handoff, WantMove.FORGET)
+
+    def _forget(self, target: str, handoff: str, move: WantMove) -> None:
+        want = self.wants[target].pop(handoff)
+        advance(WANT_MOVES, want.state, move)
+        self._disarm(("park", handoff, target))
+
+    def _let_go(self, handoff: str) -> None:
+        """Nothing more is read for a prompt, and what comes for it later is left alone."""
+        self.prompts.pop(handoff, None)
+        for target, wants in self.wants.items():
+            if handoff in wants:
+                self._forget(target, handoff, WantMove.FORGET)
+        self._remember(("released", handoff), 0)
+
+    def _is_over(self, scheduler: int) -> bool:
+        """Whether a life of the scheduler was followed by another, or seen dead."""
+        known = self.peers.get(self.scheduler)
+        if known is None:
+            return False
+        dead = known.standing is Standing.LOST and known.incarnation == scheduler
+        return dead or scheduler in known.buried
+
+    def _serve(self, scheduler: int) -> None:
+        """Takes a life of the scheduler for the present one: our own engine says so (P16)."""
+        if self.life_of(self.scheduler).incarnation != scheduler:
+            life = Life(self.scheduler, scheduler)
+            self._meet(Identity(life, Role.PREFILL_SCHEDULER, self.identity.facts))
+
+    def _abandon_writes(self) -> None:
+        """Nothing more is read of prompts that were let go: their blocks are given to others."""
+        for write, posted in self.writes.items():
+            if not posted.observed and write.handoff not in self.prompts:
+                self.effects.append(Abandon(write=write))
+
+    def _known(self, handoff: str) -> Prompt | None:
+        """The prompt; none if it was released."""
+        prompt = self.prompts.get(handoff)
+        if prompt is None and not self._is_released(handoff):
+            raise ValueError(f"handoff is {handoff!r}, which was never admitted")
+        return prompt
+
+    def _raise(self, handoff: str, prompt: Prompt, tokens: int, layers: range) -> None:
+        """Raises the watermarks of some layers, and writes what that allows."""
+        if not 0 <= tokens <= prompt.token_count:
+            raise ValueError(f"tokens is {tokens}, must be from 0 to {prompt.token_count}")
+        self.prompts[handoff] = prompt = prompt.raised(tokens, layers)
+        for target, wants in self.wants.items():
+            if handoff in wants:
+                wants[handoff] = wants[handoff].computed(prompt, layers)
+                self._post(target, handoff)
+                self._keep_noticing(target)
+
+    # Ends of writes, and who waits for them.
+
+    def _after_end(self, write: WriteId) -> None:
+        target = write.target.name
+        if (target, write.handoff) in self.stops:
+            self._answer_stop(target, write.handoff)
+        if write.handoff in self.releases:
+            self._answer_release(write.handoff)
+        self._pump(target)
+        self._keep_noticing(target)
+
+    def _answer_stop(self, target: str, handoff: str) -> None:
+        """Says that nothing more comes, once that is certain (P15)."""
+        epoch, life = self.stops[target, handoff], self.life_of(target)
+        if any(
+            write.handoff == handoff
+            and write.target == life
+            and write.epoch <= epoch
+            and not posted.observed
+            for write, posted in self.writes.items()
+        ):
+            return
+        del self.stops[target, handoff]
+        lane = self.lanes.get(target)
+        self._send(
+            msg.Stopped(
+                sender=self.life,
+                target=life,
+                handoff=handoff,
+                epoch=epoch,
+                generation=lane.generation if lane is not None else 0,
+                poisoned=lane is not None and lane.poisoned,
+            )
+        )
+
+    def _answer_release(self, handoff: str) -> None:
+        """Says that nothing reads the prompt's blocks any more, once that is certain (P16)."""
+        if any(w.handoff == handoff and not p.observed for w, p in self.writes.items()):
+            return
+        del self.releases[handoff]
+        scheduler = self.life_of(self.scheduler)
+        self._send(msg.Released(sender=self.life, target=scheduler, handoff=handoff))
+
+    # Timers and peers.
+
+    def _on_timer(self, timer: TimerKey) -> None:
+        match timer:
+            case ("notice", target):
+                self._notice_again(target)
+            case ("park", handoff, target):
+                self._count("claims forgotten")
+                self._forget(target, handoff, WantMove.FORGET)
+            case _:
+                raise InvariantViolation(f"timer {timer} is not one of a prefill rank")
+
+    def _peer_open(self, name: str) -> None:
+        self._pump(name)
+        self._keep_noticing(name)
+
+    def _peer_silent(self, name: str) -> None:
+        # Nothing is written to it and nothing forgotten: its area is as it was, should it be
+        # heard again.
+        self._keep_noticing(name)
+
+    def _peer_gone(self, name: str) -> None:
+        if name == self.scheduler:
+            for handoff in [*self.prompts]:
+                self._let_go(handoff)
+            self.releases.clear()
+            self._abandon_writes()
+            return
+        for handoff in [*self.wants.get(name, ())]:
+            self._forget(name, handoff, WantMove.FORGET)
+        self.wants.pop(name, None)
+        self._leave(name)
+        for key in [key for key in self.stops if key[0] == name]:
+            del self.stops[key]
+        self._disarm(("notice", name))

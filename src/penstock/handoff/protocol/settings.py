@@ -1,0 +1,115 @@
+"""How patient the parties of a handoff are, and how much they may hold.
+
+What must not break: every wait has a time here (P7), and everything that can grow a bound (P23).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.handoff.protocol.messages import ATTEMPT_COUNT_MAX, BERTH_COUNT_MAX
+
+RESEND_GROWTH_MIN = 8
+"""A resend must be able to wait so many times longer than the first: peers may be slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTimes:
+    """How long the parties wait."""
+
+    resend_s: float = 0.25
+    """A message without an answer is sent again after this, then after twice as long, …"""
+    resend_cap_s: float = 4.0
+    """… but at least this often. A lease is renewed by resends, so it must last longer."""
+    handoff_s: float = 60.0
+    """Decode gives a handoff up after this, if it was submitted without a patience of its own."""
+    lease_s: float = 120.0
+    """Prefill keeps a prompt's blocks so long after decode last asked for it."""
+    park_s: float = 60.0
+    """A claim for a handoff that never came is forgotten after this."""
+    ping_s: float = 1.0
+    """A peer that was silent for so long is asked whether it is there."""
+    suspect_s: float = 5.0
+    """A peer that was silent for so long is suspected."""
+
+    def __post_init__(self) -> None:
+        for name in ("resend_s", "handoff_s", "lease_s", "park_s", "ping_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(name, f"is {value}, must be > 0")
+        if self.resend_cap_s < RESEND_GROWTH_MIN * self.resend_s:
+            raise ConfigError(
+                "resend_cap_s",
+                f"is {self.resend_cap_s}, must be at least {RESEND_GROWTH_MIN} times resend_s "
+                f"{self.resend_s}, so that waits can grow",
+            )
+        if self.suspect_s <= self.ping_s:
+            raise ConfigError(
+                "suspect_s", f"is {self.suspect_s}, must be more than ping_s {self.ping_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffBounds:
+    """How much the parties hold, and how often they try."""
+
+    berth_bytes: int = 4 << 20
+    """Bytes of a berth: the largest part. Pieces of 4 MiB reach a link's full speed."""
+    berth_count: int = 16
+    """Berths of a landing area: `berth_count * berth_bytes` is a peer's credit."""
+    landing_bytes_max: int = 4 << 30
+    """Landing areas of a rank, open and retired ones together: never exceeded."""
+    retired_bytes_max: int = 1 << 30
+    """While one more retired area would exceed it, a rank opens none.
+
+    Retired bytes themselves may: areas that are open may all be retired at once.
+    """
+    retired_count_max: int = 3
+    """Retired areas of one peer: one that falls silent again and again costs others nothing."""
+    attempt_count_max: int = 3
+    """A part that was not intact is asked for again until it was written so often."""
+    poison_count_max: int = 2
+    """So many areas may fail under one handoff before it is given up."""
+    close_count_max: int = 8
+    """A `Close` without an answer is sent so often; the prefill side's lease does the rest."""
+    handoff_count_max: int = 4096
+    """Handoffs of one party at a time."""
+    peer_count_max: int = 4096
+    """Parties known by name; one more is refused."""
+    parked_count_max: int = 4096
+    """Claims and questions for handoffs that have not come yet."""
+    remembered_count: int = 4096
+    """Of so many handoffs that are over, their end is remembered."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(name, f"is {value}, must be at least 1")
+        for name, most in (
+            ("attempt_count_max", ATTEMPT_COUNT_MAX),
+            ("berth_count", BERTH_COUNT_MAX),
+        ):
+            if getattr(self, name) > most:
+                raise ConfigError(name, f"is {getattr(self, name)}, must be at most {most}")
+        for name in ("landing_bytes_max", "retired_bytes_max"):
+            if self.area_bytes > getattr(self, name):
+                raise ConfigError(
+                    name,
+                    f"is {getattr(self, name)}, must hold at least one area of "
+                    f"{self.berth_count} berths of {self.berth_bytes} bytes",
+                )
+
+    @property
+    def area_bytes(self) -> int:
+        """Bytes of one landing area: the credit of one peer."""
+        return self.berth_count * self.berth_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSettings:
+    """Both."""
+
+    times: HandoffTimes = HandoffTimes()
+    bounds: HandoffBounds = HandoffBounds()

@@ -1,0 +1,150 @@
+"""Progress of a device by its events: told when passed, and sent while later layers compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.fixtures.handoff_pair import LAYERS
+from penstock.handoff.driver.progress import LayerEvents
+from penstock.handoff.protocol.interface import Progress
+
+if TYPE_CHECKING:
+    from tests.handoff.driver.conftest import MakeWorld
+
+
+class Device:
+    """A device whose clock goes on whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.look_s = 0.0
+        self.made = 0
+        self.closed = 0
+
+    def clock(self) -> float:
+        self.now += self.look_s
+        return self.now
+
+    def event(self) -> DueEvent:
+        self.made += 1
+        return DueEvent(self)
+
+
+class DueEvent:
+    """Is passed at the time that stands for its stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._due = 0.0
+
+    def record(self, stream: object) -> None:
+        assert isinstance(stream, float)
+        self._due = stream
+
+    @property
+    def reached(self) -> bool:
+        return self._device.now >= self._due
+
+    def close(self) -> None:
+        self._device.closed += 1
+
+
+def test_progress_is_told_when_the_device_has_passed_it_and_once() -> None:
+    device = Device()
+    events = LayerEvents(device.event, clock=device.clock)
+    events.begin({"a": 16, "b": 5}, range(2))
+    events.layer_submitted(0, 101.0)
+    events.layer_submitted(1, 102.0)
+
+    before = events.poll()
+    device.now = 101.0
+    first = events.poll()
+    again = events.poll()
+    device.now = 103.0
+    second = events.poll()
+
+    assert before == again == []
+    assert first == [Progress("a", 0, 16), Progress("b", 0, 5)]
+    assert second == [Progress("a", 1, 16), Progress("b", 1, 5)]
+    assert not events.busy
+
+
+def test_two_steps_are_in_flight_and_events_are_used_again() -> None:
+    device = Device()
+    events = LayerEvents(device.event, clock=device.clock)
+    for step in range(6):
+        events.begin({"a": 4 * step + 4}, range(2))
+        events.layer_submitted(0, device.now + 1)
+        events.layer_submitted(1, device.now + 2)
+        device.now += 1.5
+        events.poll()
+    device.now += 10
+
+    last = events.poll()
+    events.close()
+
+    assert last[-1] == Progress("a", 1, 24)
+    assert device.made == device.closed
+    assert device.made < 12
+
+
+def test_driving_waits_for_the_next_event_but_not_beyond_its_time() -> None:
+    device = Device()
+    device.look_s = 0.01
+    events = LayerEvents(device.event, clock=device.clock)
+    events.begin({"a": 4}, range(2))
+    events.layer_submitted(0, 100.5)
+    events.layer_submitted(1, 200.0)
+
+    found = events.drive(110.0)
+    early = device.now
+    nothing = events.drive(110.0)
+
+    assert found == [Progress("a", 0, 4)]
+    assert early == pytest.approx(100.5, abs=0.05)
+    assert nothing == []
+    assert device.now == pytest.approx(110.0, abs=0.05)
+
+
+def test_nothing_comes_of_a_step_that_was_abandoned() -> None:
+    device = Device()
+    events = LayerEvents(device.event, clock=device.clock)
+    step = events.begin({"a": 4}, range(1))
+    events.layer_submitted(0, 100.5)
+
+    events.abandon(step)
+    device.now = 200.0
+
+    assert events.poll() == []
+    assert not events.busy
+    assert device.closed == 1
+
+
+def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: MakeWorld) -> None:
+    device = Device()
+    sources = {f"prefill/{n}": LayerEvents(device.event, clock=device.clock) for n in range(2)}
+    world = make_world(sources=sources, clock=device.clock)
+    there, here = world.submit("a", 16)
+    world.settle()
+    for name in world.sending:
+        world.pools[name].compute("a", there, range(16))
+        sources[name].begin({"a": 16}, range(LAYERS))
+        for layer in range(LAYERS):
+            sources[name].layer_submitted(layer, 100.1 + layer / 10)
+    device.look_s = 1e-4
+
+    counts = []
+    for until in (100.15, 100.25, 100.35):
+        for rank in world.sending.values():
+            device.now = until - 0.05
+            rank.drive(until)
+        counts.append(sum(rank.parts_written for rank in world.sending.values()))
+        busy = [source.busy for source in sources.values()]
+        assert busy == [until < 100.3] * 2
+    device.look_s = 0.0
+    world.settle()
+
+    assert 0 < counts[0] < counts[1] < counts[2]
+    assert world.is_right("a", here, range(16))

@@ -1,0 +1,185 @@
+"""A prefill scheduler that starts again beside living ranks (P16)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.handoff.protocol import effects as eff
+from penstock.handoff.protocol import messages as msg
+from penstock.handoff.protocol.prefill_rank import PrefillRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.handoff.protocol.party import Party
+    from tests.handoff.protocol.conftest import World
+
+
+def rank_of(world: World) -> PrefillRank:
+    rank = world.parties["p0"]
+    assert isinstance(rank, PrefillRank)
+    return rank
+
+
+def abandoned(effects: list[eff.AnyEffect]) -> list[eff.AnyEffect]:
+    return [effect.write for effect in effects if isinstance(effect, eff.Abandon)]
+
+
+def admitted(rank: Party, handoff: str, scheduler: int | None) -> list[eff.AnyEffect]:
+    assert isinstance(rank, PrefillRank)
+    return rank.admit(handoff, token_count=4, layers=range(2), now=1.0, scheduler=scheduler)
+
+
+def sees_dead(world: World) -> list[eff.AnyEffect]:
+    return rank_of(world).suspect("P", 1.0)
+
+
+def hears_of_the_next(world: World) -> list[eff.AnyEffect]:
+    world.start("P")
+    return rank_of(world).introduce(world.parties["P"].identity, 1.0)
+
+
+def gets_work(world: World) -> list[eff.AnyEffect]:
+    world.start("P")
+    return admitted(rank_of(world), "next", world.parties["P"].life.incarnation)
+
+
+@pytest.mark.parametrize("learns", [sees_dead, hears_of_the_next, gets_work])
+def test_p16_writes_of_an_earlier_life_of_the_scheduler_are_abandoned(
+    make_world: type[World], learns: Callable[[World], list[eff.AnyEffect]]
+) -> None:
+    world = make_world().busy()
+    under_way = [write.write for write in world.posted]
+
+    effects = learns(world)
+
+    assert len(under_way) == 2
+    assert abandoned(effects) == under_way
+    assert "h" not in rank_of(world).prompts
+
+
+def test_p16_what_is_observed_or_of_the_present_life_is_not_abandoned(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.land()
+    world.observe()
+    same = world.parties["P"].life.incarnation
+
+    effects = admitted(rank_of(world), "other", same)
+
+    assert abandoned(effects) == []
+    assert set(rank_of(world).prompts) == {"h", "other"}
+
+
+def test_p16_a_write_that_is_dropped_gives_its_berth_back_and_lets_a_stop_be_answered(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.do("D", lambda d: d.cancel("h", 0.0))
+    world.run_messages()
+    rank = rank_of(world)
+    assert rank.stops
+    writes = [world.posted.pop().write for _ in range(2)]
+
+    world.do("p0", lambda p: p.suspect("P", 1.0))
+    for write in writes:
+        world.do("p0", lambda p, w=write: p.write_dropped(w, 1.0))
+    world.run_messages()
+
+    assert not rank.stops
+    assert not rank.writes
+    assert rank.lanes["d0"].free == 0b11
+    assert not rank.lanes["d0"].poisoned
+    assert not world.parties["d0"].collections
+    with pytest.raises(ValueError, match="not under way"):
+        rank.write_dropped(writes[0], 2.0)
+
+
+def test_p16_work_of_a_next_life_outlives_the_moment_in_which_it_is_heard_of(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.start("P")
+    life = world.parties["P"].life.incarnation
+
+    world.do("p0", lambda p: admitted(p, "next", life))
+    world.introduce("P", "p0")
+
+    assert set(rank_of(world).prompts) == {"next"}
+    assert rank_of(world).is_open("P")
+
+
+def test_p16_work_of_a_life_that_is_over_is_refused_and_changes_nothing(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    earlier = world.parties["P"].life.incarnation
+    world.start("P")
+    world.introduce("P", "p0")
+    before = rank_of(world).freeze()
+
+    with pytest.raises(ValueError, match="a life of 'P' that is over"):
+        admitted(rank_of(world), "late", earlier)
+
+    assert rank_of(world).freeze() == before
+
+
+def test_p16_of_two_lives_that_were_never_heard_of_the_later_one_is_served(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.do("p0", lambda p: admitted(p, "second", 501))
+
+    world.do("p0", lambda p: admitted(p, "third", 502))
+
+    assert set(rank_of(world).prompts) == {"third"}
+
+
+def test_p16_a_rank_that_knows_no_scheduler_yet_serves_the_one_that_gives_work(
+    make_world: type[World],
+) -> None:
+    world = make_world(acquainted=False)
+    life = world.parties["P"].life.incarnation
+
+    world.do("p0", lambda p: admitted(p, "first", None))
+    world.do("p0", lambda p: admitted(p, "second", life))
+    world.introduce("P", "p0")
+    world.do("p0", lambda p: admitted(p, "third", life))
+
+    assert set(rank_of(world).prompts) == {"first", "second", "third"}
+
+
+def test_p16_work_of_a_life_that_died_before_it_was_heard_of_is_let_go_with_the_next(
+    make_world: type[World],
+) -> None:
+    world = make_world()
+    world.do("p0", lambda p: admitted(p, "second", 501))
+    world.start("P")
+
+    world.introduce("P", "p0")
+
+    assert not rank_of(world).prompts
+
+
+def test_p16_work_of_a_life_that_was_seen_dead_is_refused(make_world: type[World]) -> None:
+    world = make_world()
+    dead = world.parties["P"].life.incarnation
+    world.do("p0", lambda p: p.suspect("P", 0.0))
+
+    with pytest.raises(ValueError, match="that is over"):
+        admitted(rank_of(world), "late", dead)
+
+
+def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: type[World]) -> None:
+    world = make_world()
+    world.start("P")
+    life = world.parties["P"].life
+    world.do("p0", lambda p: admitted(p, "next", life.incarnation))
+
+    release = msg.Release(sender=life, target=world.parties["p0"].life, handoff="next")
+    world.do("p0", lambda p: p.receive(release, 1.0))
+
+    assert [released.handoff for released in world.said(msg.Released)] == ["next"]
