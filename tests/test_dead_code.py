@@ -38,7 +38,6 @@ CALLED_FROM_ELSEWHERE = {
     "connectors/vllm/logs.py:emit": "logging calls it: what a handler does with a record",
     "connectors/vllm/metrics.py:is_empty": "vLLM calls it: part of what it asks of statistics",
     "handoff/driver/driving.py:colleague_died": _AUTHORS,
-    "handoff/protocol/planning.py:wanted_by": _AUTHORS,
     "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
     "runtime/watched.py:supervised_by": _AUTHORS,
     "serve/http.py:capture_signals": _UVICORN,

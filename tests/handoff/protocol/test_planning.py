@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.handoff.protocol.planning import form_facts, missing_blocks, wanted_by
+from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.protocol.planning import form_facts, missing_blocks
 from penstock.handoff.protocol.settings import HandoffBounds
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
@@ -15,6 +16,8 @@ from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.handoff.protocol.conftest import World
 
 
@@ -46,6 +49,25 @@ def engine(
     ]
 
 
+def directory(
+    sources: list[Form],
+    targets: list[Form],
+    source_names: Sequence[str],
+    target_names: Sequence[str],
+) -> Directory:
+    prefill, decode = (
+        EnginePlace(
+            scheduler=scheduler,
+            ranks=tuple(RankPlace(name=n, form=f) for n, f in zip(names, forms, strict=True)),
+        )
+        for scheduler, names, forms in (
+            ("P", source_names, sources),
+            ("D", target_names, targets),
+        )
+    )
+    return Directory(prefill=prefill, decode=decode, model="m", weights="w")
+
+
 CASES = [
     (engine(ranks=2), engine(ranks=2)),
     (engine(ranks=4), engine(ranks=2)),
@@ -60,15 +82,15 @@ CASES = [
 def test_every_target_gets_all_its_bytes_once(sources: list[Form], targets: list[Form]) -> None:
     plan = plan_reshard(sources, targets)
     blocks = missing_blocks(plan, cached_tokens=64, token_count=200)
-
-    wanted = wanted_by(
-        plan,
+    parties = directory(
+        sources,
         targets,
-        source_names=[f"p{n}" for n in range(len(sources))],
-        target_names=[f"d{n}" for n in range(len(targets))],
-        blocks=blocks,
-        berth_bytes=1 << 20,
-        part_bytes_min=0,
+        [f"p{n}" for n in range(len(sources))],
+        [f"d{n}" for n in range(len(targets))],
+    )
+
+    wanted = parties.wanted(
+        cached_tokens=64, token_count=200, berth_bytes=1 << 20, part_bytes_min=0
     )
 
     ratio = plan.unit_tokens // plan.target_tokens
@@ -88,7 +110,6 @@ def test_every_target_gets_all_its_bytes_once(sources: list[Form], targets: list
 
 def test_a_planned_handoff_is_delivered(make_world: type[World]) -> None:
     sources, targets = engine(ranks=4, stages=2), engine(ranks=2)
-    plan = plan_reshard(sources, targets)
     bounds = HandoffBounds(berth_bytes=8192, berth_count=2)
     world = make_world(8, 2, layers=4, tokens=50, bounds=bounds)
     world.submit_prefill(admit=False)
@@ -96,14 +117,8 @@ def test_a_planned_handoff_is_delivered(make_world: type[World]) -> None:
         layers = range(2) if number < 4 else range(2, 4)
         world.do(name, lambda p, r=layers: p.admit("h", token_count=50, layers=r, now=0.0))
 
-    wanted = wanted_by(
-        plan,
-        targets,
-        source_names=world.prefill_names,
-        target_names=world.decode_names,
-        blocks=missing_blocks(plan, cached_tokens=16, token_count=50),
-        berth_bytes=bounds.berth_bytes,
-    )
+    parties = directory(sources, targets, world.prefill_names, world.decode_names)
+    wanted = parties.wanted(cached_tokens=16, token_count=50, berth_bytes=bounds.berth_bytes)
     world.submit_decode(wanted=wanted)
     world.compute()
     world.run()

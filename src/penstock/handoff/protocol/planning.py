@@ -1,23 +1,14 @@
-"""From forms to claims: what the ranks of two engines owe each other, cut into parts.
-
-The reshard planner says which layers and heads of which source rank go to which target rank;
-here that becomes the `wanted` of `DecodeScheduler.submit`, and the facts of `Hello`.
-
-What must not break: every cell of every missing block lies in the grid of exactly one source.
-"""
+"""What two engines must have in common, and which blocks of a prompt have to travel."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut
-from penstock.vocabulary.narrowing import Cut, narrow
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.vocabulary.form import Form
-    from penstock.vocabulary.reshard import ReshardPlan, Route
+    from penstock.vocabulary.reshard import ReshardPlan
 
 
 def form_facts(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
@@ -52,56 +43,3 @@ def missing_blocks(plan: ReshardPlan, *, cached_tokens: int, token_count: int) -
     if cached_tokens % unit:
         raise ValueError(f"cached_tokens is {cached_tokens}, must be a multiple of {unit}")
     return range(cached_tokens // unit, -(-token_count // unit))
-
-
-def wanted_by(
-    plan: ReshardPlan,
-    targets: Sequence[Form],
-    *,
-    source_names: Sequence[str],
-    target_names: Sequence[str],
-    blocks: range,
-    berth_bytes: int,
-    part_bytes_min: int = PART_BYTES_MIN,
-) -> dict[str, tuple[tuple[str, Grid], ...]]:
-    """For each target rank by name, which source ranks owe it which parts.
-
-    Layers inside a grid that its route does not touch have no bytes in any part.
-
-    Args:
-        plan: of the two engines' forms.
-        targets: the forms of the decode ranks, as in the plan.
-        source_names: of the prefill ranks, as in the plan.
-        target_names: of the decode ranks, as in the plan.
-        blocks: that are missing, see `missing_blocks`.
-        berth_bytes: no part is larger.
-        part_bytes_min: small layers are put together until a part has so many bytes.
-
-    Raises:
-        ValueError: one block of one layer does not fit a berth.
-    """
-    wanted: dict[str, list[tuple[str, Grid]]] = {name: [] for name in target_names}
-    for route in plan.routes:
-        sizes = _layer_bytes(route, targets[route.target], plan)
-        grid = cut(
-            layers=range(min(sizes), max(sizes) + 1),
-            blocks=blocks,
-            cell_bytes=max(sizes.values()),
-            block_tokens=plan.unit_tokens,
-            berth_bytes=berth_bytes,
-            part_bytes_min=part_bytes_min,
-        )
-        wanted[target_names[route.target]].append((source_names[route.source], grid))
-    return {name: tuple(sources) for name, sources in wanted.items()}
-
-
-def _layer_bytes(route: Route, target: Form, plan: ReshardPlan) -> dict[int, int]:
-    """What one unit of each layer takes on a route."""
-    ratio = plan.unit_tokens // plan.target_tokens
-    sizes: dict[int, int] = {}
-    for piece in route.pieces:
-        for layer in piece.layers:
-            seen = Cut(group=piece.target_group, layers=(layer,), heads=piece.heads)
-            size = narrow(target.layout, [seen]).block_bytes * ratio
-            sizes[layer] = sizes.get(layer, 0) + size
-    return sizes

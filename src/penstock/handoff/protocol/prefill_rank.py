@@ -263,7 +263,7 @@ class PrefillRank(Writer):
 
     def _forget(self, target: str, handoff: str, move: WantMove) -> None:
         want = self.wants[target].pop(handoff)
-        advance(WANT_MOVES, want.state, move)
+        advance(WANT_MOVES, want.state, move)  # Raises if the move is illegal; a want ends here.
         self._disarm(("park", handoff, target))
 
     def _let_go(self, handoff: str) -> None:

@@ -136,10 +136,8 @@ class WantState(Enum):
     """Claimed, but this rank does not know the prompt yet."""
     OPEN = "open"
     """Parts are written as soon as they are computed and a berth is free."""
-    STOPPING = "stopping"
-    """Nothing more is written, but a posted write was not observed to end yet."""
     OVER = "over"
-    """Forgotten, but for its epoch."""
+    """Forgotten, but for its epoch. Writes that were posted for it may not have ended yet."""
 
 
 class WantMove(Enum):
@@ -147,7 +145,6 @@ class WantMove(Enum):
 
     ADMIT = "be admitted"
     STOP = "be stopped"
-    LAST_WRITE = "see its last write end"
     FORGET = "be forgotten"
     """The prompt was released, or never came, or the decode rank has a new life."""
 
@@ -177,11 +174,10 @@ PREFILL_MOVES: Mapping[tuple[PrefillState, PrefillMove], PrefillState] = {
 }
 WANT_MOVES: Mapping[tuple[WantState, WantMove], WantState] = {
     (WantState.PARKED, WantMove.ADMIT): WantState.OPEN,
-    (WantState.PARKED, WantMove.STOP): WantState.STOPPING,
+    (WantState.PARKED, WantMove.STOP): WantState.OVER,
     (WantState.PARKED, WantMove.FORGET): WantState.OVER,
-    (WantState.OPEN, WantMove.STOP): WantState.STOPPING,
+    (WantState.OPEN, WantMove.STOP): WantState.OVER,
     (WantState.OPEN, WantMove.FORGET): WantState.OVER,
-    (WantState.STOPPING, WantMove.LAST_WRITE): WantState.OVER,
 }
 
 S = TypeVar("S", bound=Enum)
