@@ -152,6 +152,18 @@ def test_an_idle_owner_wakes_when_a_gap_has_lasted_long_enough(make_fleet: MakeF
     assert fleet.owner._driver.next_due() == clock.now + GRACE_S
 
 
+def test_an_idle_owner_wakes_for_the_gap_that_was_seen_first(make_fleet: MakeFleet) -> None:
+    fleet: Fleet = make_fleet(ranks=2)
+    clock = Clock(fleet)
+    for number, losing in enumerate((0, 1, None)):
+        fleet.owner.save(fleet.keys(1, first=100 * number), [number], cause=f"save {number}")
+        step(fleet, losing=losing)
+        fleet.owner.step()
+        clock.now += GRACE_S / 4
+
+    assert fleet.owner._driver.next_due() == clock.now - 2 * GRACE_S / 4 + GRACE_S
+
+
 @pytest.mark.parametrize(
     ("came", "missing"),
     [([], 0), ([1], 0), ([2], 1), ([3, 1], 1), ([5], 4), ([3, 1, 2], 0), ([1, 1, 3, 3], 1)],

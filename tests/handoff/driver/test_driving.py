@@ -8,6 +8,7 @@ import pytest
 
 from lab.fixtures.handoff_pair import LAYERS, Shape
 from penstock.errors import UnavailableError
+from penstock.handoff.driver import driving
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 
 if TYPE_CHECKING:
@@ -145,6 +146,49 @@ def test_a_cancelled_handoff_gives_its_slots_back(world: World) -> None:
         assert not rank._expected
     for rank in world.sending.values():
         assert not rank._prompts
+
+
+def test_an_end_between_two_steps_is_told_by_the_next_one_and_once(world: World) -> None:
+    world.submit("a", 16)
+    world.settle()
+
+    for name in world.taking:
+        world.decode.colleague_died(name)
+    due, told = world.decode.has_work, world.decode.step()
+    due_later, told_later = world.decode.has_work, world.decode.step()
+
+    assert (due, [each.handoff for each in told]) == (True, ["a"])
+    assert (due_later, told_later) == (False, [])
+    assert not world.decode._contents
+
+
+def test_a_party_that_has_something_to_do_does_not_wait(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+    monkeypatch.setattr(driving, "wait_any", lambda *_, deadline: waits.append(deadline))
+    world.submit("a", 16)
+    world.settle()
+    for name in world.taking:
+        world.decode.colleague_died(name)
+
+    world.decode.wait(world.now + 60.0)
+    at_once = list(waits)
+    world.decode.step()
+    world.decode.wait(world.now + 60.0)
+
+    assert at_once == []
+    assert len(waits) == 1
+
+
+def test_a_party_with_nothing_to_do_is_to_be_called_in_time_to_ask_silent_peers(
+    world: World,
+) -> None:
+    latest = world.now + world.settings.times.ping_s
+
+    dues = [party.next_deadline() for party in world.parties.values()]
+
+    assert all(due is not None and world.now < due <= latest for due in dues)
 
 
 def test_a_source_that_starts_again_costs_its_handoffs_and_no_memory(world: World) -> None:
