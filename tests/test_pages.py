@@ -1,0 +1,99 @@
+"""The pages about the parts and words of the package describe it as it is."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from lab.architecture import CAPTIONS, PICTURE, Graph, draw, read_imports, rows_of, without_implied
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "penstock"
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+
+WORDS_MAX = 1200
+TERMS_MAX = 30
+PATH = re.compile(r"`([\w/]+(?:\.py|/))`")
+NAME = re.compile(r"(?:\bdef |\bclass |\.)([A-Za-z_]+)")
+TERM = re.compile(r"^\| ([a-z ]+) \| ", re.MULTILINE)
+
+
+def terms() -> list[str]:
+    header, *found = TERM.findall(GLOSSARY)
+    assert header == "term"
+    return found
+
+
+@cache
+def imports() -> Graph:
+    return read_imports(PACKAGE)
+
+
+def words_in_names() -> set[str]:
+    """Every word in the names of the package's code: `HopMeter` has `hop` and `meter`."""
+    names = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in NAME.findall(path.read_text(encoding="utf-8"))
+    }
+    return {word.lower() for name in names for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+def test_the_files_on_the_architecture_page_exist() -> None:
+    named = PATH.findall(ARCHITECTURE)
+
+    folders = (PACKAGE, PACKAGE / "handoff" / "protocol", PACKAGE / "handoff", ROOT)
+    missing = [path for path in named if not any((folder / path).exists() for folder in folders)]
+
+    assert len(named) > 50
+    assert not missing
+
+
+def test_the_files_in_the_table_of_contributing_exist() -> None:
+    table = CONTRIBUTING.partition("## Where does X go?")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+/[\w/]*(?:\.py|\.md)?)`", table)
+
+    missing = [path for path in named if not any((at / path).exists() for at in (PACKAGE, ROOT))]
+
+    assert len(named) > 25
+    assert not missing
+
+
+def test_the_architecture_page_is_short() -> None:
+    assert len(ARCHITECTURE.split()) <= WORDS_MAX
+
+
+def test_the_architecture_page_describes_every_package() -> None:
+    packages = set(imports())
+
+    assert packages <= {path.rstrip("/") for path in PATH.findall(ARCHITECTURE)}
+    assert packages == CAPTIONS.keys()
+
+
+def test_the_picture_shows_the_imports_of_today() -> None:
+    drawn = draw(imports())
+
+    assert drawn == PICTURE.read_text(encoding="utf-8"), "run `python -m lab.architecture`"
+
+
+def test_an_arrow_that_follows_from_others_is_not_drawn() -> None:
+    graph = {"top": {"middle", "bottom"}, "middle": {"bottom"}, "bottom": set(), "other": set()}
+
+    assert without_implied(graph)["top"] == {"middle"}
+    assert rows_of(graph) == {"top": 2, "middle": 1, "bottom": 0, "other": 0}
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    found = terms()
+
+    assert 0 < len(found) <= TERMS_MAX
+    assert found == sorted(found)
+
+
+def test_every_term_of_the_glossary_is_used_in_the_package() -> None:
+    used = words_in_names()
+
+    assert [term for term in terms() if not used & {term, f"{term}s"}] == []
