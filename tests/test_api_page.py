@@ -36,6 +36,7 @@ CLASSES: dict[str, type] = {
     "RankFacts": penstock.RankFacts,
     "StopSignal": penstock.StopSignal,
     "CacheMachine": CacheMachine,
+    "LLM": penstock.LLM,
 }
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
 """Public to the desk that hands leases out and to a rank that ends, and to nobody else."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import penstock
+from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +22,11 @@ LINES_MAX = 85
 ENDED = re.compile(r"(?P<name>chat \d+): found \((?P<device>\d+), (?P<host>\d+)\); .+")
 
 
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["example"])
+
+
 def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out.splitlines()
@@ -27,8 +34,14 @@ def printed_by(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_an_example_runs_and_is_no_longer_than_a_page(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if name == "offline.py":
+        make_checkpoint(tmp_path / "small-model")
+        monkeypatch.setattr(sys, "argv", [name, str(tmp_path / "small-model")])
     assert printed_by(name, capsys)
     assert len((EXAMPLES / name).read_text().splitlines()) <= LINES_MAX
 
@@ -90,3 +103,16 @@ def test_the_chat_finds_second_turns_in_host_memory(capsys: pytest.CaptureFixtur
         "client 8, turn 2: 244 tokens, found 96, 96 (device, host); block 12: never seen" in lines
     )
     assert lines[-1] == "65% of 3392 prompt tokens were found."
+
+
+def test_the_second_turn_of_an_offline_chat_is_found_in_the_cache(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path / "small-model")
+    monkeypatch.setattr(sys, "argv", ["offline.py", str(tmp_path / "small-model")])
+
+    lines = [line for line in printed_by("offline.py", capsys) if line.startswith("turn ")]
+
+    cached = [int(line.rpartition("(")[2].partition(" ")[0]) for line in lines]
+    assert cached[:3] == [0, 0, 0]
+    assert all(cached[3:])

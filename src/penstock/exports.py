@@ -10,6 +10,8 @@ from penstock.cache.states import LeaseState as LeaseState
 from penstock.config import Config as Config
 from penstock.config import load_config as load_config
 from penstock.config import parse_config as parse_config
+from penstock.engine.llm import LLM as LLM
+from penstock.engine.llm import Completion as Completion
 from penstock.errors import AccessError as AccessError
 from penstock.errors import CapacityError as CapacityError
 from penstock.errors import ConfigError as ConfigError

@@ -40,7 +40,7 @@ def command_raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], No
         @app.command()
         def other() -> None: ...
 
-        monkeypatch.setattr(application, "app_for", lambda _: app)
+        monkeypatch.setattr(application.CommandLine, "app_for", lambda *_: app)
 
     return install
 

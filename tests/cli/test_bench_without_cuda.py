@@ -14,7 +14,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a 
     "arguments",
     [
         ["transfer"],
-        ["interference"],
         ["handoff", "--device", "cuda"],
         ["engine"],
     ],

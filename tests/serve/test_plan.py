@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.app import app_for, run
+from penstock.cli.app import PENSTOCK, run
 from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
 from penstock.config.serving import ServeTable
@@ -84,7 +84,7 @@ def test_no_host_memory_is_a_choice(model_folder: Path) -> None:
 def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -> None:
     options = ["serve", "--model", str(model_folder), "--tp", "2", "--print-config"]
 
-    printed = CliRunner().invoke(app_for(options), options)
+    printed = CliRunner().invoke(PENSTOCK.app_for(options), options)
 
     assert printed.exit_code == 0, printed.output
     (tmp_path / "p.toml").write_text(printed.stdout, encoding="utf-8")

@@ -29,9 +29,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from penstock.engine.defaults import Defaults
 from penstock.serve import errors
 from penstock.serve.asking import Asking
-from penstock.serve.defaults import Defaults
 from penstock.serve.encoding import Encoder
 from penstock.serve.fields import BadRequest, shown
 from penstock.serve.generating import Admission

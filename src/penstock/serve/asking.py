@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
+    from penstock.engine.defaults import Defaults
     from penstock.engine.text import Text
-    from penstock.serve.defaults import Defaults
     from penstock.serve.encoding import Encoder
     from penstock.serve.generating import Admission
     from penstock.serve.metrics import Metrics

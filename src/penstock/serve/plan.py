@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from penstock.cache.settings import CacheSettings, TierSettings
-from penstock.config import Config, ModelSettings, TierKind, parse_config
-from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
+from penstock.config import Config, parse_config
 from penstock.config.serving import EngineTable, ServeTable, require_address
-from penstock.config.values import DEVICE_NAME
 from penstock.engine.checkpoints import find_model
+from penstock.engine.defaults import config_of, require_memory, with_host_tier
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
 from penstock.errors import ConfigError
 from penstock.serve.role_secret import is_local, secret_between
-from penstock.tiers.kernel_files import read_text
-from penstock.tiers.memory_limits import gib, memory_limits
-from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
-    from penstock.engine.checkpoints import Model
 
-BLOCKS = 512
-"""With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
-HOST_GIB = 1.0
-HOST_TIER = "host"
 ROUTER = "router"
 """The role of a command that starts no instance and lets those of others in."""
 TableT = TypeVar("TableT", EngineTable, ServeTable)
@@ -104,8 +93,8 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
     checkpoint.close()
-    settled = _first(model) if config is None else config
-    settled = replace(settled, engine=engine, serve=serve, model=_named(settled, model, engine))
+    settled = config_of(model, config, dtype=engine.dtype)
+    settled = replace(settled, engine=engine, serve=serve)
     # Read back, so that what the command line says is held to the same bounds as a file.
     settled = parse_config(_sized(settled, wishes).to_toml())
     assert settled.serve is not None
@@ -259,34 +248,8 @@ def _changed(table: TableT, **wishes: str | float | None) -> TableT:
     return replace(table, **given)  # type: ignore[arg-type]
 
 
-def _first(model: Model) -> Config:
-    """What is served when nobody says anything: the device, and host memory below it."""
-    host = TierKind(name="host", options=_host_options(HOST_GIB))
-    return Config(
-        model=ModelSettings(name=model.name),
-        cache=CacheSettings(
-            device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS),
-            tiers=(TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS),),
-        ),
-        tier_kinds=(host,),
-    )
-
-
-def _host_options(gib: float) -> dict[str, int | float | str]:
-    options = {name: key.default for name, key in TIER_KINDS["host"].items()}
-    return {**options, "gib": gib}  # type: ignore[dict-item]
-
-
-def _named(config: Config, model: Model, engine: EngineTable) -> ModelSettings:
-    """Keys say which weights made the KV, and in which dtype it lies."""
-    version = config.model.weights_version or model.weights_version()
-    return replace(config.model, weights_version=version, kv_dtype=engine.dtype)
-
-
 def _sized(config: Config, wishes: Wishes) -> Config:
     cache, kinds = config.cache, config.tier_kinds
-    if cache.device is None:
-        cache = replace(cache, device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS))
     assert cache.device is not None
     if wishes.blocks is not None:
         cache = replace(cache, device=replace(cache.device, slot_count=wishes.blocks))
@@ -295,22 +258,8 @@ def _sized(config: Config, wishes: Wishes) -> Config:
     if wishes.tp is not None:
         cache = replace(cache, rank_count=wishes.tp)
     if wishes.host_gib is not None:
-        cache, kinds = _with_host(cache, kinds, wishes.host_gib)
+        cache, kinds = with_host_tier(cache, kinds, wishes.host_gib)
     return replace(config, cache=cache, tier_kinds=kinds)
-
-
-def _with_host(
-    cache: CacheSettings, kinds: tuple[TierKind, ...], gib: float
-) -> tuple[CacheSettings, tuple[TierKind, ...]]:
-    """The tiers with so much host memory first; without any if it is 0."""
-    below, kinds_below = cache.tiers, kinds
-    if kinds and kinds[0].name == "host":
-        below, kinds_below = below[1:], kinds[1:]
-    if gib == 0:
-        return replace(cache, tiers=below), kinds_below
-    host = TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS)
-    kind = TierKind(name="host", options=_host_options(gib))
-    return replace(cache, tiers=(host, *below)), (kind, *kinds_below)
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
@@ -353,27 +302,14 @@ def _require_device(config: Config) -> None:
 
 
 def _require_memory(config: Config, architecture: Architecture) -> None:
-    """What computes on the CPU must fit into memory: the kernel kills who takes more."""
-    engine, serve, device = config.engine, config.serve, config.cache.device
+    engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None
-    assert device is not None
     if engine.device != "cpu" or engine.role == ROUTER:
         return
-    number_bytes = DType.parse(engine.dtype).itemsize
-    weights = sum(prod(shape) for _, shape in architecture.tensor_shapes())
-    token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim
-    blocks = device.slot_count * config.cache.block_tokens * token
     roles = 2 if engine.prefill_tp and engine.role == Role.BOTH.value else 1
-    needed = (weights + blocks) * number_bytes * roles * serve.instances
-    tightest = min(memory_limits(read_text), key=lambda limit: limit.available_bytes, default=None)
-    if tightest is not None and needed > tightest.available_bytes:
-        raise ConfigError(
-            "engine.model",
-            f"needs {gib(needed)} for weights and device blocks of {roles * serve.instances} "
-            f"instances in {engine.dtype}, must need at most the {gib(tightest.available_bytes)} "
-            f"that are available: {tightest.source}",
-        )
+    instances = roles * serve.instances
+    require_memory(config, architecture, dtype=engine.dtype, instances=instances)
 
 
 def _require_role(config: Config) -> None:

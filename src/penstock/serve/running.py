@@ -24,12 +24,12 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.checkpoints import find_model
+from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.runtime.signals import StopSignal
 from penstock.serve.access import AccessLog
 from penstock.serve.app import Server, ServerSettings
-from penstock.serve.defaults import defaults_of
 from penstock.serve.http import HttpServer, raise_descriptor_limit
 from penstock.serve.link import Link
 from penstock.serve.listening import address_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.engine.checkpoints import DEFAULT_NAME, Model
+from penstock.engine.defaults import CALM, Defaults, defaults_of
 from penstock.errors import ConfigError
-from penstock.serve.defaults import CALM, Defaults, defaults_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,163 @@
+"""What an engine uses where its user gives nothing: the cache's sizes, and how tokens are chosen.
+
+`penstock serve` and `penstock.LLM` share these, so that they answer alike. How tokens are chosen
+depends on the model:
+
+1. What the model's `generation_config.json` says, as in other servers. One that does not sample
+   takes the most likely token.
+2. For the default model, which has no such file, the most likely token.
+3. OpenAI's defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from penstock.cache.settings import CacheSettings, TierSettings
+from penstock.config import Config, ModelSettings, TierKind
+from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
+from penstock.config.values import DEVICE_NAME
+from penstock.engine.checkpoints import DEFAULT_NAME
+from penstock.engine.wishes import Sampling
+from penstock.errors import ConfigError
+from penstock.tiers.kernel_files import read_text
+from penstock.tiers.memory_limits import gib, memory_limits
+from penstock.vocabulary.dtypes import DType
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.engine.architecture import Architecture
+    from penstock.engine.checkpoints import Model
+
+BLOCKS = 512
+"""With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
+HOST_GIB = 1.0
+HOST_TIER = "host"
+
+
+def config_of(model: Model, given: Config | None, *, dtype: str) -> Config:
+    """The configuration of an engine: the given one, completed by what the model determines.
+
+    Args:
+        model: The model that is computed.
+        given: What the user wants; without it, the device and host memory below it.
+        dtype: Of weights and KV.
+    """
+    config = given or _starting_config(model)
+    # Keys say which weights made the KV, and in which dtype it lies.
+    version = config.model.weights_version or model.weights_version()
+    named = replace(config.model, weights_version=version, kv_dtype=dtype)
+    cache = config.cache
+    if cache.device is None:
+        cache = replace(cache, device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS))
+    return replace(config, model=named, cache=cache)
+
+
+def _starting_config(model: Model) -> Config:
+    cache, kinds = with_host_tier(
+        CacheSettings(device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS)), (), HOST_GIB
+    )
+    return Config(model=ModelSettings(name=model.name), cache=cache, tier_kinds=kinds)
+
+
+def with_host_tier(
+    cache: CacheSettings, kinds: tuple[TierKind, ...], gib: float
+) -> tuple[CacheSettings, tuple[TierKind, ...]]:
+    """The tiers and their kinds with `gib` of host memory first; with 0, without host memory."""
+    below, kinds_below = cache.tiers, kinds
+    if kinds and kinds[0].name == "host":
+        below, kinds_below = below[1:], kinds[1:]
+    if gib == 0:
+        return replace(cache, tiers=below), kinds_below
+    host = TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS)
+    options = {name: key.default for name, key in TIER_KINDS["host"].items()}
+    kind = TierKind(name="host", options={**options, "gib": gib})  # type: ignore[dict-item]
+    return replace(cache, tiers=(host, *below)), (kind, *kinds_below)
+
+
+def require_memory(
+    config: Config, architecture: Architecture, *, dtype: str, instances: int = 1
+) -> None:
+    """Refuses what does not fit into the machine's memory; the kernel would kill the process.
+
+    Args:
+        config: With the device's blocks.
+        architecture: Of the model, which is computed on the CPU.
+        dtype: Of weights and KV.
+        instances: Copies of the model on this machine.
+
+    Raises:
+        ConfigError: weights and blocks need more memory than is available.
+    """
+    device = config.cache.device
+    assert device is not None
+    weights = sum(prod(shape) for _, shape in architecture.tensor_shapes())
+    token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim
+    blocks = device.slot_count * config.cache.block_tokens * token
+    needed = (weights + blocks) * DType.parse(dtype).itemsize * instances
+    tightest = min(memory_limits(read_text), key=lambda limit: limit.available_bytes, default=None)
+    if tightest is not None and needed > tightest.available_bytes:
+        raise ConfigError(
+            "engine.model",
+            f"needs {gib(needed)} for weights and device blocks of {instances} "
+            f"instances in {dtype}, must need at most the {gib(tightest.available_bytes)} "
+            f"that are available: {tightest.source}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """How tokens are chosen unless a request says otherwise."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+CALM = Defaults(temperature=0.0)
+"""For the default model. One of its size answers questions with nonsense otherwise: at 0.2 with
+`top_p` 0.9, which its authors recommend, two of three answers do not name the capital of France."""
+FILE = "generation_config.json"
+
+
+def defaults_of(model: Model) -> Defaults:
+    """The defaults of a model.
+
+    Raises:
+        ConfigError: its file has a value that cannot be used.
+    """
+    if model.name == DEFAULT_NAME:
+        return CALM
+    path = model.path / FILE
+    return _read(path) if path.is_file() else Defaults()
+
+
+def _read(path: Path) -> Defaults:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("model", f"has a {FILE} that is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError("model", f"has a {FILE} that is no JSON object")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: given[name] for name in names if given.get(name) is not None}
+    for name, value in found.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise ConfigError(
+                "model",
+                f"has {name} {value!r} in {FILE}, must be a {'whole ' if whole else ''}number",
+            )
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise ConfigError("model", f"has a {FILE} in which {error}") from error
+    return Defaults(**found)
