@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.scheduling import Scheduling
-from penstock.connectors.vllm.speed import PrefillSpeed
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.statistics import PrefillTimer
+from penstock.connectors.base.worker import WorkerConnector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,11 +83,11 @@ class FakeEngine:
         pool: int = 400,
         host: int = 64,
         groups: int = 1,
-        leaving: Sequence[int] | None = None,
+        window_groups: Sequence[int] | None = None,
         step_blocks: int = 0,
         announcer: Any = None,
         clock: Any = None,
-        counting: Any = None,
+        counts: Any = None,
     ) -> None:
         self.config = penstock.parse_config(
             f"""
@@ -114,18 +114,18 @@ class FakeEngine:
         self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
         self.pool = FakePool(pool)
         self.tables: dict[str, list[list[int]]] = {}
-        self.scheduling = Scheduling(
+        self.scheduler = SchedulerConnector(
             self.config,
             self.offload,
             Pins(self.pool),
             null_block=NULL,
-            leaving=range(groups) if leaving is None else leaving,
+            window_groups=range(groups) if window_groups is None else window_groups,
             step_blocks=step_blocks,
             announcer=announcer,
-            speed=PrefillSpeed(self.offload.computed, clock=clock) if clock else None,
-            counting=counting,
+            speed=PrefillTimer(self.offload.computed, clock=clock) if clock else None,
+            counts=counts,
         )
-        self.working = Working(self.rank, group_count=groups, stream=lambda: 0)
+        self.worker = WorkerConnector(self.rank, group_count=groups, stream=lambda: 0)
         self.next_block = 1
 
     def allocate(self, request: FakeRequest, blocks: int, groups: int = 1) -> list[list[int]]:
@@ -144,19 +144,19 @@ class FakeEngine:
 
     def step(self, scheduled: dict[str, int] | None = None) -> Any:
         """One step of the engine: plan, forward pass, copies, reports."""
-        told = self.scheduling.plan(scheduled or {}, self.tables.__getitem__)
-        self.working.after_forward(told)
-        self.scheduling.hear(self.working.take_reports())
+        told = self.scheduler.plan_step(scheduled or {}, self.tables.__getitem__)
+        self.worker.after_forward(told)
+        self.scheduler.apply_reports(self.worker.take_reports())
         return told
 
     def run(self, request: FakeRequest) -> None:
         """Prefills a request in one step, and steps until nothing is under way."""
-        self.scheduling.matched(request, 0)
+        self.scheduler.find_tokens(request, 0)
         self.allocate(request, -(-request.num_tokens // TOKENS), len(self.kv))
         self.compute(request)
         self.step({request.request_id: request.num_tokens})
         request.num_computed_tokens = request.num_tokens
-        while self.scheduling.pending:
+        while self.scheduler.pending:
             self.step()
 
 

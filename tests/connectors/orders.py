@@ -1,6 +1,6 @@
 """The physical orders in which vLLM keeps the KV of a group; content is always innermost.
 
-vLLM's names: layer, block, head, token (n), content. `tests/vllm/test_facing.py` compares them
+vLLM's names: layer, block, head, token (n), content. `tests/vllm/test_translation.py` compares them
 with vLLM's own list.
 """
 

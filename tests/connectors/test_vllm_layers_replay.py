@@ -20,12 +20,11 @@ import torch
 
 import penstock
 from penstock.cache.settings import DEVICE, HUB
-from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.layerwise import Joins
-from penstock.connectors.vllm.layouts import layer_numbers, tier_of
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.scheduling import Scheduling
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
+from penstock.connectors.base.layerwise import LayerwiseScheduler
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.plans import decode_plan
 from penstock.vocabulary.layers import GroupKind
 
@@ -63,26 +62,26 @@ class Replay:
             block_tokens=TOKENS,
             channels=CHANNELS,
         )
-        engine = Engine(
+        engine = ServedEngine(
             name="replay", groups=(group,), block_count=BLOCKS, rank_count=1, kv_heads=HEADS
         )
         toml = (
             'version = 1\nmodel.name = "toy"\n[[tiers]]\nname = "host"\nkind = "host"\nblocks = 32'
         )
-        config = engine.fitted(penstock.parse_config(toml), layerwise=True)
+        config = engine.fit_config(penstock.parse_config(toml), layerwise=True)
         tier = tier_of(engine, self.kv, lambda name: f"replayed {name}")
         self.rank = penstock.open_rank(config, rank=0, kv=tier)
         offload = penstock.open_offload_owner(config, ranks=[self.rank.facts])
-        self.scheduling = Scheduling(
+        self.scheduler = SchedulerConnector(
             config,
             offload,
             Pins(pool),
             null_block=0,
-            leaving=(),
-            joins=Joins(lambda *_: None, blocks_max=BLOCKS),
+            window_groups=(),
+            joins=LayerwiseScheduler(lambda *_: None, blocks_max=BLOCKS),
         )
         beside = torch.cuda.Stream() if device == "cuda" else None
-        self.working = Working(
+        self.worker = WorkerConnector(
             self.rank,
             group_count=1,
             stream=lambda: 0 if beside is None else torch.cuda.current_stream().cuda_stream,
@@ -102,34 +101,34 @@ class Replay:
         """What attention does with its context, a layer after the other."""
         for number, (name, tensor) in enumerate(self.kv.items()):
             if waits:
-                self.working.wait_layer(name)
+                self.worker.wait_layer(name)
             self.seen[number].copy_(tensor[self.rows])
 
     def keep(self, request: Any) -> torch.Tensor:
         """A prompt is computed and saved; what its blocks hold."""
-        self.scheduling.matched(request, 0)
+        self.scheduler.find_tokens(request, 0)
         for layer, tensor in enumerate(self.kv.values(), start=1):
             for number, block in enumerate(FIRST[:3]):
                 tokens = torch.tensor(PROMPT[number * TOKENS : (number + 1) * TOKENS])
                 tensor[block] = (tokens * layer)[None, :, None].to(tensor)
-        self.finish(self.scheduling.plan({"first": len(PROMPT)}, self.tables.__getitem__))
+        self.finish(self.scheduler.plan_step({"first": len(PROMPT)}, self.tables.__getitem__))
         for _ in range(STEPS_MAX):
-            if not self.scheduling.pending:
+            if not self.scheduler.pending:
                 break
             if self.rank.busy:
                 self.rank.wait(time.monotonic() + WAIT_S)
-            self.finish(self.scheduling.plan({}, self.tables.__getitem__))
+            self.finish(self.scheduler.plan_step({}, self.tables.__getitem__))
         return torch.stack([tensor[FIRST[:3]] for tensor in self.kv.values()]).cpu()
 
     def join(self, request: Any) -> Any:
         """vLLM schedules a request whose prefix lies below: what it tells its worker."""
-        matched = self.scheduling.matched(request, 0)
-        assert self.scheduling.joins(request, matched)
-        self.scheduling.allocated(request, [AGAIN], matched)
-        return self.scheduling.plan({"again": 1}, self.tables.__getitem__)
+        matched = self.scheduler.find_tokens(request, 0)
+        assert self.scheduler.can_join(request, matched)
+        self.scheduler.start_load(request, [AGAIN], matched)
+        return self.scheduler.plan_step({"again": 1}, self.tables.__getitem__)
 
     def forward(self, told: Any, *, waits: bool = True) -> Any:
-        self.working.before_forward(told, by_layer=self.by_layer)
+        self.worker.before_forward(told, by_layer=self.by_layer)
         if self.graph is None:
             self.read(waits=waits)
         else:
@@ -137,9 +136,9 @@ class Replay:
         return self.finish(told)
 
     def finish(self, told: Any) -> Any:
-        self.working.after_forward(told)
-        received = self.working.take_received()
-        self.scheduling.hear(self.working.take_reports())
+        self.worker.after_forward(told)
+        received = self.worker.take_received()
+        self.scheduler.apply_reports(self.worker.take_reports())
         return received
 
     def make_late(self) -> None:
@@ -186,7 +185,7 @@ def test_a_step_reads_what_its_loads_bring(replay: Replay, make_request: Any) ->
     assert torch.equal(replay.seen.cpu(), computed)
     assert computed.any()
     assert not received.invalid_blocks
-    assert not replay.scheduling.pending
+    assert not replay.scheduler.pending
 
 
 @pytest.mark.parametrize("replay", WAYS[:2], indirect=True)

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.layouts import tier_of
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.scheduling import Scheduling
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.engine import LayerGroup, ServedEngine, tier_of
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.vocabulary.layers import GroupKind
 from tests.connectors.orders import LOGICAL, ORDERS
 
@@ -86,10 +85,10 @@ class Replay:
             block_tokens=TOKENS,
             channels=CHANNELS,
         )
-        engine = Engine(
+        engine = ServedEngine(
             name="replay", groups=(group,), block_count=BLOCKS, rank_count=1, kv_heads=HEADS
         )
-        config = engine.fitted(
+        config = engine.fit_config(
             penstock.parse_config(
                 'version = 1\nmodel.name = "toy"\n'
                 '[[tiers]]\nname = "host"\nkind = "host"\nblocks = 32'
@@ -98,9 +97,11 @@ class Replay:
         tier = tier_of(engine, self.model.kv, lambda name: f"replayed {name}")
         self.rank = penstock.open_rank(config, rank=0, kv=tier)
         offload = penstock.open_offload_owner(config, ranks=[self.rank.facts])
-        self.scheduling = Scheduling(config, offload, Pins(pool), null_block=0, leaving=())
+        self.scheduler = SchedulerConnector(
+            config, offload, Pins(pool), null_block=0, window_groups=()
+        )
         on_gpu = self.model.device == "cuda"
-        self.working = Working(
+        self.worker = WorkerConnector(
             self.rank,
             group_count=1,
             stream=(lambda: torch.cuda.current_stream().cuda_stream) if on_gpu else lambda: 0,
@@ -108,12 +109,12 @@ class Replay:
         self.tables: dict[str, list[list[int]]] = {}
 
     def step(self, scheduled: dict[str, int], forward: Any = None) -> Any:
-        told = self.scheduling.plan(scheduled, self.tables.__getitem__)
+        told = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
         if forward is not None:
             forward()
-        self.working.after_forward(told)
-        received = self.working.take_received()
-        self.scheduling.hear(self.working.take_reports())
+        self.worker.after_forward(told)
+        received = self.worker.take_received()
+        self.scheduler.apply_reports(self.worker.take_reports())
         return received
 
     def until(self, done: Any) -> None:
@@ -131,7 +132,7 @@ def test_what_a_step_computed_comes_back_into_other_blocks(
     replay = Replay(way, order, make_pool(BLOCKS * 20))
     prompt = list(range(100, 100 + 3 * TOKENS + 1))
     first = make_request("first", prompt)
-    replay.scheduling.matched(first, 0)
+    replay.scheduler.find_tokens(first, 0)
     replay.tables["first"] = [[5, 9, 2, 7]]
 
     def prefill() -> None:
@@ -139,12 +140,12 @@ def test_what_a_step_computed_comes_back_into_other_blocks(
             replay.model.forward(block, prompt[number * TOKENS : (number + 1) * TOKENS])
 
     replay.step({"first": len(prompt)}, prefill)
-    replay.until(lambda _: not replay.scheduling.pending)
+    replay.until(lambda _: not replay.scheduler.pending)
     computed = [replay.model.content(block) for block in (5, 9, 2)]
     again = make_request("again", prompt)
-    matched = replay.scheduling.matched(again, 0)
+    matched = replay.scheduler.find_tokens(again, 0)
     replay.tables["again"] = [[20, 21, 30, 31]]
-    replay.scheduling.allocated(again, replay.tables["again"], matched)
+    replay.scheduler.start_load(again, replay.tables["again"], matched)
     replay.until(lambda received: received.requests == {"again"})
 
     assert matched == 3 * TOKENS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.vllm.engine import Engine, LayerGroup
+from penstock.connectors.base.engine import LayerGroup, ServedEngine
 from penstock.connectors.vllm.settings import read_settings
 from penstock.errors import ConfigError
 from penstock.vocabulary.layers import GroupKind
@@ -83,15 +83,17 @@ def test_layerwise_is_asked_for_by_name() -> None:
     assert not read_settings({"config": TOML}, failure_policy="recompute").layerwise
 
 
-def engine(**how: Any) -> Engine:
+def engine(**how: Any) -> ServedEngine:
     group = LayerGroup(kind=GroupKind.ATTENTION, layer_names=("a",), block_tokens=32)
-    return Engine(**{"name": "e", "groups": (group,), "block_count": 8, "rank_count": 1, **how})
+    return ServedEngine(
+        **{"name": "e", "groups": (group,), "block_count": 8, "rank_count": 1, **how}
+    )
 
 
 def test_what_vllm_decides_replaces_what_the_file_says() -> None:
     config = read_settings({"config": TOML}, failure_policy="recompute").config
 
-    fitted = engine(rank_count=2, kv_dtype="float32").fitted(config)
+    fitted = engine(rank_count=2, kv_dtype="float32").fit_config(config)
 
     assert fitted.cache.device is None
     assert (fitted.cache.block_tokens, fitted.cache.rank_count) == (32, 2)
@@ -103,11 +105,11 @@ def test_what_vllm_decides_replaces_what_the_file_says() -> None:
 def test_ranks_with_equal_bytes_share_a_host_tier() -> None:
     config = read_settings({"config": TOML}, failure_policy="recompute").config
 
-    assert engine(rank_count=2, equal_ranks=True).fitted(config).equal_ranks
-    assert not engine(rank_count=1, equal_ranks=True).fitted(config).equal_ranks
+    assert engine(rank_count=2, equal_ranks=True).fit_config(config).equal_ranks
+    assert not engine(rank_count=1, equal_ranks=True).fit_config(config).equal_ranks
     in_memory = TOML.replace('kind = "host"', 'kind = "memory"')
     config = read_settings({"config": in_memory}, failure_policy="recompute").config
-    assert not engine(rank_count=2, equal_ranks=True).fitted(config).equal_ranks
+    assert not engine(rank_count=2, equal_ranks=True).fit_config(config).equal_ranks
 
 
 def test_groups_with_blocks_of_different_sizes_are_left_alone() -> None:
@@ -123,8 +125,8 @@ def test_groups_with_blocks_of_different_sizes_are_left_alone() -> None:
 def test_layers_fill_where_steps_wait_for_them() -> None:
     config = read_settings({"config": TOML}, failure_policy="recompute").config
 
-    assert engine().fitted(config, layerwise=True).layer_wise == "auto"
-    assert engine().fitted(config).layer_wise == config.layer_wise == "off"
+    assert engine().fit_config(config, layerwise=True).layer_wise == "auto"
+    assert engine().fit_config(config).layer_wise == config.layer_wise == "off"
 
 
 @pytest.mark.parametrize("kinds", [(GroupKind.ATTENTION, GroupKind.SLIDING), (GroupKind.SLIDING,)])

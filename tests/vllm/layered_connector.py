@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from tampered_connector import tamper, zero_on_device
 
 from penstock.cache.ledger import Purpose
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
-from penstock.connectors.vllm.working import Working
 from penstock.runtime.plans import decode_plan
 
 if TYPE_CHECKING:
-    from penstock.connectors.vllm.messages import StepPlan
+    from penstock.connectors.base.scheduler import StepPlan
 
 
-class LayeredWorking(Working):
+class LayeredWorking(WorkerConnector):
     word = ""
     loads: Any = ()
     begun = ""
@@ -53,7 +53,7 @@ class LayeredWorking(Working):
             places = {tuple(load.source_slots.tolist()[1:3]) for load in self.loads}
             for place in places:
                 tamper(self._rank.carrier.stores[1], self.word, *place)
-        self._joined._wait_s = 0.0 if self.word == "late" else 30.0
+        self._layerwise._wait_s = 0.0 if self.word == "late" else 30.0
         return super().before_forward(told, by_layer=by_layer)
 
     def wait_layer(self, name: str) -> None:
@@ -74,8 +74,8 @@ class LayeredWorking(Working):
 
 
 class LayeredConnector(PenstockConnector):
-    def _make_working(self, rank: Any, *, on_gpu: bool) -> Working:
-        working = super()._make_working(rank, on_gpu=on_gpu)
+    def _make_worker(self, rank: Any, *, on_gpu: bool) -> WorkerConnector:
+        working = super()._make_worker(rank, on_gpu=on_gpu)
         working.__class__ = LayeredWorking
         return working
 

@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.cache.ledger import Purpose
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.working import Working
 from penstock.runtime.plans import decode_plan
 
 if TYPE_CHECKING:
-    from penstock.connectors.vllm.messages import StepPlan
+    from penstock.connectors.base.scheduler import StepPlan
 
 
 HOLD_STEPS = 3
 
 
-class TamperedWorking(Working):
+class TamperedWorker(WorkerConnector):
     def after_forward(self, told: StepPlan | None, *, computes: bool = True) -> None:
         path = Path(os.environ["PENSTOCK_TAMPER"])
         word = path.read_text() if path.exists() else ""
@@ -176,10 +176,10 @@ class TamperedConnector(PenstockConnector):
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         super().set_xfer_handshake_metadata(metadata)
-        assert self._scheduling is not None
-        self._scheduling._pins.__class__ = CountedPins
+        assert self._scheduler is not None
+        self._scheduler._pins.__class__ = CountedPins
 
-    def _make_working(self, rank: Any, *, on_gpu: bool) -> Working:
-        working = super()._make_working(rank, on_gpu=on_gpu)
-        working.__class__ = TamperedWorking
+    def _make_worker(self, rank: Any, *, on_gpu: bool) -> WorkerConnector:
+        working = super()._make_worker(rank, on_gpu=on_gpu)
+        working.__class__ = TamperedWorker
         return working

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
+from penstock.engine.options import LOGPROBS_MAX, Sampled, Sampling
 from transformers import LlamaForCausalLM
 
 from penstock.demo.chats import MUSEUM
@@ -24,7 +25,6 @@ from penstock.engine.instance import build_engine
 from penstock.engine.requests import Output, Reason, Request
 from penstock.engine.spec import InstanceSpec
 from penstock.engine.text import Text
-from penstock.engine.wishes import LOGPROBS_MAX, Sampled, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -180,7 +180,7 @@ def test_layers_wait_where_vllm_comes_by_at_them(
     from vllm.config import CUDAGraphMode  # noqa: PLC0415
     from vllm.forward_context import ForwardContext  # noqa: PLC0415
 
-    from penstock.connectors.vllm.facing import waits_at_layers  # noqa: PLC0415
+    from penstock.connectors.vllm.translation import waits_at_layers  # noqa: PLC0415
 
     context = ForwardContext(
         no_compile_layers={},

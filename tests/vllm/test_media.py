@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.connectors.vllm.keys import Chains, RequestKeys, wishes_of
+from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options
 
 # What vLLM's own imports warn of is not ours.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -51,7 +51,7 @@ def keys_of(request: Any) -> list[bytes]:
         tiers = [{{ name = "host", kind = "memory", blocks = 8 }}]
         """
     )
-    return list(RequestKeys(Chains(config), request).upto(5))
+    return list(RequestKeys(KeyChains(config), request).upto(5))
 
 
 def test_the_same_image_gives_the_same_keys() -> None:
@@ -76,7 +76,7 @@ def test_a_second_image_or_none_gives_other_keys() -> None:
 def test_prompt_embeddings_stay_out() -> None:
     import torch  # noqa: PLC0415
 
-    wishes = wishes_of(request_with("one", prompt_embeds=torch.zeros(40, 8)))
+    options = read_options(request_with("one", prompt_embeds=torch.zeros(40, 8)))
 
-    assert not wishes.load
-    assert not wishes.save
+    assert not options.load
+    assert not options.save

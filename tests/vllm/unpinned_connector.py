@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.connectors.vllm.adapter import Facts, PenstockConnector
+from penstock.connectors.vllm.adapter import PenstockConnector, RankHandshake
 from penstock.runtime.facts import RankFacts
 
 
 class UnpinnedConnector(PenstockConnector):
-    def get_handshake_metadata(self) -> Facts:
+    def get_handshake_metadata(self) -> RankHandshake:
         told: Any = super().get_handshake_metadata()
         facts = RankFacts.from_bytes(told.facts)
         (host,) = facts.tiers
         refused = msgspec.structs.replace(host, off="its memory cannot be pinned")
-        return Facts(facts=msgspec.structs.replace(facts, tiers=(refused,)).to_bytes())
+        return RankHandshake(facts=msgspec.structs.replace(facts, tiers=(refused,)).to_bytes())

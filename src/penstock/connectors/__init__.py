@@ -1,1 +1,1 @@
-"""Translations between Penstock and the engines of others: they translate, never decide."""
+"""Connectors for other engines: `base` has what they share, `vllm` is the adapter for vLLM."""

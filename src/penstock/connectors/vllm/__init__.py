@@ -5,30 +5,18 @@
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": "penstock.toml"}}'
 
-| module       | what it is                                                   | knows vLLM |
-|--------------|--------------------------------------------------------------|------------|
-| `versions`   | which vLLM this is, and which class it gets                  | its number |
-| `adapter`    | the class that vLLM calls                                    | yes        |
-| `untested`   | the class that another version of vLLM calls: off            | yes        |
-| `facing`     | what vLLM calls things: configuration, hashes, events        | yes        |
-| `metrics`    | counts as vLLM's logger and metrics page want them           | yes        |
-| `settings`   | what the flag may say                                        | no         |
-| `engine`     | what Penstock must know about the engine, as values          | no         |
-| `keys`       | from a request to the keys of its blocks                     | no         |
-| `scheduling` | the scheduler's half: lookups, loads, saves                  | no         |
-| `pins`       | device blocks that vLLM must not reuse until they are saved  | no         |
-| `working`    | a worker's half: carries plans out, and says what failed     | no         |
-| `layerwise`  | loads that a step computes on while they arrive              | no         |
-| `layouts`    | from the tensors that vLLM registers to a layout             | no         |
-| `sharing`    | how ranks with equal bytes come to share one host tier       | no         |
-| `messages`   | what the halves tell each other                              | no         |
-| `counting`   | what is counted and logged of loads, saves and requests      | no         |
-| `statistics` | what shows up in vLLM's own metrics                          | no         |
-| `events`     | KV events, under the names that vLLM gave the blocks         | no         |
-| `logs`       | Penstock's log lines in vLLM's log                           | no         |
+| module        | holds                                                         | imports vLLM     |
+|---------------|---------------------------------------------------------------|------------------|
+| `adapter`     | the class that vLLM calls                                     | tested version   |
+| `translation` | vLLM's configuration, hashes, events and metrics              | tested version   |
+| `versions`    | which vLLM is installed, and which class it gets              | its version      |
+| `untested`    | the class for other versions of vLLM: does nothing            | any version      |
+| `settings`    | the keys of `kv_connector_extra_config`                       | no               |
+| `logs`        | Penstock's log lines in vLLM's log                            | no               |
 
-The one rule: whatever goes wrong here, vLLM computes the right tokens. A block that is not
-certainly right is a block that vLLM computes.
+Everything else a connector needs is in `penstock.connectors.base`, which knows no vLLM. The one
+rule: if anything fails here, vLLM still computes the right tokens. A block that may be wrong is
+computed by vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +30,7 @@ __all__ = ["PenstockConnector"]
 
 
 def __getattr__(name: str) -> object:
-    # Looked up when vLLM asks: everything else here is of use where vLLM is not installed.
+    # Imported on first use: `settings` must be importable where vLLM is not installed.
     if name in __all__:
         from penstock.connectors.vllm.versions import connector_class  # noqa: PLC0415
 

@@ -1,24 +1,24 @@
-"""The class that vLLM loads, and all that is known here about vLLM's own interfaces.
+"""The class that vLLM loads: translates vLLM's calls into those of `connectors.base`.
 
 | vLLM calls, in the scheduler        | becomes                  |
 |-------------------------------------|--------------------------|
-| `get_num_new_matched_tokens`        | `Scheduling.matched`     |
-| `update_state_after_alloc`          | `Scheduling.allocated`   |
-| `build_connector_meta`              | `Scheduling.plan`        |
-| `update_connector_output`           | `Scheduling.hear`        |
-| `request_finished_all_groups`       | `Scheduling.finished`    |
-| `reset_cache`                       | `Scheduling.reset`       |
+| `get_num_new_matched_tokens`        | `SchedulerConnector.find_tokens`     |
+| `update_state_after_alloc`          | `SchedulerConnector.start_load`   |
+| `build_connector_meta`              | `SchedulerConnector.plan_step`        |
+| `update_connector_output`           | `SchedulerConnector.apply_reports`        |
+| `request_finished_all_groups`       | `SchedulerConnector.finish_request`    |
+| `reset_cache`                       | `SchedulerConnector.reset`       |
 
 | vLLM calls, in a worker             | becomes                  |
 |-------------------------------------|--------------------------|
 | `register_kv_caches`                | `open_rank`              |
-| `start_load_kv`                     | `Working.before_forward` |
-| `wait_for_layer_load`               | `Working.wait_layer`     |
-| `wait_for_save`                     | `Working.after_forward`  |
-| `get_transfer_results`              | `Working.take_received`  |
-| `build_connector_worker_meta`       | `Working.take_reports`   |
+| `start_load_kv`                     | `WorkerConnector.before_forward` |
+| `wait_for_layer_load`               | `WorkerConnector.wait_layer`     |
+| `wait_for_save`                     | `WorkerConnector.after_forward`  |
+| `get_transfer_results`              | `WorkerConnector.take_received`  |
+| `build_connector_worker_meta`       | `WorkerConnector.take_reports`   |
 
-Facts about ranks reach the scheduler with vLLM's handshake. The one rule: where there is no
+RankHandshake about ranks reach the scheduler with vLLM's handshake. The one rule: where there is no
 half, for whatever reason, every call answers as if nothing were cached, and vLLM goes on.
 """
 
@@ -41,19 +41,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from penstock.connectors.vllm import facing
-from penstock.connectors.vllm.counting import BlockBytes, Counting
-from penstock.connectors.vllm.events import Announcer
-from penstock.connectors.vllm.layerwise import Joins, joined_blocks
-from penstock.connectors.vllm.layouts import layer_numbers, tier_of
+from penstock.connectors.base.engine import layer_numbers, tier_of
+from penstock.connectors.base.events import EventAnnouncer
+from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
+from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
+from penstock.connectors.base.worker import ReceivedLoads, WorkerConnector, copied_blocks
+from penstock.connectors.vllm import translation
 from penstock.connectors.vllm.logs import log, log_into_vllm, log_off
-from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.scheduling import Scheduling
 from penstock.connectors.vllm.settings import WHERE, read_settings
-from penstock.connectors.vllm.sharing import Host, fetch
-from penstock.connectors.vllm.speed import PrefillSpeed
-from penstock.connectors.vllm.working import Received, Working, copied_blocks
+from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.facts import RankFacts
 from penstock.runtime.opening import WRITER, open_offload_owner, open_rank
@@ -64,36 +63,36 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
-    from penstock.connectors.vllm.engine import Engine
-    from penstock.connectors.vllm.messages import StepPlan
+    from penstock.connectors.base.engine import ServedEngine
+    from penstock.connectors.base.scheduler import StepPlan
     from penstock.runtime.rank import Rank
     from penstock.tiers.tensors import TensorTier
 
 
 @dataclass
-class Facts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank tells the scheduler when it starts."""
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a rank sends to the scheduler when it starts."""
 
     facts: bytes | None
     why_not: str = ""
 
 
 @dataclass
-class Metadata(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells every rank, once a step."""
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler sends to every rank, once a step."""
 
     step: StepPlan | None
 
 
 @dataclass
-class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What ranks tell the scheduler, once a step."""
+class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What ranks send to the scheduler, once a step."""
 
     reports: list[bytes] = field(default_factory=list)
 
-    def aggregate(self, other: Reports) -> Reports:
+    def aggregate(self, other: WorkerReports) -> WorkerReports:
         """The reports of two ranks; their order means nothing."""
-        return Reports(self.reports + other.reports)
+        return WorkerReports(self.reports + other.reports)
 
 
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -110,34 +109,34 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             failure_policy=transfer.kv_load_failure_policy,
             role=transfer.kv_role,
         )
-        self._engine: Engine = facing.engine_of(vllm_config, kv_cache_config)
-        self._scheduling: Scheduling | None = None
-        self._working: Working | None = None
-        self._facts = Facts(facts=None)
+        self._engine: ServedEngine = translation.engine_of(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
+        self._facts = RankHandshake(facts=None)
         self._tier: TensorTier | None = None
         self._hand_out: Callable[[], None] | None = None
-        self._received = Received()
+        self._received = ReceivedLoads()
         self._pool: Any = None
         self._withhold: Callable[[str, Sequence[int], int], None] | None = None
         self._layerwise = settings.layerwise
         self._layers: dict[str, int] = {}
-        self._at_layers: Working | None = None
-        """Who waits at the layers of this step, if anybody does."""
+        self._at_layers: WorkerConnector | None = None
+        """Set while the layers of this step wait for loads."""
         self._computes = True
         """Whether this step has a forward pass."""
         self._take_events: Callable[[], list[Any]] = list
-        """What there is to publish: nothing, unless somebody listens."""
+        """The KV events to publish: none, unless vLLM publishes events."""
         self._config: Config | None = None
         if why_not := self._engine.why_not():
             self._run_without(why_not)
             return
         if self._layerwise and (refused := self._engine.why_not_layerwise()):
             raise ConfigError(f"{WHERE}.layerwise", refused)
-        self._config = self._engine.fitted(settings.config, layerwise=self._layerwise)
+        self._config = self._engine.fit_config(settings.config, layerwise=self._layerwise)
 
     def _run_without(self, why: str) -> None:
-        self._facts = Facts(facts=None, why_not=why)
-        # Ranks say why in their handshake: the scheduler alone logs, once.
+        self._facts = RankHandshake(facts=None, why_not=why)
+        # Ranks send the reason in their handshake: only the scheduler logs it, once.
         if self.role is KVConnectorRole.SCHEDULER:
             log_off(why)
 
@@ -153,9 +152,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._pool = kv_cache_manager.block_pool
         if self._layerwise and self._config is not None:
-            self._withhold = facing.withholding(kv_cache_manager)
+            self._withhold = translation.withholding(kv_cache_manager)
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Facts]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, RankHandshake]) -> None:
         """Every rank is ready: opens the cache over them."""
         if self._config is None:
             return
@@ -169,19 +168,19 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except ConfigError as error:
             self._run_without(str(error))
             return
-        # Where steps overlap, none of them can be clocked.
+        # Steps that overlap cannot be timed.
         overlap = self._vllm_config.scheduler_config.async_scheduling
-        self._scheduling = Scheduling(
+        self._scheduler = SchedulerConnector(
             self._config,
             offload,
             Pins(self._pool),
             null_block=self._pool.null_block.block_id,
-            leaving=self._engine.leaving,
+            window_groups=self._engine.window_groups,
             step_blocks=0 if overlap else copied_blocks(ranks),
             announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks),
-            speed=None if overlap else PrefillSpeed(offload.computed),
-            counting=Counting(BlockBytes.of(ranks, shared=self._config.equal_ranks)),
+            speed=None if overlap else PrefillTimer(offload.computed),
+            counts=TransferCounts(BlockBytes.of(ranks, shared=self._config.equal_ranks)),
         )
         for tier in offload.statistics().tiers[-len(self._config.cache.tiers) :]:
             log.info(
@@ -194,18 +193,20 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._config.equal_ranks,
             )
 
-    def _make_joins(self, ranks: Sequence[RankFacts]) -> Joins | None:
+    def _make_joins(self, ranks: Sequence[RankFacts]) -> LayerwiseScheduler | None:
         if self._withhold is None:
             return None
-        return Joins(self._withhold, blocks_max=joined_blocks(ranks))
+        return LayerwiseScheduler(self._withhold, blocks_max=joined_blocks(ranks))
 
-    def _make_announcer(self, config: Config) -> Announcer | None:
-        wanted = facing.events_wanted(self._vllm_config)
+    def _make_announcer(self, config: Config) -> EventAnnouncer | None:
+        wanted = translation.events_wanted(self._vllm_config)
         if not wanted or not config.cache.tiers:
             return None
         described = self._kv_cache_config, self._engine.block_tokens
-        publish = facing.publishing(*described)
-        announcer = Announcer(config.cache.tiers[0].name, describe=facing.describing(*described))
+        publish = translation.publishing(*described)
+        announcer = EventAnnouncer(
+            config.cache.tiers[0].name, describe=translation.describing(*described)
+        )
         self._take_events = lambda: publish(announcer.take())
         return announcer
 
@@ -213,23 +214,23 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Never `None`: what is not there now is computed."""
-        if self._scheduling is None:
+        if self._scheduler is None:
             return 0, False
-        matched = self._scheduling.matched(request, num_computed_tokens)
-        return matched, matched > 0 and not self._scheduling.joins(request, matched)
+        matched = self._scheduler.find_tokens(request, num_computed_tokens)
+        return matched, matched > 0 and not self._scheduler.can_join(request, matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Starts the load that vLLM made room for."""
-        if self._scheduling is not None and num_external_tokens:
-            self._scheduling.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self._scheduler is not None and num_external_tokens:
+            self._scheduler.start_load(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """The plan of this step."""
-        if self._scheduling is None:
-            return Metadata(None)
+        if self._scheduler is None:
+            return StepMetadata(None)
         state = scheduler_output.kv_connector_block_state
-        return Metadata(
-            self._scheduling.plan(
+        return StepMetadata(
+            self._scheduler.plan_step(
                 scheduler_output.num_scheduled_tokens,
                 state.get_block_ids,
                 scheduler_output.preempted_req_ids or (),
@@ -237,10 +238,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What ranks told of earlier steps."""
-        if self._scheduling is not None:
+        """The reports of ranks about earlier steps."""
+        if self._scheduler is not None:
             told = connector_output.kv_connector_worker_meta
-            self._scheduling.hear(told.reports if told is not None else ())
+            self._scheduler.apply_reports(told.reports if told is not None else ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Keeps no block for longer than vLLM needs it."""
@@ -252,18 +253,18 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         block_ids: tuple[list[int], ...],  # noqa: ARG002 - saves are pinned when they are planned
     ) -> tuple[bool, None]:
         """The same with several KV groups."""
-        if self._scheduling is not None:
-            self._scheduling.finished(request.request_id)
+        if self._scheduler is not None:
+            self._scheduler.finish_request(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step on for copies to end."""
-        return self._scheduling is not None and self._scheduling.pending
+        return self._scheduler is not None and self._scheduler.pending
 
     def reset_cache(self) -> bool:
-        """Voids everything below the device: weights were changed, or somebody asked for it."""
-        if self._scheduling is not None:
-            self._scheduling.reset("vLLM reset its connector")
+        """Drops everything below the device: the weights have changed, or a client asked for it."""
+        if self._scheduler is not None:
+            self._scheduler.reset("vLLM reset its connector")
         return True
 
     def take_events(self) -> Iterable[Any]:
@@ -272,9 +273,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> PenstockStats | None:
         """What was counted since the last call."""
-        if self._scheduling is None:
+        if self._scheduler is None:
             return None
-        taken = self._scheduling.take_statistics()
+        taken = self._scheduler.take_statistics()
         return PenstockStats(data=taken) if taken else None
 
     @classmethod
@@ -296,25 +297,25 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._config is None:
             return
         try:
-            encodings = facing.encodings_of(self._vllm_config, kv_caches)
+            encodings = translation.encodings_of(self._vllm_config, kv_caches)
             self._tier = tier_of(self._engine, kv_caches, encodings)
             self._layers = layer_numbers(self._engine, kv_caches)
             if not self._config.equal_ranks:
                 self._open_rank(self._config, arenas=None)
             elif self._engine.rank == WRITER:
                 rank = self._open_rank(self._config, arenas=None)
-                host = Host(self._engine.name, peers=self._engine.rank_count - 1)
+                host = ArenaServer(self._engine.name, peers=self._engine.rank_count - 1)
                 self._hand_out = lambda: host.hand_out(rank.arenas)
         except (UnavailableError, ValueError) as error:
             self._rank_without(str(error))
 
-    def get_handshake_metadata(self) -> Facts:
+    def get_handshake_metadata(self) -> RankHandshake:
         """What the scheduler must know of this rank; by now every rank has its memory."""
         try:
             if self._hand_out is not None:
                 self._hand_out()
-            elif self._working is None and self._tier is not None and self._config is not None:
-                self._open_rank(self._config, arenas=fetch(self._engine.name))
+            elif self._worker is None and self._tier is not None and self._config is not None:
+                self._open_rank(self._config, arenas=fetch_arenas(self._engine.name))
         except (UnavailableError, ValueError) as error:
             self._rank_without(str(error))
         self._hand_out = None
@@ -324,8 +325,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._tier is not None
         rank = open_rank(config, rank=self._engine.rank, kv=self._tier, arenas=arenas)
         on_gpu = self._tier.device.type == "cuda"
-        self._working = self._make_working(rank, on_gpu=on_gpu)
-        self._facts = Facts(facts=rank.facts.to_bytes())
+        self._worker = self._make_worker(rank, on_gpu=on_gpu)
+        self._facts = RankHandshake(facts=rank.facts.to_bytes())
         return rank
 
     def _rank_without(self, why: str) -> None:
@@ -333,14 +334,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._tier = None
         self.shutdown()
 
-    def _make_working(self, rank: Rank, *, on_gpu: bool) -> Working:
+    def _make_worker(self, rank: Rank, *, on_gpu: bool) -> WorkerConnector:
         assert self._config is not None
-        return Working(
+        return WorkerConnector(
             rank,
             group_count=len(self._engine.groups),
-            stream=facing.current_stream if on_gpu else _no_stream,
+            stream=translation.current_stream if on_gpu else _no_stream,
             blocks_stay=self._engine.blocks_stay,
-            beside=facing.stream_beside() if on_gpu and self._layerwise else None,
+            beside=translation.stream_beside() if on_gpu and self._layerwise else None,
             layers=self._layers,
             wait_s=self._config.cache.operation_timeout_s,
             copies_itself=not on_gpu,
@@ -349,12 +350,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """What the step computes on starts now, the rest when it was submitted."""
         self._at_layers = None
-        self._computes = facing.computes(forward_context)
-        if self._working is not None and self._layerwise:
+        self._computes = translation.computes(forward_context)
+        if self._worker is not None and self._layerwise:
             step = self._get_connector_metadata().step
-            by_layer = facing.waits_at_layers(forward_context)
-            if self._working.before_forward(step, by_layer=by_layer):
-                self._at_layers = self._working
+            by_layer = translation.waits_at_layers(forward_context)
+            if self._worker.before_forward(step, by_layer=by_layer):
+                self._at_layers = self._worker
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A layer waits for what it reads; without `layerwise` all of it was there before."""
@@ -368,13 +369,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """The step is submitted, drafts included. Nothing waits: sources are pinned."""
-        if self._working is not None:
+        if self._worker is not None:
             step = self._get_connector_metadata().step
-            self._working.after_forward(step, computes=self._computes)
+            self._worker.after_forward(step, computes=self._computes)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Requests whose loads have ended on this rank."""
-        self._received = self._working.take_received() if self._working else Received()
+        self._received = self._worker.take_received() if self._worker else ReceivedLoads()
         return KVConnectorTransferResults(
             finished_recving=self._received.requests, failed_recving=self._received.failed
         )
@@ -383,17 +384,17 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks of those requests that vLLM must compute; asked right after the above."""
         return self._received.invalid_blocks
 
-    def build_connector_worker_meta(self) -> Reports | None:
-        """What the scheduler's half must hear."""
-        reports = self._working.take_reports() if self._working is not None else []
-        return Reports(reports) if reports else None
+    def build_connector_worker_meta(self) -> WorkerReports | None:
+        """Reports for the scheduler's side."""
+        reports = self._worker.take_reports() if self._worker is not None else []
+        return WorkerReports(reports) if reports else None
 
     def shutdown(self) -> None:
-        """Nothing touches vLLM's memory any more, and no memory is left behind."""
-        working, self._working = self._working, None
+        """Closes the rank and frees its memory; nothing touches vLLM's memory afterwards."""
+        working, self._worker = self._worker, None
         if working is not None:
             working.close()
-        self._scheduling = None
+        self._scheduler = None
 
 
 def _no_stream() -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.config import Config
 
 WHERE = "kv_connector_extra_config"
+METRICS_PREFIX = "vllm:penstock_"
+"""Comes before every name in `penstock.connectors.base.statistics` on vLLM's metrics page."""
 KNOWN = ("config", "allow_fail", "any_version", "layerwise")
 ROLE = "kv_both"
 """The only role of vLLM's that this connector has."""
@@ -34,7 +36,7 @@ FAIL = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ConnectorSettings:
     """One flag's worth of settings."""
 
     config: Config
@@ -43,7 +45,7 @@ class Settings:
 
 def read_settings(
     extra: Mapping[str, object], *, failure_policy: str, role: str | None = ROLE
-) -> Settings:
+) -> ConnectorSettings:
     """The settings that vLLM was given for this connector.
 
     Args:
@@ -71,7 +73,7 @@ def read_settings(
             f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
         )
     asks_any_version(extra)
-    return Settings(config=_config(extra), layerwise=_flag(extra, "layerwise"))
+    return ConnectorSettings(config=_config(extra), layerwise=_flag(extra, "layerwise"))
 
 
 def asks_any_version(extra: Mapping[str, object]) -> bool:

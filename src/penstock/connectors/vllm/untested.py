@@ -34,7 +34,7 @@ class Nothing(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells every rank, once a step."""
 
 
-class PenstockConnector(KVConnectorBase_V1, KnowsGroups):  # type: ignore[misc]
+class DisabledConnector(KVConnectorBase_V1, KnowsGroups):  # type: ignore[misc]
     """Penstock, switched off."""
 
     def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> Any:
@@ -97,11 +97,11 @@ def _do_nothing(*_args: Any, **_how: Any) -> None:
 
 
 def _answer_the_rest() -> None:
-    for name in PenstockConnector.__abstractmethods__:
+    for name in DisabledConnector.__abstractmethods__:
         # A method in place of a property would be taken for a yes.
-        read = isinstance(inspect.getattr_static(PenstockConnector, name), property)
-        setattr(PenstockConnector, name, property(_do_nothing) if read else _do_nothing)
-    update_abstractmethods(PenstockConnector)
+        read = isinstance(inspect.getattr_static(DisabledConnector, name), property)
+        setattr(DisabledConnector, name, property(_do_nothing) if read else _do_nothing)
+    update_abstractmethods(DisabledConnector)
 
 
 _answer_the_rest()

@@ -31,7 +31,7 @@ def connector_class() -> Any:
     Raises:
         UnavailableError: this vLLM lacks what any connector needs.
     """
-    return connector_itself() if is_tested(_found()) else _from_vllm("untested").PenstockConnector
+    return connector_itself() if is_tested(_found()) else _from_vllm("untested").DisabledConnector
 
 
 def connector_itself() -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.connectors.vllm.scheduling import LOAD_ATTEMPTS
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.scheduler import LOAD_ATTEMPTS
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.machine import events as ev
 
 TOKENS = 4
@@ -19,11 +19,11 @@ def test_a_prompt_that_was_computed_is_found_and_loaded(engine: Any, make_reques
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
 
-    matched = engine.scheduling.matched(again, 0)
+    matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
-    engine.scheduling.allocated(again, [row], matched)
+    engine.scheduler.start_load(again, [row], matched)
     engine.step()
-    received = engine.working.take_received()
+    received = engine.worker.take_received()
 
     assert matched == 24
     assert received.requests == {"again"}
@@ -34,10 +34,10 @@ def test_a_prompt_that_was_computed_is_found_and_loaded(engine: Any, make_reques
 
 def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_request: Any) -> None:
     request = make_request("first", PROMPT)
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
 
-    told = engine.scheduling.plan({"first": len(PROMPT)}, engine.tables.__getitem__)
+    told = engine.scheduler.plan_step({"first": len(PROMPT)}, engine.tables.__getitem__)
 
     assert told.plan is not None
     assert engine.pool.pinned == 6
@@ -46,30 +46,30 @@ def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_reque
 def test_the_last_token_is_always_left_to_compute(engine: Any, make_request: Any) -> None:
     engine.run(make_request("first", PROMPT[:24]))
 
-    assert engine.scheduling.matched(make_request("again", PROMPT[:24]), 0) == 20
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 20
 
 
 def test_what_vllm_has_itself_is_not_claimed(engine: Any, make_request: Any) -> None:
     engine.run(make_request("first", PROMPT))
 
-    assert engine.scheduling.matched(make_request("again", PROMPT), 16) == 8
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 16) == 8
 
 
 def test_tokens_that_are_not_known_yet_are_not_hashed(engine: Any, make_request: Any) -> None:
     """Asynchronous scheduling counts tokens as computed before they are sampled."""
     request = make_request("first", PROMPT[:7])
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 2)
     engine.compute(request)
 
     engine.step({"first": 8})
     request.num_computed_tokens = 8
 
-    assert engine.scheduling.matched(make_request("same", [*PROMPT[:7], 999, 5]), 0) == 4
+    assert engine.scheduler.find_tokens(make_request("same", [*PROMPT[:7], 999, 5]), 0) == 4
     request.all_token_ids.append(PROMPT[7])
     engine.compute(request)
     engine.step({"first": 1})
-    assert engine.scheduling.matched(make_request("other", [*PROMPT[:8], 5]), 0) == 8
+    assert engine.scheduler.find_tokens(make_request("other", [*PROMPT[:8], 5]), 0) == 8
 
 
 def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any) -> None:
@@ -85,7 +85,7 @@ def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any)
         return handle(event)
 
     engine.offload._driver.handle = watched
-    answers = {engine.scheduling.matched(waiting, 0) for _ in range(50)}
+    answers = {engine.scheduler.find_tokens(waiting, 0) for _ in range(50)}
 
     assert answers == {24}
     assert [lookup.start for lookup in seen] == [0] + [6] * 49
@@ -94,22 +94,22 @@ def test_a_deferred_request_is_not_scanned_again(engine: Any, make_request: Any)
 def test_pins_stay_within_a_twentieth_of_the_pool(make_engine: Any, make_request: Any) -> None:
     engine = make_engine(pool=40)
     request = make_request("first", PROMPT)
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
     engine.compute(request)
 
     most = 0
     for scheduled in ({"first": 26}, {"first": 1}, {"first": 1}):
-        told = engine.scheduling.plan(scheduled, engine.tables.__getitem__)
+        told = engine.scheduler.plan_step(scheduled, engine.tables.__getitem__)
         most = max(most, engine.pool.pinned)
-        engine.working.after_forward(told)
-        engine.scheduling.hear(engine.working.take_reports())
+        engine.worker.after_forward(told)
+        engine.scheduler.apply_reports(engine.worker.take_reports())
         request.num_computed_tokens = 26
 
     # While the request runs it keeps its blocks itself, so that nothing is lost.
     assert most == 2
     assert engine.pool.pinned == 0
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 24
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 24
 
 
 def test_what_cannot_be_pinned_before_the_end_is_dropped_and_counted(
@@ -119,27 +119,27 @@ def test_what_cannot_be_pinned_before_the_end_is_dropped_and_counted(
     request = make_request("first", PROMPT)
     engine.run(request)
 
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
 
-    assert engine.scheduling.tally.take()["blocks_dropped_pinned"] == 4
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 8
+    assert engine.scheduler.counters.take()["blocks_dropped_pinned"] == 4
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 8
 
 
 def test_an_aborted_load_is_told_as_received_all_the_same(engine: Any, make_request: Any) -> None:
     """Stale blocks after an abort: vLLM keeps them until the load has settled."""
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
-    matched = engine.scheduling.matched(again, 0)
+    matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
-    engine.scheduling.allocated(again, [row], matched)
+    engine.scheduler.start_load(again, [row], matched)
 
-    engine.scheduling.finished("again")
+    engine.scheduler.finish_request("again")
     engine.step()
 
-    assert engine.working.take_received().requests == {"again"}
-    assert not engine.scheduling.pending
+    assert engine.worker.take_received().requests == {"again"}
+    assert not engine.scheduler.pending
     # Nobody wanted it any more: that is no load that failed.
-    assert "loads_failed" not in engine.scheduling.tally.take()
+    assert "loads_failed" not in engine.scheduler.counters.take()
     engine.offload.audit()
 
 
@@ -147,20 +147,20 @@ def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_re
     engine.run(make_request("first", PROMPT))
     host = engine.rank.carrier.stores[1]
     again = make_request("again", PROMPT)
-    matched = engine.scheduling.matched(again, 0)
+    matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
-    engine.scheduling.allocated(again, [row], matched)
-    told = engine.scheduling.plan({}, engine.tables.__getitem__)
+    engine.scheduler.start_load(again, [row], matched)
+    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = host.blocks([0]).buffers.values()
     buffer[:] ^= 1
 
-    engine.working.after_forward(told)
-    received = engine.working.take_received()
-    engine.scheduling.hear(engine.working.take_reports())
+    engine.worker.after_forward(told)
+    received = engine.worker.take_received()
+    engine.scheduler.apply_reports(engine.worker.take_reports())
 
     assert received.requests == {"again"}
     assert received.invalid_blocks == set(row[:6])
-    assert engine.scheduling.matched(make_request("third", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("third", PROMPT), 0) == 0
 
 
 def test_49176_a_load_that_fails_again_and_again_is_given_up(
@@ -173,16 +173,16 @@ def test_49176_a_load_that_fails_again_and_again_is_given_up(
     claims = []
     for attempt in range(LOAD_ATTEMPTS + 1):
         engine.run(make_request(f"other-{attempt}", PROMPT))
-        engine.scheduling.finished(f"other-{attempt}")
-        matched = engine.scheduling.matched(again, 0)
+        engine.scheduler.finish_request(f"other-{attempt}")
+        matched = engine.scheduler.find_tokens(again, 0)
         claims.append(matched)
         (row,) = (engine.allocate(make_request(f"room-{attempt}", PROMPT), 7),)[0]
-        engine.scheduling.allocated(again, [row], matched)
-        told = engine.scheduling.plan({}, engine.tables.__getitem__)
+        engine.scheduler.start_load(again, [row], matched)
+        told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
         (buffer,) = host.blocks([0]).buffers.values()
         buffer[:] ^= 1
-        engine.working.after_forward(told)
-        engine.scheduling.hear(engine.working.take_reports())
+        engine.worker.after_forward(told)
+        engine.scheduler.apply_reports(engine.worker.take_reports())
 
     assert claims == [24] * LOAD_ATTEMPTS + [0]
 
@@ -193,19 +193,19 @@ def test_a_weight_update_voids_what_was_saved_and_what_is_running(
     running = make_request("running", PROMPT[:10])
     engine.run(running)
 
-    engine.scheduling.reset("new weights")
+    engine.scheduler.reset("new weights")
     # It goes on, with KV of the old weights below its new tokens.
     running.all_token_ids += PROMPT[10:26]
     engine.allocate(running, 4)
     engine.compute(running)
     engine.step({"running": 16})
 
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
     # Preempted and begun anew, it counts again.
     running.num_computed_tokens = 0
-    engine.scheduling.matched(running, 0)
+    engine.scheduler.find_tokens(running, 0)
     engine.step({"running": 26})
-    assert engine.scheduling.matched(make_request("third", PROMPT), 0) == 24
+    assert engine.scheduler.find_tokens(make_request("third", PROMPT), 0) == 24
 
 
 def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_request: Any) -> None:
@@ -215,10 +215,10 @@ def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_reques
     request.all_token_ids += [7, 8, 9]
     engine.tables.clear()
 
-    found = engine.scheduling.matched(request, 0)
+    found = engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 8)
     engine.compute(request)
-    told = engine.scheduling.plan({"first": 29}, engine.tables.__getitem__)
+    told = engine.scheduler.plan_step({"first": 29}, engine.tables.__getitem__)
 
     assert found == 24
     assert told.plan is not None
@@ -231,28 +231,28 @@ def test_a_block_that_a_window_has_passed_is_not_saved(
 ) -> None:
     engine = make_engine(groups=groups)
     request = make_request("first", PROMPT)
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     rows = engine.allocate(request, 7, groups=groups)
     rows[-1][:2] = [0, 0]  # vLLM's null block
     engine.step({"first": 26})
 
-    assert engine.scheduling.tally.take()["blocks_dropped_window"] == 2
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.counters.take()["blocks_dropped_window"] == 2
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
 
 
 def test_with_several_groups_each_gets_what_it_needs(make_engine: Any, make_request: Any) -> None:
     engine = make_engine(groups=2)
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
-    matched = engine.scheduling.matched(again, 0)
+    matched = engine.scheduler.find_tokens(again, 0)
     rows = engine.allocate(again, 7, groups=2)
     rows[1][:4] = [0] * 4  # the window needs the last two alone
 
-    engine.scheduling.allocated(again, rows, matched)
+    engine.scheduler.start_load(again, rows, matched)
     engine.step()
 
     assert matched == 24
-    assert engine.working.take_received().requests == {"again"}
+    assert engine.worker.take_received().requests == {"again"}
     expected = np.array(PROMPT[:24]).reshape(6, TOKENS)
     assert (engine.kv[0, rows[0][:6], :, 0] == expected).all()
     assert (engine.kv[1, rows[1][4:6], :, 0] == expected[4:]).all()
@@ -265,14 +265,14 @@ def test_with_several_groups_a_failed_load_fails_its_request(
     engine = make_engine(groups=2)
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
-    matched = engine.scheduling.matched(again, 0)
-    engine.scheduling.allocated(again, engine.allocate(again, 7, groups=2), matched)
-    told = engine.scheduling.plan({}, engine.tables.__getitem__)
+    matched = engine.scheduler.find_tokens(again, 0)
+    engine.scheduler.start_load(again, engine.allocate(again, 7, groups=2), matched)
+    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = engine.rank.carrier.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
-    engine.working.after_forward(told)
-    received = engine.working.take_received()
+    engine.worker.after_forward(told)
+    received = engine.worker.take_received()
 
     assert (received.requests, received.failed) == ({"again"}, {"again"})
     assert not received.invalid_blocks
@@ -280,12 +280,12 @@ def test_with_several_groups_a_failed_load_fails_its_request(
 
 def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_request: Any) -> None:
     """What stands before the window was not kept: vLLM could not compute from that block on."""
-    working = Working(engine.rank, group_count=1, stream=lambda: 0, blocks_stay=False)
+    working = WorkerConnector(engine.rank, group_count=1, stream=lambda: 0, blocks_stay=False)
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
-    matched = engine.scheduling.matched(again, 0)
-    engine.scheduling.allocated(again, engine.allocate(again, 7), matched)
-    told = engine.scheduling.plan({}, engine.tables.__getitem__)
+    matched = engine.scheduler.find_tokens(again, 0)
+    engine.scheduler.start_load(again, engine.allocate(again, 7), matched)
+    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = engine.rank.carrier.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
@@ -299,8 +299,8 @@ def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_reque
 def test_statistics_say_what_was_added(engine: Any, make_request: Any) -> None:
     engine.run(make_request("first", PROMPT))
 
-    taken = engine.scheduling.take_statistics()
+    taken = engine.scheduler.take_statistics()
 
     assert (taken["lookups"], taken["blocks_saved"]) == (1, 6)
     assert (taken["host_slots"], taken["host_slots_ready"]) == (64, 6)
-    assert "blocks_saved" not in engine.scheduling.take_statistics()
+    assert "blocks_saved" not in engine.scheduler.take_statistics()

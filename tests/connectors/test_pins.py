@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.vllm.pins import Pins
+from penstock.connectors.base.pins import Pins
 
 
 @pytest.mark.parametrize(("blocks", "limit"), [(1, 0), (19, 0), (20, 1), (39, 1), (40, 2)])
@@ -18,18 +18,18 @@ def test_where_nothing_can_be_pinned_what_a_request_leaves_behind_is_given_up(
     make_engine: Any, make_request: Any
 ) -> None:
     """Its saves begin while it runs; those that have not ended with it are cancelled."""
-    engine = make_engine(pool=16, leaving=())
+    engine = make_engine(pool=16, window_groups=())
     request = make_request("first", list(range(100, 126)))
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
     engine.compute(request)
 
-    told = engine.scheduling.plan({"first": 26}, engine.tables.__getitem__)
+    told = engine.scheduler.plan_step({"first": 26}, engine.tables.__getitem__)
     request.num_computed_tokens = 26
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
 
     assert engine.pool.pinned == 0
-    assert engine.scheduling.tally.take()["blocks_dropped_pinned"] == 6
-    engine.working.after_forward(told)
+    assert engine.scheduler.counters.take()["blocks_dropped_pinned"] == 6
+    engine.worker.after_forward(told)
     engine.step()
-    assert engine.scheduling.matched(make_request("same", list(range(100, 126))), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("same", list(range(100, 126))), 0) == 0

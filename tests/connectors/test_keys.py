@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.connectors.vllm.keys import CHAINS_KEPT, Chains, RequestKeys, wishes_of
+from penstock.connectors.base.keys import CHAINS_KEPT, KeyChains, RequestKeys, read_options
 
 CONFIG = penstock.parse_config(
     'version = 1\nmodel.name = "toy"\n[cache]\nblock_tokens = 4\n'
     '[[tiers]]\nname = "host"\nkind = "memory"\nblocks = 8'
 )
-CHAINS = Chains(CONFIG)
+CHAINS = KeyChains(CONFIG)
 TOKENS = list(range(50, 63))
 
 
@@ -131,10 +131,10 @@ def test_media_in_any_order_are_taken_by_position(make_request: Any) -> None:
 def test_a_request_may_stay_out(
     make_request: Any, how: dict[str, Any], *, load: bool, save: bool
 ) -> None:
-    wishes = wishes_of(make_request("a", TOKENS, **how))
+    options = read_options(make_request("a", TOKENS, **how))
 
-    assert (wishes.load, wishes.save) == (load, save)
-    assert not wishes.wrong
+    assert (options.load, options.save) == (load, save)
+    assert not options.error
 
 
 def nested(depth: int) -> list[object]:
@@ -179,25 +179,25 @@ def nested(depth: int) -> list[object]:
 def test_what_is_not_exactly_right_keeps_a_request_out(
     make_request: Any, parameters: Any, said: str
 ) -> None:
-    wishes = wishes_of(make_request("a", TOKENS, kv_transfer_params=parameters))
+    options = read_options(make_request("a", TOKENS, kv_transfer_params=parameters))
 
-    assert (wishes.load, wishes.save) == (False, False)
-    assert said in wishes.wrong
-    assert len(wishes.wrong) < 300
-    assert "\n" not in wishes.wrong
+    assert (options.load, options.save) == (False, False)
+    assert said in options.error
+    assert len(options.error) < 300
+    assert "\n" not in options.error
 
 
 def test_a_prompt_of_embeddings_with_wrong_parameters_is_told_of_as_well(make_request: Any) -> None:
     how = {"prompt_embeds": object(), "kv_transfer_params": {"penstock": None}}
 
-    wishes = wishes_of(make_request("a", TOKENS, **how))
+    options = read_options(make_request("a", TOKENS, **how))
 
-    assert (wishes.load, wishes.save) == (False, False)
-    assert wishes.wrong
+    assert (options.load, options.save) == (False, False)
+    assert options.error
 
 
 def test_chains_of_many_salts_are_bounded_and_the_same_again(make_request: Any) -> None:
-    chains = Chains(CONFIG)
+    chains = KeyChains(CONFIG)
 
     def keys(salt: str) -> list[bytes]:
         request = make_request("one", range(16), cache_salt=salt)

@@ -11,14 +11,14 @@ from contextlib import closing
 
 import pytest
 
-from penstock.connectors.vllm.sharing import Host, fetch
+from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
 from penstock.errors import UnavailableError
 from penstock.transport.private_folder import NamedFolder
 
 PEER = """
 import os, sys
-from penstock.connectors.vllm.sharing import fetch
-arenas = fetch(sys.argv[1], patience_s=60.0)
+from penstock.connectors.base.shared_arenas import fetch_arenas
+arenas = fetch_arenas(sys.argv[1], timeout_s=60.0)
 sys.stdout.write(os.pread(arenas["host"], 5, 0).decode())
 """
 
@@ -31,23 +31,23 @@ def engine() -> str:
 def test_every_rank_gets_the_memory_of_the_first(engine: str) -> None:
     memory = os.memfd_create("shared")
     os.write(memory, b"bytes")
-    host = Host(engine, peers=2)
+    host = ArenaServer(engine, peers=2)
     command = [sys.executable, "-c", PEER, engine]
     peers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
-    host.hand_out({"host": memory}, patience_s=60.0)
+    host.hand_out({"host": memory}, timeout_s=60.0)
 
     assert [peer.communicate(timeout=60)[0] for peer in peers] == ["bytes", "bytes"]
     os.close(memory)
 
 
 def test_nobody_waits_for_a_rank_that_does_not_come(engine: str) -> None:
-    host = Host(engine, peers=1)
+    host = ArenaServer(engine, peers=1)
 
     with pytest.raises(UnavailableError, match="0 of 1 ranks"):
-        host.hand_out({}, patience_s=0.01)
+        host.hand_out({}, timeout_s=0.01)
     with pytest.raises(UnavailableError, match="does not share"):
-        fetch(engine, patience_s=0.01)
+        fetch_arenas(engine, timeout_s=0.01)
 
 
 def test_a_first_rank_that_stays_silent_is_not_waited_for(engine: str) -> None:
@@ -59,13 +59,13 @@ def test_a_first_rank_that_stays_silent_is_not_waited_for(engine: str) -> None:
         listener.listen(1)
 
         with pytest.raises(UnavailableError, match="does not share"):
-            fetch(engine, patience_s=0.05)
+            fetch_arenas(engine, timeout_s=0.05)
 
 
 def test_two_engines_do_not_meet(engine: str) -> None:
-    host = Host(engine, peers=1)
+    host = ArenaServer(engine, peers=1)
 
     with pytest.raises(UnavailableError, match="cannot meet"):
-        Host(engine, peers=1)
+        ArenaServer(engine, peers=1)
     with pytest.raises(UnavailableError, match="0 of 1"):
-        host.hand_out({}, patience_s=0.01)
+        host.hand_out({}, timeout_s=0.01)

@@ -20,7 +20,7 @@ CACHES = {"layers.0": torch.zeros(4, 2, 32, 128)}
 
 def encoded(backend: str, **of_the_layer: Any) -> str:
     """What the form says of a layer that these kernels compute on the CPU."""
-    from penstock.connectors.vllm.facing import encodings_of  # noqa: PLC0415 - imports vLLM
+    from penstock.connectors.vllm.translation import encodings_of  # noqa: PLC0415 - imports vLLM
 
     name = SimpleNamespace(get_name=lambda: backend)
     layer = SimpleNamespace(get_attn_backend=lambda: name, **of_the_layer)
@@ -51,7 +51,7 @@ def test_kernels_of_the_cpu_that_do_not_say_how_they_pack_are_refused() -> None:
 def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415
 
-    from penstock.connectors.vllm.facing import PACKING, PLAIN  # noqa: PLC0415
+    from penstock.connectors.vllm.translation import PACKING, PLAIN  # noqa: PLC0415
 
     for name in (PACKING, *PLAIN):
         assert AttentionBackendEnum[name].get_class().get_name() == name
@@ -65,7 +65,7 @@ def test_metrics_are_registered_with_vllm_and_take_what_was_counted() -> None:
         Histogram,
     )
 
-    from penstock.connectors.vllm.metrics import PenstockMetrics, PenstockStats  # noqa: PLC0415
+    from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats  # noqa: PLC0415
 
     registry = CollectorRegistry()
     kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}

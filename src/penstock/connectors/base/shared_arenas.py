@@ -1,14 +1,14 @@
-"""How the ranks of one engine come to share a host tier, when they hold equal bytes.
+"""How the ranks of one engine share a host tier, when they hold equal bytes.
 
-Rank 0 makes the memory and hands its descriptors to the others over a socket that lives only
-while they start. vLLM calls all ranks twice, and begins the second call when every rank has
-answered the first:
+Rank 0 creates the memory and passes its descriptors to the others over a socket that exists only
+while they start. The engine calls all ranks twice, and makes the second call when every rank has
+answered the first (vLLM's names):
 
-    register_kv_caches        rank 0 makes the memory and listens
+    register_kv_caches        rank 0 creates the memory and listens
     get_handshake_metadata    the others connect, which succeeds at once, and rank 0 serves them
 
-The one rule: nobody waits for ever. A rank that does not come in time costs the engine its
-host tier, not its start.
+The one rule: every wait has a timeout. A rank that does not come in time costs the engine its host
+tier, not its start.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-MEET_S = 30.0
+CONNECT_S = 30.0
 """Ranks are called at the same time and have nothing to do before they connect; a machine that
 is busy starting several engines may still be slow."""
 NAMES_BYTES_MAX = 65_536
 DESCRIPTORS_MAX = 64
 
 
-class Host:
-    """Rank 0, which has the memory."""
+class ArenaServer:
+    """Rank 0, which creates the memory and shares it."""
 
     def __init__(self, engine: str, *, peers: int) -> None:
-        """Listens from now on.
+        """Starts to listen.
 
         Raises:
-            UnavailableError: somebody else has the address.
+            UnavailableError: the address is taken.
         """
         self._peers = peers
         try:
@@ -59,13 +59,13 @@ class Host:
             raise UnavailableError(f"ranks cannot meet to share memory: {error}") from error
         self._listener.listen(peers)
 
-    def hand_out(self, arenas: Mapping[str, int], *, patience_s: float = MEET_S) -> None:
-        """Gives every other rank the descriptors, and listens no more.
+    def hand_out(self, arenas: Mapping[str, int], *, timeout_s: float = CONNECT_S) -> None:
+        """Sends the descriptors to every other rank, and stops listening.
 
         Raises:
-            UnavailableError: one of them did not come in time.
+            UnavailableError: a rank did not connect in time.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         names = msgspec.msgpack.encode(list(arenas))
         served = 0
         with closing(self._folder), self._listener:
@@ -76,31 +76,31 @@ class Host:
                 except TimeoutError:
                     raise UnavailableError(
                         f"{served} of {self._peers} ranks came for the shared memory in "
-                        f"{patience_s:g} s"
+                        f"{timeout_s:g} s"
                     ) from None
-                with peer, suppress(OSError):  # One that is gone already is not a rank.
+                with peer, suppress(OSError):  # A peer that has gone is not a rank.
                     if user_of_peer(peer) == os.getuid():
                         socket.send_fds(peer, [names], list(arenas.values()))
                         served += 1
 
 
-def fetch(engine: str, *, patience_s: float = MEET_S) -> dict[str, int]:
+def fetch_arenas(engine: str, *, timeout_s: float = CONNECT_S) -> dict[str, int]:
     """The descriptors of rank 0, by the names of their tiers.
 
     Raises:
         UnavailableError: rank 0 is not there, or did not hand them out in time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.settimeout(patience_s)
+        link.settimeout(timeout_s)
         try:
             link.connect(bytes(_address(named_folder(_name(engine)))))
             if user_of_peer(link) != os.getuid():
                 raise UnavailableError("rank 0 does not share its memory: it is another user's")
-            told, descriptors, _, _ = socket.recv_fds(link, NAMES_BYTES_MAX, DESCRIPTORS_MAX)
+            received, descriptors, _, _ = socket.recv_fds(link, NAMES_BYTES_MAX, DESCRIPTORS_MAX)
         except OSError as error:
             raise UnavailableError(f"rank 0 does not share its memory: {error}") from error
     try:
-        names = msgspec.msgpack.decode(told, type=list[str]) if told else []
+        names = msgspec.msgpack.decode(received, type=list[str]) if received else []
     except (msgspec.DecodeError, UnicodeDecodeError):
         names = []
     if len(names) != len(descriptors) or not names:

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.connectors.vllm.counting import BlockBytes, Counting
-from penstock.connectors.vllm.logs import EVERY_S, TroubleLog, log
-from penstock.connectors.vllm.statistics import COUNTERS, GAUGES, TIMES, combined, reduced
+from penstock.connectors.base.statistics import (
+    COUNTERS,
+    EVERY_S,
+    GAUGES,
+    TIMES,
+    BlockBytes,
+    RateLimitedLog,
+    TransferCounts,
+    combined,
+    log,
+    reduced,
+)
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
@@ -57,14 +66,14 @@ def clock() -> Clock:
 
 @pytest.fixture
 def engine(make_engine: Any, clock: Clock) -> Any:
-    return make_engine(leaving=(), counting=Counting(BYTES, clock=clock))
+    return make_engine(window_groups=(), counts=TransferCounts(BYTES, clock=clock))
 
 
 def begin_load(engine: Any, request: Any) -> list[int]:
     """Has vLLM give a request blocks for what was found; returns these."""
-    matched = engine.scheduling.matched(request, 0)
+    matched = engine.scheduler.find_tokens(request, 0)
     (row,) = engine.allocate(request, 7)
-    engine.scheduling.allocated(request, [row], matched)
+    engine.scheduler.start_load(request, [row], matched)
     # vLLM counts what was promised as computed, until it hears otherwise.
     request.num_computed_tokens = matched
     return list(row)
@@ -79,7 +88,7 @@ def damage(engine: Any, block: int) -> None:
 
 def go_on(engine: Any, request: Any, row: list[int]) -> None:
     """As vLLM goes on with a request: from the first invalid block, if there is one."""
-    invalid = engine.working.take_received().invalid_blocks
+    invalid = engine.worker.take_received().invalid_blocks
     if invalid:
         request.num_computed_tokens = min(map(row.index, invalid)) * TOKENS
     left = request.num_tokens - request.num_computed_tokens
@@ -89,14 +98,14 @@ def go_on(engine: Any, request: Any, row: list[int]) -> None:
 
 def test_of_a_sound_load_all_tokens_count(engine: Any, make_request: Any, clock: Clock) -> None:
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.take_statistics()
+    engine.scheduler.take_statistics()
     again = make_request("again", PROMPT)
 
     row = begin_load(engine, again)
     clock.now += 0.25
     engine.step()
     go_on(engine, again, row)
-    taken = engine.scheduling.take_statistics()
+    taken = engine.scheduler.take_statistics()
 
     assert (taken["tokens_found"], taken["tokens_loaded"]) == (24, 24)
     assert taken["bytes_loaded"] == 6 * BYTES.loaded
@@ -108,15 +117,15 @@ def test_of_a_load_with_a_damaged_block_the_tokens_before_it_count(
     engine: Any, make_request: Any, lines: list[str]
 ) -> None:
     engine.run(make_request("first", PROMPT))
-    saved = engine.scheduling.take_statistics()
+    saved = engine.scheduler.take_statistics()
     again = make_request("again", PROMPT)
     row = begin_load(engine, again)
-    key = engine.scheduling._requests["again"].keys.upto(6)[4].hex()
+    key = engine.scheduler._requests["again"].keys.upto(6)[4].hex()
     damage(engine, 4)
 
     engine.step()
     go_on(engine, again, row)
-    taken = engine.scheduling.take_statistics()
+    taken = engine.scheduler.take_statistics()
 
     assert (saved["blocks_saved"], saved["bytes_saved"]) == (6, 6 * BYTES.saved)
     assert (taken["tokens_found"], taken["tokens_loaded"]) == (24, 16)
@@ -131,13 +140,13 @@ def test_of_a_load_whose_request_was_aborted_nothing_counts_as_loaded(
     engine: Any, make_request: Any
 ) -> None:
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.take_statistics()
+    engine.scheduler.take_statistics()
     again = make_request("again", PROMPT)
     begin_load(engine, again)
 
     engine.step()
-    engine.scheduling.finished("again")
-    taken = engine.scheduling.take_statistics()
+    engine.scheduler.finish_request("again")
+    taken = engine.scheduler.take_statistics()
 
     assert "tokens_loaded" not in taken
     assert taken["tokens_found"] == 24
@@ -147,15 +156,15 @@ def test_a_load_that_takes_too_long_is_a_timeout(
     engine: Any, make_request: Any, lines: list[str]
 ) -> None:
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.take_statistics()
+    engine.scheduler.take_statistics()
     begin_load(engine, make_request("again", PROMPT))
     driver = engine.offload._driver
     late = driver._clock() + engine.config.cache.operation_timeout_s + 1
 
-    engine.scheduling.plan({}, engine.tables.__getitem__)
+    engine.scheduler.plan_step({}, engine.tables.__getitem__)
     engine.offload._hear(driver.machine.handle(ev.Tick(), late))
-    engine.scheduling.hear(())
-    taken = engine.scheduling.take_statistics()
+    engine.scheduler.apply_reports(())
+    taken = engine.scheduler.take_statistics()
 
     assert (taken["timeouts"], taken["loads_failed"]) == (1, 1)
     assert "checksum_failures" not in taken
@@ -165,11 +174,11 @@ def test_a_load_that_takes_too_long_is_a_timeout(
 
 
 def test_sizes_are_told_in_the_step_in_which_they_change(engine: Any, make_request: Any) -> None:
-    first = engine.scheduling.take_statistics()
+    first = engine.scheduler.take_statistics()
     engine.run(make_request("first", PROMPT))
-    second = engine.scheduling.take_statistics()
+    second = engine.scheduler.take_statistics()
     engine.run(make_request("other", [7, *PROMPT]))
-    third = engine.scheduling.take_statistics()
+    third = engine.scheduler.take_statistics()
     engine.step()
 
     assert first == {"host_slots": 64, "host_slots_ready": 0, "pinned_blocks": 0}
@@ -177,7 +186,7 @@ def test_sizes_are_told_in_the_step_in_which_they_change(engine: Any, make_reque
     assert third["host_slots_ready"] == 12
     assert "host_slots" not in second
     # Nothing has changed: nothing is told, and nothing is looked up.
-    assert engine.scheduling.take_statistics() == {}
+    assert engine.scheduler.take_statistics() == {}
 
 
 def test_after_a_reset_an_idle_engine_takes_one_step_and_tells_of_it(
@@ -185,32 +194,32 @@ def test_after_a_reset_an_idle_engine_takes_one_step_and_tells_of_it(
 ) -> None:
     """vLLM asks connectors for numbers at the end of a step, and idle engines take none."""
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.finished("first")
-    engine.scheduling.take_statistics()
-    assert not engine.scheduling.pending
+    engine.scheduler.finish_request("first")
+    engine.scheduler.take_statistics()
+    assert not engine.scheduler.pending
 
-    engine.scheduling.reset("somebody asked for it")
-    wants_a_step = engine.scheduling.pending
+    engine.scheduler.reset("somebody asked for it")
+    wants_a_step = engine.scheduler.pending
     engine.step()
-    taken = engine.scheduling.take_statistics()
+    taken = engine.scheduler.take_statistics()
 
     assert wants_a_step
     assert (taken["host_slots_ready"], taken["resets"]) == (0, 1)
-    assert not engine.scheduling.pending
+    assert not engine.scheduler.pending
 
 
 def test_a_tier_that_is_off_has_room_for_nothing_and_counters_never_fall(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(leaving=(), host=8)
+    engine = make_engine(window_groups=(), host=8)
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
     engine.run(make_request("other", [7, *PROMPT]))
-    before = engine.scheduling.take_statistics()
+    before = engine.scheduler.take_statistics()
 
     engine.offload._driver.handle(ev.TierOff(tier=1, fenced=True, why="its memory is gone"))
-    engine.scheduling.reset("somebody asked for it")
-    taken = engine.scheduling.take_statistics()
+    engine.scheduler.reset("somebody asked for it")
+    taken = engine.scheduler.take_statistics()
 
     assert (before["host_slots"], before["blocks_evicted"]) == (8, 4)
     assert (taken["host_slots"], taken["host_slots_ready"]) == (0, 0)
@@ -218,11 +227,11 @@ def test_a_tier_that_is_off_has_room_for_nothing_and_counters_never_fall(
 
 
 def test_blocks_that_make_room_are_counted(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(leaving=(), host=8)
+    engine = make_engine(window_groups=(), host=8)
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
     engine.run(make_request("other", [7, *PROMPT]))
-    taken = engine.scheduling.take_statistics()
+    taken = engine.scheduler.take_statistics()
 
     assert taken["blocks_evicted"] == 4
     assert taken["host_slots_ready"] == taken["host_slots"] == 8
@@ -236,12 +245,12 @@ def test_a_request_with_wrong_parameters_is_kept_out_counted_and_told_of(
             f"wrong-{number}", PROMPT, kv_transfer_params={"penstock": {"save": "false"}}
         )
         engine.run(wrong)
-        engine.scheduling.finished(wrong.request_id)
-    taken = engine.scheduling.take_statistics()
+        engine.scheduler.finish_request(wrong.request_id)
+    taken = engine.scheduler.take_statistics()
 
     assert taken["requests_refused"] == 3
     assert "blocks_saved" not in taken
-    assert engine.scheduling.matched(make_request("after", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("after", PROMPT), 0) == 0
     (line,) = lines
     assert "request=wrong-0 reason=kv_transfer_params.penstock.save is 'false'" in line
 
@@ -249,7 +258,7 @@ def test_a_request_with_wrong_parameters_is_kept_out_counted_and_told_of(
 def test_the_first_trouble_of_a_kind_is_told_at_once_and_then_now_and_then(
     clock: Clock, lines: list[str]
 ) -> None:
-    trouble = TroubleLog(clock=clock)
+    trouble = RateLimitedLog(clock=clock)
 
     for each in range(4):
         trouble.warn("one", "%d of one kind", each)
@@ -259,9 +268,9 @@ def test_the_first_trouble_of_a_kind_is_told_at_once_and_then_now_and_then(
     trouble.warn("one", "%d of one kind", 5)
 
     assert lines == [
-        "Penstock: 0 of one kind",
-        "Penstock: of another kind",
-        "Penstock: 4 of one kind (3 more of this kind since the last such line)",
+        "0 of one kind",
+        "of another kind",
+        "4 of one kind (3 more of this kind since the last such line)",
     ]
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.connectors.vllm.events import Announcer, Block, Removed, Stored
+from penstock.connectors.base.events import (
+    AnnouncedBlock,
+    EventAnnouncer,
+    RemovedEvent,
+    StoredEvent,
+)
 
 PROMPT = list(range(100, 126))
 
 
-def describe(request: Any, number: int) -> Block:
-    return Block(
+def describe(request: Any, number: int) -> AnnouncedBlock:
+    return AnnouncedBlock(
         hash=bytes([number]) * 8,
         parent=bytes([number - 1]) * 8 if number else None,
         tokens=tuple(request.all_token_ids[number * 4 : (number + 1) * 4]),
     )
 
 
-def engine_with(make_engine: Any) -> tuple[Any, Announcer]:
-    announcer = Announcer("host", describe=describe)
+def engine_with(make_engine: Any) -> tuple[Any, EventAnnouncer]:
+    announcer = EventAnnouncer("host", describe=describe)
     return make_engine(announcer=announcer, host=8), announcer
 
 
@@ -28,7 +33,9 @@ def test_blocks_are_announced_when_they_can_be_loaded(make_engine: Any, make_req
     engine.run(make_request("first", PROMPT))
     stored = announcer.take()
 
-    assert [event.block.hash[0] for event in stored if isinstance(event, Stored)] == [*range(6)]
+    assert [event.block.hash[0] for event in stored if isinstance(event, StoredEvent)] == [
+        *range(6)
+    ]
     first, second = stored[0].block, stored[1].block
     assert (first.parent, second.parent) == (None, first.hash)
     assert second.tokens == tuple(PROMPT[4:8])
@@ -38,15 +45,15 @@ def test_blocks_are_announced_when_they_can_be_loaded(make_engine: Any, make_req
 def test_blocks_that_make_room_are_taken_back(make_engine: Any, make_request: Any) -> None:
     engine, announcer = engine_with(make_engine)
     engine.run(make_request("first", PROMPT))
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
     announcer.take()
 
     engine.run(make_request("second", [token + 500 for token in PROMPT]))
     events = announcer.take()
 
-    removed = [each for event in events if isinstance(event, Removed) for each in event.hashes]
+    removed = [each for event in events if isinstance(event, RemovedEvent) for each in event.hashes]
     assert len(removed) == 4
-    assert len([event for event in events if isinstance(event, Stored)]) == 6
+    assert len([event for event in events if isinstance(event, StoredEvent)]) == 6
 
 
 def test_only_blocks_that_are_being_written_are_remembered(
@@ -55,16 +62,16 @@ def test_only_blocks_that_are_being_written_are_remembered(
     """What finds no room would otherwise be remembered for good."""
     described = []
 
-    def note(request: Any, number: int) -> Block:
+    def note(request: Any, number: int) -> AnnouncedBlock:
         described.append(number)
         return describe(request, number)
 
-    announcer = Announcer("host", describe=note)
+    announcer = EventAnnouncer("host", describe=note)
     engine = make_engine(announcer=announcer, host=4)
 
     engine.run(make_request("too long", PROMPT))
 
-    stored = [event.block.hash[0] for event in announcer.take() if isinstance(event, Stored)]
+    stored = [event.block.hash[0] for event in announcer.take() if isinstance(event, StoredEvent)]
     assert 0 < len(stored) <= 4
     assert described == stored
 
@@ -76,9 +83,9 @@ def test_a_reset_takes_back_what_lies_here_and_nothing_else(
     engine.run(make_request("first", PROMPT))
     announcer.take()
 
-    engine.scheduling.reset("new weights")
+    engine.scheduler.reset("new weights")
     engine.step()
     (removed,) = announcer.take()
 
-    assert isinstance(removed, Removed)
+    assert isinstance(removed, RemovedEvent)
     assert len(removed.hashes) == 6

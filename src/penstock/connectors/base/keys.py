@@ -1,10 +1,11 @@
-"""From one of vLLM's requests to the keys of its blocks.
+"""From an engine's request to the keys of its blocks.
 
-vLLM's own block hashes are not used: some of its hash functions are seeded at random in every
+The attribute names of a request are vLLM's; another engine's connector wraps its requests. The
+engine's own block hashes are not used: some of vLLM's hash functions are seeded at random in every
 process, and none covers weights or dtype. A key here is made from the request's tokens, its
-adapter, its salt and the media in it, each in a field of its own.
+adapter, its salt and its media, each in a field of its own.
 
-The one rule: a token that is not known yet is not hashed. Under asynchronous scheduling vLLM
+The one rule: a token that is not known yet is not hashed. Under asynchronous scheduling an engine
 counts tokens as computed before it knows them.
 """
 
@@ -28,40 +29,40 @@ NAME_BYTES_MAX = 256
 """A salt or an adapter with a longer name goes by its digest: a client chooses salts, and a
 namespace field is bounded."""
 CHAINS_KEPT = 256
-"""So many salts and adapters are begun with from memory; a client may choose a salt each time."""
+"""Salts and adapters whose first key state is kept; a client may choose a new salt each time."""
 PARAMETER = "penstock"
 """The key of a request's `kv_transfer_params` that is meant for this connector."""
 SWITCHES = ("load", "save")
-"""What stands under it, where it is not just true or false."""
+"""The keys of its value, where that is not just true or false."""
 SHOWN_CHARACTERS = 60
-"""So much of a client's value is shown in a log line."""
+"""How much of a client's value a log line shows."""
 
 
-class Placed(Protocol):
-    """Where a medium stands among the tokens."""
+class MediaPosition(Protocol):
+    """Where a media item stands among the tokens."""
 
     offset: int
     length: int
 
 
-class Medium(Protocol):
-    """An image or the like in a request, as vLLM describes it."""
+class MediaItem(Protocol):
+    """An image or another media item in a request."""
 
     modality: str
     identifier: str
-    mm_position: Placed
+    mm_position: MediaPosition
 
 
-class Adapter(Protocol):
-    """A LoRA adapter, as vLLM describes it."""
+class LoraAdapter(Protocol):
+    """A LoRA adapter of a request."""
 
     lora_name: str
     lora_path: str
     lora_int_id: int
 
 
-class Request(Protocol):
-    """What is read of one of vLLM's requests; the names are vLLM's."""
+class EngineRequest(Protocol):
+    """What is read of an engine's request; the names are vLLM's."""
 
     request_id: str
     num_tokens: int
@@ -70,7 +71,7 @@ class Request(Protocol):
     skip_reading_prefix_cache: bool
     resumable: bool
     kv_transfer_params: object
-    """A dictionary or `None` by vLLM's own checks, which do not cover every way in."""
+    """Usually a dictionary or `None`; vLLM does not check every entry point."""
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -78,12 +79,12 @@ class Request(Protocol):
         ...
 
     @property
-    def lora_request(self) -> Adapter | None:
+    def lora_request(self) -> LoraAdapter | None:
         """The adapter it runs with."""
         ...
 
     @property
-    def mm_features(self) -> Sequence[Medium]:
+    def mm_features(self) -> Sequence[MediaItem]:
         """The media in it."""
         ...
 
@@ -94,43 +95,43 @@ class Request(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a request wants of the tiers below the device."""
+class RequestOptions:
+    """Whether a request may be loaded and saved."""
 
     load: bool
     save: bool
-    wrong: str = ""
+    error: str = ""
     """What is wrong with the request's parameters; such a request is neither loaded nor saved."""
 
 
-def wishes_of(request: Request) -> Wishes:
-    """Whether a request may be served from, and written to, what lies below the device.
+def read_options(request: EngineRequest) -> RequestOptions:
+    """Whether a request may be loaded from and saved to the tiers below the device.
 
     Prompt embeddings have no tokens to make keys from. A session that takes further input
-    may change tokens that were hashed. Both stay out. So does a request whose parameters are
-    not exactly what can be asked for: who tried to opt out must not be saved.
+    may change tokens that were hashed. Neither is loaded or saved, nor is a request with invalid
+    parameters: a client that tried to opt out must not be saved.
     """
-    wishes = _asked_for(request.kv_transfer_params)
-    if wishes.wrong or request.prompt_embeds is not None or request.resumable:
-        return Wishes(load=False, save=False, wrong=wishes.wrong)
-    return replace(wishes, load=wishes.load and not request.skip_reading_prefix_cache)
+    options = _asked_for(request.kv_transfer_params)
+    if options.error or request.prompt_embeds is not None or request.resumable:
+        return RequestOptions(load=False, save=False, error=options.error)
+    return replace(options, load=options.load and not request.skip_reading_prefix_cache)
 
 
-def _asked_for(parameters: object) -> Wishes:
-    """What `kv_transfer_params` asks for: keys that belong to other connectors are left alone."""
-    everything = Wishes(load=True, save=True)
+def _asked_for(parameters: object) -> RequestOptions:
+    """Reads `kv_transfer_params`; keys of other connectors are ignored."""
+    everything = RequestOptions(load=True, save=True)
     if parameters is None:
         return everything
     if not isinstance(parameters, dict):
         return _wrong("", parameters, f'an object such as {{"{PARAMETER}": false}}')
     for key in parameters:
-        # `Penstock`, `penstock.save` or a bare `save`: meant for us, but not where it belongs.
+        # `Penstock`, `penstock.save` or a bare `save`: meant for us, but in the wrong place.
         near = str(key).strip().casefold()
         if key != PARAMETER and (near.startswith(PARAMETER) or near in SWITCHES):
             return _wrong(f"[{_short(key)}]", parameters[key], f'under the key "{PARAMETER}"')
     asked = parameters.get(PARAMETER, True)
     if isinstance(asked, bool):
-        return Wishes(load=asked, save=asked)
+        return RequestOptions(load=asked, save=asked)
     if not isinstance(asked, dict):
         return _wrong(f".{PARAMETER}", asked, "true, false, or an object of load and save")
     for key, value in asked.items():
@@ -141,26 +142,26 @@ def _asked_for(parameters: object) -> Wishes:
     return replace(everything, **asked)
 
 
-def _wrong(where: str, value: object, right: str) -> Wishes:
+def _wrong(where: str, value: object, right: str) -> RequestOptions:
     wrong = f"kv_transfer_params{where} is {_short(value)}, must be {right}"
-    return Wishes(load=False, save=False, wrong=wrong)
+    return RequestOptions(load=False, save=False, error=wrong)
 
 
 def _short(value: object) -> str:
-    """A client's value for a log line: on one line, and not long."""
-    # Bounded before it is made: a client may send a megabyte, or nest it deeply.
-    told = reprlib.repr(value)
-    return told if len(told) <= SHOWN_CHARACTERS else f"{told[:SHOWN_CHARACTERS]}…"
+    """A client's value for a log line: one short line."""
+    # `reprlib` bounds the work as well: a client may send a megabyte, or nest it deeply.
+    shown = reprlib.repr(value)
+    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"
 
 
-class Chains:
-    """Where the keys of requests begin: most requests begin as the one before did."""
+class KeyChains:
+    """Empty key chains by salt and adapter: most requests share both with the one before."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._empty: dict[tuple[str, str], KeyChain] = {}
 
-    def begin(self, request: Request) -> KeyChain:
+    def begin(self, request: EngineRequest) -> KeyChain:
         """An empty chain for the salt and the adapter of a request."""
         name = _named("salt", request.cache_salt or ""), _adapter(request.lora_request)
         empty = self._empty.get(name)
@@ -175,14 +176,14 @@ class Chains:
 class RequestKeys:
     """The keys of one request's blocks, made as its tokens become known."""
 
-    def __init__(self, chains: Chains, request: Request) -> None:
+    def __init__(self, chains: KeyChains, request: EngineRequest) -> None:
         self._request = request
         self._chain = chains.begin(request)
         self._items = tuple(sorted(map(_item, request.mm_features), key=lambda it: it.position))
 
     @property
     def stale(self) -> bool:
-        """Whether the request has fewer tokens than were hashed: then it has others."""
+        """Whether the request has fewer tokens than were hashed: then its tokens have changed."""
         return self._request.num_tokens < self._chain.token_count
 
     def upto(self, block_count: int) -> list[Key]:
@@ -198,20 +199,20 @@ class RequestKeys:
         return chain.keys
 
 
-def tenant_of(request: Request, known: Mapping[str, float]) -> str:
-    """Who pays for a request's blocks: its salt, where a quota names it."""
+def tenant_of(request: EngineRequest, known: Mapping[str, float]) -> str:
+    """The tenant whose quota a request's blocks count against: its salt, where a quota names it."""
     salt = request.cache_salt or ""
     return salt if salt in known else ""
 
 
-def _adapter(adapter: Adapter | None) -> str:
+def _adapter(adapter: LoraAdapter | None) -> str:
     if adapter is None:
         return ""
-    # A name that was given to another adapter later is not the same adapter.
+    # The path as well: a name may be given to another adapter later.
     return _named("lora", f"{len(adapter.lora_name)}:{adapter.lora_name}:{adapter.lora_path}")
 
 
-def _item(medium: Medium) -> Item:
+def _item(medium: MediaItem) -> Item:
     return Item(
         position=medium.mm_position.offset,
         kind=_ascii(medium.modality),
@@ -226,7 +227,7 @@ def _ascii(kind: str) -> str:
 
 
 def _named(domain: str, name: str) -> str:
-    """A field's value: what kind of name it is, and the name, or its digest if it is long."""
+    """A namespace field: the kind of name, and the name or, if that is long, its digest."""
     if not name:
         return ""
     raw = name.encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""What vLLM calls things: its configuration, its hashes, its events.
+"""Translates between Penstock and vLLM: configuration, KV groups, block hashes, events, metrics.
 
-With `adapter` and `metrics` the only module here that imports what the tested version of vLLM has.
-Where an interface moves from one version of vLLM to the next, it moves here.
+With `adapter` the only module that imports what the tested version of vLLM has. A change of vLLM's
+interfaces is followed here.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -9,11 +9,16 @@ Where an interface moves from one version of vLLM to the next, it moves here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -32,15 +37,25 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.events import Block, Removed, Stored
+from penstock.connectors.base.engine import LayerGroup, ServedEngine
+from penstock.connectors.base.events import AnnouncedBlock, RemovedEvent, StoredEvent
+from penstock.connectors.base.statistics import (
+    BUCKETS_S,
+    COUNTERS,
+    GAUGES,
+    TIMES,
+    Taken,
+    combined,
+    reduced,
+)
+from penstock.connectors.vllm.settings import METRICS_PREFIX
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.connectors.vllm.keys import Request
+    from penstock.connectors.base.keys import EngineRequest
 
 KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
     (SlidingWindowMLASpec, GroupKind.SLIDING),
@@ -56,7 +71,7 @@ PLAIN = ("AMX_MLA", "CPU_MLA")
 """The CPU's kernels that write what a token has one number after the other."""
 
 
-def engine_of(vllm_config: Any, kv_cache_config: Any) -> Engine:
+def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
     """The engine as its configuration describes it."""
     parallel = vllm_config.parallel_config
     unsupported: list[str] = []
@@ -89,7 +104,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> Engine:
         unsupported.append("vLLM's own prefix caching is off")
     specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     latent = all(_kind(spec) is GroupKind.LATENT for spec in specs)
-    return Engine(
+    return ServedEngine(
         name=f"{vllm_config.kv_transfer_config.engine_id}-{parallel.data_parallel_index}",
         groups=tuple(groups),
         block_count=kv_cache_config.num_blocks,
@@ -218,15 +233,17 @@ def events_wanted(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
-def describing(kv_cache_config: Any, block_tokens: int) -> Callable[[Request, int], Block]:
+def describing(
+    kv_cache_config: Any, block_tokens: int
+) -> Callable[[EngineRequest, int], AnnouncedBlock]:
     """What vLLM itself says of a block of a request when it announces it."""
     parts = block_tokens // (kv_cache_config.hash_block_size or block_tokens)
 
-    def describe(request: Any, block: int) -> Block:
+    def describe(request: Any, block: int) -> AnnouncedBlock:
         hashes, adapter = request.block_hashes, request.lora_request
         first, end = block * block_tokens, (block + 1) * block_tokens
         extra_keys, _ = generate_block_hash_extra_keys(request, first, end, 0)
-        return Block(
+        return AnnouncedBlock(
             hash=hashes[(block + 1) * parts - 1],
             parent=hashes[block * parts - 1] if block else None,
             tokens=tuple(request.all_token_ids[first:end]),
@@ -241,7 +258,7 @@ def describing(kv_cache_config: Any, block_tokens: int) -> Callable[[Request, in
 
 def publishing(
     kv_cache_config: Any, block_tokens: int
-) -> Callable[[Iterable[Stored | Removed]], list[Any]]:
+) -> Callable[[Iterable[StoredEvent | RemovedEvent]], list[Any]]:
     """Has events in vLLM's own form, which has one for each KV group of a block.
 
     A block in host memory has all its groups: it is stored and removed as a whole.
@@ -255,10 +272,10 @@ def publishing(
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
 
-    def publish(events: Iterable[Stored | Removed]) -> list[Any]:
+    def publish(events: Iterable[StoredEvent | RemovedEvent]) -> list[Any]:
         found: list[Any] = []
         for event in events:
-            if isinstance(event, Stored):
+            if isinstance(event, StoredEvent):
                 found += [_stored(event.block, block_tokens, **group) for group in groups]
                 continue
             hashes = [maybe_convert_block_hash(each) for each in event.hashes]
@@ -271,7 +288,7 @@ def publishing(
     return publish
 
 
-def _stored(block: Block, block_tokens: int, **group: Any) -> BlockStored:
+def _stored(block: AnnouncedBlock, block_tokens: int, **group: Any) -> BlockStored:
     parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(block.hash)],
@@ -285,3 +302,63 @@ def _stored(block: Block, block_tokens: int, **group: Any) -> BlockStored:
         session_id=block.session,
         **group,
     )
+
+
+@dataclass
+class PenstockStats(KVConnectorStats):  # type: ignore[misc]
+    """What was counted in some steps."""
+
+    data: Taken = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forgets it."""
+        self.data = {}
+
+    def aggregate(self, other: PenstockStats) -> PenstockStats:
+        """Two of them as one."""
+        return PenstockStats(data=combined(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log line."""
+        return reduced(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
+class PenstockMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Counters, gauges and histograms on vLLM's metrics page, one of each for every engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._metrics: dict[str, dict[int, Any]] = {}
+        self._add(self._counter_cls, COUNTERS)
+        # Several API servers share one page, and any of them may be the one that was told last.
+        self._add(self._gauge_cls, GAUGES, multiprocess_mode="mostrecent")
+        self._add(self._histogram_cls, TIMES, buckets=[*BUCKETS_S])
+
+    def _add(self, kind: Any, names: Mapping[str, str], **how: Any) -> None:
+        for name, documentation in names.items():
+            metric = kind(
+                name=f"{METRICS_PREFIX}{name}",
+                documentation=documentation,
+                labelnames=self._labelnames,
+                **how,
+            )
+            self._metrics[name] = {
+                engine: metric.labels(*values)
+                for engine, values in self.per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what was counted."""
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name][engine_idx]
+            if name in COUNTERS:
+                metric.inc(value)
+            elif name in GAUGES:
+                metric.set(value)
+            else:
+                for each in value:
+                    metric.observe(each)

@@ -1,11 +1,12 @@
-"""Device blocks of vLLM that must not be reused until a save has read them.
+"""Device blocks that the engine must not reuse until a save has read them.
 
-A pin is a reference in vLLM's own block pool: the block stays where it is and can still be
-matched there, and vLLM never waits for a copy. The one rule: however slow the copies are, at most
-half of the blocks that are free when a pin is added, or a twentieth of the pool where that is
-more, are pinned. So a pool that is full lends a twentieth, and one of fewer than twenty blocks
-nothing; a pool with room lends enough for the blocks that leave the windows of a long prefill.
-What is copied before vLLM hands out blocks again, as on the CPU, may be pinned beyond that.
+A pin is a reference in the engine's own block pool: the block stays in place and can still be
+matched there, and the engine never waits for a copy. The one rule: however slow the copies are, at
+most half of the blocks that are free when a pin is added, or a twentieth of the pool where that is
+more, are pinned. So of a full pool a twentieth can be pinned, and of one with fewer than twenty
+blocks nothing; a pool with room allows enough pins for the blocks that leave the windows of a long
+prefill. Blocks that are copied before the engine allocates again, as on the CPU, may be pinned
+beyond that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import OperationId
 
 PIN_SHARE = 0.05
-"""So much of a full pool may be pinned: little enough that an engine under pressure does not
-notice."""
+"""The part of a full pool that may be pinned: small, so that an engine under pressure keeps
+working."""
 FREE_SHARE = 0.5
-"""So much of what is free may be pinned: as much again is left for the next step."""
+"""The part of the free blocks that may be pinned: as much again is left for the next step."""
 
 
 class BlockPool(Protocol):
-    """What is used of vLLM's block pool; the names are vLLM's."""
+    """What is used of the engine's block pool; the names are vLLM's."""
 
     @property
     def blocks(self) -> Sequence[object]:
@@ -41,7 +42,7 @@ class BlockPool(Protocol):
         ...
 
     def get_num_free_blocks(self) -> int:
-        """How many blocks nobody has a reference to."""
+        """How many blocks have no reference."""
         ...
 
 
@@ -64,12 +65,12 @@ class Pins:
 
     @property
     def limit(self) -> int:
-        """So many blocks may be pinned now."""
+        """How many blocks may be pinned now."""
         return max(self._least, int(self._pool.get_num_free_blocks() * FREE_SHARE))
 
     @property
     def room(self) -> int:
-        """So many further blocks may be pinned now."""
+        """How many more blocks may be pinned now."""
         return max(0, self.limit - self.count)
 
     def add(self, block_ids: Sequence[int], operations: Sequence[OperationId]) -> None:
@@ -81,7 +82,7 @@ class Pins:
             self._of.setdefault(operation, []).append(pin)
 
     def settled(self, operation: OperationId) -> None:
-        """An operation touches its blocks no more; one that pinned nothing is left alone."""
+        """Removes the pins of an operation that no longer touches its blocks, if it has any."""
         for pin in self._of.pop(operation, ()):
             pin.operations -= 1
             if not pin.operations:

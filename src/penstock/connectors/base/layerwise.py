@@ -1,17 +1,18 @@
-"""Loads that a step computes on while they arrive: the request joins the step that begins them.
+"""Loads that a step computes on while they arrive: a request joins the step that starts its load.
 
-| where        | what                                                                            |
-|--------------|---------------------------------------------------------------------------------|
-| scheduler    | `Joins`: which requests join, and what of them vLLM's cache must not offer yet  |
-| worker       | `Joined`: begin before the forward pass, wait layer by layer in it, end after it |
+| class                | does                                                                    |
+|----------------------|-------------------------------------------------------------------------|
+| `LayerwiseScheduler` | chooses which requests join, and hides their blocks from other requests |
+| `LayerwiseWorker`    | starts loads before the forward pass, waits layer by layer, ends them   |
 
 On a GPU a layer waits on the device for its own blocks, or the whole step for all of them where
-vLLM does not come by at every layer. On the CPU, whose own thread copies, the first layer that
-needs any brings all.
+the engine does not call at every layer. On the CPU, whose own thread copies, the first layer that
+needs a load copies all of them.
 
 The one rule: nothing that was computed on a load leaves its step before the load was verified on
-every rank. Until then its blocks can be matched by nobody and are not saved; where it fails, its
-blocks are told as invalid in the same step, and vLLM drops the token and computes them.
+every rank. Until then no other request can match its blocks, and they are not saved. Where the
+load fails, its blocks are reported as invalid in the same step, and the engine drops the token and
+computes the blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from penstock.connectors.base.statistics import GIVEN_UP
 from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S
 from penstock.runtime.carrier import DEVICE_SHARE
@@ -30,7 +32,7 @@ from penstock.vocabulary.checksums import Algorithm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from penstock.connectors.vllm.messages import Loading, StepPlan
+    from penstock.connectors.base.scheduler import RequestLoad, StepPlan
     from penstock.movers.base import Moved
     from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
@@ -38,15 +40,14 @@ if TYPE_CHECKING:
 
     Withhold = Callable[[str, Sequence[int], int], None]
 
-log = logging.getLogger("vllm.penstock")
+log = logging.getLogger("penstock.connectors")
 
 LOADS_MAX = 8
-"""So many loads of a step can be joined: a GPU has no more of them in flight at a time."""
-GIVEN_UP = "it had not ended when its step did"
+"""Loads that can join one step: a GPU has no more of them in flight at a time."""
 
 
 def joined_blocks(ranks: Iterable[RankFacts]) -> int:
-    """How many blocks a step may wait for: what a step copies anyway, on the slowest rank.
+    """How many blocks a step may wait for: what the slowest rank copies in a step anyway.
 
     A longer hit would stall the requests beside it, and is loaded asynchronously.
     """
@@ -58,41 +59,41 @@ def joined_blocks(ranks: Iterable[RankFacts]) -> int:
     )
 
 
-class Joins:
-    """The requests that join the step which is being put together."""
+class LayerwiseScheduler:
+    """The scheduler's side: the requests that join the step being put together."""
 
     def __init__(self, withhold: Withhold, *, blocks_max: int) -> None:
         """No request yet.
 
         Args:
-            withhold: Has vLLM's own cache forget blocks of a request, from one of them on. vLLM
-                enters a request's blocks there before they hold anything.
-            blocks_max: So many blocks may be joined in a step.
+            withhold: Removes blocks of a request, from a given one on, from the engine's own
+                prefix cache, which lists them before they hold data.
+            blocks_max: How many blocks may join a step.
         """
         self._withhold = withhold
         self._room = self._blocks_max = blocks_max
-        self.starting: list[Loading] = []
+        self.starting: list[RequestLoad] = []
 
     def has_room(self, blocks: int, loads: int) -> bool:
-        """Whether so much more can be joined in this step."""
+        """Whether this step has room for so many more blocks and loads."""
         begun = sum(len(loading.operations) for loading in self.starting)
         return blocks <= self._room and begun + loads <= LOADS_MAX
 
-    def add(self, loading: Loading, row: Sequence[int], *, first: int, blocks: int) -> None:
-        """A request joins: its blocks from `first` on hold nothing that anybody may use yet."""
+    def add(self, loading: RequestLoad, row: Sequence[int], *, first: int, blocks: int) -> None:
+        """A request joins: no other request may use its blocks from `first` on yet."""
         self._withhold(loading.request, row[first:], first)
         self._room -= blocks
         self.starting.append(loading)
 
-    def take(self) -> tuple[Loading, ...]:
-        """Those that join this step; the next one begins."""
+    def take(self) -> tuple[RequestLoad, ...]:
+        """The loads that join this step; later ones join the next."""
         taken, self.starting = tuple(self.starting), []
         self._room = self._blocks_max
         return taken
 
 
-class Joined:
-    """The loads that one rank's step computes on."""
+class LayerwiseWorker:
+    """A worker's side: the loads that the step of one rank computes on."""
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class Joined:
         """No loads yet.
 
         Args:
-            rank: What carries them out.
-            work: Lets copies get on by so many bytes, and tells `moved` what has ended.
-            layers: The number of each of vLLM's layers in the layout.
+            rank: The open rank that executes them.
+            work: Drives copies by so many bytes, and calls `moved` for those that ended.
+            layers: The number of each of the engine's layers in the layout.
             stream: The handle of the stream that the step is submitted to; 0 on the CPU.
-            beside: That of a stream in which nothing is ever computed; `None` on the CPU.
-            wait_s: A load that has not ended after so long has failed.
+            beside: The handle of a stream in which nothing is computed; `None` on the CPU.
+            wait_s: A load that has not ended after this time has failed.
         """
         self._rank = rank
         self._work = work
@@ -120,40 +121,40 @@ class Joined:
         self._stream = stream
         self._beside = beside
         self._wait_s = wait_s
-        self._told: StepPlan | None = None
+        self._step: StepPlan | None = None
         self._deadline = 0.0
         self._slots_of: dict[OperationId, list[int]] = {}
-        """Of the loads that have not ended."""
+        """Device blocks of the loads that have not ended."""
         self._slots: set[int] = set()
-        """Of all of them."""
+        """Device blocks of all loads of the step."""
         self._invalid: set[int] = set()
         self._left: set[int] | None = None
-        """Layers that the step has not come to; `None` where it waits for the whole."""
+        """Layers that have not waited yet; `None` where the step waits for all loads at once."""
         self._given_up: set[OperationId] = set()
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun with its loads and not ended."""
-        return self._told is not None
+        """Whether a step has started its loads and not ended."""
+        return self._step is not None
 
     @property
     def has_given_up(self) -> bool:
         """Whether loads that were given up are still to be reported."""
         return bool(self._given_up)
 
-    def has_begun(self, told: StepPlan) -> bool:
+    def has_begun(self, step: StepPlan) -> bool:
         """Whether these are the loads of that step."""
-        return self._told is told
+        return self._step is step
 
-    def begin(self, told: StepPlan, *, by_layer: bool) -> None:
-        """Begins a step's loads; without layers to wait at, its stream waits for all of them."""
-        self._told = told
+    def begin(self, step: StepPlan, *, by_layer: bool) -> None:
+        """Starts a step's loads; if layers do not wait, the step's stream waits for all of them."""
+        self._step = step
         self._deadline = time.monotonic() + self._wait_s
-        wanted = {each for loading in told.joined for each in loading.operations}
-        self._invalid = {block for loading in told.joined for block in loading.missing}
-        # Whatever used these blocks before was submitted before.
+        wanted = {each for loading in step.joined for each in loading.operations}
+        self._invalid = {block for loading in step.joined for block in loading.missing}
+        # Earlier users of these blocks were submitted earlier.
         self._rank.steps.submitted(self._stream())
-        for plan in told.early:
+        for plan in step.early:
             for copy in decode_plan(plan).copies:
                 if copy.operation in wanted:
                     self._slots_of[copy.operation] = copy.target_slots[0].tolist()
@@ -166,7 +167,7 @@ class Joined:
             self._wait_whole()
 
     def wait_layer(self, name: str) -> None:
-        """The step comes to a layer: what it reads there is there, or has failed."""
+        """Waits for what a layer reads; afterwards it is loaded or has failed."""
         if self._left is None:
             return
         number = self._layers.get(name)
@@ -177,41 +178,41 @@ class Joined:
         self._left.discard(-1 if number is None else number)
 
     def moved(self, moved: Moved) -> None:
-        """A copy has ended here; what it did not bring is invalid."""
+        """A copy has ended on this rank; blocks that it did not load are invalid."""
         slots = self._slots_of.pop(moved.operation, None)
         if slots is not None:
             wrong = range(len(slots)) if moved.failure else [at for at, _ in moved.faults]
             self._invalid |= {slots[position] for position in wrong}
 
-    def judged(self, moved: Moved) -> Moved:
-        """The same; what was given up has failed, which a mover does not know."""
+    def correct(self, moved: Moved) -> Moved:
+        """The same report; a load that was given up counts as failed, which a mover cannot know."""
         if moved.operation not in self._given_up:
             return moved
         self._given_up.discard(moved.operation)
         return moved._replace(failure=moved.failure or GIVEN_UP)
 
     def end(self) -> set[int]:
-        """The step was submitted: which blocks of it do not hold what they should."""
+        """The step was submitted: returns its invalid blocks."""
         self._drive()
         if self._left:
-            # Layers that nobody waited at were computed on what happened to lie there.
-            log.error("Penstock: %d layers of a step did not wait for its loads", len(self._left))
+            # Layers that did not wait may have been computed on old data.
+            log.error("%d layers of a step did not wait for its loads", len(self._left))
             self._invalid |= self._slots
         for operation, slots in self._slots_of.items():
             self._invalid |= set(slots)
             self._given_up.add(operation)
             self._rank.carrier.abandon(operation)
         if self._slots_of:
-            log.error("Penstock: %d loads given up: cause=%s", len(self._slots_of), GIVEN_UP)
+            log.error("%d loads given up: cause=%s", len(self._slots_of), GIVEN_UP)
             self._slots_of.clear()
             self._work(0)
-        self._told, self._left = None, None
+        self._step, self._left = None, None
         return self._invalid
 
     def _submit(self, beside: Callable[[], int]) -> None:
-        """On a GPU: has every load begin on the device, so that layers can wait for it there."""
+        """On a GPU: starts every load on the device, so that layers can wait for it there."""
         self._work(STEP_BUDGET_BYTES)
-        # Asked in a stream beside: the step's own would have to wait for the whole.
+        # In another stream: the step's own stream would wait for all loads.
         while not self._rank.steps.guard(beside(), [*self._slots]) and self._has_time:
             self._wait_device()
             self._work(STEP_BUDGET_BYTES)
@@ -224,7 +225,7 @@ class Joined:
             self._rank.steps.guard(self._stream(), [*self._slots])
 
     def _drive(self) -> None:
-        """Lets copies get on until these have ended here, or their time is up."""
+        """Drives copies until these loads have ended on this rank, or have timed out."""
         while self._slots_of and self._has_time:
             left = sum(map(len, self._slots_of.values()))
             self._work(left * self._rank.facts.block_bytes)
@@ -239,5 +240,5 @@ class Joined:
         try:
             self._rank.wait(self._deadline)
         except UnavailableError as error:
-            log.error("Penstock: loads of a step have failed: cause=%s", error)  # noqa: TRY400
+            log.error("loads of a step have failed: cause=%s", error)  # noqa: TRY400
             self._deadline = 0.0

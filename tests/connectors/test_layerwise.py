@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.connectors.vllm.layerwise import LOADS_MAX, Joins, joined_blocks
-from penstock.connectors.vllm.pins import Pins
-from penstock.connectors.vllm.scheduling import Scheduling
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.layerwise import LOADS_MAX, LayerwiseScheduler, joined_blocks
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.plans import decode_plan
 
 TOKENS, LAYERS, POOL = 4, 3, 64
@@ -23,19 +23,19 @@ FULL = len(PROMPT) // TOKENS
 class Step:
     """One of vLLM's steps on one worker, cut where vLLM calls the connector."""
 
-    def __init__(self, told: Any, working: Working) -> None:
-        self.told, self.working = told, working
+    def __init__(self, told: Any, working: WorkerConnector) -> None:
+        self.told, self.worker = told, working
 
     def begin(self, *, by_layer: bool = True) -> bool:
-        return self.working.before_forward(self.told, by_layer=by_layer)
+        return self.worker.before_forward(self.told, by_layer=by_layer)
 
     def layers(self) -> None:
         for name in NAMES:
-            self.working.wait_layer(name)
+            self.worker.wait_layer(name)
 
     def end(self) -> Any:
-        self.working.after_forward(self.told)
-        return self.working.take_received()
+        self.worker.after_forward(self.told)
+        return self.worker.take_received()
 
 
 class Layered:
@@ -56,25 +56,25 @@ class Layered:
         self.withheld: list[tuple[str, list[int], int]] = []
         self.tables: dict[str, list[list[int]]] = {}
         self.scheduled: dict[str, Any] = {}
-        self.scheduling = Scheduling(
+        self.scheduler = SchedulerConnector(
             self.config,
             self.offload,
             Pins(make_pool(400)),
             null_block=0,
-            leaving=(),
-            joins=Joins(
+            window_groups=(),
+            joins=LayerwiseScheduler(
                 lambda name, ids, first: self.withheld.append((name, [*ids], first)),
                 blocks_max=blocks_max,
             ),
         )
-        self.working = Working(
+        self.worker = WorkerConnector(
             self.rank, group_count=1, stream=lambda: 0, layers=NAMES, wait_s=wait_s
         )
 
     def ask(self, request: Any, held: int = 0) -> tuple[int, bool]:
         """As vLLM asks: so many tokens, and whether it computes on them at once."""
-        matched = self.scheduling.matched(request, held)
-        return matched, matched > 0 and self.scheduling.joins(request, matched)
+        matched = self.scheduler.find_tokens(request, held)
+        return matched, matched > 0 and self.scheduler.can_join(request, matched)
 
     def place(self, request: Any, first_block: int, external: int) -> list[int]:
         """vLLM gives the request blocks, for tokens that were claimed among others."""
@@ -82,7 +82,7 @@ class Layered:
         self.tables[request.request_id] = [row]
         self.scheduled[request.request_id] = request
         if external:
-            self.scheduling.allocated(request, [row], external)
+            self.scheduler.start_load(request, [row], external)
         return row
 
     def compute(self, request: Any, first: int = 0) -> None:
@@ -94,15 +94,15 @@ class Layered:
                     kv[block, : len(tokens)] = np.array(tokens)[:, None] * layer
 
     def step(self, scheduled: dict[str, int]) -> Step:
-        told = self.scheduling.plan(scheduled, self.tables.__getitem__)
+        told = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
         for name in scheduled:
             # As vLLM does it, when a step is put together.
             self.scheduled[name].num_computed_tokens = self.scheduled[name].num_tokens
-        return Step(told, self.working)
+        return Step(told, self.worker)
 
     def hear(self) -> dict[str, int]:
-        self.scheduling.hear(self.working.take_reports())
-        return self.scheduling.tally.take()
+        self.scheduler.apply_reports(self.worker.take_reports())
+        return self.scheduler.counters.take()
 
     def keep(self, request: Any) -> None:
         """Has a prompt computed and saved."""
@@ -169,7 +169,7 @@ def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_reques
 
     waits = step.begin()
     before = engine.lies_at(again, row[:FULL])
-    engine.working.wait_layer("model.layers.0.attn")
+    engine.worker.wait_layer("model.layers.0.attn")
     after = engine.lies_at(again, row[:FULL])
 
     assert waits
@@ -209,7 +209,7 @@ def test_vllm_is_told_of_no_request_it_does_not_wait_for(
 
     assert (received.requests, received.failed, received.invalid_blocks) == (set(), set(), set())
     assert counted["tokens_loaded"] == matched
-    assert not engine.scheduling.pending
+    assert not engine.scheduler.pending
     engine.offload.audit()
 
 
@@ -285,7 +285,7 @@ def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody(
     for kv in engine.kv:
         kv[row[3:]] = 7.0  # computed on what was there
     received = step.end()
-    engine.scheduling.finished("longer")
+    engine.scheduler.finish_request("longer")
     engine.hear()
     engine.step({}).end()
     engine.hear()
@@ -305,7 +305,7 @@ def test_a_step_whose_layers_did_not_wait_counts_for_nothing(
 
     step.begin()
     for name in [*NAMES][:-1]:
-        engine.working.wait_layer(name)
+        engine.worker.wait_layer(name)
     received = step.end()
 
     assert received.invalid_blocks == set(row[:FULL])
@@ -343,7 +343,7 @@ def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more(
     assert counted["loads_failed"] == 1
     assert not any(engine.lies_at(again, row[:FULL]))
     assert not engine.rank.busy
-    assert not engine.scheduling.pending
+    assert not engine.scheduler.pending
     engine.offload.audit()
 
 
@@ -358,7 +358,7 @@ def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(
     step.begin()
     step.layers()
     step.end()
-    engine.scheduling.finished("again")
+    engine.scheduler.finish_request("again")
     counted = engine.hear()
 
     assert counted["tokens_loaded"] == matched

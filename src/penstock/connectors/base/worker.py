@@ -1,16 +1,16 @@
-"""A worker's half: it carries plans out at the end of each step, and tells what failed.
+"""A worker's side of a connector: executes plans at the end of each step and reports failures.
 
-Copies start after the step's forward pass was submitted, in vLLM's own thread, and are asked
-about once a step. On a GPU they wait on the device for the steps before them; on the CPU a
-step copies a bounded number of bytes. Loads that the step itself computes on start before it
-and end with it (`layerwise`).
+Copies start after the step's forward pass was submitted, in the engine's own thread, and are
+polled once a step. On a GPU they wait on the device for the steps before them; on the CPU a step
+copies a bounded number of bytes. Loads that the step itself computes on start before it and end
+with it (`layerwise`).
 
-A step that computes nothing ends, on the CPU, with the first request whose load is complete: that
-request is computed next, and the loads behind it go on after its forward pass. Otherwise all of
-them would be ready at once and be computed in one step, and the first would wait for the last.
+On the CPU, a step that computes nothing ends with the first request whose load is complete. That
+request is computed next, and the other loads go on after its forward pass. Otherwise all requests
+would be ready at once and be computed in one step, and the first would wait for the last.
 
-The one rule: every other load that was announced is told as received exactly once, whatever
-became of it. vLLM keeps a request's blocks until then, even when the request was aborted.
+The one rule: every other load that was announced is reported as received exactly once, whether it
+succeeded or not. The engine keeps a request's blocks until then, even of an aborted request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
-from penstock.connectors.vllm.layerwise import Joined
+from penstock.connectors.base.layerwise import LayerwiseWorker
 from penstock.movers.base import WAIT_S
 from penstock.runtime.plans import decode_plan, decode_report, encode_report
 from penstock.runtime.rank import STEP_BUDGET_BYTES
@@ -29,7 +29,7 @@ from penstock.vocabulary.checksums import Algorithm
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from penstock.connectors.vllm.messages import StepPlan
+    from penstock.connectors.base.scheduler import StepPlan
     from penstock.movers.base import Moved
     from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def copied_blocks(ranks: Iterable[RankFacts]) -> int:
-    """How many blocks every rank copies within a step, before vLLM hands out blocks again.
+    """How many blocks every rank copies within a step, before the engine allocates again.
 
-    None where a device copies by itself: its copies may end in a later step.
+    Zero where a device copies by itself: its copies may end in a later step.
     """
     return min(
         0 if facts.algorithm == Algorithm.MIX64.value else STEP_BUDGET_BYTES // facts.block_bytes
@@ -49,7 +49,7 @@ def copied_blocks(ranks: Iterable[RankFacts]) -> int:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request whose blocks are on their way to this rank."""
+    """A request whose blocks are being loaded on this rank."""
 
     operations: set[OperationId]
     invalid: set[int] = field(default_factory=set)
@@ -57,17 +57,17 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class Received:
-    """Requests whose loads have ended here, and what they did not bring."""
+class ReceivedLoads:
+    """Requests whose loads have ended on this rank, and what failed."""
 
     requests: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)
-    """Device blocks of those requests, where block ids tell which request is meant."""
+    """Failed device blocks of those requests, where a block id identifies its request."""
 
 
-class Working:
-    """The half of the connector that lives in one of vLLM's workers."""
+class WorkerConnector:
+    """A worker's side of a connector, for one rank."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class Working:
         wait_s: float = WAIT_S,
         copies_itself: bool = True,
     ) -> None:
-        """A half for an open rank.
+        """Opens a worker's side.
 
         Args:
-            rank: What carries the plans out.
+            rank: The open rank that executes the plans.
             group_count: How many KV groups there are.
             stream: The handle of the stream that the step was submitted to; 0 on the CPU.
-            blocks_stay: Whether a request has all the blocks before any of its blocks.
-            beside: That of a stream in which nothing is computed; `None` on the CPU.
+            blocks_stay: Whether a request keeps every block it was given.
+            beside: The handle of a stream in which nothing is computed; `None` on the CPU.
             layers: The number of each layer in the layout, where steps wait for layers.
             wait_s: How long a step waits for the loads it computes on.
             copies_itself: Whether the worker's own thread copies, as it does on the CPU.
@@ -100,48 +100,48 @@ class Working:
         self._waiting: dict[str, _Waiting] = {}
         self._request_of: dict[OperationId, str] = {}
         self._slots_of: dict[OperationId, list[int]] = {}
-        self._received = Received()
+        self._received = ReceivedLoads()
         self._reports: list[bytes] = []
-        self._joined = Joined(
+        self._layerwise = LayerwiseWorker(
             rank, self._work, layers=layers or {}, stream=stream, beside=beside, wait_s=wait_s
         )
 
-    def before_forward(self, told: StepPlan | None, *, by_layer: bool) -> bool:
-        """Begins the loads that the step computes on, if any: whether its layers must wait.
+    def before_forward(self, step: StepPlan | None, *, by_layer: bool) -> bool:
+        """Starts the loads that the step computes on; returns whether its layers must wait.
 
         Args:
-            told: What the scheduler said of this step.
+            step: The scheduler's plan for this step.
             by_layer: Whether `wait_layer` will be called before each layer is computed.
         """
-        if told is None or not told.joined:
+        if step is None or not step.joined:
             return False
-        self._joined.begin(told, by_layer=by_layer)
+        self._layerwise.begin(step, by_layer=by_layer)
         return by_layer
 
     def wait_layer(self, name: str) -> None:
-        """In the forward pass, before a layer is computed: what it needs of loads is there."""
-        self._joined.wait_layer(name)
+        """Waits, before a layer is computed, for the loads that it reads."""
+        self._layerwise.wait_layer(name)
 
-    def after_forward(self, told: StepPlan | None, *, computes: bool = True) -> None:
-        """The step was submitted: takes its plan in, if any, and lets the copies get on.
+    def after_forward(self, step: StepPlan | None, *, computes: bool = True) -> None:
+        """The step was submitted: accepts its plan, if any, and drives copies.
 
         Args:
-            told: What the scheduler said of this step.
-            computes: Whether the step has a forward pass; without one it is there for copies.
+            step: The scheduler's plan for this step.
+            computes: Whether the step has a forward pass; without one it exists for copies.
         """
-        if told is not None and told.joined and not self._joined.has_begun(told):
-            # Nobody came by before the step: no layer of it has waited, and so it is judged.
-            self._joined.begin(told, by_layer=True)
-        if self._joined.under_way:
+        if step is not None and step.joined and not self._layerwise.has_begun(step):
+            # `before_forward` was not called: no layer has waited, so `end` rejects these loads.
+            self._layerwise.begin(step, by_layer=True)
+        if self._layerwise.under_way:
             self._end_joined()
-        if told is not None:
-            self._begin(told)
+        if step is not None:
+            self._begin(step)
         self._work(STEP_BUDGET_BYTES if computes else self._idle_budget_bytes())
 
     def _idle_budget_bytes(self) -> int:
-        """How much a step copies that computes nothing: one request's load, if any waits.
+        """How much a step without a forward pass copies: one request's load, if one waits.
 
-        Loads are copied in the order in which their requests came.
+        Loads are copied in the order of their requests.
         """
         first = next(iter(self._waiting.values()), None)
         if first is None or not self._copies_itself:
@@ -151,51 +151,53 @@ class Working:
         return min(STEP_BUDGET_BYTES, blocks * self._rank.facts.block_bytes)
 
     def _work(self, budget_bytes: int) -> None:
-        """Lets copies get on; what has ended is noted, and told to the scheduler's half."""
+        """Drives copies, and reports those that have ended to the scheduler's side."""
         if not self._rank.busy or (report := self._rank.step(budget_bytes=budget_bytes)) is None:
             return
-        told = decode_report(report)
-        if self._joined.has_given_up:
-            told = told._replace(moved=[self._joined.judged(moved) for moved in told.moved])
-            report = encode_report(told)
+        decoded = decode_report(report)
+        if self._layerwise.has_given_up:
+            decoded = decoded._replace(
+                moved=[self._layerwise.correct(moved) for moved in decoded.moved]
+            )
+            report = encode_report(decoded)
         self._reports.append(report)
-        for moved in told.moved:
+        for moved in decoded.moved:
             self._moved(moved)
 
     def _end_joined(self) -> None:
-        # These are no requests that vLLM waits for: it learns which blocks to compute, no more.
-        self._received.invalid_blocks |= self._joined.end()
+        # The engine does not wait for these requests: it only needs the invalid blocks.
+        self._received.invalid_blocks |= self._layerwise.end()
 
-    def _begin(self, told: StepPlan) -> None:
-        for loading in told.loads:
+    def _begin(self, step: StepPlan) -> None:
+        for loading in step.loads:
             waiting = _Waiting(set(loading.operations), set(loading.missing), bool(loading.missing))
             self._waiting[loading.request] = waiting
             self._request_of |= dict.fromkeys(loading.operations, loading.request)
             self._end_if_done(loading.request, waiting)
-        if told.plan is not None:
-            self._note_slots(told.plan)
+        if step.plan is not None:
+            self._note_slots(step.plan)
             # Copies of this plan follow the step that was just submitted.
             self._rank.steps.submitted(self._stream())
-            self._rank.take(told.plan)
+            self._rank.take(step.plan)
 
-    def take_received(self) -> Received:
-        """What has ended since the last call."""
-        if self._joined.under_way:
+    def take_received(self) -> ReceivedLoads:
+        """Loads that have ended since the last call."""
+        if self._layerwise.under_way:
             self._end_joined()
-        received, self._received = self._received, Received()
+        received, self._received = self._received, ReceivedLoads()
         return received
 
     def take_reports(self) -> list[bytes]:
-        """What the scheduler's half must hear, since the last call."""
+        """Reports for the scheduler's side since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def close(self) -> None:
-        """Nothing touches vLLM's memory after this."""
+        """Closes the rank: nothing touches the engine's memory afterwards."""
         self._rank.close()
 
     def _note_slots(self, plan: bytes) -> None:
-        # A plan may bring operations that were announced steps ago: long ones are continued.
+        # A plan may hold operations that were announced steps ago: long ones are continued.
         if not self._request_of:
             return
         for copy in decode_plan(plan).copies:
@@ -203,7 +205,7 @@ class Working:
                 self._slots_of[copy.operation] = copy.target_slots[0].tolist()
 
     def _moved(self, moved: Moved) -> None:
-        self._joined.moved(moved)
+        self._layerwise.moved(moved)
         name = self._request_of.pop(moved.operation, None)
         if name is None:
             return
@@ -225,6 +227,6 @@ class Working:
         if self._names_blocks:
             self._received.invalid_blocks |= waiting.invalid
         else:
-            # With several groups a block id does not tell whose block it is. Behind a window
-            # that has moved on, a block cannot be computed: what it needs was not kept.
+            # With several groups a block id does not identify its request. Behind a window that
+            # has moved on, a block cannot be computed: the KV it needs is gone.
             self._received.failed.add(name)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.connectors.vllm.working import Working
+from penstock.connectors.base.worker import WorkerConnector
 
 TOKENS = 4
 PROMPTS = [list(range(start, start + 26)) for start in (100, 200, 300)]
@@ -20,17 +20,17 @@ def loading(engine: Any, make_request: Any) -> Any:
         engine.run(make_request(f"first-{number}", prompt))
     for number, prompt in enumerate(PROMPTS):
         request = make_request(f"again-{number}", prompt)
-        matched = engine.scheduling.matched(request, 0)
-        engine.scheduling.allocated(request, engine.allocate(request, 7), matched)
+        matched = engine.scheduler.find_tokens(request, 0)
+        engine.scheduler.start_load(request, engine.allocate(request, 7), matched)
     return engine
 
 
 def step(engine: Any, *, computes: bool) -> set[str]:
     """Whose loads have ended in a step."""
-    told = engine.scheduling.plan({}, engine.tables.__getitem__)
-    engine.working.after_forward(told, computes=computes)
-    engine.scheduling.hear(engine.working.take_reports())
-    received: set[str] = engine.working.take_received().requests
+    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    engine.worker.after_forward(told, computes=computes)
+    engine.scheduler.apply_reports(engine.worker.take_reports())
+    received: set[str] = engine.worker.take_received().requests
     return received
 
 
@@ -50,11 +50,11 @@ def test_where_nothing_is_computed_then_either_the_others_follow_one_by_one(load
         {"again-1"},
         {"again-2"},
     ]
-    assert not loading.scheduling.pending
+    assert not loading.scheduler.pending
 
 
 def test_a_load_that_was_aborted_does_not_keep_the_next_one_waiting(loading: Any) -> None:
-    loading.scheduling.finished("again-0")
+    loading.scheduler.finish_request("again-0")
 
     received = [step(loading, computes=False) for _ in PROMPTS]
 
@@ -68,6 +68,8 @@ def test_a_step_that_computes_brings_all_of_them(loading: Any) -> None:
 
 
 def test_where_a_device_copies_by_itself_nothing_is_held_back(loading: Any) -> None:
-    loading.working = Working(loading.rank, group_count=1, stream=lambda: 0, copies_itself=False)
+    loading.worker = WorkerConnector(
+        loading.rank, group_count=1, stream=lambda: 0, copies_itself=False
+    )
 
     assert step(loading, computes=False) == {"again-0", "again-1", "again-2"}

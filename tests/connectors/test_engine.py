@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.connectors.vllm.engine import Engine, LayerGroup
-from penstock.connectors.vllm.layouts import layer_numbers, tier_of
+from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import Role
@@ -25,9 +24,9 @@ def views(order: str, device: str = "meta") -> dict[str, torch.Tensor]:
 
 def engine(
     names: list[str], kind: GroupKind = GroupKind.ATTENTION, channels: int = CHANNELS
-) -> Engine:
+) -> ServedEngine:
     group = LayerGroup(kind=kind, layer_names=tuple(names), block_tokens=TOKENS, channels=channels)
-    return Engine(name="e", groups=(group,), block_count=BLOCKS, rank_count=1, kv_heads=HEADS)
+    return ServedEngine(name="e", groups=(group,), block_count=BLOCKS, rank_count=1, kv_heads=HEADS)
 
 
 def encoding(name: str) -> str:
@@ -98,7 +97,7 @@ def test_groups_of_a_hybrid_may_lie_over_each_other() -> None:
         LayerGroup(kind=kind, layer_names=(name,), block_tokens=TOKENS)
         for kind, name in [(GroupKind.SLIDING, "layers.0"), (GroupKind.ATTENTION, "layers.1")]
     )
-    hybrid = Engine(name="e", groups=groups, block_count=BLOCKS, rank_count=1)
+    hybrid = ServedEngine(name="e", groups=groups, block_count=BLOCKS, rank_count=1)
 
     tier = tier_of(hybrid, {"layers.0": pages, "layers.1": pages}, encoding)
 

@@ -1,20 +1,20 @@
-"""The scheduler's half: what to claim, load and save. It decides nothing vLLM decides.
+"""The scheduler's side of a connector: which blocks to look up, load and save.
 
-    matched    ─→ lookup              how many tokens lie below the device
-    allocated  ─→ load                vLLM gave the request blocks to load them into
-    plan       ─→ save, take_plan     the step is put together
-    hear       ─→ poll                what the workers told about it
-    finished, reset
+    find_tokens    ─→ lookup              how many tokens can be loaded from below the device
+    start_load     ─→ load                the engine allocated blocks to load them into
+    plan_step      ─→ save, take_plan     the engine puts a step together
+    apply_reports  ─→ poll                the workers reported what they have copied
+    finish_request, reset
 
-A lookup never blocks, never defers a request, and looks again only at what has changed since
-the request was last asked about. Requests that share a prefix load it each for itself: none
-waits for another's load.
+A lookup never blocks and never defers a request; it looks again only at what has changed since the
+last lookup for the request. Requests that share a prefix load it separately: none waits for the
+load of another.
 
-The one rule: a block is saved in the step that computes it or a later one, while its request
-or a pin keeps vLLM from giving it to somebody else. In KV groups whose blocks a running request
-keeps, it is the request; what is still being read when it ends is pinned then. In groups whose
-blocks vLLM takes from running requests (sliding windows), a save is pinned from its beginning: in
-the next step its blocks may have left the window.
+The one rule: a block is saved in the step that computes it or a later one, while its request or a
+pin keeps the engine from reusing it. In KV groups whose blocks stay with a running request, the
+request keeps them; what a save still reads when the request ends is pinned then. In groups whose
+blocks the engine takes from running requests (sliding windows), a save is pinned from its start:
+in the next step its blocks may have left the window.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import numpy as np
 
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
-from penstock.connectors.vllm.counting import Counting
-from penstock.connectors.vllm.keys import Chains, RequestKeys, tenant_of, wishes_of
-from penstock.connectors.vllm.messages import Loading, StepPlan
+from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
+from penstock.connectors.base.statistics import TransferCounts
 from penstock.machine.effects import Ended
 
 if TYPE_CHECKING:
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.config import Config
-    from penstock.connectors.vllm.events import Announcer
-    from penstock.connectors.vllm.keys import Request
-    from penstock.connectors.vllm.layerwise import Joins
-    from penstock.connectors.vllm.pins import Pins
-    from penstock.connectors.vllm.speed import PrefillSpeed
-    from penstock.connectors.vllm.statistics import Taken
+    from penstock.connectors.base.events import EventAnnouncer
+    from penstock.connectors.base.keys import EngineRequest
+    from penstock.connectors.base.layerwise import LayerwiseScheduler
+    from penstock.connectors.base.pins import Pins
+    from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
     from penstock.vocabulary.ids import Key, OperationId
@@ -50,51 +48,73 @@ if TYPE_CHECKING:
     Tables = Sequence[Sequence[int]]
 
 LOAD_ATTEMPTS = 3
-"""A request whose loads failed so often is computed: what fails again and again must not keep
-it from its answer."""
+"""After so many failed loads a request is computed: failures must not delay it for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLoad:
+    """The loads of one request."""
+
+    request: str
+    operations: tuple[OperationId, ...]
+    """The copies; empty if nothing is copied."""
+    missing: tuple[int, ...] = ()
+    """Device blocks, in the first KV group, that were promised and cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """From the scheduler's side to every worker, once a step; pickled by the engine."""
+
+    plan: bytes | None = None
+    loads: tuple[RequestLoad, ...] = field(default=())
+    early: tuple[bytes, ...] = ()
+    """Plans to execute before the forward pass, and before `plan`."""
+    joined: tuple[RequestLoad, ...] = ()
+    """What the forward pass computes on: these loads are in `early`."""
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
-    """What is known about one of vLLM's requests."""
+class TrackedRequest:
+    """The state of one of the engine's requests."""
 
-    request: Request
+    request: EngineRequest
     keys: RequestKeys
     load: bool
     save: bool
     tenant: str = ""
     asked: Sequence[Key] = ()
-    """What was last looked up: a waiting request is asked about in every step."""
+    """Keys of the last lookup: the engine asks about a waiting request in every step."""
     found: Found | None = None
-    """The answer."""
+    """The result of that lookup."""
     held: int = 0
-    """So many leading blocks were in vLLM's own cache when it was last looked up."""
+    """Leading blocks that were in the engine's own cache at the last lookup."""
     saved: int = 0
-    """So many leading blocks lie below, are on their way, or were given up."""
+    """Leading blocks that are below the device, being saved, or given up."""
     loads: set[OperationId] = field(default_factory=set)
     saves: dict[OperationId, Sequence[int]] = field(default_factory=dict)
-    """Saves that the request itself keeps the blocks for, and which."""
+    """Device blocks by save, where the running request keeps them from reuse."""
     arriving: tuple[int, int] = (0, 0)
-    """Which tokens, from and to, are being loaded: what vLLM keeps of them is not counted yet."""
+    """First and end of the tokens being loaded, until the engine kept or dropped them."""
     load_began: float = 0.0
     joins: bool = False
-    """Whether it computes on its loads in the step that begins them."""
+    """Whether it computes on its loads in the step that starts them."""
     failures: int = 0
     voided: bool = False
-    """Whether it runs on blocks from before a reset: what it computes from them is not kept."""
+    """Whether it runs on blocks from before a reset: what it computes from them is not saved."""
 
 
 class _Load(NamedTuple):
     """One operation that loads blocks of a request."""
 
-    tracked: Tracked
+    tracked: TrackedRequest
     first: int
-    """The block of the request that it begins with."""
+    """Its first block within the request."""
     blocks: int
 
 
-class Scheduling:
-    """The half of the connector that lives in vLLM's scheduler."""
+class SchedulerConnector:
+    """The scheduler's side of a connector, for one engine."""
 
     def __init__(
         self,
@@ -103,69 +123,69 @@ class Scheduling:
         pins: Pins,
         *,
         null_block: int,
-        leaving: Sequence[int],
+        window_groups: Sequence[int],
         step_blocks: int = 0,
-        announcer: Announcer | None = None,
-        joins: Joins | None = None,
-        speed: PrefillSpeed | None = None,
-        counting: Counting | None = None,
+        announcer: EventAnnouncer | None = None,
+        joins: LayerwiseScheduler | None = None,
+        speed: PrefillTimer | None = None,
+        counts: TransferCounts | None = None,
     ) -> None:
-        """The half for one engine.
+        """Opens the scheduler's side.
 
         Args:
-            config: As the engine decided it.
+            config: Fitted to the engine: `ServedEngine.fit_config`.
             offload: The tiers below the device.
-            pins: What is kept from being reused.
-            null_block: What stands in a block table for a block that is not needed.
-            leaving: The KV groups whose blocks vLLM takes from requests that run.
-            step_blocks: So many blocks are copied for sure before vLLM hands out blocks again.
-            announcer: Who tells routers about blocks, if anybody does.
-            joins: Who computes on loads while they arrive, if anybody may.
-            speed: Who clocks prefill, where steps can be told apart.
-            counting: What it counts with.
+            pins: The engine's pool, for pinning blocks.
+            null_block: The block id that stands in a block table for a block that is not needed.
+            window_groups: The KV groups whose blocks the engine takes from running requests.
+            step_blocks: How many blocks are certainly copied before the engine allocates again.
+            announcer: Publishes KV events, if the engine wants them.
+            joins: Lets steps compute on loads while they arrive, where that is on.
+            speed: Measures prefill, where steps do not overlap.
+            counts: Where it counts.
         """
         self._offload = offload
         self._config = config
-        self._chains = Chains(config)
+        self._chains = KeyChains(config)
         self._pins = pins
         self._null = null_block
-        self._leaving = list(leaving)
+        self._window_groups = list(window_groups)
         self._step_blocks = step_blocks
         groups = range(config.cache.group_count)
-        self._staying = [group for group in groups if group not in self._leaving]
+        self._whole_groups = [group for group in groups if group not in self._window_groups]
         self._announcer = announcer
         self._joins = joins
         self._speed = speed
-        self._counting = counting or Counting()
-        self.tally = self._counting.tally
+        self._counts = counts or TransferCounts()
+        self.counters = self._counts.counters
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
-        self._requests: dict[str, Tracked] = {}
-        self._starting: list[Loading] = []
+        self._requests: dict[str, TrackedRequest] = {}
+        self._starting: list[RequestLoad] = []
         self._loading: dict[OperationId, _Load] = {}
-        self._saving: dict[OperationId, tuple[Tracked, Sequence[Key]]] = {}
+        self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
         self._saving_blocks = 0
-        """So many blocks are being saved."""
-        self._stirred = False
-        """Whether anything has happened below since the tiers were last given the time: most
-        steps only decode, and should not pay for tiers that have nothing to do."""
+        """Blocks being saved."""
+        self._has_work = False
+        """Whether anything has happened since the tiers were last stepped: most steps only decode,
+        and should not pay for tiers that have nothing to do."""
         self._changed = True
-        """Whether tiers may have changed since their sizes were last told."""
+        """Whether tiers may have changed since their sizes were last reported."""
         self._owes_step = False
-        """Whether something changed outside of a step: vLLM asks for sizes in steps only."""
+        """Whether something changed outside of a step: the engine asks for sizes in steps only."""
 
     @property
     def pending(self) -> bool:
-        """Whether vLLM must go on stepping for copies to end."""
+        """Whether the engine must step again for copies to end."""
         return self._offload.busy or self._owes_step
 
     # ---------------------------------------------------------------- requests come
 
-    def matched(self, request: Request, computed: int) -> int:
+    def find_tokens(self, request: EngineRequest, computed: int) -> int:
         """How many tokens after the first `computed` can be loaded now. Changes no tier."""
         tracked = self._tracked(request)
         self._give_up_saves(tracked)
-        # vLLM asks when a request begins, for the first time or anew: all it has is recent.
+        # The engine asks when a request starts or restarts: all its blocks are recent.
         tracked.voided = False
         tracked.arriving = (0, 0)
         tracked.held = computed // self._tokens
@@ -177,7 +197,7 @@ class Scheduling:
         if len(tracked.asked) != blocks:
             tracked.asked = tracked.keys.upto(blocks)[:blocks]
         keys = tracked.asked
-        self.tally.add("lookups", 1 if tracked.found is None else 0)
+        self.counters.add("lookups", 1 if tracked.found is None else 0)
         found = self._offload.lookup(keys, last=tracked.found, held=min(tracked.held, blocks))
         tracked.found = found
         tracked.saved = found.ready
@@ -185,11 +205,11 @@ class Scheduling:
             return 0
         return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
 
-    def joins(self, request: Request, matched: int) -> bool:
-        """Whether a request computes on these tokens in the step that begins to load them."""
+    def can_join(self, request: EngineRequest, matched: int) -> bool:
+        """Whether a request computes on these tokens in the step that starts to load them."""
         tracked = self._requests[request.request_id]
         blocks = matched // self._tokens
-        # Behind loads that no step waits for it would wait for them, too.
+        # Queued behind loads that no step waits for, the step would wait for those as well.
         tracked.joins = (
             self._joins is not None
             and self._joins.has_room(blocks, -(-blocks // self._most))
@@ -197,8 +217,8 @@ class Scheduling:
         )
         return tracked.joins
 
-    def allocated(self, request: Request, tables: Tables, external: int) -> None:
-        """Starts a load: vLLM gave the request blocks for `external` tokens."""
+    def start_load(self, request: EngineRequest, tables: Tables, external: int) -> None:
+        """Starts a load: the engine allocated blocks for `external` tokens of the request."""
         count = external // self._tokens
         if not count:
             return
@@ -206,12 +226,12 @@ class Scheduling:
         first = tracked.held
         keys = tracked.keys.upto(first + count)[first : first + count]
         slots = self._rows(tables, first, first + count)
-        self._stirred = True
+        self._has_work = True
         started = self._offload.load(keys, slots, cause=request.request_id)
         # Nothing leaves the tiers between lookup and load, so nothing is ever missing here;
-        # if it were, vLLM would have to know.
+        # if it were, the engine would have to compute it.
         missing = slots[0, len(started.accepted) :]
-        loading = Loading(
+        loading = RequestLoad(
             request=request.request_id,
             operations=started.operations,
             missing=tuple(int(slot) for slot in missing),
@@ -222,55 +242,55 @@ class Scheduling:
             self._starting.append(loading)
         tracked.loads = set(started.operations)
         tracked.arriving = (first * self._tokens, first * self._tokens + external)
-        tracked.load_began = self._counting.clock()
+        tracked.load_began = self._counts.clock()
         sizes = _shares(len(started.accepted), len(started.operations), self._most)
         for operation, size in zip(started.operations, sizes, strict=True):
             self._loading[operation] = _Load(tracked, first, size)
             first += size
-        self.tally.add("tokens_found", external)
+        self.counters.add("tokens_found", external)
 
-    def finished(self, name: str) -> None:
-        """Forgets a request that vLLM is done with, whatever came of it.
+    def finish_request(self, name: str) -> None:
+        """Forgets a request that the engine has finished or aborted.
 
-        A load under way is of no more use, but goes on until the worker has told of it: only
-        then does vLLM give the blocks to others. One that its step computed on ended with it.
+        A running load is cancelled, but its blocks stay reserved until the worker has reported
+        its end. A load that its step computed on has ended with that step.
         """
         tracked = self._requests.pop(name, None)
         if tracked is None:
             return
         for operation in () if tracked.joins else sorted(tracked.loads):
-            self._stirred = True
+            self._has_work = True
             self._offload.cancel(operation)
         self._pin_saves(tracked)
         if tracked.save and not tracked.voided:
             full = min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
-            self.tally.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
+            self.counters.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
 
     def reset(self, why: str) -> None:
-        """Voids everything below the device; what is running is kept from refilling it."""
-        self._stirred = True
+        """Drops everything below the device; requests that run now save nothing of theirs."""
+        self._has_work = True
         self._offload.reset(why)
         for tracked in self._requests.values():
             tracked.voided = True
             tracked.found = None
         self._changed = self._owes_step = True
-        self.tally.add("resets")
+        self.counters.add("resets")
 
     # ---------------------------------------------------------------- steps go by
 
-    def plan(
+    def plan_step(
         self,
         scheduled: Mapping[str, int],
         tables: Callable[[str], Tables],
         preempted: Iterable[str] = (),
     ) -> StepPlan | None:
-        """What every worker is to do in this step; nothing, in most of them.
+        """What every worker has to do in this step; `None` in most steps.
 
         Args:
-            scheduled: How many tokens of which requests the step computes; vLLM has not
+            scheduled: How many tokens of each request the step computes; the engine has not
                 counted them as computed yet.
             tables: The block table of a request, one row a KV group.
-            preempted: Requests whose blocks vLLM has taken since the last step.
+            preempted: Requests whose blocks the engine has taken since the last step.
         """
         for name in preempted:
             if (tracked := self._requests.get(name)) is not None:
@@ -293,51 +313,51 @@ class Scheduling:
         self._owes_step = False
         if self._speed is not None:
             self._speed.begin(scheduled)
-        if not self._stirred:
+        if not self._has_work:
             return None
         self._changed = True
         self._offload.step()
-        # One step more after the last copy has ended: then the tiers have heard of its end.
-        self._stirred = self._offload.busy
+        # One more step after the last copy has ended: then the tiers have seen its end.
+        self._has_work = self._offload.busy
         loads, self._starting = tuple(self._starting), []
         plan = self._offload.take_plan()
         if plan is None and not loads and not joined:
             return None
         return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
 
-    def hear(self, reports: Iterable[bytes]) -> None:
-        """Takes in what the workers told."""
+    def apply_reports(self, reports: Iterable[bytes]) -> None:
+        """Applies the reports of the workers."""
         if self._speed is not None:
             self._speed.end()
         for report in reports:
-            self._stirred = self._changed = True
+            self._has_work = self._changed = True
             self._offload.hear(report)
-        told = self._offload.poll()
+        ended = self._offload.poll()
         if self._announcer is not None:
             self._announcer.note(self._offload.take_kv_events())
-        for each in told:
-            self._told(each)
+        for each in ended:
+            self._apply(each)
 
     def take_statistics(self) -> Taken:
         """What was counted, and which sizes have changed, since the last call."""
         if self._changed:
             self._changed = False
-            self._counting.sizes(self._offload.hub_counts())
-        self.tally.gauge("pinned_blocks", self._pins.count)
-        return self.tally.take()
+            self._counts.sizes(self._offload.hub_counts())
+        self.counters.gauge("pinned_blocks", self._pins.count)
+        return self.counters.take()
 
-    def _told(self, told: Ended | Settled) -> None:
-        operation = told.operation
-        if not isinstance(told, Ended):
+    def _apply(self, ended: Ended | Settled) -> None:
+        operation = ended.operation
+        if not isinstance(ended, Ended):
             self._pins.settled(operation)
             return
-        if told.settled:
+        if ended.settled:
             self._pins.settled(operation)
-        if told.purpose is Purpose.LOAD:
-            self._loaded(told)
+        if ended.purpose is Purpose.LOAD:
+            self._loaded(ended)
         else:
             keys = self._end_save(operation)
-            self._counting.saved(told, keys)
+            self._counts.saved(ended, keys)
             if self._announcer is not None:
                 self._announcer.forget(keys)
 
@@ -349,60 +369,60 @@ class Scheduling:
         tracked.saves.pop(operation, None)
         return keys
 
-    def _pin_saves(self, tracked: Tracked) -> None:
-        """The request ends: what a save still reads is pinned, or the save is given up."""
+    def _pin_saves(self, tracked: TrackedRequest) -> None:
+        """The request ends: pins what a save still reads, or cancels the save."""
         for operation, block_ids in [*tracked.saves.items()]:
             if len(block_ids) <= self._pins.room:
                 self._pins.add(block_ids, [operation])
                 del tracked.saves[operation]
         self._give_up_saves(tracked)
 
-    def _give_up_saves(self, tracked: Tracked) -> None:
-        """Nothing keeps the blocks of these saves any more: what they read is not to be found."""
+    def _give_up_saves(self, tracked: TrackedRequest) -> None:
+        """Cancels saves whose blocks nothing keeps any more: they may read other data."""
         for operation, block_ids in [*tracked.saves.items()]:
-            self._stirred = True
-            self.tally.add("blocks_dropped_pinned", len(block_ids))
+            self._has_work = True
+            self.counters.add("blocks_dropped_pinned", len(block_ids))
             self._offload.cancel(operation)
         tracked.saves.clear()
 
-    def _loaded(self, told: Ended) -> None:
-        tracked, first, blocks = self._loading.pop(told.operation)
-        tracked.loads.discard(told.operation)
-        self._counting.copied(told, blocks)
+    def _loaded(self, ended: Ended) -> None:
+        tracked, first, blocks = self._loading.pop(ended.operation)
+        tracked.loads.discard(ended.operation)
+        self._counts.copied(ended, blocks)
         wanted = self._requests.get(tracked.request.request_id) is tracked
         if not tracked.loads and (wanted or tracked.joins):
-            self._counting.arrived(tracked.load_began)
+            self._counts.arrived(tracked.load_began)
             if tracked.joins:
-                # vLLM knows by now which blocks of this step are invalid.
+                # By now the engine knows which blocks of this step are invalid.
                 self._count_kept(tracked)
-        if not wanted or told.outcome is Outcome.DONE:
-            return  # What nobody wants any more was cancelled, or might as well have been.
-        self._counting.load_failed(told, tracked.keys.upto(first + blocks)[first : first + blocks])
-        # What was not brought is computed, and may be saved again.
+        if not wanted or ended.outcome is Outcome.DONE:
+            return  # Without a waiting request a failed load needs no report.
+        self._counts.load_failed(ended, tracked.keys.upto(first + blocks)[first : first + blocks])
+        # What was not loaded is computed, and may be saved again.
         tracked.saved = min(tracked.saved, tracked.held)
         tracked.found = None
         tracked.failures += 1
         tracked.load = tracked.load and tracked.failures < LOAD_ATTEMPTS
 
-    def _count_kept(self, tracked: Tracked) -> None:
-        self._counting.kept(tracked.arriving, tracked.request.num_computed_tokens)
+    def _count_kept(self, tracked: TrackedRequest) -> None:
+        self._counts.kept(tracked.arriving, tracked.request.num_computed_tokens)
         tracked.arriving = (0, 0)
 
-    def _save(self, tracked: Tracked, full: int, tables: Tables) -> None:
+    def _save(self, tracked: TrackedRequest, full: int, tables: Tables) -> None:
         if tracked.keys.stale:
             tracked.save = False
             return
         keys = tracked.keys.upto(full)
         first = self._skip_passed(tracked, full, tables)
         end = min(full, len(keys), *(len(row) for row in tables))
-        if self._leaving:
-            # The leading blocks first: a hit has no gaps. What finds no room now is tried again in
-            # the next step, as far as it is in the windows then.
+        if self._window_groups:
+            # The leading blocks first: a hit has no gaps. The rest is tried again in the next step,
+            # as far as it is in the windows then.
             end = min(end, first + self._pinnable)
         if end <= first:
             return
         slots = self._rows(tables, first, end)
-        self._stirred = True
+        self._has_work = True
         started = self._offload.save(
             keys[first:end],
             slots,
@@ -412,7 +432,7 @@ class Scheduling:
         )
         tracked.saved = end
         if started.miss.reason.value != "none":
-            self.tally.add("blocks_dropped_room", end - first - len(started.accepted))
+            self.counters.add("blocks_dropped_room", end - first - len(started.accepted))
         if started.operations:
             self._keep(tracked, keys[first:end], slots, started)
         if self._announcer is not None and started.operations:
@@ -420,12 +440,16 @@ class Scheduling:
             self._announcer.expect(tracked.request, written)
 
     def _keep(
-        self, tracked: Tracked, keys: Sequence[Key], slots: NDArray[np.int32], started: Started
+        self,
+        tracked: TrackedRequest,
+        keys: Sequence[Key],
+        slots: NDArray[np.int32],
+        started: Started,
     ) -> None:
-        """Notes what each save reads, and has it kept for so long."""
+        """Notes what each save reads, and pins what its request does not keep."""
         positions = list(started.accepted)
-        if self._leaving:
-            block_ids = slots[np.ix_(self._leaving, positions)].ravel().tolist()
+        if self._window_groups:
+            block_ids = slots[np.ix_(self._window_groups, positions)].ravel().tolist()
             self._pins.add(block_ids, started.operations)
         first = 0
         for operation, size in zip(
@@ -436,34 +460,34 @@ class Scheduling:
             mine = positions[first : first + size]
             self._saving[operation] = tracked, [keys[position] for position in mine]
             self._saving_blocks += size
-            if self._staying:
-                tracked.saves[operation] = slots[np.ix_(self._staying, mine)].ravel().tolist()
+            if self._whole_groups:
+                tracked.saves[operation] = slots[np.ix_(self._whole_groups, mine)].ravel().tolist()
             first += size
 
     @property
     def _pinnable(self) -> int:
         """How many blocks of tokens can be pinned in all groups with a window.
 
-        A pin that has ended before vLLM hands out blocks again takes nothing from anybody: what
-        this step copies may be pinned. Loads are copied before saves: beside them nothing is sure.
+        A pin that ends before the engine allocates again costs nothing: what this step copies may
+        be pinned. Loads are copied before saves, so with loads running nothing is certain.
         """
         within_step = 0 if self._loading else self._step_blocks - self._saving_blocks
-        return max(self._pins.room // len(self._leaving), within_step)
+        return max(self._pins.room // len(self._window_groups), within_step)
 
-    def _skip_passed(self, tracked: Tracked, full: int, tables: Tables) -> int:
+    def _skip_passed(self, tracked: TrackedRequest, full: int, tables: Tables) -> int:
         """The first block to save that every KV group still has."""
         first = tracked.saved
-        if not self._leaving:
+        if not self._window_groups:
             return first
         while first < full and any(first < len(row) and row[first] == self._null for row in tables):
             first += 1
-        self.tally.add("blocks_dropped_window", first - tracked.saved)
+        self.counters.add("blocks_dropped_window", first - tracked.saved)
         tracked.saved = first
         return first
 
     def _rows(self, tables: Tables, first: int, end: int) -> NDArray[np.int32]:
         rows = np.array([row[first:end] for row in tables], dtype=np.int32)
-        # vLLM's null block stands for a block that a group does not need.
+        # The null block stands for a block that a group does not need.
         rows[rows == self._null] = NOWHERE
         return rows
 
@@ -471,17 +495,17 @@ class Scheduling:
     def _most(self) -> int:
         return self._config.cache.operation_blocks_max
 
-    def _tracked(self, request: Request) -> Tracked:
+    def _tracked(self, request: EngineRequest) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            wishes = wishes_of(request)
-            if wishes.wrong:
-                self._counting.refused(request.request_id, wishes.wrong)
-            tracked = self._requests[request.request_id] = Tracked(
+            options = read_options(request)
+            if options.error:
+                self._counts.refused(request.request_id, options.error)
+            tracked = self._requests[request.request_id] = TrackedRequest(
                 request=request,
                 keys=RequestKeys(self._chains, request),
-                load=wishes.load,
-                save=wishes.save,
+                load=options.load,
+                save=options.save,
                 tenant=tenant_of(request, self._quotas),
             )
         return tracked

@@ -14,24 +14,24 @@ POOL = 40
 
 @pytest.fixture
 def engine(make_engine: Any) -> Any:
-    return make_engine(pool=POOL, leaving=())
+    return make_engine(pool=POOL, window_groups=())
 
 
 def begin(engine: Any, request: Any, *, tokens: int) -> Any:
     """Plans a step that computes the next tokens of a request; no worker has seen it yet."""
     if request.request_id not in engine.tables:
-        engine.scheduling.matched(request, 0)
+        engine.scheduler.find_tokens(request, 0)
         engine.allocate(request, -(-request.num_tokens // 4))
         engine.compute(request)
-    told = engine.scheduling.plan({request.request_id: tokens}, engine.tables.__getitem__)
+    told = engine.scheduler.plan_step({request.request_id: tokens}, engine.tables.__getitem__)
     request.num_computed_tokens += tokens
     return told
 
 
 def work(engine: Any, *plans: Any) -> None:
     for told in plans:
-        engine.working.after_forward(told)
-    engine.scheduling.hear(engine.working.take_reports())
+        engine.worker.after_forward(told)
+    engine.scheduler.apply_reports(engine.worker.take_reports())
 
 
 def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(
@@ -42,8 +42,8 @@ def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(
     work(engine, told)
 
     assert pinned == 0
-    assert engine.scheduling.tally.take()["blocks_saved"] == BLOCKS
-    assert not engine.scheduling.pending
+    assert engine.scheduler.counters.take()["blocks_saved"] == BLOCKS
+    assert not engine.scheduler.pending
 
 
 def test_where_blocks_do_not_stay_every_save_is_pinned(make_engine: Any, make_request: Any) -> None:
@@ -60,18 +60,18 @@ def test_what_is_still_read_when_a_request_ends_is_pinned_as_far_as_pins_go(
     request = make_request("first", PROMPT)
     plans = [begin(engine, request, tokens=4), begin(engine, request, tokens=22)]
 
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
     pinned = engine.pool.pinned
     # vLLM gives the other blocks to somebody else.
     engine.kv[0, engine.tables["first"][0][1:]] = 7.0
-    work(engine, *plans, engine.scheduling.plan({}, engine.tables.__getitem__))
+    work(engine, *plans, engine.scheduler.plan_step({}, engine.tables.__getitem__))
 
     assert pinned == 1
-    counted = engine.scheduling.tally.take()
+    counted = engine.scheduler.counters.take()
     assert counted["blocks_dropped_pinned"] == BLOCKS - 1
     assert "saves_failed" not in counted
     assert engine.pool.pinned == 0
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 4
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 4
     engine.offload.audit()
 
 
@@ -80,11 +80,11 @@ def test_a_preempted_request_leaves_nothing_that_was_read_too_late(
 ) -> None:
     told = begin(engine, make_request("first", PROMPT), tokens=26)
 
-    after = engine.scheduling.plan({}, engine.tables.__getitem__, {"first"})
+    after = engine.scheduler.plan_step({}, engine.tables.__getitem__, {"first"})
     engine.kv[:] = 7.0
     work(engine, told, after)
 
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
     engine.offload.audit()
 
 
@@ -94,11 +94,11 @@ def test_a_request_that_begins_anew_leaves_nothing_that_was_read_too_late(
     request = make_request("first", PROMPT)
     told = begin(engine, request, tokens=26)
 
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.kv[:] = 7.0
-    work(engine, told, engine.scheduling.plan({}, engine.tables.__getitem__))
+    work(engine, told, engine.scheduler.plan_step({}, engine.tables.__getitem__))
 
-    assert engine.scheduling.matched(make_request("again", PROMPT), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
 
 
 def test_a_step_in_which_nothing_happens_has_no_plan(engine: Any, make_request: Any) -> None:

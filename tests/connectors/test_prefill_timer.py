@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.connectors.vllm.speed import STEP_TOKENS_MIN, PrefillSpeed
+from penstock.connectors.base.statistics import STEP_TOKENS_MIN, PrefillTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,18 +35,18 @@ def told() -> list[tuple[int, float]]:
 
 
 @pytest.fixture
-def speed(clock: Clock, told: list[tuple[int, float]]) -> PrefillSpeed:
-    return PrefillSpeed(lambda tokens, seconds: told.append((tokens, seconds)), clock=clock)
+def speed(clock: Clock, told: list[tuple[int, float]]) -> PrefillTimer:
+    return PrefillTimer(lambda tokens, seconds: told.append((tokens, seconds)), clock=clock)
 
 
-def step(speed: PrefillSpeed, clock: Clock, scheduled: dict[str, int], seconds: float) -> None:
+def step(speed: PrefillTimer, clock: Clock, scheduled: dict[str, int], seconds: float) -> None:
     speed.begin(scheduled)
     clock.now += seconds
     speed.end()
 
 
 def test_a_step_that_prefills_is_told_with_the_time_between_its_two_calls(
-    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG, "b": BIG}, 0.5)
 
@@ -54,7 +54,7 @@ def test_a_step_that_prefills_is_told_with_the_time_between_its_two_calls(
 
 
 def test_the_time_between_steps_counts_for_none_of_them(
-    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG}, 0.5)
     clock.now += 60.0
@@ -76,7 +76,7 @@ def test_the_time_between_steps_counts_for_none_of_them(
     ids=["empty", "decode", "short", "many decodes", "drafts", "half and half"],
 )
 def test_a_step_that_says_nothing_of_prefill_is_not_told(
-    speed: PrefillSpeed,
+    speed: PrefillTimer,
     clock: Clock,
     told: list[tuple[int, float]],
     scheduled: dict[str, int],
@@ -87,7 +87,7 @@ def test_a_step_that_says_nothing_of_prefill_is_not_told(
 
 
 def test_decodes_beside_a_long_prefill_are_not_counted_but_their_time_is(
-    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"prefills": 10 * BIG, "decodes": 1}, 0.5)
 
@@ -95,7 +95,7 @@ def test_decodes_beside_a_long_prefill_are_not_counted_but_their_time_is(
 
 
 def test_results_that_no_step_was_put_together_for_are_not_told(
-    speed: PrefillSpeed, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG}, 0.5)
     clock.now += 0.001
@@ -110,16 +110,16 @@ def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_co
     engine = make_engine(host=256, clock=clock)
     story = make_request("story", range(BIG + 1))
     engine.run(story)
-    assert engine.scheduling.matched(make_request("again", range(9)), 0) == 8
+    assert engine.scheduler.find_tokens(make_request("again", range(9)), 0) == 8
 
     # A hundred thousand tokens a second: five milliseconds are 500 of them.
     engine.allocate(make_request("other", ()), 128)
-    engine.scheduling.plan({"other": 512}, engine.tables.__getitem__)
+    engine.scheduler.plan_step({"other": 512}, engine.tables.__getitem__)
     clock.now += 512 / 100_000
-    engine.scheduling.hear(())
+    engine.scheduler.apply_reports(())
 
     assert engine.offload.statistics().prefill_tokens_per_s == pytest.approx(100_000)
-    assert engine.scheduling.matched(make_request("short", range(9)), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("short", range(9)), 0) == 0
     assert engine.offload.statistics().misses["recompute is quicker"] == 1
 
 
@@ -131,4 +131,4 @@ def test_where_nothing_is_told_every_hit_is_loaded(
     engine.run(make_request("story", range(9)))
 
     assert engine.offload.statistics().prefill_tokens_per_s is None
-    assert engine.scheduling.matched(make_request("again", range(9)), 0) == 8
+    assert engine.scheduler.find_tokens(make_request("again", range(9)), 0) == 8

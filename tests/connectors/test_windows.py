@@ -12,29 +12,29 @@ import pytest
 
 TOKENS = 4
 GROUPS = 6
-LEAVING = range(5)
+WINDOW_GROUPS = range(5)
 WINDOW_BLOCKS = 3
 
 
 def leave_windows(engine: Any, name: str, blocks: int) -> None:
     """What vLLM does before the next step: only the last blocks stay in groups with a window."""
-    for group in LEAVING:
+    for group in WINDOW_GROUPS:
         engine.tables[name][group][: blocks - WINDOW_BLOCKS] = [0] * (blocks - WINDOW_BLOCKS)
 
 
 def begin(engine: Any, request: Any) -> Any:
     """Plans the step that prefills a whole prompt."""
-    engine.scheduling.matched(request, 0)
+    engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, -(-request.num_tokens // TOKENS), groups=GROUPS)
     engine.compute(request)
-    told = engine.scheduling.plan({request.request_id: request.num_tokens}, engine.tables.get)
+    told = engine.scheduler.plan_step({request.request_id: request.num_tokens}, engine.tables.get)
     request.num_computed_tokens = request.num_tokens
     return told
 
 
 def work(engine: Any, told: Any) -> None:
-    engine.working.after_forward(told)
-    engine.scheduling.hear(engine.working.take_reports())
+    engine.worker.after_forward(told)
+    engine.scheduler.apply_reports(engine.worker.take_reports())
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def work(engine: Any, told: Any) -> None:
 def test_so_much_of_a_prefill_comes_back(
     make_engine: Any, make_request: Any, pool: int, blocks: int, free: int, back: int
 ) -> None:
-    engine = make_engine(pool=pool, groups=GROUPS, leaving=LEAVING)
+    engine = make_engine(pool=pool, groups=GROUPS, window_groups=WINDOW_GROUPS)
     engine.pool.free = free
     prompt = list(range(1000, 1000 + blocks * TOKENS + 1))
 
@@ -58,7 +58,7 @@ def test_so_much_of_a_prefill_comes_back(
     leave_windows(engine, "first", blocks)
     engine.step({"first": 1})
 
-    assert engine.scheduling.matched(make_request("again", prompt), 0) == back * TOKENS
+    assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == back * TOKENS
     assert engine.pool.pinned == 0
 
 
@@ -66,83 +66,83 @@ def test_a_full_pool_lends_what_is_copied_before_vllm_hands_out_blocks_again(
     make_engine: Any, make_request: Any
 ) -> None:
     """As on the CPU, where a step ends with its copies."""
-    engine = make_engine(pool=210, groups=GROUPS, leaving=LEAVING, step_blocks=10)
+    engine = make_engine(pool=210, groups=GROUPS, window_groups=WINDOW_GROUPS, step_blocks=10)
     prompt = list(range(1000, 1000 + 12 * TOKENS + 1))
 
     told = begin(engine, make_request("first", prompt))
     pinned = engine.pool.pinned
     work(engine, told)
 
-    assert pinned == 10 * len(LEAVING)
+    assert pinned == 10 * len(WINDOW_GROUPS)
     assert engine.pool.pinned == 0
-    assert engine.scheduling.matched(make_request("again", prompt), 0) == 10 * TOKENS
+    assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 10 * TOKENS
 
 
 def test_beside_a_load_which_is_copied_first_a_full_pool_lends_a_twentieth(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(pool=210, groups=GROUPS, leaving=LEAVING, step_blocks=10)
+    engine = make_engine(pool=210, groups=GROUPS, window_groups=WINDOW_GROUPS, step_blocks=10)
     saved = list(range(1000, 1000 + 2 * TOKENS + 1))
     work(engine, begin(engine, make_request("first", saved)))
     again = make_request("again", saved)
-    matched = engine.scheduling.matched(again, 0)
-    engine.scheduling.allocated(again, engine.allocate(again, 3, groups=GROUPS), matched)
+    matched = engine.scheduler.find_tokens(again, 0)
+    engine.scheduler.start_load(again, engine.allocate(again, 3, groups=GROUPS), matched)
 
     begin(engine, make_request("other", list(range(2000, 2000 + 12 * TOKENS + 1))))
 
-    assert engine.pool.pinned == 2 * len(LEAVING)
+    assert engine.pool.pinned == 2 * len(WINDOW_GROUPS)
 
 
 def test_saves_that_a_step_has_not_come_to_count_for_the_next(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(pool=210, groups=GROUPS, leaving=LEAVING, step_blocks=10)
+    engine = make_engine(pool=210, groups=GROUPS, window_groups=WINDOW_GROUPS, step_blocks=10)
     begin(engine, make_request("first", list(range(1000, 1000 + 8 * TOKENS + 1))))
 
     begin(engine, make_request("other", list(range(2000, 2000 + 8 * TOKENS + 1))))
 
-    assert engine.pool.pinned == 10 * len(LEAVING)
+    assert engine.pool.pinned == 10 * len(WINDOW_GROUPS)
 
 
 def test_only_groups_with_a_window_are_pinned(make_engine: Any, make_request: Any) -> None:
-    engine = make_engine(pool=400, groups=GROUPS, leaving=LEAVING)
+    engine = make_engine(pool=400, groups=GROUPS, window_groups=WINDOW_GROUPS)
 
     begin(engine, make_request("first", list(range(100, 113))))
 
-    assert engine.pool.pinned == 3 * len(LEAVING)
+    assert engine.pool.pinned == 3 * len(WINDOW_GROUPS)
 
 
 def test_what_a_request_keeps_itself_is_pinned_when_it_ends(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(pool=400, groups=GROUPS, leaving=LEAVING)
+    engine = make_engine(pool=400, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
     told = begin(engine, make_request("first", prompt))
 
-    engine.scheduling.finished("first")
+    engine.scheduler.finish_request("first")
     pinned = engine.pool.pinned
     work(engine, told)
 
     assert pinned == 3 * GROUPS
     assert engine.pool.pinned == 0
-    assert engine.scheduling.matched(make_request("again", prompt), 0) == 12
+    assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 12
 
 
 def test_a_save_whose_request_ends_is_given_up_where_a_group_cannot_be_pinned(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(pool=300, groups=GROUPS, leaving=LEAVING)
+    engine = make_engine(pool=300, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
     told = begin(engine, make_request("first", prompt))
 
-    engine.scheduling.finished("first")
-    after = engine.scheduling.plan({}, engine.tables.get)
+    engine.scheduler.finish_request("first")
+    after = engine.scheduler.plan_step({}, engine.tables.get)
     # vLLM gives the blocks of the group without a window to somebody else.
     engine.kv[-1] = 7.0
-    engine.working.after_forward(told)
+    engine.worker.after_forward(told)
     work(engine, after)
 
-    assert engine.scheduling.matched(make_request("again", prompt), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 0
     assert engine.pool.pinned == 0
     engine.offload.audit()
 
@@ -150,14 +150,14 @@ def test_a_save_whose_request_ends_is_given_up_where_a_group_cannot_be_pinned(
 def test_a_preempted_request_leaves_nothing_of_a_group_that_was_read_too_late(
     make_engine: Any, make_request: Any
 ) -> None:
-    engine = make_engine(pool=400, groups=GROUPS, leaving=LEAVING)
+    engine = make_engine(pool=400, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
     told = begin(engine, make_request("first", prompt))
 
-    after = engine.scheduling.plan({}, engine.tables.get, {"first"})
+    after = engine.scheduler.plan_step({}, engine.tables.get, {"first"})
     engine.kv[-1] = 7.0
-    engine.working.after_forward(told)
+    engine.worker.after_forward(told)
     work(engine, after)
 
-    assert engine.scheduling.matched(make_request("again", prompt), 0) == 0
+    assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 0
     assert engine.pool.pinned == 0

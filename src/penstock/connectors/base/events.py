@@ -1,9 +1,8 @@
-"""KV events under the names that vLLM gave the blocks, so that routers can follow both.
+"""KV events with the engine's own block hashes, so that a router can follow both caches.
 
-A router knows blocks by vLLM's hashes, from the events of vLLM's own cache. So that it
-understands that a block it knows now also lies in host memory, events from here carry the
-same hashes and say the same of each block as vLLM does, but for the medium. Penstock's keys
-never leave the process.
+A router knows blocks by the engine's hashes, from the events of the engine's device cache. Events
+from here carry the same hashes and the same description of each block, with host memory as the
+medium. Penstock's own keys never leave the process.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.connectors.vllm.keys import Request
+    from penstock.connectors.base.keys import EngineRequest
     from penstock.machine.kv_events import KvEvent
     from penstock.vocabulary.ids import Key
 
-    Describe = Callable[[Request, int], "Block"]
+    Describe = Callable[[EngineRequest, int], "AnnouncedBlock"]
 
 HELD_MAX = 1 << 20
-"""Blocks whose vLLM names are remembered; beyond it further ones are not announced."""
+"""Blocks whose engine hashes are kept; beyond it further ones are not announced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class AnnouncedBlock:
     """A block as a router knows it."""
 
     hash: bytes
@@ -36,42 +35,42 @@ class Block:
     adapter: str | None = None
     adapter_id: int | None = None
     extra_keys: tuple[object, ...] | None = None
-    """What beside tokens is in the hash, as vLLM keeps it."""
+    """What beside tokens is in the hash, as the engine keeps it."""
     session: str | None = None
-    """Of the request that had it stored."""
+    """The session of the request that saved it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A block lies in host memory from now on."""
+class StoredEvent:
+    """A block is now in host memory."""
 
-    block: Block
+    block: AnnouncedBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removed:
-    """Blocks lie there no more."""
+class RemovedEvent:
+    """Blocks are no longer in host memory."""
 
     hashes: list[bytes]
 
 
-class Announcer:
-    """From what happens in one tier to what vLLM publishes."""
+class EventAnnouncer:
+    """Turns events of one tier into events that the engine publishes."""
 
     def __init__(self, tier: str, *, describe: Describe) -> None:
-        """Nothing is known yet.
+        """Announces nothing yet.
 
         Args:
-            tier: Whose blocks are announced.
-            describe: What vLLM says of a block of a request, by its number.
+            tier: The tier whose blocks are announced.
+            describe: The engine's own description of a block of a request, by its number.
         """
         self._tier = tier
         self._describe = describe
-        self._expected: dict[Key, Block] = {}
+        self._expected: dict[Key, AnnouncedBlock] = {}
         self._stored: dict[Key, bytes] = {}
-        self._events: list[Stored | Removed] = []
+        self._events: list[StoredEvent | RemovedEvent] = []
 
-    def expect(self, request: Request, blocks: Iterable[tuple[int, Key]]) -> None:
+    def expect(self, request: EngineRequest, blocks: Iterable[tuple[int, Key]]) -> None:
         """These blocks of a request, by number and key, are being written."""
         for number, key in blocks:
             if len(self._expected) + len(self._stored) >= HELD_MAX or key in self._stored:
@@ -79,12 +78,12 @@ class Announcer:
             self._expected[key] = self._describe(request, number)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """The writing of these has ended; those that were not stored never will be."""
+        """The saves of these blocks have ended: those not stored by now never will be."""
         for key in keys:
             self._expected.pop(key, None)
 
     def note(self, events: Iterable[KvEvent]) -> None:
-        """What happened in the tiers since the last call."""
+        """Takes in what happened in the tiers since the last call."""
         for event in events:
             match event:
                 case BlocksStored() if event.tier == self._tier:
@@ -92,13 +91,13 @@ class Announcer:
                 case BlocksRemoved() if event.tier == self._tier:
                     self._note_removed(event.keys)
                 case AllCleared():
-                    # vLLM's own "all cleared" would speak for its device cache as well.
+                    # The engine's own "all cleared" event would cover its device cache as well.
                     self._note_removed(list(self._stored))
                 case _:
                     pass
 
-    def take(self) -> list[Stored | Removed]:
-        """What there is to publish."""
+    def take(self) -> list[StoredEvent | RemovedEvent]:
+        """The events to publish."""
         events, self._events = self._events, []
         return events
 
@@ -107,9 +106,9 @@ class Announcer:
             block = self._expected.pop(key, None)
             if block is not None:
                 self._stored[key] = block.hash
-                self._events.append(Stored(block=block))
+                self._events.append(StoredEvent(block=block))
 
     def _note_removed(self, keys: Iterable[Key]) -> None:
         hashes = [self._stored.pop(key) for key in keys if key in self._stored]
         if hashes:
-            self._events.append(Removed(hashes=hashes))
+            self._events.append(RemovedEvent(hashes=hashes))

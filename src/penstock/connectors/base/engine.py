@@ -1,0 +1,255 @@
+"""What a connector must know about the engine it serves, and the engine's KV as a device tier.
+
+`ServedEngine` describes an engine as values; the connector for an engine reads them from that
+engine's own configuration. `tier_of` turns the tensors that the engine registers into a tier: it
+reads strides and never guesses them.
+
+| the engine keeps                                   | layout here                              |
+|----------------------------------------------------|------------------------------------------|
+| on a GPU: K and V dense, [block, head, token, K|V] | a plane K and a plane V, by head         |
+| on a GPU: latent KV, [block, 1, token, channel]    | a latent plane                           |
+| K and V apart within a block, [block, 2, token, …] | opaque blocks, one a layer               |
+| content that only its kernels can read             | opaque blocks, one a layer               |
+| on the CPU: blocks packed for an instruction set   | opaque blocks; the set is in the form    |
+
+The tensors are views in logical order; the physical order shows in their strides alone. Groups of
+a hybrid model share one pool of pages: their tensors overlap, and block ids keep them apart.
+
+The one rule: an engine or a block layout that is not understood is refused with a reason, and the
+engine then runs without Penstock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.errors import UnavailableError
+from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
+from penstock.vocabulary.layers import GroupKind, HeadRange
+from penstock.vocabulary.layout import Layout
+from penstock.vocabulary.planes import Axis, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from penstock.config import Config
+
+HEADS = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
+LATENT = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that share a block table."""
+
+    kind: GroupKind
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    channels: int = 0
+    """Channels of K, where K and V lie dense side by side; 0 where only the engine reads them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """One engine: a scheduler and its ranks."""
+
+    name: str
+    """Names the engine among those of the machine, the same on all its ranks."""
+    groups: tuple[LayerGroup, ...]
+    block_count: int
+    rank_count: int
+    rank: int = 0
+    """The number of this rank, in a worker."""
+    equal_ranks: bool = False
+    """Whether every rank holds the same bytes."""
+    kv_dtype: str = "bfloat16"
+    kv_heads: int = 1
+    """KV heads of the whole model, for those layers that have heads."""
+    unsupported: tuple[str, ...] = ()
+    """Options of the engine that the connector does not support."""
+    asynchronous: tuple[str, ...] = ()
+    """Options that let a step's results be used before the engine can take them back."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block, the same in every group."""
+        return self.groups[0].block_tokens
+
+    @property
+    def window_groups(self) -> tuple[int, ...]:
+        """The KV groups in which a request loses blocks while it runs."""
+        whole = {GroupKind.ATTENTION, GroupKind.LATENT}
+        return tuple(at for at, group in enumerate(self.groups) if group.kind not in whole)
+
+    @property
+    def blocks_stay(self) -> bool:
+        """Whether a request keeps every block it was given, in the one group there is."""
+        return len(self.groups) == 1 and not self.window_groups
+
+    def why_not(self) -> str:
+        """Why this engine must run without Penstock; empty if it need not."""
+        if self.unsupported:
+            return "; ".join(self.unsupported)
+        if not self.groups:
+            return "the model has no KV cache"
+        sizes = sorted({group.block_tokens for group in self.groups})
+        if len(sizes) > 1:
+            return f"KV groups have blocks of {' and '.join(map(str, sizes))} tokens, must be equal"
+        return ""
+
+    def why_not_layerwise(self) -> str:
+        """Why no step may compute on loads before they are verified; empty if one may.
+
+        vLLM can take such a step back where a block id identifies its request, and where all KV
+        before the block is still there.
+        """
+        if not self.blocks_stay:
+            kinds = ", ".join(group.kind.name.lower() for group in self.groups)
+            return (
+                f"is true with {len(self.groups)} KV groups ({kinds}), must be false: a step on "
+                "damaged blocks can be taken back with one group only, of attention or latent KV"
+            )
+        if self.asynchronous:
+            return f"is true, must be false, or: {'; '.join(self.asynchronous)}"
+        return ""
+
+    def fit_config(self, config: Config, *, layerwise: bool = False) -> Config:
+        """The configuration with device blocks, block size, ranks and KV groups of this engine.
+
+        Tiers and policies stay as the file has them.
+        """
+        cache = replace(
+            config.cache,
+            device=None,
+            block_tokens=self.block_tokens,
+            rank_count=self.rank_count,
+            group_count=len(self.groups),
+        )
+        shared = self.equal_ranks and self.rank_count > 1 and _has_host_hub(config)
+        model = replace(config.model, kv_dtype=self.kv_dtype)
+        layer_wise = "auto" if layerwise else config.layer_wise
+        return replace(config, cache=cache, equal_ranks=shared, model=model, layer_wise=layer_wise)
+
+
+def _has_host_hub(config: Config) -> bool:
+    return bool(config.tier_kinds) and config.tier_kinds[0].name == "host"
+
+
+def tier_of(
+    engine: ServedEngine, caches: Mapping[str, torch.Tensor], encoding_of: Callable[[str], str]
+) -> TensorTier:
+    """The engine's KV as a device tier.
+
+    Args:
+        engine: The engine, as this rank sees it.
+        caches: The tensor of each layer.
+        encoding_of: Which kernels wrote a layer's blocks, for blocks only they can read.
+
+    Raises:
+        UnavailableError: the layout of the tensors is not supported.
+    """
+    numbers = layer_numbers(engine, caches)
+    layouts: list[Layout] = []
+    storages: list[torch.UntypedStorage] = []
+    for group in engine.groups:
+        held = _group(engine, group, caches, numbers, encoding_of)
+        # Each group by itself: tensors of different groups may share memory.
+        layouts.append(TensorTier.of([held], block_tokens=engine.block_tokens).layout)
+        storages += _storages(held)
+    return TensorTier(Layout.join(layouts[0], *layouts[1:]), storages)
+
+
+def layer_numbers(engine: ServedEngine, caches: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The number of each layer in the layout; one that uses another's KV has the other's."""
+    places = {name: number for number, name in enumerate(sorted(caches, key=_natural))}
+    numbers: dict[str, int] = {}
+    for group in engine.groups:
+        owners: dict[int, int] = {}
+        for name in sorted(group.layer_names, key=_natural):
+            numbers[name] = owners.setdefault(caches[name].data_ptr(), places[name])
+    return numbers
+
+
+def _group(
+    engine: ServedEngine,
+    group: LayerGroup,
+    caches: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, int],
+    encoding_of: Callable[[str], str],
+) -> TensorGroup:
+    seen: set[int] = set()
+    layers: list[TensorLayer] = []
+    kind, heads = group.kind, None
+    for name in sorted(group.layer_names, key=_natural):
+        tensor = _whole_blocks(name, caches[name], engine.block_count)
+        # Layers that use another layer's KV are registered with its tensor.
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        planes = _planes(group, tensor) or [Held.opaque(_opaque(name, tensor), encoding_of(name))]
+        if planes[0].encoding:
+            kind = GroupKind.OPAQUE
+        elif planes[0].axes == HEADS:
+            heads = _heads(engine, tensor.shape[1])
+        layers.append(TensorLayer(number=numbers[name], planes=planes))
+    return TensorGroup(kind=kind, layers=layers, heads=None if kind is GroupKind.OPAQUE else heads)
+
+
+def _storages(group: TensorGroup) -> list[torch.UntypedStorage]:
+    """The storages of a group in the order in which its layout numbers them."""
+    tensors = [held.tensor for layer in group.layers for held in layer.planes]
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return list(found.values())
+
+
+def _whole_blocks(name: str, tensor: torch.Tensor, block_count: int) -> torch.Tensor:
+    """The tensor with one of the engine's blocks along its first axis.
+
+    Some kernels have smaller blocks than the engine, several of which then follow each other.
+    """
+    if tensor.shape[0] == block_count:
+        return tensor
+    parts, rest = divmod(tensor.shape[0], block_count)
+    if rest or parts < 1 or not tensor.is_contiguous():
+        raise UnavailableError(
+            f"layer {name} is a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tuple(tensor.stride())}, must have {block_count} blocks along its first axis, or a "
+            "multiple of it without gaps"
+        )
+    return tensor.view(block_count, -1)
+
+
+def _planes(group: LayerGroup, tensor: torch.Tensor) -> list[Held]:
+    """The planes of a layer that can be described number by number; else nothing."""
+    if tensor.device.type == "cpu" or tensor.ndim != len(HEADS):
+        return []
+    if group.kind is GroupKind.LATENT:
+        return [Held.of(Role.LATENT, tensor[:, 0], LATENT)] if tensor.shape[1] == 1 else []
+    if not 0 < group.channels < tensor.shape[-1]:
+        return []
+    key, value = tensor[..., : group.channels], tensor[..., group.channels :]
+    return [Held.of(Role.K, key, HEADS), Held.of(Role.V, value, HEADS)]
+
+
+def _opaque(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor[0].is_contiguous():
+        raise UnavailableError(
+            f"layer {name} has blocks of shape {tuple(tensor.shape[1:])} and strides "
+            f"{tuple(tensor.stride()[1:])}: only blocks in one run of bytes can be moved unread"
+        )
+    return tensor
+
+
+def _heads(engine: ServedEngine, count: int) -> HeadRange:
+    """Which of the model's heads this rank holds; where there are too few, ranks repeat them."""
+    total = max(engine.kv_heads, count)
+    first = engine.rank * total // engine.rank_count
+    return HeadRange(first=min(first, total - count), count=count, total=total)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sorts `layers.10` behind `layers.9`."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in name.split("."))
