@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import os
 import select
+import socket
+import subprocess
+import threading
 import time
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.supervisor import inherited
 from penstock.supervisor.client import Supervisor
+from penstock.supervisor.link import Link
 from penstock.supervisor.messages import Exited, Started
 from penstock.transport.base import Closed, Empty
 
@@ -79,6 +84,45 @@ def test_the_engines_poll_hears_of_events(lab: Lab) -> None:
     assert poller.poll(60_000)
     assert lab.supervisor.events() == [Exited(name="run", pid=pid, signal=9)]
     assert poller.poll(0) == []
+
+
+def test_a_look_loses_no_event(lab: Lab) -> None:
+    poller = select.poll()
+    poller.register(lab.supervisor.descriptor, select.POLLIN)
+    pid = lab.start("run")
+    lab.supervisor.events()
+    os.kill(pid, 9)
+    assert poller.poll(60_000)
+
+    assert lab.supervisor.look() is None
+
+    assert lab.supervisor.events() == [Exited(name="run", pid=pid, signal=9)]
+
+
+def test_a_request_waits_until_the_supervisor_has_room_for_it() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near.settimeout(0)
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+        stack.callback(process.kill)
+        stack.enter_context(near)
+        stack.enter_context(far)
+        link = Link(near, process)
+        stack.callback(link.lose)
+        packets = 0
+        with suppress(BlockingIOError):
+            while near.send(b"x" * 1000):
+                packets += 1
+        read: list[bytes] = []
+        reader = threading.Thread(
+            target=lambda: read.extend(far.recv(2000) for _ in range(packets + 1))
+        )
+
+        reader.start()
+        link.send(b"a request", None, deadline=time.monotonic() + 30)
+
+        reader.join(30)
+        assert read[-1] == b"a request"
 
 
 def test_no_event_is_empty_and_costs_the_deadline(supervisor: Supervisor) -> None:

@@ -7,6 +7,8 @@ import select
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.supervisor.crew import Crew
 from penstock.supervisor.holdings import Holdings
 from penstock.supervisor.messages import Done, Exited, GaveUp, Refused, Started
@@ -87,6 +89,15 @@ def test_a_restart_comes_when_its_time_has_come_and_not_before(tmp_path: Path) -
         played.play_until_waiting(111.0)
 
         assert played.crew.due() == 111.0 + 20.0
+
+
+def test_the_crew_is_due_when_the_first_of_its_processes_is(tmp_path: Path) -> None:
+    with stage() as played:
+        first = spec_of(STUCK, tmp_path)
+        played.crew.start(1, first, 100.0)
+        played.crew.start(2, msgspec.structs.replace(first, name="other"), 105.0)
+
+        assert played.crew.due() == 100.0 + READY_S
 
 
 def test_after_the_last_restart_it_is_given_up(tmp_path: Path) -> None:

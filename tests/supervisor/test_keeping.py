@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING
 
-from penstock.supervisor.holdings import HELD_MAX
-from penstock.supervisor.messages import Exited
+import pytest
+
+from penstock.supervisor.holdings import HELD_MAX, Holdings
+from penstock.supervisor.messages import Exited, Hold, Refused, decode_answer, encode
 from penstock.supervisor.spec import OnFailure
+from penstock.supervisor.wishes import Heard, hear_wish
 
 if TYPE_CHECKING:
     from tests.supervisor.conftest import Lab
@@ -59,6 +63,23 @@ def test_there_is_a_limit_and_the_process_is_told(lab: Lab) -> None:
     # The line itself is held, too.
     assert told.startswith(f"keep-too-much kept {HELD_MAX - 1} then the supervisor does not keep")
     assert after == "keep-too-much kept one anew"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_wish_without_one_descriptor_is_refused_and_nothing_is_kept(count: int) -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        frame = encode(Hold(request=7, name="arena"))
+        socket.send_fds(near, [frame], [near.fileno()] * count)
+        holdings = Holdings()
+
+        heard = hear_wish(far, holdings, "rank")
+
+        assert heard is Heard.WISH
+        answer = decode_answer(near.recv(1000))
+    assert isinstance(answer, Refused)
+    assert answer.request == 7
+    assert holdings.kept_by("rank") == {}
 
 
 def test_who_is_not_to_keep_anything_has_no_keeper(lab: Lab) -> None:

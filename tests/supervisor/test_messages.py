@@ -102,6 +102,18 @@ def test_a_request_that_is_too_long_is_not_even_sent() -> None:
         ms.encode(ms.StartProcess(request=1, spec=spec))
 
 
+def test_a_time_to_stop_in_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stop_s is -1, must be in \[0, 3600\]"):
+        ms.StopProcess(request=1, name="rank", stop_s=-1)
+
+
+def test_what_is_no_message_is_the_answer_to_no_request() -> None:
+    with pytest.raises(ms.MessageError) as caught:
+        ms.decode_request(bytes([ms.VERSION]) + b"no message")
+
+    assert caught.value.request == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -188,6 +188,7 @@ def test_a_party_with_nothing_to_do_is_to_be_called_in_time_to_ask_silent_peers(
 
     dues = [party.next_deadline() for party in world.parties.values()]
 
+    assert not any(party.has_work for party in world.parties.values())
     assert all(due is not None and world.now < due <= latest for due in dues)
 
 

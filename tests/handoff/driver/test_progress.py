@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.fixtures.handoff_pair import LAYERS
+from penstock.handoff.driver.prefill_rank import DRIVE_S
 from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.protocol.interface import Progress
 
@@ -120,6 +121,37 @@ def test_nothing_comes_of_a_step_that_was_abandoned() -> None:
     assert events.poll() == []
     assert not events.busy
     assert device.closed == 1
+
+
+class Slow:
+    """A source that is busy until its time is up, and tells how long it was driven."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.driven: list[float] = []
+
+    @property
+    def busy(self) -> bool:
+        return self.now < 101.0
+
+    def poll(self) -> list[Progress]:
+        return []
+
+    def drive(self, until: float) -> list[Progress]:
+        self.driven.append(until - self.now)
+        self.now = until
+        return []
+
+
+def test_a_rank_that_is_driven_takes_a_step_in_between_and_ends_in_time(
+    make_world: MakeWorld,
+) -> None:
+    source = Slow()
+    world = make_world(sources={"prefill/0": source}, clock=lambda: source.now)
+
+    world.sending["prefill/0"].drive(100.0 + 2.5 * DRIVE_S)
+
+    assert source.driven == pytest.approx([DRIVE_S, DRIVE_S, 0.5 * DRIVE_S])
 
 
 def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: MakeWorld) -> None:

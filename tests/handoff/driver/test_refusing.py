@@ -137,7 +137,16 @@ def test_a_claim_of_more_than_its_area_holds_is_refused(world: World) -> None:
     claim, _ = claim_of(world)
     rank = world.sending["prefill/0"]
     small = world.fabric.target().open_area("prefill/0", 100)
+    closed = []
+    connect = rank._connect
 
+    def watched(description: bytes) -> Any:
+        link = connect(description)
+        close = link.close
+        link.close = lambda: (closed.append(description), close())  # type: ignore[method-assign]
+        return link
+
+    rank._connect = watched
     say(
         world,
         "decode/0",
@@ -147,6 +156,7 @@ def test_a_claim_of_more_than_its_area_holds_is_refused(world: World) -> None:
     rank.step()
 
     assert rank.refused["area"] == 1
+    assert closed == [small.description]
     assert rank.machine.lanes["decode/0"].generation == claim.generation
 
 
