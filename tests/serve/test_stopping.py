@@ -217,7 +217,7 @@ def test_an_open_server_warns_in_capitals_and_has_no_torch(
 
         # What computes has torch; what answers needs none.
         assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
-        assert local.status_code == 200
+        assert local.status_code == 200, f"{local.text}\n{log.read_text()}"
         assert rebound.status_code == page.status_code == 403
         assert page.json()["error"]["type"] == "permission_error"
     assert "LISTENING ON 0.0.0.0 WITHOUT AN API KEY" in log.read_text()
