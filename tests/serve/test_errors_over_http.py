@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
+from penstock.observe.metrics import ServerMetrics
 from penstock.serve import app
-from penstock.serve.metrics import Metrics
 from penstock.serve.router import Router
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def test_a_body_that_is_too_large_is_refused(server: Running) -> None:
 def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:
     text: Any = None
     settings = app.ServerSettings(body_s=0.05)
-    served = app.Server(Router(), text, Metrics(), model="m", settings=settings).app()
+    served = app.Server(Router(), text, ServerMetrics(), model="m", settings=settings).app()
     sent: list[Any] = []
     first = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]
 

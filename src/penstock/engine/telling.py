@@ -13,14 +13,13 @@ import msgspec
 
 from penstock.config import parse_config
 from penstock.engine.requests import Phase
+from penstock.observe.statistics import InstanceStatistics
 
 if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
     from penstock.engine.engine import Engine
     from penstock.engine.messages import Ask
     from penstock.engine.spec import InstanceSpec
-
-PHASES = (Phase.WAITING, Phase.LOADING, Phase.RUNNING, Phase.CLAIMING)
 
 
 def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int) -> bytes:
@@ -53,20 +52,24 @@ def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
     return heads * architecture.head_dim * int(spec.torch_dtype.itemsize)
 
 
-def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:
-    return {
-        "instance": spec.name,
-        "role": spec.role.value,
-        "weights_version": parse_config(spec.config).model.weights_version,
-        "cache": engine.cache.statistics(),
-        "health": engine.cache.health(),
-        **{phase.value: engine.scheduler.count(phase) for phase in PHASES},
-        "preemptions": engine.scheduler.preemptions,
-        "handoffs": engine.handoff_outcomes,
-        "handed_bytes": engine.handed.bytes_moved,
-        "handed_parts_verified": engine.handed.parts_verified,
-        "token_bytes": token_bytes,
-    }
+def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> InstanceStatistics:
+    count = engine.scheduler.count
+    return InstanceStatistics(
+        instance=spec.name,
+        role=spec.role.value,
+        weights_version=parse_config(spec.config).model.weights_version,
+        cache=engine.cache.statistics(),
+        health=engine.cache.health(),
+        waiting=count(Phase.WAITING),
+        loading=count(Phase.LOADING),
+        running=count(Phase.RUNNING),
+        claiming=count(Phase.CLAIMING),
+        preemptions=engine.scheduler.preemptions,
+        handoffs=engine.handoff_outcomes,
+        handed_bytes=engine.handed.bytes_moved,
+        handed_parts_verified=engine.handed.parts_verified,
+        token_bytes=token_bytes,
+    )
 
 
 def _timeline(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str, Any]:

@@ -25,11 +25,13 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.engine.defaults import Defaults
+from penstock.observe.statistics import InstanceStatistics
 from penstock.serve import errors
 from penstock.serve.asking import Asking
 from penstock.serve.encoding import Encoder
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.messages import What
     from penstock.engine.text import Text
-    from penstock.serve.metrics import Metrics
+    from penstock.observe.metrics import ServerMetrics
     from penstock.serve.router import Router
 
 TENANT_CHARACTERS_MAX = 128
@@ -71,7 +73,7 @@ class Server:
         self,
         router: Router,
         text: Text,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         *,
         model: str,
         settings: ServerSettings,
@@ -147,7 +149,11 @@ class Server:
         asked = await asyncio.gather(
             *(link.ask("statistics") for link in self._router.ready), return_exceptions=True
         )
-        told = [json.loads(each) for each in asked if isinstance(each, bytes)]
+        told = [
+            msgspec.json.decode(each, type=InstanceStatistics)
+            for each in asked
+            if isinstance(each, bytes)
+        ]
         text = self._metrics.text(told, retries=self._router.retries)
         return Response(text, media_type="text/plain; version=0.0.4")
 

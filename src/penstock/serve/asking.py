@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from penstock.engine.defaults import Defaults
     from penstock.engine.text import Text
+    from penstock.observe.metrics import ServerMetrics
     from penstock.serve.encoding import Encoder
     from penstock.serve.generating import Admission
-    from penstock.serve.metrics import Metrics
     from penstock.serve.router import Router
 
 
@@ -37,7 +37,7 @@ class Asking:
         router: Router,
         encoder: Encoder,
         text: Text,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         admission: Admission,
         *,
         model: str,

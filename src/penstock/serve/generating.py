@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from penstock.engine import messages as ms
+    from penstock.observe.metrics import ServerMetrics
     from penstock.serve.answers import Reader
     from penstock.serve.forms import Form
-    from penstock.serve.metrics import Metrics
     from penstock.serve.router import Router
 
 
@@ -71,7 +71,7 @@ class Generating:
     tells_usage: bool
     """Whether a stream ends with the usage."""
     router: Router
-    metrics: Metrics
+    metrics: ServerMetrics
     admission: Admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,13 +27,13 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
+from penstock.observe.metrics import ServerMetrics
 from penstock.runtime.signals import StopSignal
 from penstock.serve.access import AccessLog
 from penstock.serve.app import Server, ServerSettings
 from penstock.serve.http import HttpServer, raise_descriptor_limit
 from penstock.serve.link import Link
 from penstock.serve.listening import address_of
-from penstock.serve.metrics import Metrics
 from penstock.serve.plan import instances_of, secrets_of
 from penstock.serve.processes import Processes
 from penstock.serve.role_secret import SECRET_BYTES
@@ -101,7 +101,7 @@ class Serving:
         self.server = Server(
             self.router,
             Text.of(model.path),
-            Metrics(),
+            ServerMetrics(),
             model=config.model.name,
             defaults=defaults_of(model),
             settings=ServerSettings(

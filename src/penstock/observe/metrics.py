@@ -1,0 +1,383 @@
+"""Every Prometheus metric of `penstock serve`: a new one is a row in `METRICS`.
+
+| what is measured            | is counted in                        | becomes a metric in      |
+|-----------------------------|--------------------------------------|--------------------------|
+| what an instance's cache did | `machine/books.py`, `statistics.py`  | a row of `METRICS`       |
+| an engine's requests         | `observe/statistics.py`              | a row of `METRICS`       |
+| what the server saw itself   | `ServerMetrics`, where it passes     | a field of `ServerMetrics` |
+
+Instances report `InstanceStatistics`, which `/cache` shows as well, so both pages agree.
+`tests/observe/test_metrics.py` requires that every number of the statistics has a row here and
+that docs/serving.md lists every metric.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from prometheus_client.core import Metric
+
+    from penstock.machine.statistics import HopStatistics, TierStatistics
+    from penstock.observe.statistics import InstanceStatistics
+
+COUNTER = CounterMetricFamily
+"""Only grows; its name on the page ends with `_total`."""
+GAUGE = GaugeMetricFamily
+
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+Samples: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
+"""Values of further labels, and the number; `None` where nothing was measured."""
+
+
+class Row(NamedTuple):
+    """A metric of each instance; `instance` is its first label."""
+
+    name: str
+    """Without `penstock_` before it and `_total` behind it."""
+    kind: type[CounterMetricFamily | GaugeMetricFamily]
+    about: str
+    read: Callable[[InstanceStatistics], Samples]
+    labels: tuple[str, ...] = ()
+
+
+def one(read: Callable[[InstanceStatistics], float | None]) -> Callable[..., Samples]:
+    """Reads a metric that has no further labels."""
+    return lambda told: [((), read(told))]
+
+
+def by_tier(read: Callable[[TierStatistics], float | None]) -> Callable[..., Samples]:
+    """Reads a metric of each tier."""
+    return lambda told: [((tier.name,), read(tier)) for tier in told.cache.tiers]
+
+
+def by_hop(read: Callable[[HopStatistics], float | None]) -> Callable[..., Samples]:
+    """Reads a metric of each pair of tiers between which blocks are copied."""
+    return lambda told: [((hop.source, hop.target), read(hop)) for hop in told.cache.hops]
+
+
+def by_name(read: Callable[[InstanceStatistics], dict[str, int]]) -> Callable[..., Samples]:
+    """Reads counts that have names."""
+    return lambda told: [((name,), count) for name, count in read(told).items()]
+
+
+_TIER = ("tier",)
+_HOP = ("source", "target")
+
+METRICS = (
+    Row(
+        "requests_now",
+        GAUGE,
+        "Answers by phase",
+        by_name(
+            lambda told: {
+                "waiting": told.waiting,
+                "loading": told.loading,
+                "claiming": told.claiming,
+                "running": told.running,
+            }
+        ),
+        ("phase",),
+    ),
+    Row("healthy", GAUGE, "1 if nothing is wrong", one(lambda told: told.health.ok)),
+    Row(
+        "preemptions",
+        COUNTER,
+        "Answers that gave their blocks back",
+        one(lambda told: told.preemptions),
+    ),
+    Row(
+        "handoffs",
+        COUNTER,
+        "Handoffs by how they ended",
+        by_name(lambda told: told.handoffs),
+        ("outcome",),
+    ),
+    Row(
+        "handed_bytes",
+        COUNTER,
+        "Bytes of KV that were handed over, or taken in",
+        one(lambda told: told.handed_bytes),
+    ),
+    Row(
+        "handed_parts_verified",
+        COUNTER,
+        "Parts of handoffs whose checksums agreed",
+        one(lambda told: told.handed_parts_verified),
+    ),
+    # The cache: requests.
+    Row(
+        "cache_requests",
+        COUNTER,
+        "Requests that asked for their prefix",
+        one(lambda told: told.cache.requests),
+    ),
+    Row(
+        "cache_requests_refused",
+        COUNTER,
+        "Requests for which there was no room",
+        one(lambda told: told.cache.requests_refused),
+    ),
+    Row(
+        "cache_misses",
+        COUNTER,
+        "Requests by why no more was found",
+        by_name(lambda told: told.cache.misses),
+        ("why",),
+    ),
+    Row(
+        "cache_tokens_asked",
+        COUNTER,
+        "Prompt tokens that were asked for",
+        one(lambda told: told.cache.tokens_asked),
+    ),
+    Row(
+        "cache_tokens_not_delivered",
+        COUNTER,
+        "Tokens found whose blocks could not be brought to the device",
+        one(lambda told: told.cache.tokens_not_delivered),
+    ),
+    Row(
+        "cache_tokens_computed_instead",
+        COUNTER,
+        "Tokens found, but quicker to compute than to load",
+        one(lambda told: told.cache.tokens_computed_instead),
+    ),
+    Row("cache_leases", GAUGE, "Requests that hold blocks", one(lambda told: told.cache.leases)),
+    Row(
+        "cache_leases_lost",
+        COUNTER,
+        "Requests whose blocks were lost while they held them",
+        one(lambda told: told.cache.leases_lost),
+    ),
+    Row("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda told: told.cache.pins)),
+    # The cache: blocks.
+    Row(
+        "cache_blocks_known",
+        GAUGE,
+        "Blocks in the index",
+        one(lambda told: told.cache.blocks_known),
+    ),
+    Row(
+        "cache_blocks_hollow",
+        GAUGE,
+        "Blocks in the index without a copy, before cached ones",
+        one(lambda told: told.cache.blocks_hollow),
+    ),
+    Row(
+        "cache_blocks_published",
+        COUNTER,
+        "Blocks that became available to others",
+        one(lambda told: told.cache.blocks_published),
+    ),
+    Row(
+        "cache_blocks_twinned",
+        COUNTER,
+        "Blocks that two requests computed at the same time",
+        one(lambda told: told.cache.blocks_twinned),
+    ),
+    Row(
+        "cache_blocks_corrupt",
+        COUNTER,
+        "Blocks whose sums did not agree",
+        one(lambda told: told.cache.blocks_corrupt),
+    ),
+    Row(
+        "cache_blocks_dropped_unsaved",
+        COUNTER,
+        "Blocks evicted before they were written down",
+        one(lambda told: told.cache.blocks_dropped_unsaved),
+    ),
+    Row(
+        "cache_saves_refused",
+        COUNTER,
+        "Blocks that no lower tier had room for",
+        one(lambda told: told.cache.saves_refused),
+    ),
+    # The cache: copies.
+    Row(
+        "cache_operations_started",
+        COUNTER,
+        "Copies that were begun",
+        one(lambda told: told.cache.operations_started),
+    ),
+    Row(
+        "cache_operations_ended",
+        COUNTER,
+        "Copies by how they ended",
+        by_name(lambda told: told.cache.operations_ended),
+        ("outcome",),
+    ),
+    Row(
+        "cache_operations_running",
+        GAUGE,
+        "Copies under way",
+        one(lambda told: told.cache.operations_running),
+    ),
+    Row(
+        "cache_operations_ending",
+        GAUGE,
+        "Copies given up whose slots may still be written to",
+        one(lambda told: told.cache.operations_ending),
+    ),
+    Row(
+        "cache_reports_late",
+        COUNTER,
+        "Reports of ranks on copies that had ended",
+        one(lambda told: told.cache.reports_late),
+    ),
+    Row(
+        "cache_reports_lost",
+        COUNTER,
+        "Reports of ranks that never came",
+        one(lambda told: told.cache.reports_lost),
+    ),
+    # What decides between loading and computing; absent while nothing was measured.
+    Row(
+        "prefill_tokens_per_second",
+        GAUGE,
+        "Moving median of the speeds that the engine reported",
+        one(lambda told: told.cache.prefill_tokens_per_s),
+    ),
+    Row(
+        "hop_tokens_per_second",
+        GAUGE,
+        "Moving median of a hop",
+        by_hop(lambda hop: hop.tokens_per_s),
+        _HOP,
+    ),
+    Row(
+        "hop_bytes_per_second",
+        GAUGE,
+        "The same in bytes, on each rank",
+        by_hop(lambda hop: hop.bytes_per_s),
+        _HOP,
+    ),
+    Row(
+        "hop_blocks_queued",
+        GAUGE,
+        "Blocks asked for that have not arrived",
+        by_hop(lambda hop: hop.blocks_queued),
+        _HOP,
+    ),
+    # Tiers.
+    Row("tier_on", GAUGE, "1 if the tier is used", by_tier(lambda tier: tier.on), _TIER),
+    Row("tier_slots", GAUGE, "Slots of a tier", by_tier(lambda tier: tier.slots), _TIER),
+    Row("tier_free", GAUGE, "Slots without a block", by_tier(lambda tier: tier.free), _TIER),
+    Row(
+        "tier_filling",
+        GAUGE,
+        "Slots whose block is being written",
+        by_tier(lambda tier: tier.filling),
+        _TIER,
+    ),
+    Row("tier_ready", GAUGE, "Blocks that can be found", by_tier(lambda tier: tier.ready), _TIER),
+    Row(
+        "tier_leaving",
+        GAUGE,
+        "Slots whose block is being written down before eviction",
+        by_tier(lambda tier: tier.leaving),
+        _TIER,
+    ),
+    Row(
+        "tier_doomed",
+        GAUGE,
+        "Slots that cannot be reused yet: something may still write to them",
+        by_tier(lambda tier: tier.doomed),
+        _TIER,
+    ),
+    Row("tier_held", GAUGE, "Blocks in use", by_tier(lambda tier: tier.held), _TIER),
+    Row(
+        "tier_tokens_cached",
+        COUNTER,
+        "Tokens found here",
+        by_tier(lambda tier: tier.tokens_cached),
+        _TIER,
+    ),
+    Row(
+        "tier_blocks_evicted",
+        COUNTER,
+        "Copies that made room",
+        by_tier(lambda tier: tier.blocks_evicted),
+        _TIER,
+    ),
+    Row(
+        "tier_ready_seconds",
+        GAUGE,
+        "Until its memory could be used, when it was opened, on the slowest rank",
+        by_tier(lambda tier: tier.ready_s),
+        _TIER,
+    ),
+)
+"""What every instance reports."""
+
+
+class ServerMetrics:
+    """What a server has seen itself, and the page of all metrics."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "penstock_requests",
+            "Requests by how they ended",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self.first_token_s = Histogram(
+            "penstock_first_token_seconds",
+            "From the request to its first text",
+            buckets=FIRST_TOKEN_S,
+            registry=self._registry,
+        )
+        self.between_tokens_s = Histogram(
+            "penstock_between_tokens_seconds",
+            "From one piece of text to the next",
+            buckets=BETWEEN_TOKENS_S,
+            registry=self._registry,
+        )
+        self.prompt_tokens = Counter(
+            "penstock_prompt_tokens", "Tokens of prompts", registry=self._registry
+        )
+        self.generated_tokens = Counter(
+            "penstock_generated_tokens", "Tokens of answers", registry=self._registry
+        )
+
+    def text(self, instances: Sequence[InstanceStatistics], *, retries: int) -> bytes:
+        """All metrics in Prometheus' text format.
+
+        Args:
+            instances: What each instance reports.
+            retries: Requests that the router sent to another instance.
+        """
+        behind = CollectorRegistry()
+        behind.register(_Instances(instances, retries))
+        return generate_latest(self._registry) + generate_latest(behind)
+
+
+class _Instances:
+    """What the instances reported, as a collector."""
+
+    def __init__(self, instances: Sequence[InstanceStatistics], retries: int) -> None:
+        self._instances = instances
+        self._retries = retries
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric of every instance."""
+        retries = COUNTER("penstock_retries", "Requests sent to another instance")
+        retries.add_metric([], self._retries)
+        yield retries
+        for row in METRICS:
+            family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
+            for told in self._instances:
+                for labels, value in row.read(told):
+                    # A rate that nobody knows is no zero.
+                    if value is not None:
+                        family.add_metric([told.instance, *labels], value)
+            yield family

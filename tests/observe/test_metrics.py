@@ -1,0 +1,135 @@
+"""What Prometheus reads: the rates that decide between loading and computing are among it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import penstock
+from penstock.machine.statistics import CacheStatistics, HopStatistics, TierStatistics
+from penstock.observe.metrics import COUNTER, METRICS, ServerMetrics
+from penstock.observe.statistics import InstanceStatistics
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+NO_METRIC = {
+    "epoch": "a number for the protocol, not a measurement",
+    "healthy": "the same as `health`, of which there is a metric",
+    "lost_ranks": "a lost rank shows in `health`",
+    "name": "a label",
+    "source": "a label",
+    "target": "a label",
+    "hops": "has metrics of its own",
+    "tiers": "has metrics of its own",
+}
+
+CONFIG = penstock.parse_config(
+    'version = 1\nmodel.name = "none"\ncache = { block_tokens = 4, blocks = 8 }\n'
+    'tiers = [{ name = "host", kind = "host", blocks = 16, huge_pages = "never" }]\n'
+)
+
+
+def told_by(cache: penstock.Cache) -> InstanceStatistics:
+    """What an instance reports, as it arrives at the server."""
+    told = InstanceStatistics(
+        instance="instance-0",
+        role="both",
+        weights_version="1",
+        cache=cache.statistics(),
+        health=cache.health(),
+        waiting=1,
+        loading=2,
+        running=3,
+        claiming=4,
+        preemptions=5,
+        handoffs={"delivered": 6},
+        handed_bytes=7,
+        handed_parts_verified=8,
+        token_bytes=9,
+    )
+    return msgspec.json.decode(msgspec.json.encode(told), type=InstanceStatistics)
+
+
+def scraped(cache: penstock.Cache) -> dict[str, list[tuple[dict[str, str], float]]]:
+    text = ServerMetrics().text([told_by(cache)], retries=0).decode()
+    return {
+        family.name: [(sample.labels, sample.value) for sample in family.samples]
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_rates_are_there_once_they_were_measured() -> None:
+    cache = penstock.open(CONFIG, kv=np.zeros((8, 4, 16)))
+    before = scraped(cache)
+    with cache.acquire(range(16)) as lease:
+        lease.commit(range(16))
+    while cache.busy:
+        cache.step()
+    cache.step()
+    cache.computed(1000, 0.5)
+
+    after = scraped(cache)
+
+    assert before["penstock_prefill_tokens_per_second"] == []
+    assert before["penstock_hop_bytes_per_second"] == []
+    assert after["penstock_prefill_tokens_per_second"] == [({"instance": "instance-0"}, 2000.0)]
+    hop = {"instance": "instance-0", "source": "device", "target": "host"}
+    ((tokens_of, tokens_per_s),) = after["penstock_hop_tokens_per_second"]
+    ((bytes_of, bytes_per_s),) = after["penstock_hop_bytes_per_second"]
+    assert tokens_of == bytes_of == hop
+    assert bytes_per_s == tokens_per_s * 16 * 8  # Each token has 16 numbers of 8 bytes here.
+
+
+def test_the_time_until_a_tier_was_ready_is_there() -> None:
+    cache = penstock.open(CONFIG, kv=np.zeros((8, 4, 16)))
+
+    found = scraped(cache)["penstock_tier_ready_seconds"]
+
+    ((labels, ready_s),) = found
+    assert labels == {"instance": "instance-0", "tier": "host"}
+    assert 0 < ready_s < 60
+    assert cache.statistics().tiers[1].ready_s == ready_s
+
+
+def test_answers_are_counted_by_phase_and_handoffs_by_outcome() -> None:
+    cache = penstock.open(CONFIG, kv=np.zeros((8, 4, 16)))
+
+    found = scraped(cache)
+
+    phases = {labels["phase"]: value for labels, value in found["penstock_requests_now"]}
+    assert phases == {"waiting": 1, "loading": 2, "running": 3, "claiming": 4}
+    handoff = {"instance": "instance-0", "outcome": "delivered"}
+    assert found["penstock_handoffs"] == [(handoff, 6.0)]
+    assert found["penstock_retries"] == [({}, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("statistics", "prefix"),
+    [(CacheStatistics, "cache_"), (TierStatistics, "tier_"), (HopStatistics, "hop_")],
+)
+def test_every_number_of_the_statistics_is_a_metric(
+    statistics: type[msgspec.Struct], prefix: str
+) -> None:
+    # A metric has its unit written out: `ready_s` is `ready_seconds`.
+    known = {row.name.replace("per_second", "per_s").replace("_seconds", "_s") for row in METRICS}
+
+    missing = [
+        field.name
+        for field in msgspec.structs.fields(statistics)
+        if not {prefix + field.name, field.name} & known and field.name not in NO_METRIC
+    ]
+
+    assert not missing
+
+
+def test_a_metric_is_defined_once_and_is_on_the_page() -> None:
+    names = [f"penstock_{row.name}{'_total' if row.kind is COUNTER else ''}" for row in METRICS]
+
+    listed = set(re.findall(r"penstock_[a-z_]+", PAGE))
+
+    assert len(set(names)) == len(names)
+    assert not sorted(set(names) - listed)
