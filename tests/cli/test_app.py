@@ -11,8 +11,7 @@ import pytest
 import typer
 
 import penstock
-from penstock.cli import app as application
-from penstock.cli.app import COMMANDS, run
+from penstock.cli.app import COMMANDS, CommandLine, run
 from penstock.errors import (
     CapacityError,
     ConfigError,
@@ -40,7 +39,7 @@ def command_raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], No
         @app.command()
         def other() -> None: ...
 
-        monkeypatch.setattr(application.CommandLine, "app_for", lambda *_: app)
+        monkeypatch.setattr(CommandLine, "app_for", lambda _line, _arguments: app)
 
     return install
 
@@ -129,6 +128,27 @@ def test_the_list_of_commands_says_what_each_says_about_itself(name: str) -> Non
         assert " ".join(said.split()) == row.help
     else:
         assert module.commands.registered_commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target"),
+    [
+        (["sim", "--seeds", "40"], "make sim"),
+        (["explore", "handoff", "--list"], "make explore"),
+        (["bench", "vllm", "--rounds", "3"], "make bench-vllm"),
+        (["bench", "interference", "--help"], "make bench-interference"),
+    ],
+)
+def test_a_command_that_needs_a_clone_says_in_one_line_where_it_is(
+    arguments: list[str], target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = run(arguments)
+
+    printed = capsys.readouterr()
+    assert ended == 3
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert f"`{target}`" in printed.err
 
 
 def test_a_word_that_is_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from lab.bench.interference import on_cpu
 from lab.bench.interference.engine_time import EngineShape, SmallEngine
 from lab.bench.interference.idle_time import measure_idle
 from lab.bench.interference.second_process_link import SecondProcess
+from lab.cli.app import run
 from penstock.bench.report import Document, Report
-from penstock.cli.app import run
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_without_a_gpu_the_command_ends_with_one_line(
 
     assert status == 3
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("penstock: bench interference needs a CUDA device")
+    assert line.startswith("lab: bench interference needs a CUDA device")
 
 
 def test_a_second_process_that_dies_is_told_with_its_last_words() -> None:

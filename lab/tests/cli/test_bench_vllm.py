@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.app import run
+from lab.cli.app import run
 
 if TYPE_CHECKING:
     import pytest

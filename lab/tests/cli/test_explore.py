@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from lab.cli.app import run
 from lab.worlds.worlds import WORLDS
-from penstock.cli.app import run
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 
 if TYPE_CHECKING:

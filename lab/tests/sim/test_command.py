@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.cli.app import run
 from lab.sim import world
-from penstock.cli.app import run
 from penstock.machine import copying
 from penstock.machine.audit import audit
 

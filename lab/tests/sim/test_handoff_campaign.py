@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from lab.cli.app import run
 from lab.sim.campaign import run_campaign, run_seeds
 from lab.sim.handoff import HandoffSimulation
 from lab.sim.scenarios import Scenario
-from penstock.cli.app import run
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.states import Outcome
 

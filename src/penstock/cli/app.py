@@ -136,7 +136,7 @@ class CommandLine:
         given = sys.argv[1:] if arguments is None else list(arguments)
         for words, where in self.elsewhere.items():
             if tuple(given[: len(words)]) == words:
-                print(f"{self.name}: {' '.join(words)}: {where}", file=sys.stderr)
+                print(f"{self.name}: {' '.join(words)} {where}", file=sys.stderr)
                 return ExitStatus.CANNOT_RUN_HERE
         # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
         command = get_command(self.app_for(given))
