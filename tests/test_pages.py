@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from lab.architecture import CAPTIONS, PICTURE, Graph, draw, read_imports, rows_of, without_implied
+from lab.cli.app import run as run_lab
+from penstock.cli.entry import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "penstock"
@@ -19,6 +24,15 @@ TERMS_MAX = 30
 PATH = re.compile(r"`([\w/]+(?:\.py|/))`")
 NAME = re.compile(r"(?:\bdef |\bclass |\.)([A-Za-z_]+)")
 TERM = re.compile(r"^\| ([a-z ]+) \| ", re.MULTILINE)
+
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+BENCH = re.compile(r"\b(penstock|lab) bench (\w+)([^\n`]*)")
+BENCHES: dict[tuple[str, str], set[str]] = defaultdict(set)
+for page in PAGES:
+    if page.name != "CHANGELOG.md":
+        for program, name, options in BENCH.findall(page.read_text(encoding="utf-8")):
+            BENCHES[program, name].add(options)
+PROGRAMS = {"penstock": main, "lab": run_lab}
 
 
 def terms() -> list[str]:
@@ -97,3 +111,17 @@ def test_every_term_of_the_glossary_is_used_in_the_package() -> None:
     used = words_in_names()
 
     assert [term for term in terms() if not used & {term, f"{term}s"}] == []
+
+
+@pytest.mark.parametrize("command", sorted(BENCHES), ids=" ".join)
+def test_a_benchmark_that_a_page_names_exists(
+    command: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, name = command
+    options = {option for each in BENCHES[command] for option in re.findall(r"--[\w-]+", each)}
+
+    status = PROGRAMS[program](["bench", name, "--help"])
+
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert [option for option in options if option not in printed] == []
