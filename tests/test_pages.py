@@ -25,13 +25,14 @@ PATH = re.compile(r"`([\w/]+(?:\.py|/))`")
 NAME = re.compile(r"(?:\bdef |\bclass |\.)([A-Za-z_]+)")
 TERM = re.compile(r"^\| ([a-z ]+) \| ", re.MULTILINE)
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
+FILE = re.compile(r"(?<![\w/.])((?:src/penstock|lab|tests|examples)/[\w/]+\.py)")
+DOTTED = re.compile(r"(?:`|\bfrom |\bimport )((?:penstock|lab)(?:\.\w+)+)")
 BENCH = re.compile(r"\b(penstock|lab) bench (\w+)([^\n`]*)")
 BENCHES: dict[tuple[str, str], set[str]] = defaultdict(set)
 for page in PAGES:
-    if page.name != "CHANGELOG.md":
-        for program, name, options in BENCH.findall(page.read_text(encoding="utf-8")):
-            BENCHES[program, name].add(options)
+    for program, name, options in BENCH.findall(page.read_text(encoding="utf-8")):
+        BENCHES[program, name].add(options)
 PROGRAMS = {"penstock": main, "lab": run_lab}
 
 
@@ -111,6 +112,35 @@ def test_every_term_of_the_glossary_is_used_in_the_package() -> None:
     used = words_in_names()
 
     assert [term for term in terms() if not used & {term, f"{term}s"}] == []
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a module exists, or the text of its nearest parent has the next name."""
+    first, *names = dotted.split(".")
+    at = ROOT / "src" / first if first == "penstock" else ROOT / first
+    while names and ((at / names[0]).is_dir() or (at / f"{names[0]}.py").is_file()):
+        at /= names.pop(0)
+    files = [at.with_suffix(".py"), at / "__init__.py"]
+    files += [PACKAGE / "exports.py"] if at == PACKAGE else []
+    texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return not names or any(re.search(rf"\b{names[0]}\b", text) for text in texts)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_and_modules_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+
+    lost = [file for file in FILE.findall(text) if not (ROOT / file).is_file()]
+    lost += [dotted for dotted in DOTTED.findall(text) if not is_there(dotted)]
+
+    assert not lost
+
+
+def test_a_module_or_name_that_is_not_there_is_found() -> None:
+    assert is_there("penstock.errors.ConfigError")
+    assert is_there("penstock.open")
+    assert not is_there("penstock.errors.NoSuchError")
+    assert not is_there("penstock.no_such_module")
 
 
 @pytest.mark.parametrize("command", sorted(BENCHES), ids=" ".join)
