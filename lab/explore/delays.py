@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple
 from lab.explore.world import Move, State
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from lab.explore.world import World
 
@@ -90,11 +90,6 @@ class Delayed(Generic[State, Move]):
     def is_fault(self, move: Choice[Move]) -> bool:
         """Whether it is one in the world below."""
         return self.world.is_fault(move.move)
-
-    def reach(self, state: Late[State, Move], move: Choice[Move]) -> Iterable[Hashable]:
-        """Everything: the number of delays belongs to all moves."""
-        del state, move
-        return ("delays",)
 
     def tell(self, state: Late[State, Move], move: Choice[Move]) -> str:
         """The move in words."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Generic
 from lab.explore.bounds import Bounds, Watch
 from lab.explore.delays import Delayed
 from lab.explore.graph import BEGINNING, Graph
-from lab.explore.reduction import check_independence, islands
 from lab.explore.result import DEFECTS, Finding, FindingKind, Result, said_by
 from lab.explore.world import Move, State, Violation
 
@@ -29,16 +28,12 @@ if TYPE_CHECKING:
 
     from lab.explore.world import World
 
-_CHECKED_EVERY = 97
-"""Independence is checked in one state of so many: a prime, so as not to beat with anything."""
-
 
 def explore(
     world: World[State, Move],
     *,
     bounds: Bounds | None = None,
     delays: int | None = None,
-    reduced: bool = False,
 ) -> Result:
     """Visits the states of a world until a finding, its end, or a bound.
 
@@ -46,18 +41,12 @@ def explore(
         world: what to look at.
         bounds: where to stop; a quarter of an hour and 6 GiB by default.
         delays: at most so many moves are put off, see `delays`; all orders when `None`.
-        reduced: moves that can never meet are not interleaved; see `reduction`.
-
-    Raises:
-        ValueError: `delays` and `reduced` do not go together.
     """
-    if reduced and delays is not None:
-        raise ValueError("a reduced search has no delays: all moves share their number")
     bounds = bounds or Bounds()
     if delays is None:
-        return _Search(world, bounds, reduced=reduced).run()
+        return _Search(world, bounds).run()
     late = Delayed(world, delays=delays)
-    result = _Search(late, bounds, reduced=False, level_of=lambda state: state.used).run()
+    result = _Search(late, bounds, level_of=lambda state: state.used).run()
     return replace(result, delays=delays)
 
 
@@ -67,12 +56,10 @@ class _Search(Generic[State, Move]):
         world: World[State, Move],
         bounds: Bounds,
         *,
-        reduced: bool,
         level_of: Callable[[State], int] = lambda _: 0,
     ) -> None:
         self._world = world
         self._watch = Watch(bounds)
-        self._reduced = reduced
         self._level_of = level_of
         self._graph = Graph()
         self._queues: list[deque[tuple[int, State]]] = [deque()]
@@ -95,7 +82,7 @@ class _Search(Generic[State, Move]):
             finished_count=self._graph.finished_count,
             exhausted=self._finding is None and not self._stopped_by,
             stopped_by=self._stopped_by or ("the finding" if self._finding else ""),
-            reduced=self._reduced,
+            reduced=False,
             delays=None,
             seconds=self._watch.seconds,
             memory_bytes=self._watch.grown_bytes(),
@@ -106,23 +93,23 @@ class _Search(Generic[State, Move]):
         state = self._world.begin()
         self._enter(state, parent=BEGINNING, place=0)
 
-    def _enter(self, state: State, *, parent: int, place: int) -> tuple[int, bool]:
+    def _enter(self, state: State, *, parent: int, place: int) -> int:
         """Takes in a state that a move has led to."""
         number, fresh = self._graph.enter(self._world.pack(state), parent=parent, move=place)
         if not fresh:
-            return number, False
+            return number
         try:
             self._world.check(state)
         except DEFECTS as defect:
             self._find(FindingKind.VIOLATION, str(defect), number)
-            return number, True
+            return number
         if self._world.finished(state):
             self._graph.finish(number)
         level = self._level_of(state)
         while level >= len(self._queues):
             self._queues.append(deque())
         self._queues[level].append((number, state))
-        return number, True
+        return number
 
     def _expand(self, number: int, state: State) -> None:
         moves = self._world.moves(state)
@@ -130,39 +117,21 @@ class _Search(Generic[State, Move]):
             if not self._world.finished(state):
                 self._find(FindingKind.DEADLOCK, "nothing can happen, work is left", number)
             return
-        for group in self._groups(number, state, moves):
-            fresh_count = 0
-            for place in group:
-                fresh_count += self._follow(number, state, moves, place)
-                if self._finding is not None:
-                    return
-            if fresh_count:
+        for place in range(len(moves)):
+            self._follow(number, state, moves, place)
+            if self._finding is not None:
                 return
 
-    def _groups(self, number: int, state: State, moves: Sequence[Move]) -> Sequence[Sequence[int]]:
-        """Moves to follow together; a later group only if those before led to nothing new."""
-        if not self._reduced:
-            return (range(len(moves)),)
-        groups = islands(self._world, state, moves)
-        if len(groups) > 1 and number % _CHECKED_EVERY == 0:
-            try:
-                check_independence(self._world, state, moves, groups)
-            except Violation as violation:
-                self._find(FindingKind.VIOLATION, str(violation), number)
-                return ()
-        return groups
-
-    def _follow(self, number: int, state: State, moves: Sequence[Move], place: int) -> bool:
-        """Follows one move; whether it led to a new state."""
+    def _follow(self, number: int, state: State, moves: Sequence[Move], place: int) -> None:
+        """Follows one move."""
         try:
             successor = self._world.step(state, moves[place])
         except DEFECTS as defect:
             last = self._world.tell(state, moves[place])
             self._find(FindingKind.VIOLATION, said_by(defect), number, last=last)
-            return False
-        reached, fresh = self._enter(successor, parent=number, place=place)
+            return
+        reached = self._enter(successor, parent=number, place=place)
         self._graph.join(number, reached)
-        return fresh
 
     def _look_back(self) -> None:
         """Every state was visited: what can be said about them all?"""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Sequence
 
 State = TypeVar("State")
 Move = TypeVar("Move")
@@ -70,14 +70,6 @@ class World(Protocol[State, Move]):
         """Whether the move is something that goes wrong, and need not happen at all."""
         ...
 
-    def reach(self, state: State, move: Move) -> Iterable[Hashable]:
-        """Names of everything that this move, or what may follow from it, can touch or read.
-
-        Moves whose names never meet cannot influence each other, now or later; one after the
-        other is then as good as all their orders. The same name for all moves is always right.
-        """
-        ...
-
     def tell(self, state: State, move: Move) -> str:
         """The move in words, for the story that leads to a finding."""
         ...
@@ -105,11 +97,6 @@ class PlainWorld(Generic[State, Move]):
         """Nothing is a fault."""
         del move
         return False
-
-    def reach(self, state: State, move: Move) -> Iterable[Hashable]:
-        """Every move may meet every other."""
-        del state, move
-        return ("everything",)
 
     def tell(self, state: State, move: Move) -> str:
         """The move as it prints itself."""

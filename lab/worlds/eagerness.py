@@ -48,9 +48,8 @@ from lab.worlds.schedulers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    from lab.explore.eager import Said
     from lab.explore.memo import Memo
-    from lab.worlds.casting import AnyActor, Casting
+    from lab.worlds.casting import AnyActor, Casting, Said
     from lab.worlds.moves import LocalMoves
 
 _NODES_MAX = 100

@@ -61,8 +61,6 @@ class Move(NamedTuple):
 class LocalMoves(NamedTuple):
     """What a party can do in a local state."""
 
-    eager: tuple[Move, ...]
-    """Moves that commute with all others, so that they may happen at once."""
     usual: tuple[Move, ...]
     conditional: tuple[Move, ...]
     """Possible when others allow it: to begin with a prompt, its first token, fences."""
@@ -72,10 +70,8 @@ class LocalMoves(NamedTuple):
     faults: tuple[Move, ...]
 
 
-def local_moves(
-    casting: Casting, place: int, actor: AnyActor, eager: tuple[type, ...]
-) -> LocalMoves:
-    """What a party can do in this local state; deeds of `eager` kinds may happen at once."""
+def local_moves(casting: Casting, place: int, actor: AnyActor) -> LocalMoves:
+    """What a party can do in this local state."""
 
     def move(kind: MoveKind, deed: do.Deed, fault: int = NO_FAULT) -> Move:
         return Move(kind, place, casting.deeds.of(deed), fault)
@@ -83,7 +79,6 @@ def local_moves(
     timers = [do.Expire(timer) for timer in actor.machine.armed()]
     parts = _parts_of(actor)
     return LocalMoves(
-        eager=tuple(move(kind, deed) for kind, deed in parts.usual if isinstance(deed, eager)),
         usual=tuple(move(kind, deed) for kind, deed in parts.usual),
         conditional=(
             *(move(MoveKind.PREFILL, deed) for deed in parts.starts),

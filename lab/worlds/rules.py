@@ -41,7 +41,7 @@ class RuledWorld(HandoffWorld):
         reduced: bool = True,
         mirrored: bool = False,
     ) -> None:
-        super().__init__(scene, budget, crashing=crashing, suspicious=suspicious, grouped=False)
+        super().__init__(scene, budget, crashing=crashing, suspicious=suspicious)
         names = exchanged(scene, crashing) if mirrored else {}
         self._mirror = Mirror(self, names) if names else None
         self._happened: list[set[tuple[int, int]]] = [set() for _ in self.casting.names]

@@ -26,19 +26,17 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from lab.explore.eager import check_commuting
 from lab.explore.world import Violation
 from lab.worlds import deeds as do
 from lab.worlds.carrying import TOTAL, Carrying, State
 from lab.worlds.casting import EMPTY
 from lab.worlds.faults import Budget, Fault
-from lab.worlds.groups import Groups
 from lab.worlds.moves import NO_FAULT, Move, MoveKind, local_moves
 from lab.worlds.scene import PREFILL
 from lab.worlds.telling import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from lab.worlds.moves import LocalMoves
     from lab.worlds.scene import Scene
@@ -54,18 +52,12 @@ class HandoffWorld(Carrying):
         budget: Budget,
         *,
         crashing: Sequence[str] = (),
-        eager: tuple[type, ...] = (),
         suspicious: bool = True,
-        grouped: bool = True,
     ) -> None:
         super().__init__(scene)
         self.budget = budget
-        self._grouped = grouped
-        """Whether the moves of a group that nobody can disturb are followed alone: see `groups`."""
         self._suspicious = suspicious
         """Whether a death may be noticed before the new life is heard of."""
-        self._eager = eager
-        """Deeds that happen as soon as they can; `conclude` checks that this misses nothing."""
         self._crashing = [self.casting.place[name] for name in crashing]
         self._locals: list[dict[int, LocalMoves]] = [{} for _ in self.casting.names]
         self._touched: list[dict[int, frozenset[Place]]] = [{} for _ in self.casting.names]
@@ -76,13 +68,6 @@ class HandoffWorld(Carrying):
             for name, peer in self.casting.routes
             if name.startswith(PREFILL) != peer.startswith(PREFILL)
         ]
-        self._groups = Groups(
-            self._rank_groups(),
-            routes=[(self.casting.place[a], self.casting.place[b]) for a, b in self.casting.routes],
-            usual=lambda state: self._usual(state, self._all_local(state)),
-            step=self.step,
-            place_of=self._place_of,
-        )
         self._packing = struct.Struct(f"<{self._news + 1}I").pack
 
     # ---------------------------------------------------------------- what the explorer asks
@@ -96,9 +81,6 @@ class HandoffWorld(Carrying):
     def moves(self, state: State) -> Sequence[Move]:
         """What can happen."""
         local = self._all_local(state)
-        for mine in local:
-            if mine.eager:
-                return mine.eager[:1]
         usual = self._usual(state, local)
         quiet = not usual
         if quiet:
@@ -107,8 +89,6 @@ class HandoffWorld(Carrying):
         left = self._budgets[state[self._purse]]
         if left[TOTAL]:
             usual += self._faults(state, local, left, quiet=quiet)
-        elif self._grouped and len(usual) > 1 and not quiet:
-            return self._groups.chosen(state, usual) or usual
         return usual
 
     def check(self, state: State) -> None:
@@ -149,45 +129,20 @@ class HandoffWorld(Carrying):
         """Whether it is paid from a budget."""
         return move.fault != NO_FAULT
 
-    def reach(self, state: State, move: Move) -> Iterable[Hashable]:
-        """Everything: all parties of a request may hear of all others."""
-        del state, move
-        return ("everything",)
-
     def tell(self, state: State, move: Move) -> str:
         """The move in words."""
         return describe(self, state, move)
 
     def conclude(self) -> None:
-        """Looks back at whether eager moves commute with everything, and states say everything.
+        """Checks that the states say everything.
 
         Raises:
             Violation: something may have been missed.
         """
-        for place in self._prefill_ranks if self._eager else ():
-            check_commuting(
-                self.casting.memos[place],
-                eager_in=lambda local, place=place: [  # type: ignore[misc]
-                    move.deed for move in self._local(place, local).eager
-                ],
-                applies=lambda local, deed, place=place: self._applies(place, local, deed),  # type: ignore[misc]
-            )
         for memo in self.casting.memos:
             memo.check_completeness()
 
     # ---------------------------------------------------------------- which moves there are
-
-    def _rank_groups(self) -> list[frozenset[int]]:
-        """Ranks that owe each other something, of any prompt, together."""
-        groups: list[set[int]] = []
-        for prompt in self.scene.prompts.values():
-            for target, sources in prompt.wanted.items():
-                group = {self.casting.place[name] for name in (target, *dict(sources))}
-                for other in [other for other in groups if other & group]:
-                    groups.remove(other)
-                    group |= other
-                groups.append(group)
-        return [frozenset(group) for group in groups]
 
     def _all_local(self, state: State) -> list[LocalMoves]:
         return [
@@ -211,24 +166,11 @@ class HandoffWorld(Carrying):
             usual += self._hearings(state)
         return usual
 
-    def _place_of(self, move: Move) -> int:
-        """The party that a move concerns."""
-        return self._hearers[move.place] if move.kind is MoveKind.DELIVER else move.place
-
-    def _applies(self, place: int, local: int, deed: int) -> bool:
-        """Whether something that happened to a party in one local state can happen in another."""
-        if not isinstance(self.casting.deeds[deed], _OWN):
-            return True
-        mine = self._local(place, local)
-        return any(deed == move.deed for move in (*mine.usual, *mine.timers, *mine.faults))
-
     def _local(self, place: int, local: int) -> LocalMoves:
         known = self._locals[place].get(local)
         if known is None:
             actor = self.casting.actor(place, local)
-            known = self._locals[place][local] = local_moves(
-                self.casting, place, actor, self._eager
-            )
+            known = self._locals[place][local] = local_moves(self.casting, place, actor)
         return known
 
     def _is_possible(self, state: State, move: Move) -> bool:
@@ -306,20 +248,6 @@ class HandoffWorld(Carrying):
                 deed = self.casting.deeds.of(do.Suspect(peer))
                 yield Move(MoveKind.DO, self.casting.place[name], deed, Fault.SUSPECT)
 
-
-_OWN = (
-    do.Expire,
-    do.Progress,
-    do.Many,
-    do.Submit,
-    do.Leave,
-    do.Observe,
-    do.GiveUp,
-    do.Fail,
-    do.Bounce,
-    do.Fade,
-)
-"""Deeds of a prefill rank that its local state makes possible; all others come from outside."""
 
 DISTURBANCES = (
     (Fault.LOSS, MoveKind.LOSE),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lab.explore import explore, explore_in_bulk
-from lab.worlds import deeds as do
 from lab.worlds.faults import Budget
 from lab.worlds.rules import RuledWorld
 from lab.worlds.scene import Prompt, Scene, shares
@@ -42,12 +41,12 @@ class Small:
     delays: int | None = None
     """At most so many delays; all orders when `None`."""
     reduced: bool = True
-    """Whether what cannot influence each other is not interleaved: see `groups` and `eager`, or
-    `eagerness` in bulk."""
+    """Whether what cannot influence each other is not interleaved: see `eagerness`."""
     mirrored: bool = False
-    """Whether of a state and its image, ranks exchanged, one is followed, in bulk: see `mirror`."""
-    bulk: bool = False
-    """Whether whole arrays of states are followed at a time: see `explore.bulk`."""
+    """Whether of a state and its image, ranks exchanged, one is followed: see `mirror`."""
+    bulk: bool = True
+    """Whether whole arrays of states are followed at a time (see `explore.bulk`), rather than one
+    after the other without a reduction, which is the way for a number of delays."""
     large: bool = False
     """Whether it may have more states than there is time for."""
     batched: bool = True
@@ -88,9 +87,7 @@ class Small:
             self.scene,
             self.budget,
             crashing=self.crashing or self.scene.names,
-            eager=self.eager,
             suspicious=self.suspicious,
-            grouped=self.reduced,
         )
 
     def make_ruled(self) -> RuledWorld:
@@ -140,18 +137,8 @@ class Small:
         if self.bulk:
             world = self.make_ruled()
             result = explore_in_bulk(world, bounds=bounds)
-            result = replace(result, mirrored=world.mirror() is not None)
-        else:
-            result = explore(self.make(), bounds=bounds, delays=self.delays)
-        return replace(result, reduced=self.reduced)
-
-    @property
-    def eager(self) -> tuple[type, ...]:
-        """What happens at once, because it commutes with all else; the explorer checks that."""
-        budget = self.budget
-        fenced = budget.crash or budget.suspect or budget.write
-        # Whether a write is posted before or after a fence makes a difference, where there is one.
-        return (do.Submit,) if self.reduced and not fenced else ()
+            return replace(result, reduced=self.reduced, mirrored=world.mirror() is not None)
+        return explore(self.make(), bounds=bounds, delays=self.delays)
 
 
 def _settings(berth_count: int) -> HandoffSettings:
@@ -195,7 +182,6 @@ def _two_by_two(name: str, budget: Budget, *, reduced: bool = True) -> Small:
         layer_count=2,
         berth_count=1,
         budget=budget,
-        bulk=True,
         reduced=reduced,
         mirrored=True,
     )
@@ -231,7 +217,6 @@ def _at_once(name: str, ranks: tuple[int, int], layers: int, budget: Budget) -> 
         room=2,
         berth_count=1,
         budget=budget,
-        bulk=True,
         large=True,
         mirrored=True,
     )
@@ -251,9 +236,7 @@ def _delayed(name: str, ranks: tuple[int, int], layers: int, budget: Budget, del
     )
 
 
-_ONE_BY_TWO = Small(
-    name="crash", prefill_count=1, decode_count=2, berth_count=1, bulk=True, mirrored=True
-)
+_ONE_BY_TWO = Small(name="crash", prefill_count=1, decode_count=2, berth_count=1, mirrored=True)
 
 WORLDS: tuple[Small, ...] = (
     Small(
@@ -261,7 +244,6 @@ WORLDS: tuple[Small, ...] = (
         prefill_count=1,
         decode_count=1,
         budget=_EVERYTHING,
-        bulk=True,
         reduced=False,
     ),
     Small(
@@ -269,7 +251,6 @@ WORLDS: tuple[Small, ...] = (
         prefill_count=1,
         decode_count=1,
         budget=Budget(loss=1, duplicate=1, cancel=1, withdraw=1, write=1, spoil=1, total=2),
-        bulk=True,
         reduced=False,
     ),
     Small(
@@ -277,7 +258,6 @@ WORLDS: tuple[Small, ...] = (
         prefill_count=1,
         decode_count=1,
         budget=Budget(cancel=1, timer=1, overtake=1),
-        bulk=True,
         insistent=True,
     ),
     Small(name="two-by-two", prefill_count=2, decode_count=2, layer_count=2),

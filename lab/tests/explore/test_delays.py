@@ -89,11 +89,6 @@ def test_delays_are_told_in_the_story() -> None:
     assert result.finding.story == ("(delayed: a)", "b", "c", "a")
 
 
-def test_delays_and_reduction_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match="no delays"):
-        explore(Errands("ab"), delays=1, reduced=True)
-
-
 def test_fewer_delays_than_none_are_refused() -> None:
     with pytest.raises(ValueError, match="delays must be 0 or more, got -1"):
         explore(Errands("ab"), delays=-1)

@@ -56,7 +56,7 @@ SCHEDULER_DIES = small(
     crashing=("D",),
     suspicious=False,
     delays=2,
-    reduced=False,
+    bulk=False,
 )
 PREFILL_SCHEDULER_DIES = small(
     "the prefill scheduler dies, and the next one computes in the same blocks",
@@ -65,7 +65,6 @@ PREFILL_SCHEDULER_DIES = small(
     crashing=("P",),
     suspicious=False,
     berth_count=1,
-    bulk=True,
 )
 
 
@@ -183,7 +182,6 @@ def test_a_rank_that_calls_a_handoff_dropped_while_it_writes_to_its_slots_is_fou
             budget=Budget(crash=1),
             crashing=(crashing,),
             suspicious=False,
-            bulk=True,
             reduced=reduced,
         )
     )

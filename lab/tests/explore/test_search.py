@@ -17,7 +17,7 @@ from lab.explore import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from lab.explore import Result
 
@@ -47,11 +47,6 @@ class Counters(PlainWorld[Counts, int]):
 
     def finished(self, state: Counts) -> bool:
         return min(state) == self._limit
-
-    def reach(self, state: Counts, move: int) -> Iterable[Hashable]:
-        del state
-        # A forbidden combination is about all counters, so all of them belong together.
-        return (move,) if self._forbidden is None else ("all",)
 
 
 class Philosophers(PlainWorld[tuple[int, ...], tuple[int, str]]):
@@ -110,42 +105,6 @@ class Corridor(PlainWorld[tuple[int, int], str]):
         return state == (9, 9)
 
 
-class Carousel(PlainWorld[tuple[int, int], str]):
-    """One part goes round for ever; the other, which it never meets, has a bug."""
-
-    def begin(self) -> tuple[int, int]:
-        return (0, 0)
-
-    def moves(self, state: tuple[int, int]) -> Sequence[str]:
-        return ["turn", "go on"] if state[1] < 3 else ["turn"]
-
-    def step(self, state: tuple[int, int], move: str) -> tuple[int, int]:
-        return ((state[0] + 1) % 3, state[1]) if move == "turn" else (state[0], state[1] + 1)
-
-    def check(self, state: tuple[int, int]) -> None:
-        if state[1] == 2:
-            raise Violation("steps", "the second step breaks")
-
-    def finished(self, state: tuple[int, int]) -> bool:
-        return state[1] == 3
-
-    def reach(self, state: tuple[int, int], move: str) -> Iterable[Hashable]:
-        del state
-        return (move,)
-
-
-class Liars(Counters):
-    """Two counters that say they have nothing in common, but the first to move wins."""
-
-    def step(self, state: Counts, move: int) -> Counts:
-        after = super().step(state, move)
-        return (after[0], 0) if move == 1 and state[0] == 0 else after
-
-    def reach(self, state: Counts, move: int) -> Iterable[Hashable]:
-        del state
-        return (move,)
-
-
 def finding_of(result: Result) -> Finding:
     assert result.finding is not None
     assert not result.exhausted
@@ -163,14 +122,6 @@ def test_every_state_and_every_move_is_visited_once(count: int, limit: int) -> N
     assert result.finished_count == 1
 
 
-@pytest.mark.parametrize(("count", "limit"), [(2, 3), (3, 4), (4, 2)])
-def test_parts_that_never_meet_are_visited_one_after_the_other(count: int, limit: int) -> None:
-    result = explore(Counters(count, limit), reduced=True)
-
-    assert result.exhausted
-    assert result.state_count == result.move_count + 1 == count * limit + 1
-
-
 def test_the_story_that_leads_to_a_broken_promise_is_a_shortest_one() -> None:
     result = explore(Counters(3, 4, forbidden=(2, 0, 1)))
 
@@ -180,10 +131,9 @@ def test_the_story_that_leads_to_a_broken_promise_is_a_shortest_one() -> None:
     assert sorted(finding.story) == ["0", "0", "2"]
 
 
-@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_deadlock_is_found(count: int, *, reduced: bool) -> None:
-    result = explore(Philosophers(count), reduced=reduced)
+def test_a_deadlock_is_found(count: int) -> None:
+    result = explore(Philosophers(count))
 
     finding = finding_of(result)
     assert finding.kind is FindingKind.DEADLOCK
@@ -203,19 +153,6 @@ def test_a_livelock_is_found_though_there_is_always_a_move() -> None:
     finding = finding_of(result)
     assert finding.kind is FindingKind.LIVELOCK
     assert finding.story == ("meet",)
-
-
-def test_a_part_that_goes_round_for_ever_does_not_hide_the_bug_of_another() -> None:
-    whole, reduced = explore(Carousel()), explore(Carousel(), reduced=True)
-
-    assert finding_of(whole).problem == finding_of(reduced).problem
-    assert finding_of(reduced).kind is FindingKind.VIOLATION
-
-
-def test_moves_that_claim_to_be_independent_and_are_not_are_found() -> None:
-    result = explore(Liars(2, 3), reduced=True)
-
-    assert finding_of(result).problem.startswith("independence: ")
 
 
 def test_a_move_that_raises_is_a_finding_with_the_move_at_the_end_of_its_story() -> None:
