@@ -24,12 +24,15 @@ from penstock.engine.architecture import (
     Architecture,
 )
 from penstock.engine.fields import Fields, shown
+from penstock.engine.gguf_header import GgufHeader
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from penstock.engine.gguf_header import GgufTensor
 
 _OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -49,23 +52,6 @@ _IN_LAYERS = {
 }
 
 
-class _PlainReader(gguf.GGUFReader):  # type: ignore[misc]
-    """Reads the mapped file as plain arrays.
-
-    A vocabulary takes a million small views, and a view of a `memmap` costs several times as
-    much as one of an array over the same memory.
-    """
-
-    @property
-    def data(self) -> np.ndarray[Any, Any]:
-        """The whole file."""
-        return self._plain
-
-    @data.setter
-    def data(self, mapped: np.memmap[Any, Any]) -> None:
-        self._plain = mapped.view(np.ndarray)
-
-
 class GgufFile:
     """A checkpoint in one GGUF file of the Llama family.
 
@@ -75,8 +61,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _reader_of(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._header = _header_of(path)
+        self._tensors = self._header.tensors
         family = self.field("general.architecture")
         if family != "llama":
             raise ConfigError(
@@ -106,9 +92,8 @@ class GgufFile:
 
     def field(self, name: str, default: str | float | None = None) -> object:
         """A value of the file's metadata."""
-        found = self._reader.get_field(name)
-        if found is not None:
-            return _contents(found, name, self.path)
+        if name in self._header:
+            return _value(self._header, name, self.path)
         if default is None:
             raise ConfigError("model", f"is a GGUF file without {name!r}: {self.path}")
         return default
@@ -151,7 +136,7 @@ class GgufFile:
 
         return torch.from_numpy(np.ascontiguousarray(values))
 
-    def _stored(self, name: str) -> Any:  # noqa: ANN401 - gguf has no types
+    def _stored(self, name: str) -> GgufTensor:
         stored = self._tensors.get(self._stored_name(name))
         if stored is None:
             raise ConfigError("model", f"is a GGUF file without a tensor for {name!r}: {self.path}")
@@ -166,7 +151,7 @@ class GgufFile:
 
     def _architecture(self) -> Architecture:
         names = (*_WHOLES, *_NUMBERS)
-        read = {name: self.field(name) for name in names if self._reader.get_field(name)}
+        read = {name: self.field(name) for name in names if name in self._header}
         fields = Fields(self.path.name, read)
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
@@ -208,8 +193,6 @@ _WHOLES = (
 )
 _NUMBERS = ("llama.attention.layer_norm_rms_epsilon", "llama.rope.freq_base")
 _INTEGERS = frozenset({"I8", "I16", "I32", "I64"})
-_NO_GGUF = (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError)
-"""What the library raises for a file that is damaged or cut off: whatever its parsing runs into."""
 
 
 def read_fields(path: Path, prefix: str) -> dict[str, Any]:
@@ -218,29 +201,29 @@ def read_fields(path: Path, prefix: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read.
     """
+    header = _header_of(path)
     return {
-        name.removeprefix(prefix): _contents(field, name, path)
-        for name, field in _reader_of(path).fields.items()
+        name.removeprefix(prefix): _value(header, name, path)
+        for name in header.names
         if name.startswith(prefix)
     }
 
 
-def _reader_of(path: Path) -> _PlainReader:
+def _header_of(path: Path) -> GgufHeader:
     try:
-        with np.errstate(all="ignore"):  # Sizes that overflow are refused for what they come to.
-            return _PlainReader(path)
+        return GgufHeader(path)
     except OSError as error:
         raise ConfigError(path.name, f"cannot be read: {error.strerror}: {path}") from error
-    except _NO_GGUF as error:
+    except ValueError as error:
         raise ConfigError(
             path.name, f"is no whole GGUF file (a download that was cut off?): {error}: {path}"
         ) from error
 
 
-def _contents(found: Any, name: str, path: Path) -> object:  # noqa: ANN401 - gguf has no types
+def _value(header: GgufHeader, name: str, path: Path) -> Any:  # noqa: ANN401 - of any kind
     try:
-        return found.contents()
-    except _NO_GGUF as error:
+        return header.value(name)
+    except ValueError as error:
         raise ConfigError(f"{path.name}: {name}", f"cannot be read: {error}") from error
 
 
