@@ -39,7 +39,19 @@ class Role(enum.Enum):
     DECODE = "decode"
 
 
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value that travels to a process; what prints it shows the length of secrets alone."""
+
+    def __repr__(self) -> str:
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        shown = (
+            f"{name}=<{len(value)} bytes>" if isinstance(value, bytes) else f"{name}={value!r}"
+            for name, value in values
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class EngineSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the two instances of a pair, as the other one knows it."""
 
     name: str
@@ -50,7 +62,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where each of its ranks does, if it computes prompts."""
 
 
-class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Two instances: one computes prompts and hands their KV to the other, which answers."""
 
     prefill: EngineSpec
@@ -59,7 +71,7 @@ class PairSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the two and their ranks have in common; nobody without it is let in."""
 
 
-class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One instance: a scheduler and its ranks."""
 
     name: str
@@ -131,7 +143,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return torch_dtype_of(self.dtype)
 
 
-class RankSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rank of an instance that has several."""
 
     instance: InstanceSpec

@@ -1,0 +1,48 @@
+"""What a process of an instance is told when it starts."""
+
+from __future__ import annotations
+
+import os
+
+from penstock.engine.spec import (
+    EngineSpec,
+    InstanceSpec,
+    PairSpec,
+    RankSpec,
+    Role,
+    read_sealed,
+    sealed,
+)
+
+SECRET = b"a secret of thirty-two bytes, no"
+SPEC = InstanceSpec(
+    name="decode-0",
+    model=None,
+    config="version = 1",
+    server="ipc:///server",
+    server_secret=SECRET,
+    secret=SECRET,
+    role=Role.DECODE,
+    pair=PairSpec(
+        prefill=EngineSpec(name="prefill-0", ranks=1, address="ipc:///a"),
+        decode=EngineSpec(name="decode-0", ranks=1, address="ipc:///b"),
+        secret=SECRET,
+    ),
+)
+
+
+def test_a_printed_spec_shows_no_secret() -> None:
+    printed = repr(RankSpec(instance=SPEC, rank=1))
+
+    assert "a secret" not in printed
+    assert printed.count("secret=<32 bytes>") == 3
+    assert "name='decode-0'" in printed
+    assert "address='ipc:///b'" in printed
+
+
+def test_a_spec_that_travels_keeps_its_secrets() -> None:
+    fd = sealed(SPEC)
+    try:
+        assert read_sealed(str(fd), InstanceSpec) == SPEC
+    finally:
+        os.close(fd)
