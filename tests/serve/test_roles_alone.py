@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_com
 from tests.serve.streams import streams_until_killed
 from tests.serve.test_overload import require_nothing_left
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
+from tests.serve.test_stopping import stream
 
 if TYPE_CHECKING:
     import subprocess
@@ -131,6 +133,29 @@ def test_instances_that_do_everything_can_join_a_router_too(model_folder: Path) 
         assert waits.startswith("penstock: router at ")
         assert ready.startswith("penstock: ready: small-model at http://127.0.0.1:")
         assert line_of(instance) == f"penstock: ready: instance-4 has joined {roles.router}"
+
+
+@pytest.mark.parametrize("drain_s", ["600", "0"])
+def test_a_joined_command_that_is_stopped_lets_its_answers_end(
+    model_folder: Path, drain_s: str
+) -> None:
+    roles = Roles(model_folder)
+    joined = (*roles.model, "--router", roles.router, *SIZES, "--drain-s", drain_s)
+    with (
+        serving(model_folder, "--role", "router", "--router", roles.router, wait=False) as router,
+        serve_command(*joined) as instance,
+    ):
+        waits, _ = line_of(router.process), line_of(router.process)
+        router.client.base_url = waits.partition(" at ")[2].split("/v1")[0]
+        with stream(router, max_tokens=200) as lines:
+            instance.send_signal(signal.SIGTERM)
+            said = list(lines)
+
+        ended = said[-1] == "data: [DONE]"
+        assert ended is (drain_s == "600")
+        assert ended or "in the middle of the answer" in said[-1]
+        assert instance.wait(timeout=SOON_S) == 0
+        eventually(lambda: router.client.get("/health").status_code, 503)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,27 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
     played(play)
 
 
+def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        one.keep(40)
+        await settled()
+        first = asyncio.create_task(answered(router, submit("first")))
+        await settled()
+        one.say(ms.Leaving())
+        await settled()
+        second = asyncio.create_task(answered(router, submit("second")))
+        await settled()
+
+        assert [said.id for said in one.heard()] == ["first"]
+        assert [said.id for said in two.heard()] == ["second"]
+        assert router.answering == [two.link]
+        for instance, name in ((one, "first"), (two, "second")):
+            instance.say(ms.Progress(id=name, answer=0, token=1, reason="stop"))
+        assert len(await first) == len(await second) == 1
+
+    played(play)
+
+
 def test_an_instance_that_tells_what_it_caches_too_early_is_left() -> None:
     async def play(_router: Router, _one: Instance, _two: Instance) -> None:
         near, far = channel_pair("server", "early")

@@ -11,6 +11,7 @@ requests end, and what is cached stays.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from dataclasses import replace
@@ -79,6 +80,8 @@ class Instance:
         self._architecture = architecture
         self._channel = channel
         self._outbox = Outbox(channel)
+        self._drained_by = math.inf
+        """When it stops whatever its requests do, once it was asked to."""
         config = penstock.parse_config(spec.config)
         assert config.cache.device is not None
         self._tiers = ["device", *(tier.name for tier in config.cache.tiers)]
@@ -105,12 +108,15 @@ class Instance:
     def run(self, stop: penstock.StopSignal) -> str:
         """Serves until the server is gone or the process is asked to stop; returns why.
 
+        Asked to stop, it takes no new requests and ends those it has, within `drain_s`; asked
+        twice, it stops at once.
+
         Raises:
             ServerLost: the server is lost.
             UnavailableError: a rank is lost.
             PeerError: a rank or the server said what makes no sense.
         """
-        while not stop.stopping:
+        while not (stop.stopping and self._is_drained(stop)):
             ended = self._listen()
             if ended:
                 return ended
@@ -128,8 +134,19 @@ class Instance:
             if kept:
                 self._outbox.put(ms.Kept(events=kept))  # type: ignore[arg-type]
             if self._outbox.flush():
-                self._wait(stop, time.monotonic() + IDLE_S)
+                self._wait(stop, min(time.monotonic() + IDLE_S, self._drained_by))
         return "it was asked to stop"
+
+    def _is_drained(self, stop: penstock.StopSignal) -> bool:
+        """Whether nothing is left to do for the server, or no time to do it."""
+        now = time.monotonic()
+        if self._drained_by == math.inf:
+            self._drained_by = now + self._spec.drain_s
+            if self._spec.drain_s > 0:
+                self._outbox.put(ms.Leaving())
+        if stop.times > 1 or now >= self._drained_by:
+            return True
+        return self._engine.unfinished == 0 and self._outbox.empty
 
     def rejoin(self, stop: penstock.StopSignal) -> bool:
         """Ends all requests and dials the server until it answers; `False` if we are to stop.
@@ -208,7 +225,8 @@ class Instance:
             engine.cache.wait(deadline)
             return
         channels: list[Waitable] = [self._channel, *engine.channels]
-        descriptors = [stop.descriptor]
+        # From the first signal on it is always readable.
+        descriptors = [] if stop.stopping else [stop.descriptor]
         if engine.handoffs is not None:
             if engine.handoffs.has_work:
                 return

@@ -5,6 +5,7 @@
 |                              | `Loading` while it loads, `Ready` once it takes requests       |
 | `Submit` `Abort` `StopAnswer` | `Scored`, `Progress`, `Refused`                                |
 |                              | `Kept` when what is cached has changed                        |
+|                              | `Leaving` when it takes no more requests and ends its last     |
 | `Reset` `Local`              |                                                               |
 | `Ask`                        | `Told`                                                        |
 
@@ -161,6 +162,10 @@ class Refused(Message, frozen=True, kw_only=True):
     problem: str
 
 
+class Leaving(Message, frozen=True, kw_only=True):
+    """The instance was asked to stop: it ends its requests and gets no more."""
+
+
 class Kept(Message, frozen=True, kw_only=True):
     """What is cached where has changed: KV events, without gaps from the instance's start."""
 
@@ -175,7 +180,7 @@ class Told(Message, frozen=True, kw_only=True):
 
 
 ToInstance = Submit | Abort | Local | StopAnswer | Reset | Ask
-FromInstance = Loading | Ready | Progress | Scored | Refused | Kept | Told
+FromInstance = Loading | Ready | Progress | Scored | Refused | Leaving | Kept | Told
 
 _encoder = msgspec.msgpack.Encoder()
 _to_instance: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)

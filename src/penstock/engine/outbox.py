@@ -24,6 +24,11 @@ class Outbox:
         self._channel = channel
         self._frames: deque[bytes] = deque()
 
+    @property
+    def empty(self) -> bool:
+        """Whether everything was sent."""
+        return not self._frames
+
     def put(self, message: ms.Message) -> None:
         """Sends a message, now or when there is room."""
         self._frames.append(ms.encode(message))

@@ -87,6 +87,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the server and its instances have in common."""
     joins: bool = False
     """Whether the server belongs to another command: it is waited for, and survived."""
+    drain_s: float = 0.0
+    """How long its requests may take to end when it is asked to stop."""
     ranks: int = 1
     scheduler: str = ""
     """The address at which the instance lets its ranks in, if it has several."""

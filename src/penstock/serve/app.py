@@ -136,7 +136,9 @@ class Server:
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`."""
-        instances = {link.name: link.ready is not None for link in self._router.links}
+        instances = {
+            link.name: link.ready is not None and not link.leaving for link in self._router.links
+        }
         ready = bool(self._router.answering)
         return JSONResponse(
             {"status": "ok" if ready else "loading", "instances": instances},

@@ -43,6 +43,8 @@ class Link:
         self.name = channel.name
         self.ready: ms.Ready | None = None
         """What the instance can do; `None` until it is loaded."""
+        self.leaving = False
+        """Whether it ends its requests and takes no more."""
         self.lost = ""
         """Why it is gone, if it is."""
         self.loading: dict[int, ms.Loading] = {}
@@ -193,6 +195,9 @@ class Link:
                 queue = self._requests.get(message.id)
                 if queue is not None:
                     queue.put_nowait(message)
+            case ms.Leaving():
+                self.leaving = True
+                self._on_change(self)
             case ms.Kept():
                 if self.ready is None:
                     self._lose(f"instance {self.name!r} told what it caches before it was ready")

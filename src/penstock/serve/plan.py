@@ -228,6 +228,8 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
         config=given,
         server=config.serve.router,
         joins=bool(config.serve.router),
+        # Where the server belongs to this command, it has drained before instances are stopped.
+        drain_s=config.serve.drain_s if config.serve.router else 0.0,
         ranks=ranks,
         role=role,
         pair=pair,

@@ -126,7 +126,7 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         descriptors=(f"{spec.name}.spec",),
         keeps=True,
         restart=RESTART,
-        stop_s=STOP_S,
+        stop_s=STOP_S + spec.drain_s,
     )
     ranks = [_rank_of(spec, rank) for rank in range(spec.ranks if spec.ranks > 1 else 0)]
     return [*ranks, (whole, spec)]

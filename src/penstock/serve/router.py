@@ -121,7 +121,11 @@ class Router:
     @property
     def answering(self) -> list[Link]:
         """Those that take requests and answer them."""
-        return [link for link in self.ready if link.ready and link.ready.role != "prefill"]
+        return [
+            link
+            for link in self.ready
+            if link.ready and link.ready.role != "prefill" and not link.leaving
+        ]
 
     async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress | ms.Scored, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
@@ -222,7 +226,7 @@ class Router:
     def _partner_of(self, link: Link) -> Link | None:
         """Who computes prompts for an instance; nobody if it does that itself, or has to."""
         name = link.ready.partner if link.ready is not None else ""
-        found = [other for other in self.ready if name and other.name == name]
+        found = [other for other in self.ready if name and other.name == name and not other.leaving]
         return found[0] if found else None
 
     def _worth(self, link: Link, prompt: PromptKeys) -> int:

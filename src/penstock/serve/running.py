@@ -159,6 +159,9 @@ class Serving:
             level = logging.INFO if self._stopped else logging.WARNING
             logger.log(level, "instance gone: name=%s cause=%s", link.name, link.lost)
             return
+        if link.leaving:
+            logger.info("instance leaving: name=%s requests=%d", link.name, link.load)
+            return
         if link.ready is None:
             for rank, at in link.loading.items():
                 self._audience.loading(f"{link.name} rank {rank}", at.layers, at.of)
