@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+import penstock
 from lab.architecture import CAPTIONS, PICTURE, Graph, draw, read_imports, rows_of, without_implied
 from lab.cli.app import run as run_lab
 from penstock.cli.entry import main
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "penstock"
@@ -65,6 +72,61 @@ def test_the_files_on_the_architecture_page_exist() -> None:
 
     assert len(named) > 50
     assert not missing
+
+
+ELSEWHERE = {
+    "movers/cuda/mover.py": "needs a GPU",
+    "movers/table.py": "is asked when the cache is opened",
+    "runtime/plans.py": "needs a rank in another process",
+    "runtime/rank.py": "needs a rank in another process",
+}
+"""Files of the first walk that a cache with its one rank in the same process does not visit."""
+
+
+def visited_by_a_block() -> set[str]:
+    """The files whose functions run while a block goes down to host memory and comes up again."""
+    config = penstock.parse_config("""
+        version = 1
+        model.name = "toy"
+        cache = { block_tokens = 4, blocks = 8 }
+        tiers = [{ name = "host", kind = "host", blocks = 64 }]
+    """)
+    visited: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            visited.add(frame.f_code.co_filename)
+
+    with penstock.open(config, kv=np.zeros((8, 4, 16), dtype=np.float32)) as opened:
+        sys.setprofile(note)
+        try:
+            cached = [answer(opened, tokens) for tokens in (range(21), range(100, 129), range(21))]
+        finally:
+            sys.setprofile(None)
+    assert cached == [0, 0, 20]
+    return visited
+
+
+def answer(opened: penstock.Cache, tokens: range) -> int:
+    with opened.acquire(list(tokens)) as lease:
+        while lease.state is penstock.LeaseState.LOADING:
+            opened.step()
+        lease.commit(list(tokens[lease.cached_tokens :]))
+    while opened.busy:
+        opened.step()
+    opened.step()
+    return lease.cached_tokens
+
+
+def test_the_first_walk_is_the_way_that_a_block_goes() -> None:
+    walk = ARCHITECTURE.partition("## A block down and up")[2].partition("\n## ")[0]
+    named = {path for path in PATH.findall(walk) if path.endswith(".py")}
+
+    files = visited_by_a_block()
+    visited = {name for name in named if str(PACKAGE / name) in files}
+
+    assert len(named) > 15
+    assert named - visited == ELSEWHERE.keys()
 
 
 def test_the_files_in_the_table_of_contributing_exist() -> None:
