@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.messages import Exited, Started
+from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.supervisor.spec import ProcessSpec
 
 if TYPE_CHECKING:
@@ -40,10 +40,13 @@ def test_a_look_notices_the_loss_and_takes_no_event_away() -> None:
         pid = supervisor.start_process(ProcessSpec(name="brief", module="this"))
         looked = []
         events: list[object] = []
-        while not any(isinstance(each, Exited) for each in events):
+        while not any(isinstance(each, ProcessExited) for each in events):
             looked.append(supervisor.look())
             event = supervisor.receive(deadline=time.monotonic() + 60)
             events.append(event)
 
     assert set(looked) == {None}
-    assert events == [Started(name="brief", pid=pid), Exited(name="brief", pid=pid, code=0)]
+    assert events == [
+        ProcessStarted(name="brief", pid=pid),
+        ProcessExited(name="brief", pid=pid, code=0),
+    ]

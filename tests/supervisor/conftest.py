@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from penstock.supervisor.messages import Event
+    from penstock.supervisor.messages import ProcessEvent
 
     Watch = Callable[[int], "Watched"]
     MakeLab = Callable[[], "Lab"]
@@ -98,7 +98,7 @@ class Lab:
     def start(self, task: str, *arguments: str, **wishes: Any) -> int:
         return self.supervisor.start_process(self.spec(task, *arguments, **wishes))
 
-    def event(self) -> Event:
+    def event(self) -> ProcessEvent:
         """The next event, which has to come."""
         event = self.supervisor.receive(deadline=time.monotonic() + PATIENCE_S)
         assert not isinstance(event, Empty | Closed | Failed), event

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.supervisor import inherited
-from penstock.supervisor.client import Supervisor
-from penstock.supervisor.link import Link
-from penstock.supervisor.messages import Exited, Started
+from penstock.supervisor.client import Supervisor, SupervisorLink
+from penstock.supervisor.descriptors import inherited_descriptor
+from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.transport.base import Closed, Empty
 
 if TYPE_CHECKING:
@@ -75,14 +74,14 @@ def test_the_engines_poll_hears_of_events(lab: Lab) -> None:
     poller = select.poll()
     poller.register(lab.supervisor.descriptor, select.POLLIN)
     pid = lab.start("run")
-    assert lab.supervisor.events() == [Started(name="run", pid=pid)]
+    assert lab.supervisor.events() == [ProcessStarted(name="run", pid=pid)]
     assert lab.supervisor.events() == []
     assert poller.poll(0) == []
 
     os.kill(pid, 9)
 
     assert poller.poll(60_000)
-    assert lab.supervisor.events() == [Exited(name="run", pid=pid, signal=9)]
+    assert lab.supervisor.events() == [ProcessExited(name="run", pid=pid, signal=9)]
     assert poller.poll(0) == []
 
 
@@ -96,7 +95,7 @@ def test_a_look_loses_no_event(lab: Lab) -> None:
 
     assert lab.supervisor.look() is None
 
-    assert lab.supervisor.events() == [Exited(name="run", pid=pid, signal=9)]
+    assert lab.supervisor.events() == [ProcessExited(name="run", pid=pid, signal=9)]
 
 
 def test_a_request_waits_until_the_supervisor_has_room_for_it() -> None:
@@ -107,7 +106,7 @@ def test_a_request_waits_until_the_supervisor_has_room_for_it() -> None:
         stack.callback(process.kill)
         stack.enter_context(near)
         stack.enter_context(far)
-        link = Link(near, process)
+        link = SupervisorLink(near, process)
         stack.callback(link.lose)
         packets = 0
         with suppress(BlockingIOError):
@@ -158,4 +157,4 @@ def test_a_deadline_is_a_time(supervisor: Supervisor, deadline: float) -> None:
 
 def test_a_process_without_a_supervisor_has_no_descriptors() -> None:
     with pytest.raises(ValueError, match=r"name is 'arena', must be one of .*started with: none"):
-        inherited.descriptor("arena")
+        inherited_descriptor("arena")

@@ -145,7 +145,11 @@ def test_what_was_told_before_the_end_is_heard_before_it(lab: Lab, watch: Watch)
     os.kill(lab.supervisor.pid, signal.SIGKILL)
     events = [lab.supervisor.receive(deadline=time.monotonic() + 60) for _ in range(3)]
 
-    assert [type(event).__name__ for event in events] == ["Started", "Exited", "Failed"]
+    assert [type(event).__name__ for event in events] == [
+        "ProcessStarted",
+        "ProcessExited",
+        "Failed",
+    ]
 
 
 def test_a_supervisor_that_hangs_costs_no_more_than_the_deadline(lab: Lab) -> None:

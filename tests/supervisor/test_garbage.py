@@ -19,11 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.supervisor import messages as ms
-from penstock.supervisor.holdings import HELD_MAX
-from penstock.supervisor.link import Link
-from penstock.supervisor.refusing import WAITING_MAX
+from penstock.supervisor.client import SupervisorLink
+from penstock.supervisor.descriptors import HELD_MAX
+from penstock.supervisor.messages import WAITING_MAX, channel_pair
 from penstock.supervisor.spec import ProcessSpec
-from penstock.supervisor.wire import channel_pair
 from penstock.transport.base import Empty, Failed
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Bare:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         self.channel.sendmsg([frame], [rights] if descriptors else [])
 
-    def hear(self) -> ms.AnyReply | ms.Event:
+    def hear(self) -> ms.AnyReply | ms.ProcessEvent:
         return ms.decode_answer(self.channel.recv(1 << 20))
 
     def open_descriptors(self) -> int:
@@ -56,7 +55,7 @@ class Bare:
         self._number += 1
         self.send(ms.encode(ms.Fetch(request=self._number, name="nothing")))
         answer = self.hear()
-        assert isinstance(answer, ms.Refused)
+        assert isinstance(answer, ms.RequestRefused)
         assert answer.request == self._number
 
 
@@ -74,7 +73,7 @@ def bare_supervisor() -> Iterator[Bare]:
         os.close(engine)
         theirs.close()
         bare = Bare(ours, process.pid)
-        assert bare.hear() == ms.Ready(pid=process.pid)
+        assert bare.hear() == ms.SupervisorReady(pid=process.pid)
         try:
             yield bare
             ours.close()
@@ -119,7 +118,7 @@ def test_garbage_is_refused_and_leaves_nothing(bare: Bare, frame: bytes, descrip
 
     bare.send(frame, [0] * descriptors)
 
-    assert isinstance(bare.hear(), ms.Refused)
+    assert isinstance(bare.hear(), ms.RequestRefused)
     bare.require_alive()
     assert bare.open_descriptors() == before
 
@@ -129,7 +128,7 @@ def test_a_frame_that_is_too_long_is_refused(bare: Bare) -> None:
 
     answer = bare.hear()
 
-    assert isinstance(answer, ms.Refused)
+    assert isinstance(answer, ms.RequestRefused)
     assert answer.problem == "frame is longer than 65536 bytes"
     bare.require_alive()
 
@@ -139,8 +138,8 @@ def test_an_empty_packet_is_not_the_end(bare: Bare) -> None:
 
     answer = bare.hear()
 
-    assert isinstance(answer, ms.Refused)
-    assert answer.problem == "frame is empty, must begin with the version, 1"
+    assert isinstance(answer, ms.RequestRefused)
+    assert answer.problem == "frame has no version, must have version 1"
     bare.require_alive()
 
 
@@ -159,7 +158,7 @@ def test_descriptors_that_should_not_be_there_are_closed(
 
     bare.send(ms.encode(request_), [0] * count)
 
-    assert bare.hear() == ms.Refused(request=5, blame="caller", problem=problem)
+    assert bare.hear() == ms.RequestRefused(request=5, blame="caller", problem=problem)
     bare.require_alive()
     assert bare.open_descriptors() == before
 
@@ -170,7 +169,7 @@ def test_a_wrong_field_is_named_to_who_asked(bare: Bare) -> None:
     bare.send(b"\x01" + msgspec.msgpack.encode(asked))
 
     answer = bare.hear()
-    assert isinstance(answer, ms.Refused)
+    assert isinstance(answer, ms.RequestRefused)
     assert answer.request == 77
     assert "got `str` - at `$.stop_s`" in answer.problem
 
@@ -183,7 +182,7 @@ def test_a_value_that_makes_no_sense_is_refused_there_as_well(bare: Bare) -> Non
     )
 
     answer = bare.hear()
-    assert isinstance(answer, ms.Refused)
+    assert isinstance(answer, ms.RequestRefused)
     assert answer.request == 78
     assert "stop_s is -1.0, must be in [0, 3600]" in answer.problem
 
@@ -196,7 +195,7 @@ def test_there_is_a_limit_to_descriptors(bare: Bare) -> None:
     bare.send(ms.encode(ms.Hold(request=999, name="more")), [0])
 
     answer = bare.hear()
-    assert isinstance(answer, ms.Refused)
+    assert isinstance(answer, ms.RequestRefused)
     assert (answer.request, answer.blame) == (999, "world")
     assert answer.problem == "name is 'more', but 256 descriptors are held, which is the most"
     for number in range(HELD_MAX):
@@ -212,7 +211,7 @@ def test_a_name_is_held_once(bare: Bare) -> None:
     bare.send(ms.encode(ms.Hold(request=2, name="once")), [0])
 
     answer = bare.hear()
-    assert isinstance(answer, ms.Refused)
+    assert isinstance(answer, ms.RequestRefused)
     assert answer.problem == "name is 'once', which is held already: forget it first"
     bare.require_alive()
     assert bare.open_descriptors() == before
@@ -233,7 +232,7 @@ def test_who_does_not_listen_is_not_listened_to_and_loses_nothing() -> None:
 
         answers = [bare.hear() for _ in range(sent)]
 
-        assert [answer.request for answer in answers if isinstance(answer, ms.Refused)] == [
+        assert [answer.request for answer in answers if isinstance(answer, ms.RequestRefused)] == [
             *range(sent)
         ]
 
@@ -264,7 +263,7 @@ def test_who_asks_for_the_same_end_over_and_over_is_refused(
     with bare_supervisor() as bare, heard_from(told) as deaf:
         bare.send(ms.encode(ms.StartProcess(request=1, spec=stuck)))
         started = bare.hear()
-        assert isinstance(started, ms.Started)
+        assert isinstance(started, ms.ProcessStarted)
         assert bare.hear() == ms.Done(request=1, pid=started.pid)
         # A stop by SIGSTOP would not do: of two signals that wait for a process which does not
         # get a core, SIGTERM takes effect first.
@@ -274,10 +273,10 @@ def test_who_asks_for_the_same_end_over_and_over_is_refused(
             bare.send(ms.encode(what))
 
         refused = bare.hear()
-        assert isinstance(refused, ms.Refused)
+        assert isinstance(refused, ms.RequestRefused)
         assert "64 requests wait for the end, which is the most" in refused.problem
         os.kill(started.pid, signal.SIGKILL)
-        assert isinstance(bare.hear(), ms.Exited)
+        assert isinstance(bare.hear(), ms.ProcessExited)
         assert [bare.hear() for _ in range(WAITING_MAX)] == [ms.Done(request=2)] * WAITING_MAX
 
 
@@ -296,13 +295,16 @@ def heard_from(pipe: Path) -> Iterator[Callable[[float], bool]]:
 def test_an_engine_does_not_believe_everything_either() -> None:
     ours, theirs = channel_pair()
     with theirs, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
-        link = Link(ours, process)
+        link = SupervisorLink(ours, process)
         theirs.send(b"\x07garbage")
 
-        found = link.take(None)
+        found = link.receive(None)
 
-        assert found == Failed("the supervisor cannot be understood: version is 7, must be 1")
-        assert link.take(None) == found
+        assert isinstance(found, Failed)
+        assert found.cause.startswith(
+            "the supervisor cannot be understood: frame has version 7, must have version 1"
+        )
+        assert link.receive(None) == found
         process.stdin.close()
         link.close(deadline=0.0)
 
@@ -310,11 +312,11 @@ def test_an_engine_does_not_believe_everything_either() -> None:
 def test_a_copy_of_the_other_end_does_not_hide_a_death() -> None:
     ours, theirs = channel_pair()  # `theirs` stays open, as it would in a fork of the engine.
     with theirs, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
-        link = Link(ours, process)
-        assert link.take(None) == Empty()
+        link = SupervisorLink(ours, process)
+        assert link.receive(None) == Empty()
 
         process.kill()
 
-        found = link.take(time.monotonic() + PATIENCE_S)
+        found = link.receive(time.monotonic() + PATIENCE_S)
         assert found == Failed(f"the supervisor (process {process.pid}) ended by signal 9")
         link.close(deadline=0.0)

@@ -34,15 +34,20 @@ requests = st.one_of(
     st.builds(ms.StopAll, request=numbers),
 )
 answers = st.one_of(
-    st.builds(ms.Ready, pid=numbers),
+    st.builds(ms.SupervisorReady, pid=numbers),
     st.builds(ms.Done, request=numbers, pid=st.none() | numbers),
     st.builds(
-        ms.Refused, request=numbers, blame=st.sampled_from(["caller", "world"]), problem=texts
+        ms.RequestRefused,
+        request=numbers,
+        blame=st.sampled_from(["caller", "world"]),
+        problem=texts,
     ),
-    st.builds(ms.Started, name=names, pid=numbers),
-    st.builds(ms.Exited, name=names, pid=st.none() | numbers, restart_at=st.none() | seconds),
-    st.builds(ms.GaveUp, name=names, restarts=numbers, window_s=seconds),
-    st.builds(ms.Missed, count=numbers),
+    st.builds(ms.ProcessStarted, name=names, pid=numbers),
+    st.builds(
+        ms.ProcessExited, name=names, pid=st.none() | numbers, restart_at=st.none() | seconds
+    ),
+    st.builds(ms.RestartsExhausted, name=names, restarts=numbers, window_s=seconds),
+    st.builds(ms.EventsLost, count=numbers),
 )
 
 
@@ -52,7 +57,7 @@ def test_a_request_arrives_as_it_was_sent(request: ms.AnyRequest) -> None:
 
 
 @given(answers)
-def test_an_answer_arrives_as_it_was_sent(answer: ms.AnyReply | ms.Event) -> None:
+def test_an_answer_arrives_as_it_was_sent(answer: ms.AnyReply | ms.ProcessEvent) -> None:
     assert ms.decode_answer(ms.encode(answer)) == answer
 
 
@@ -75,13 +80,13 @@ def test_a_damaged_request_is_refused_or_another_request(
         decoded = ms.decode_request(bytes(frame))
     except ms.MessageError:
         return
-    assert isinstance(decoded, ms.Request)
+    assert isinstance(decoded, ms.SupervisorRequest)
 
 
 def test_another_version_is_refused() -> None:
     frame = bytes((2,)) + ms.encode(ms.StopAll(request=1))[1:]
 
-    with pytest.raises(ms.MessageError, match="version is 2, must be 1"):
+    with pytest.raises(ms.MessageError, match="frame has version 2, must have version 1"):
         ms.decode_request(frame)
 
 

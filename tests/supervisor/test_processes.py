@@ -14,8 +14,8 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
-from penstock.supervisor.crew import PROCESSES_MAX
-from penstock.supervisor.messages import Exited, GaveUp, Started
+from penstock.supervisor.messages import ProcessExited, ProcessStarted, RestartsExhausted
+from penstock.supervisor.process_table import PROCESSES_MAX
 from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.tiers.arena import Arena
 from tests.supervisor.conftest import PATIENCE_S
@@ -41,8 +41,8 @@ def test_a_process_runs_its_module_with_what_its_spec_says(lab: Lab) -> None:
     assert seen["variable"] == "yes"
     assert seen["stdin"] == "/dev/null"
     assert seen["group"]
-    assert lab.event() == Started(name="look-around", pid=pid)
-    assert lab.event() == Exited(name="look-around", pid=pid, code=0)
+    assert lab.event() == ProcessStarted(name="look-around", pid=pid)
+    assert lab.event() == ProcessExited(name="look-around", pid=pid, code=0)
 
 
 def test_a_process_gets_no_descriptor_but_output_and_those_it_names(lab: Lab) -> None:
@@ -73,8 +73,8 @@ def test_signals_are_as_if_nobody_had_touched_them(make_lab: MakeLab) -> None:
 
     assert seen["sigterm"]
     assert seen["blocked"] == 0
-    assert lab.event() == Started(name="look-around", pid=pid)
-    assert lab.event() == Exited(name="look-around", pid=pid, code=0)
+    assert lab.event() == ProcessStarted(name="look-around", pid=pid)
+    assert lab.event() == ProcessExited(name="look-around", pid=pid, code=0)
 
 
 def test_what_lies_in_the_current_folder_is_not_run_by_accident(
@@ -180,17 +180,17 @@ def test_an_arena_outlives_everybody_who_mapped_it_but_the_supervisor(lab: Lab) 
 def test_a_restart_is_told_with_its_time(lab: Lab) -> None:
     began = time.monotonic()
     pid = lab.start("run", restart=OnFailure(delay_s=0.2))
-    assert lab.event() == Started(name="run", pid=pid)
+    assert lab.event() == ProcessStarted(name="run", pid=pid)
 
     os.kill(pid, signal.SIGKILL)
     exited = lab.event()
     started = lab.event()
 
-    assert isinstance(exited, Exited)
+    assert isinstance(exited, ProcessExited)
     assert (exited.pid, exited.code, exited.signal) == (pid, None, signal.SIGKILL)
     assert exited.restart_at is not None
     assert began + 0.2 <= exited.restart_at <= time.monotonic()
-    assert isinstance(started, Started)
+    assert isinstance(started, ProcessStarted)
     assert started.pid != pid
 
 
@@ -199,10 +199,12 @@ def test_a_restart_storm_ends(lab: Lab) -> None:
 
     events = [lab.event() for _ in range(9)]
 
-    assert events[0] == Started(name="fail", pid=pid)
-    assert [type(event) for event in events] == [Started, Exited] * 4 + [GaveUp]
-    assert events[-1] == GaveUp(name="fail", restarts=3, window_s=3600)
-    assert [event.code for event in events if isinstance(event, Exited)] == [3] * 4
+    assert events[0] == ProcessStarted(name="fail", pid=pid)
+    assert [type(event) for event in events] == [ProcessStarted, ProcessExited] * 4 + [
+        RestartsExhausted
+    ]
+    assert events[-1] == RestartsExhausted(name="fail", restarts=3, window_s=3600)
+    assert [event.code for event in events if isinstance(event, ProcessExited)] == [3] * 4
     assert lab.line.hear_all() == ["fail fails"] * 4
     lab.start("run", name="fail")  # The name is free again.
 
@@ -212,8 +214,8 @@ def test_a_process_is_not_restarted_without_a_reason(lab: Lab, task: str) -> Non
     restart = {"restart": AT_ONCE} if task == "succeed" else {}
     pid = lab.start(task, **restart)
 
-    assert lab.event() == Started(name=task, pid=pid)
-    assert lab.event() == Exited(name=task, pid=pid, code=3 if task == "fail" else 0)
+    assert lab.event() == ProcessStarted(name=task, pid=pid)
+    assert lab.event() == ProcessExited(name=task, pid=pid, code=3 if task == "fail" else 0)
     with pytest.raises(ValueError, match=f"name is '{task}', must be a process; there are: none"):
         lab.supervisor.stop_process(task)
 
@@ -232,8 +234,13 @@ def test_a_restart_that_does_not_succeed_counts_as_a_failure(lab: Lab, tmp_path:
 
     events = [lab.event() for _ in range(4)]
 
-    assert [type(event) for event in events] == [Started, Exited, Exited, GaveUp]
-    assert isinstance(events[2], Exited)
+    assert [type(event) for event in events] == [
+        ProcessStarted,
+        ProcessExited,
+        ProcessExited,
+        RestartsExhausted,
+    ]
+    assert isinstance(events[2], ProcessExited)
     assert events[2].problem.startswith("module is 'fleeting', must be one that")
 
 
@@ -249,8 +256,8 @@ def test_a_process_that_ignores_sigterm_is_killed_at_its_deadline(lab: Lab) -> N
 
     assert time.monotonic() - began >= 0.3
     assert lab.supervisor.events() == [
-        Started(name="ignore-sigterm", pid=pid),
-        Exited(name="ignore-sigterm", pid=pid, signal=signal.SIGKILL),
+        ProcessStarted(name="ignore-sigterm", pid=pid),
+        ProcessExited(name="ignore-sigterm", pid=pid, signal=signal.SIGKILL),
     ]
 
 
@@ -260,7 +267,7 @@ def test_the_caller_may_allow_less_time(lab: Lab) -> None:
 
     lab.supervisor.stop_process("ignore-sigterm", deadline=time.monotonic() + 0.1)
 
-    assert lab.supervisor.events()[-1] == Exited(
+    assert lab.supervisor.events()[-1] == ProcessExited(
         name="ignore-sigterm", pid=pid, signal=signal.SIGKILL
     )
 
@@ -271,14 +278,14 @@ def test_a_process_that_is_stopped_is_not_restarted(lab: Lab) -> None:
     lab.supervisor.stop_process("run")
 
     assert lab.supervisor.events() == [
-        Started(name="run", pid=pid),
-        Exited(name="run", pid=pid, signal=signal.SIGTERM),
+        ProcessStarted(name="run", pid=pid),
+        ProcessExited(name="run", pid=pid, signal=signal.SIGTERM),
     ]
 
 
 def test_a_process_that_waits_for_its_restart_can_be_stopped(lab: Lab) -> None:
     lab.start("fail", restart=MUCH_LATER)
-    while not isinstance(lab.event(), Exited):
+    while not isinstance(lab.event(), ProcessExited):
         pass
 
     lab.supervisor.stop_process("fail")
@@ -293,7 +300,7 @@ def test_who_is_left_in_its_group_ends_with_it(lab: Lab, watch: Watch) -> None:
 
     left = int(lab.line.hear().rsplit(maxsplit=1)[1])
 
-    while not isinstance(lab.event(), Exited):
+    while not isinstance(lab.event(), ProcessExited):
         pass
     with suppress(ProcessLookupError):  # It may have been reaped already.
         assert watch(left).ended()
@@ -306,7 +313,7 @@ def test_leaving_its_group_does_not_save_a_process(lab: Lab) -> None:
     lab.supervisor.stop_process("leave-group")
 
     exited = lab.supervisor.events()[-1]
-    assert exited == Exited(name="leave-group", pid=pid, signal=signal.SIGKILL)
+    assert exited == ProcessExited(name="leave-group", pid=pid, signal=signal.SIGKILL)
 
 
 def test_all_stop_in_the_reverse_order_of_their_start(lab: Lab) -> None:
@@ -317,13 +324,13 @@ def test_all_stop_in_the_reverse_order_of_their_start(lab: Lab) -> None:
     lab.supervisor.close()
 
     assert lab.line.hear_all() == [f"{name} {what}" for name in "cba" for what in ("stops", "ends")]
-    exited = [event for event in lab.supervisor.events() if isinstance(event, Exited)]
+    exited = [event for event in lab.supervisor.events() if isinstance(event, ProcessExited)]
     assert [(event.name, event.code) for event in exited] == [("c", 0), ("b", 0), ("a", 0)]
 
 
 def test_stopping_all_does_not_wait_for_a_restart(lab: Lab) -> None:
     lab.start("fail", restart=MUCH_LATER)
-    while not isinstance(lab.event(), Exited):
+    while not isinstance(lab.event(), ProcessExited):
         pass
     began = time.monotonic()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.supervisor.restarts import RestartHistory
+from penstock.supervisor.process_table import RestartHistory
 from penstock.supervisor.spec import Never, OnFailure
 
 

@@ -39,7 +39,7 @@ from penstock.engine.wishes import Sampling
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
 from penstock.observe import logs
-from penstock.supervisor.keeping import keeper
+from penstock.supervisor.keeper import keeper
 from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any, wait_readable
 from penstock.transport.zeromq import Listener, connect, dial

@@ -26,7 +26,7 @@ from penstock.engine.remote import serve_rank
 from penstock.engine.spec import RankSpec, read_sealed
 from penstock.errors import PeerError, UnavailableError
 from penstock.observe import logs
-from penstock.supervisor.keeping import keeper
+from penstock.supervisor.keeper import keeper
 
 if TYPE_CHECKING:
     from penstock.transport.base import Channel

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.supervisor import inherited
+from penstock.supervisor.descriptors import inherited_descriptor
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +172,6 @@ def read_sealed(given: str, kind: type[SpecT]) -> SpecT:
         given: the descriptor's number, or the name under which the supervisor handed it over.
         kind: what it is.
     """
-    fd = int(given) if given.isdecimal() else inherited.descriptor(given)
+    fd = int(given) if given.isdecimal() else inherited_descriptor(given)
     # Read at its place: lives of a process share one descriptor, and so its position.
     return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=kind)

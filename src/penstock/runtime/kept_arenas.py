@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from penstock.supervisor.keeping import Keeper
+    from penstock.supervisor.keeper import Keeper
 
 logger = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.runtime.agreement import Agreement
     from penstock.runtime.device import Kv
     from penstock.runtime.lower_tiers import LowerTiers
-    from penstock.supervisor.keeping import Keeper
+    from penstock.supervisor.keeper import Keeper
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
 

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.engine.spec import PairSpec, RankSpec, Role, sealed
 from penstock.serve.role_secret import SECRET_BYTES
-from penstock.supervisor.messages import Exited, GaveUp
+from penstock.supervisor.messages import ProcessExited, RestartsExhausted
 from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.transport.base import Closed, Failed
 from penstock.transport.private_folder import private_folder
@@ -92,9 +92,9 @@ class Processes:
     def _watch(self) -> None:
         for event in self._supervisor.events():
             match event:
-                case Exited():
+                case ProcessExited():
                     logger.warning("process ended: %s", event)
-                case GaveUp(name=name):
+                case RestartsExhausted(name=name):
                     logger.error("process failed too often: %s", event)
                     self._given_up.add(name.partition("-rank-")[0])
                     if self._given_up >= self._needed:

@@ -2,12 +2,16 @@
 
     engine ══ channel ══ supervisor ──┬── rank            `client.py` is the engine's side,
       ▲                      │        ├── rank            `loop.py` the supervisor's;
-      └─────── pidfd ────────┘        └── store process   `child.py` begins each process
+      └─────── pidfd ────────┘        └── store process   `child.py` starts each process
 
-It imports neither torch nor NumPy and has one thread, so it starts within a moment, has little
-to go wrong, and can start processes at any time; the engine, with its CUDA context and its
-libraries' threads, cannot.
+It imports neither torch nor NumPy and has one thread, so it starts in about 60 ms, has little
+to go wrong, and can start processes at any time. The engine cannot: it has a CUDA context, and
+its libraries have threads.
 
-The one rule that must not break: nothing outlives the engine. Whoever of these dies, however,
-the others end within their deadlines, and the kernel takes the memory back.
+For other packages, in the engine's process: `client.Supervisor`, the specs of `spec.py` and the
+events of `messages.py`. In a supervised process: `descriptors.inherited_descriptor` and
+`keeper.keeper`. Everything else is private. Nothing is imported here, to keep the process small.
+
+The one rule that must not break: nothing outlives the engine. If any of these processes dies,
+the others end within their deadlines, and the kernel frees the memory.
 """

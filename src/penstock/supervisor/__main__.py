@@ -1,7 +1,7 @@
 """The supervisor's process: `python -m penstock.supervisor CHANNEL ENGINE`.
 
 `Supervisor.start` runs it. CHANNEL is a descriptor of one end of the channel and ENGINE a pidfd
-of the engine; both are inherited, and there is no other way in.
+of the engine; both are inherited.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import sys
 
 from penstock.supervisor.descriptors import make_private
-from penstock.supervisor.loop import Loop
+from penstock.supervisor.loop import SupervisorLoop
 from penstock.supervisor.process import IGNORED
 
 USAGE = "the supervisor is started by Supervisor.start(), with two descriptors: CHANNEL ENGINE"
@@ -19,7 +19,7 @@ WRONG_USE = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a supervisor until the engine is gone or has said stop."""
+    """Runs a supervisor until the engine ends or asks it to stop."""
     if len(arguments) != 2 or not all(map(str.isdecimal, arguments)):
         sys.stderr.write(f"{USAGE}\n")
         return WRONG_USE
@@ -28,16 +28,16 @@ def main(arguments: list[str]) -> int:
     _set_signals()
     with socket.socket(fileno=channel_fd) as channel:
         channel.settimeout(0)
-        Loop(channel, engine).run()
+        SupervisorLoop(channel, engine).run()
     return 0
 
 
 def _set_signals() -> None:
-    """Undoes what the engine may have left, and stays when a terminal or a service says stop.
+    """Resets SIGCHLD, which the engine may ignore, and ignores the signals that ask to stop.
 
-    The engine hears that as well, and drains; it needs its processes until it is done.
+    The engine gets those as well, and drains; it needs its processes until it is done.
     """
-    # Who ignores it hears nothing of how its processes ended.
+    # A process that ignores SIGCHLD cannot read how its children ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)

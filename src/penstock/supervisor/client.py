@@ -7,45 +7,53 @@
         for event in supervisor.events(): …            # whenever `descriptor` is readable
 
 Start it before anything else: its processes get the environment and the output that the engine
-has then. Every call waits at most until its deadline, on the monotonic clock.
+has at that time. Every call waits at most until its deadline, on the monotonic clock.
 
-The one rule: nothing that went wrong looks like "no event". A supervisor that is lost is
-`Failed(cause)`, from then on and for every call; the health of the engine depends on it.
+The one rule: a failure never looks like "no event". Once the supervisor is lost, every call
+reports `Failed(cause)`; the health of the engine depends on it.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import UnavailableError
-from penstock.supervisor.backlog import Backlog
 from penstock.supervisor.descriptors import close_all
-from penstock.supervisor.link import Answer, Link, require_deadline
 from penstock.supervisor.messages import (
+    AnyReply,
     Done,
-    Event,
-    Exited,
+    EventQueue,
     Fetch,
     Forget,
     Hold,
-    Ready,
-    Refused,
-    Request,
+    MessageError,
+    Packet,
+    ProcessEvent,
+    ProcessExited,
+    RequestRefused,
     StartProcess,
     StopAll,
     StopProcess,
+    SupervisorReady,
+    SupervisorRequest,
+    channel_pair,
+    decode_answer,
     encode,
+    receive_packet,
+    send_packet,
 )
 from penstock.supervisor.spec import READY_S
-from penstock.supervisor.wire import channel_pair
 from penstock.transport.base import Closed, Empty, Failed
 
 if TYPE_CHECKING:
+    import socket
     from types import TracebackType
     from typing import Self
 
@@ -56,15 +64,21 @@ MODULE = "penstock.supervisor"
 ANSWER_S = 5.0
 """The supervisor answers within a millisecond; a machine may be busy."""
 
+DYING_S = 0.2
+"""A process that is killed closes its channel a moment before its status can be had."""
+
+KILLED_S = 5.0
+"""Nothing survives SIGKILL, but the kernel may be busy."""
+
 
 class Supervisor:
-    """A supervisor that this process started, and that ends with it. For one thread."""
+    """A supervisor that this process started, and that ends with it. To be used by one thread."""
 
-    def __init__(self, link: Link, pid: int) -> None:
+    def __init__(self, link: SupervisorLink, pid: int) -> None:
         self.pid = pid
         self._link = link
         self._owner = os.getpid()
-        self._events = Backlog()
+        self._events = EventQueue()
         self._requests = 0
         self._stop_s: dict[str, float] = {}
 
@@ -73,14 +87,14 @@ class Supervisor:
         """Starts a supervisor.
 
         Raises:
-            UnavailableError: the machine does not let us, or it is not there by the deadline.
+            UnavailableError: its process cannot be created, or was not ready by the deadline.
         """
         deadline = time.monotonic() + READY_S if deadline is None else deadline
         require_deadline(deadline)
         link, pid = _launch()
         supervisor = cls(link, pid)
-        answer = link.take(deadline)
-        if isinstance(answer, Answer) and isinstance(answer.message, Ready):
+        answer = link.receive(deadline)
+        if isinstance(answer, Received) and isinstance(answer.message, SupervisorReady):
             return supervisor
         problem = answer.cause if isinstance(answer, Failed) else "it did not say that it is ready"
         link.close(deadline=deadline)
@@ -91,7 +105,7 @@ class Supervisor:
     def start_process(self, spec: ProcessSpec, *, deadline: float | None = None) -> int:
         """Starts a process and returns its pid once it runs its module.
 
-        If the deadline passes before, it may run later: `Started` tells.
+        If the deadline passes before, it may still start later: watch for `ProcessStarted`.
 
         Raises:
             UnavailableError: it cannot be started, or there was no answer.
@@ -105,14 +119,14 @@ class Supervisor:
         return done.pid
 
     def stop_process(self, name: str, *, deadline: float | None = None) -> None:
-        """Has a process end: SIGTERM now, SIGKILL at the deadline; returns when it has ended.
+        """Stops a process: SIGTERM now, SIGKILL at the deadline; returns when it has ended.
 
         Args:
-            name: The process; one that waits for its restart is not started again.
-            deadline: By default as far away as its spec's `stop_s`.
+            name: The process; one that waits for its restart is not restarted.
+            deadline: By default after its spec's `stop_s`.
 
         Raises:
-            UnavailableError: there was no answer, a while after the deadline.
+            UnavailableError: there was no answer within `ANSWER_S` of the deadline.
             ValueError: there is no such process.
         """
         if deadline is not None:
@@ -126,7 +140,7 @@ class Supervisor:
     # Descriptors.
 
     def hold(self, name: str, fd: int, *, deadline: float | None = None) -> None:
-        """Has the supervisor keep a copy of a descriptor; this one stays the caller's.
+        """Has the supervisor hold a copy of a descriptor; the caller still owns this one.
 
         Raises:
             UnavailableError: too many are held, or there was no answer.
@@ -166,11 +180,11 @@ class Supervisor:
     def descriptor(self) -> int:
         """A file descriptor for the engine's poll: readable when there may be an event.
 
-        It does not show what a call of ours took in passing: ask `events` before the poll too.
+        Events that another call received meanwhile do not show: call `events` before the poll.
         """
         return self._link.descriptor
 
-    def receive(self, *, deadline: float | None = None) -> Event | Empty | Closed | Failed:
+    def receive(self, *, deadline: float | None = None) -> ProcessEvent | Empty | Closed | Failed:
         """The next event; waits for it until `deadline`, if given."""
         self._require_owner()
         if deadline is not None:
@@ -180,14 +194,14 @@ class Supervisor:
             if event is not None:
                 self._events.drop()
                 return event
-            answer = self._link.take(deadline)
-            if not isinstance(answer, Answer):
+            answer = self._link.receive(deadline)
+            if not isinstance(answer, Received):
                 return answer
             self._keep(answer)
 
-    def events(self) -> list[Event | Closed | Failed]:
-        """All events that are there, without waiting; the last may say that none will come."""
-        found: list[Event | Closed | Failed] = []
+    def events(self) -> list[ProcessEvent | Closed | Failed]:
+        """All events so far, without waiting; the last may say that no more will come."""
+        found: list[ProcessEvent | Closed | Failed] = []
         while not isinstance(event := self.receive(), Empty):
             found.append(event)
             if isinstance(event, Closed | Failed):
@@ -196,24 +210,24 @@ class Supervisor:
 
     @property
     def lost(self) -> Failed | None:
-        """Why the supervisor is lost, as far as was noticed; absent while all is well."""
+        """Why the supervisor is lost, as far as a call has noticed; `None` while it is well."""
         end = self._link.end
         return end if isinstance(end, Failed) else None
 
     def look(self) -> Failed | None:
-        """Why the supervisor is lost, if it is now; events that have come wait for `events`."""
+        """Checks whether the supervisor is lost, and returns why; events wait for `events`."""
         self._require_owner()
-        while isinstance(answer := self._link.take(None), Answer):
+        while isinstance(answer := self._link.receive(None), Received):
             self._keep(answer)
         return self.lost
 
     # The end.
 
     def close(self, *, deadline: float | None = None) -> None:
-        """Has all processes end, the last started first, then the supervisor.
+        """Stops all processes, the last started first, then the supervisor.
 
-        What has not ended by the deadline is killed. By default that is as far away as the
-        `stop_s` of all processes together, and a while.
+        What has not ended by the deadline is killed; by default that is after the `stop_s` of
+        all processes together and `ANSWER_S`.
         """
         if isinstance(self._link.end, Closed) or os.getpid() != self._owner:
             return
@@ -224,7 +238,7 @@ class Supervisor:
             try:
                 self._ask(StopAll(request=self._number()), deadline)
             except UnavailableError:
-                deadline = time.monotonic()  # It did not do it, so it is done to it.
+                deadline = time.monotonic()  # The graceful stop failed: kill it now.
         self._link.close(deadline=deadline)
 
     def __enter__(self) -> Self:
@@ -238,7 +252,7 @@ class Supervisor:
     ) -> None:
         self.close()
 
-    # How it asks.
+    # Requests.
 
     def _number(self) -> int:
         self._requests += 1
@@ -248,7 +262,7 @@ class Supervisor:
         return time.monotonic() + ANSWER_S if deadline is None else deadline
 
     def _ask(
-        self, request: Request, deadline: float, fd: int | None = None
+        self, request: SupervisorRequest, deadline: float, fd: int | None = None
     ) -> tuple[Done, tuple[int, ...]]:
         self._require_owner()
         require_deadline(deadline)
@@ -256,7 +270,7 @@ class Supervisor:
             raise UnavailableError(_cause(self._link.end))
         self._link.send(encode(request), fd, deadline=deadline)
         while True:
-            answer = self._link.take(deadline)
+            answer = self._link.receive(deadline)
             if isinstance(answer, Closed | Failed):
                 raise UnavailableError(_cause(answer))
             if isinstance(answer, Empty):
@@ -267,8 +281,8 @@ class Supervisor:
             message = answer.message
             if isinstance(message, Done) and message.request == request.request:
                 return message, answer.descriptors
-            # What could not even be read has no number; it can only be what was asked last.
-            if isinstance(message, Refused) and message.request in {request.request, 0}:
+            # A request that could not be read is refused as number 0; it must be this one.
+            if isinstance(message, RequestRefused) and message.request in {request.request, 0}:
                 raise _error_of(message)
             self._keep(answer)
 
@@ -279,19 +293,128 @@ class Supervisor:
                 f"and cannot be used in its fork {os.getpid()}"
             )
 
-    def _keep(self, answer: Answer) -> None:
-        """Keeps an event for later; an answer that came after its deadline is of no use."""
+    def _keep(self, answer: Received) -> None:
+        """Queues an event; drops an answer that came after its deadline."""
         close_all(answer.descriptors)
         message = answer.message
-        if isinstance(message, Ready | Done | Refused):
+        if isinstance(message, SupervisorReady | Done | RequestRefused):
             return
         self._events.add(message)
-        if isinstance(message, Exited) and message.restart_at is None:
+        if isinstance(message, ProcessExited) and message.restart_at is None:
             self._stop_s.pop(message.name, None)
 
 
-def _launch() -> tuple[Link, int]:
-    """Starts the process, with our end of its channel."""
+class Received(NamedTuple):
+    """A reply or an event, and the descriptors that came with it; the receiver owns them."""
+
+    message: AnyReply | ProcessEvent
+    descriptors: tuple[int, ...]
+
+
+class SupervisorLink:
+    """The engine's end of the channel, and its watch over the supervisor's process.
+
+    The pidfd shows the end of the process even where a copy of the other end, in a process that
+    the engine forked, keeps the channel open.
+    """
+
+    def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self.end: Closed | Failed | None = None
+        """Why no more messages come; absent while they do."""
+        self._channel = channel
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
+        self._poll = select.epoll()
+        for fd in (channel.fileno(), self._pidfd):
+            self._poll.register(fd, select.EPOLLIN)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there is something to receive."""
+        return self._poll.fileno()
+
+    def send(self, frame: bytes, fd: int | None, *, deadline: float) -> None:
+        """Sends a frame.
+
+        Raises:
+            UnavailableError: the supervisor is lost, or takes nothing until the deadline.
+        """
+        writable = select.poll()
+        writable.register(self._channel, select.POLLOUT)
+        try:
+            while not send_packet(self._channel, frame, fd):
+                if not writable.poll(_left_ms(deadline)):
+                    raise UnavailableError("the supervisor takes no requests: deadline passed")
+        except ConnectionError:
+            raise UnavailableError(self.lose().cause) from None
+
+    def receive(self, deadline: float | None) -> Received | Empty | Closed | Failed:
+        """The next message; waits for it until `deadline`, if given."""
+        if self.end is not None:
+            return self.end
+        left_ms = 0 if deadline is None else _left_ms(deadline)
+        ready = [fd for fd, _ in self._poll.poll(left_ms / 1000)]
+        if not ready:
+            return Empty()
+        if self._channel.fileno() not in ready:
+            return self.lose()
+        packet = receive_packet(self._channel)
+        if isinstance(packet, Empty):
+            return packet
+        return self._read(packet) if isinstance(packet, Packet) else self.lose()
+
+    def _read(self, packet: Packet) -> Received | Failed:
+        try:
+            message = decode_answer(packet.frame)
+        except MessageError as error:
+            close_all(packet.descriptors)
+            return self.lose(f"the supervisor cannot be understood: {error}")
+        return Received(message, packet.descriptors)
+
+    def lose(self, cause: str = "") -> Failed:
+        """Closes the channel, which ends the supervisor and its processes if they still run."""
+        lost = Failed(cause or self._cause())
+        if self.end is None:
+            self.end = lost
+            self._cut()
+        return lost
+
+    def _cause(self) -> str:
+        who = f"the supervisor (process {self._process.pid})"
+        if not self._ended_by(time.monotonic() + DYING_S):
+            return f"{who} closed its channel"
+        status = self._process.poll()
+        if status is None or status >= 0:
+            return f"{who} ended: {status}"
+        return f"{who} ended by signal {-status}"
+
+    def close(self, *, deadline: float) -> None:
+        """Closes the channel and waits for the process to end; kills it at the deadline."""
+        self.end = self.end or Closed()
+        self._cut()
+        if not self._ended_by(deadline):
+            self._process.kill()  # The kernel kills its processes as well.
+            self._ended_by(time.monotonic() + KILLED_S)
+        self._process.poll()
+        if not self._poll.closed:
+            self._poll.close()
+            os.close(self._pidfd)
+
+    def _cut(self) -> None:
+        if self._channel.fileno() >= 0:
+            self._poll.unregister(self._channel.fileno())
+            self._channel.close()
+
+    def _ended_by(self, deadline: float) -> bool:
+        if self._process.poll() is not None:
+            return True
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return bool(ended.poll(_left_ms(deadline)))
+
+
+def _launch() -> tuple[SupervisorLink, int]:
+    """Starts the supervisor's process."""
     with ExitStack() as undo:
         try:
             ours, theirs = map(undo.enter_context, channel_pair())
@@ -307,15 +430,26 @@ def _launch() -> tuple[Link, int]:
             raise UnavailableError(
                 f"no supervisor: {sys.executable!r} cannot be started: {error.strerror}"
             ) from error
-        # A copy, as ours and theirs are closed here, whatever happened.
-        return Link(ours.dup(), process), process.pid
+        # A copy, because leaving this block closes both ends.
+        return SupervisorLink(ours.dup(), process), process.pid
 
 
 def _cause(end: Closed | Failed) -> str:
     return end.cause if isinstance(end, Failed) else "the supervisor was closed"
 
 
-def _error_of(refused: Refused) -> ValueError | UnavailableError:
+def _error_of(refused: RequestRefused) -> ValueError | UnavailableError:
     if refused.blame == "caller":
         return ValueError(refused.problem)
     return UnavailableError(refused.problem)
+
+
+def require_deadline(deadline: float) -> None:
+    """Refuses infinity and NaN: no call may wait without a limit."""
+    if not math.isfinite(deadline):
+        raise ValueError(f"deadline is {deadline}, must be a time on the monotonic clock")
+
+
+def _left_ms(deadline: float) -> int:
+    # Rounded up: a poll that ends slightly early would have to be repeated.
+    return max(0, math.ceil((deadline - time.monotonic()) * 1000))

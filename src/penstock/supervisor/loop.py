@@ -1,8 +1,8 @@
-"""The supervisor's one loop: the channel, the engine, the processes, and the time.
+"""The supervisor's loop: it serves the engine and watches the processes.
 
-Everything it waits for is a descriptor or a time, so that one poll is all its waiting, and an
-idle supervisor costs nothing. The one rule: nothing that comes over the channel ends it but the
-request to stop, and the channel's end. What it cannot read it refuses, and says so.
+Everything it waits for is a descriptor or a time, so one poll does all the waiting, and an idle
+supervisor uses no CPU. The one rule: only the request to stop and the end of the channel end it.
+A frame that it cannot read is answered with the reason, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
-from penstock.supervisor.backlog import Backlog
-from penstock.supervisor.crew import Crew
-from penstock.supervisor.descriptors import close_all
-from penstock.supervisor.holdings import Holdings
+from penstock.supervisor.descriptors import HeldDescriptors, close_all
 from penstock.supervisor.messages import (
     PROBLEM_CHARACTERS_MAX,
     AnyReply,
     Done,
+    EventQueue,
     Fetch,
     Forget,
     Hold,
     MessageError,
-    Ready,
-    Refused,
+    Packet,
+    RequestRefused,
+    RequestRefusedError,
     StartProcess,
     StopAll,
     StopProcess,
+    SupervisorReady,
     decode_request,
     encode,
+    receive_packet,
+    require_room,
+    send_packet,
 )
-from penstock.supervisor.refusing import RefusedError, require_room
-from penstock.supervisor.wire import Packet, receive_packet, send_packet
+from penstock.supervisor.process_table import ProcessTable
 from penstock.transport.base import Closed, Failed
 
 if TYPE_CHECKING:
@@ -45,11 +47,11 @@ if TYPE_CHECKING:
     from penstock.supervisor.messages import AnyRequest, OtherRequest
 
 REPLIES_MAX = 64
-"""An engine that does not take its answers is not listened to until it does."""
+"""With more answers that the engine has not read, no further requests are read."""
 
 
-class Loop:
-    """A supervisor, between its start and its end."""
+class SupervisorLoop:
+    """Runs one supervisor, from its start to its end."""
 
     def __init__(self, channel: socket.socket, engine: int) -> None:
         self._channel = channel
@@ -57,33 +59,33 @@ class Loop:
         self._engine_gone = False
         self._stop_requests: list[int] = []
         self._stopped = False
-        self._holdings = Holdings()
-        self._events = Backlog()
+        self._held = HeldDescriptors()
+        self._events = EventQueue()
         self._replies: deque[tuple[AnyReply, int | None]] = deque()
-        self._crew = Crew(self._holdings, tell=self._events.add, answer=self._reply)
+        self._processes = ProcessTable(self._held, on_event=self._events.add, answer=self._reply)
 
     def run(self) -> None:
-        """Serves the engine until it is gone or has said stop, and all processes have ended."""
-        self._reply(Ready(pid=os.getpid()))
+        """Serves the engine until it ends or asks to stop, and all processes have ended."""
+        self._reply(SupervisorReady(pid=os.getpid()))
         while True:
             self._flush()
-            if self._over():  # Perhaps since this moment: then there is nothing to wait for.
+            if self._over():  # Asked here, as `_flush` may have sent the last answer.
                 break
             called = self._wait()
             now = time.monotonic()
             for callback in called:
                 callback(now)
-            self._crew.advance(now)
+            self._processes.advance(now)
             self._answer_stop()
-        self._holdings.close()
+        self._held.close()
 
     def _over(self) -> bool:
-        if len(self._crew):
+        if len(self._processes):
             return False
         return self._engine_gone or (self._stopped and not self._replies)
 
     def _answer_stop(self) -> None:
-        if self._stop_requests and not len(self._crew):
+        if self._stop_requests and not len(self._processes):
             for request in self._stop_requests:
                 self._reply(Done(request=request))
             self._stop_requests.clear()
@@ -94,7 +96,7 @@ class Loop:
     def _wait(self) -> list[Callable[[float], object]]:
         poller = select.poll()
         callbacks: dict[int, Callable[[float], object]] = {}
-        for fd, callback in self._crew.watched():
+        for fd, callback in self._processes.watched():
             poller.register(fd, select.POLLIN)
             callbacks[fd] = callback
         if not self._engine_gone:
@@ -102,7 +104,7 @@ class Loop:
             callbacks[self._engine] = self._lose_engine
             poller.register(self._channel, self._interest())
             callbacks[self._channel.fileno()] = self._serve
-        ready = poller.poll(_timeout_ms(self._crew.due() - time.monotonic()))
+        ready = poller.poll(_timeout_ms(self._processes.due() - time.monotonic()))
         return [callbacks[fd] for fd, _ in ready]
 
     def _interest(self) -> int:
@@ -112,13 +114,13 @@ class Loop:
 
     def _lose_engine(self, now: float) -> None:
         self._engine_gone = True
-        self._crew.stop_all_at_once(now)
+        self._processes.stop_all_at_once(now)
 
-    # Talking.
+    # Requests and answers.
 
     def _serve(self, now: float) -> None:
         if len(self._replies) >= REPLIES_MAX:
-            return  # Writable, or hung up: then the next `_flush` finds out.
+            return  # Writable, or closed: the next `_flush` finds out.
         packet = receive_packet(self._channel)
         if isinstance(packet, Closed | Failed):
             self._lose_engine(now)
@@ -127,7 +129,7 @@ class Loop:
 
     def _handle(self, packet: Packet, now: float) -> None:
         try:
-            asked = _request_in(packet)
+            asked = _read_request(packet)
         except MessageError as error:
             self._refuse(error.request, "caller", str(error))
             close_all(packet.descriptors)
@@ -137,12 +139,12 @@ class Loop:
                 self._hold(asked, packet.descriptors[0])
             else:
                 self._carry_out(asked, now)
-        except RefusedError as error:
+        except RequestRefusedError as error:
             self._refuse(asked.request, error.blame, error.problem)
             close_all(packet.descriptors)
 
     def _hold(self, asked: Hold, fd: int) -> None:
-        self._holdings.hold(asked.name, fd)
+        self._held.hold(asked.name, fd)
         self._reply(Done(request=asked.request))
 
     def _carry_out(self, asked: OtherRequest, now: float) -> None:
@@ -151,40 +153,42 @@ class Loop:
                 self._fetch(request, name)
             case Forget(request=request, name=name):
                 self._require_unused(name)
-                self._holdings.forget(name)
+                self._held.forget(name)
                 self._reply(Done(request=request))
             case StartProcess(request=request, spec=spec):
-                self._crew.start(request, spec, now)
+                self._processes.start(request, spec, now)
             case StopProcess(request=request, name=name, stop_s=stop_s):
-                self._crew.stop(request, name, stop_s, now)
+                self._processes.stop(request, name, stop_s, now)
             case StopAll(request=request):
                 require_room(self._stop_requests, "all processes")
                 self._stop_requests.append(request)
-                self._crew.stop_all_in_order(now)
+                self._processes.stop_all_in_order(now)
 
     def _fetch(self, request: int, name: str) -> None:
-        fd = self._holdings.fetch(name)
+        fd = self._held.fetch(name)
         try:
             self._reply(Done(request=request), fd)
         except OSError as error:
             problem = f"descriptor {name!r} cannot be sent: {error.strerror}"
-            raise RefusedError(problem, blame="world") from error
+            raise RequestRefusedError(problem, blame="world") from error
 
     def _require_unused(self, name: str) -> None:
-        if users := self._crew.users_of(name):
-            raise RefusedError(
+        if users := self._processes.users_of(name):
+            raise RequestRefusedError(
                 f"descriptor {name!r} is in use: stop these processes first: {', '.join(users)}"
             )
 
     def _refuse(self, request: int, blame: Literal["caller", "world"], problem: str) -> None:
-        self._reply(Refused(request=request, blame=blame, problem=problem[:PROBLEM_CHARACTERS_MAX]))
+        self._reply(
+            RequestRefused(request=request, blame=blame, problem=problem[:PROBLEM_CHARACTERS_MAX])
+        )
 
     def _reply(self, reply: AnyReply, fd: int | None = None) -> None:
-        # A descriptor of its own: the name may be forgotten before the engine takes the answer.
+        # A copy of the descriptor: the name may be forgotten before the engine reads the answer.
         self._replies.append((reply, None if fd is None else os.dup(fd)))
 
     def _flush(self) -> None:
-        """Sends what the engine has room for; events first, as they explain the answers."""
+        """Sends as much as the channel takes; events before answers, as they happened before."""
         try:
             while not self._engine_gone and self._send_next():
                 pass
@@ -207,7 +211,7 @@ class Loop:
         return sent
 
 
-def _request_in(packet: Packet) -> AnyRequest:
+def _read_request(packet: Packet) -> AnyRequest:
     if packet.problem:
         raise MessageError(packet.problem)
     asked = decode_request(packet.frame)
@@ -219,5 +223,5 @@ def _request_in(packet: Packet) -> AnyRequest:
 
 
 def _timeout_ms(seconds: float) -> int | None:
-    # Rounded up: a poll that ended a little early would only be repeated.
+    # Rounded up: a poll that ends slightly early would have to be repeated.
     return None if math.isinf(seconds) else max(0, math.ceil(seconds * 1000))

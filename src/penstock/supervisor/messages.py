@@ -1,27 +1,47 @@
-"""What engine and supervisor say to each other, as one frame each.
+"""The protocol between engine and supervisor: messages, their packets, and waiting events.
 
-    frame = version byte, then a msgpack map with a tag: the type
+    packet = a frame (see `penstock.vocabulary.frames`), and a descriptor with `Hold` and `Done`
 
-Requests carry a number, which their answer repeats; a number is never used twice. Events come by
-themselves. The one rule: `decode_*` raises `MessageError` and nothing else, whatever the bytes
-are, so that garbage can be refused and does no harm.
+Requests carry a number, which their answer repeats; a number is never used twice. Events are sent
+without a request. Packets go over a pair of Unix sockets that keeps their borders
+(SOCK_SEQPACKET) and has no name: only processes that inherited an end can use it.
+
+The rules: `decode_*` raises `MessageError` and nothing else, whatever the bytes are, so that
+garbage can be refused. Every descriptor that arrives has an owner; those that nobody asked for are
+closed at once. Events that had to be dropped are counted, and `EventsLost` reports the count.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+import array
+import select
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.errors import PeerError
 from penstock.supervisor.spec import ProcessSpec, require_name, require_stop_s
+from penstock.transport.base import Closed, Empty, Failed
+from penstock.vocabulary.frames import FrameCodec
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
 
 VERSION = 1
 FRAME_BYTES_MAX = 64 << 10
 """A spec with long arguments has a few KiB; a packet has to fit into a socket's buffer."""
 PROBLEM_CHARACTERS_MAX = 2000
+EVENTS_MAX = 1024
+"""Sixteen for each process that there may be: more than repeated restarts cause before they end."""
+WAITING_MAX = 64
+"""An engine asks once, and once more after a deadline that passed."""
+
+_INT_BYTES = array.array("i").itemsize
 
 
-class MessageError(ValueError):
+class MessageError(PeerError):
     """A frame is no message; `request` is its number as far as it could be read, else 0."""
 
     def __init__(self, problem: str, *, request: int = 0) -> None:
@@ -29,21 +49,32 @@ class MessageError(ValueError):
         self.request = request
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The root of all messages."""
+class RequestRefusedError(Exception):
+    """A request cannot be carried out, and nothing was changed; becomes `RequestRefused`."""
+
+    def __init__(self, problem: str, *, blame: Literal["caller", "world"] = "caller") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.blame: Literal["caller", "world"] = blame
 
 
-# What the engine asks.
+class SupervisorMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True
+):
+    """The base of all messages."""
 
 
-class Request(Message, frozen=True, kw_only=True):
-    """The root of all requests."""
+# Requests of the engine.
+
+
+class SupervisorRequest(SupervisorMessage, frozen=True, kw_only=True):
+    """The base of all requests; `request` is its number."""
 
     request: int
 
 
-class Hold(Request, frozen=True, kw_only=True):
-    """Keep the descriptor that comes with this, under a name."""
+class Hold(SupervisorRequest, frozen=True, kw_only=True):
+    """Hold the descriptor that comes with this, under a name."""
 
     name: str
 
@@ -51,8 +82,8 @@ class Hold(Request, frozen=True, kw_only=True):
         require_name(self.name, "name")
 
 
-class Fetch(Request, frozen=True, kw_only=True):
-    """Send me the descriptor that you hold under this name."""
+class Fetch(SupervisorRequest, frozen=True, kw_only=True):
+    """Send the descriptor that is held under this name."""
 
     name: str
 
@@ -60,8 +91,8 @@ class Fetch(Request, frozen=True, kw_only=True):
         require_name(self.name, "name")
 
 
-class Forget(Request, frozen=True, kw_only=True):
-    """Close the descriptor that you hold under this name."""
+class Forget(SupervisorRequest, frozen=True, kw_only=True):
+    """Close the descriptor that is held under this name."""
 
     name: str
 
@@ -69,14 +100,14 @@ class Forget(Request, frozen=True, kw_only=True):
         require_name(self.name, "name")
 
 
-class StartProcess(Request, frozen=True, kw_only=True):
-    """Start this; the answer comes when it runs, or cannot."""
+class StartProcess(SupervisorRequest, frozen=True, kw_only=True):
+    """Start a process; the answer comes when it runs, or cannot."""
 
     spec: ProcessSpec
 
 
-class StopProcess(Request, frozen=True, kw_only=True):
-    """Have this process end, SIGKILL after `stop_s`; the answer comes when it has."""
+class StopProcess(SupervisorRequest, frozen=True, kw_only=True):
+    """Stop a process, by SIGKILL after `stop_s`; the answer comes when it has ended."""
 
     name: str
     stop_s: float | None = None
@@ -88,24 +119,24 @@ class StopProcess(Request, frozen=True, kw_only=True):
             require_stop_s(self.stop_s)
 
 
-class StopAll(Request, frozen=True, kw_only=True):
-    """Have all processes end, the last started first; answer, and end."""
+class StopAll(SupervisorRequest, frozen=True, kw_only=True):
+    """Stop all processes, the last started first; then answer and end."""
 
 
 OtherRequest = Fetch | Forget | StartProcess | StopProcess | StopAll
 AnyRequest = Hold | OtherRequest
 
 
-# What the supervisor answers.
+# Answers of the supervisor.
 
 
-class Ready(Message, frozen=True, kw_only=True):
-    """The first message: I am there."""
+class SupervisorReady(SupervisorMessage, frozen=True, kw_only=True):
+    """The first message: the supervisor takes requests."""
 
     pid: int
 
 
-class Done(Message, frozen=True, kw_only=True):
+class Done(SupervisorMessage, frozen=True, kw_only=True):
     """The request was carried out; a fetched descriptor comes with this."""
 
     request: int
@@ -113,7 +144,7 @@ class Done(Message, frozen=True, kw_only=True):
     """Of the process that was started, if that was asked."""
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class RequestRefused(SupervisorMessage, frozen=True, kw_only=True):
     """The request was not carried out, and nothing has changed."""
 
     request: int
@@ -122,103 +153,218 @@ class Refused(Message, frozen=True, kw_only=True):
     problem: str
 
 
-AnyReply = Ready | Done | Refused
+AnyReply = SupervisorReady | Done | RequestRefused
 
 
-# What the supervisor tells.
+# Events.
 
 
-class Started(Message, frozen=True, kw_only=True):
+class ProcessStarted(SupervisorMessage, frozen=True, kw_only=True):
     """A process runs, for the first time or again."""
 
     name: str
     pid: int
 
 
-class Exited(Message, frozen=True, kw_only=True):
-    """A process that ran has ended, or one that was to run again could not."""
+class ProcessExited(SupervisorMessage, frozen=True, kw_only=True):
+    """A process has ended, or could not be restarted."""
 
     name: str
     pid: int | None
-    """Absent if there was not even a process; `problem` says why."""
+    """Absent if no process could be created; `problem` says why."""
     code: int | None = None
-    """Its status, if it ended by itself."""
+    """Its exit status, if no signal killed it."""
     signal: int | None = None
-    """What killed it, if something did."""
+    """The signal that killed it, if one did."""
     restart_at: float | None = None
     """When it is started again, on the monotonic clock; absent: never."""
     problem: str = ""
-    """Why it did not get as far as its module, if so."""
+    """Why it ended before its module ran, if it did."""
 
 
-class GaveUp(Message, frozen=True, kw_only=True):
-    """A process failed too often, and is not started again."""
+class RestartsExhausted(SupervisorMessage, frozen=True, kw_only=True):
+    """A process failed too often, and is not restarted any more."""
 
     name: str
     restarts: int
     window_s: float
 
 
-class Missed(Message, frozen=True, kw_only=True):
-    """So many events are lost: nobody took them for so long that there was no more room."""
+class EventsLost(SupervisorMessage, frozen=True, kw_only=True):
+    """The number of events that were dropped because the queue was full."""
 
     count: int
 
 
-Event = Started | Exited | GaveUp | Missed
+ProcessEvent = ProcessStarted | ProcessExited | RestartsExhausted | EventsLost
+
+
+# Frames.
 
 
 class _Numbered(msgspec.Struct):
     request: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(AnyRequest)
-_answers = msgspec.msgpack.Decoder(AnyReply | Event)
-_numbers = msgspec.msgpack.Decoder(_Numbered)
-
 _T = TypeVar("_T")
 
 
-def encode(message: Message) -> bytes:
+def _frames(decoder: msgspec.msgpack.Decoder[_T]) -> FrameCodec[_T]:
+    return FrameCodec(decoder, version=VERSION, bytes_max=FRAME_BYTES_MAX)
+
+
+_requests: FrameCodec[AnyRequest] = _frames(msgspec.msgpack.Decoder(AnyRequest))
+_answers: FrameCodec[AnyReply | ProcessEvent] = _frames(
+    msgspec.msgpack.Decoder(AnyReply | ProcessEvent)
+)
+_numbers = _frames(msgspec.msgpack.Decoder(_Numbered))
+
+
+def encode(message: SupervisorMessage) -> bytes:
     """The frame of a message.
 
     Raises:
-        MessageError: it would be longer than `FRAME_BYTES_MAX`.
+        ValueError: it would be longer than `FRAME_BYTES_MAX`.
     """
-    frame = bytes((VERSION,)) + _encoder.encode(message)
-    if len(frame) > FRAME_BYTES_MAX:
-        raise MessageError(
-            f"{type(message).__name__} has {len(frame)} bytes, must have at most {FRAME_BYTES_MAX}"
-        )
-    return frame
+    return _requests.encode(message)
 
 
 def decode_request(frame: bytes) -> AnyRequest:
     """The request in a frame that the engine sent."""
-    request: AnyRequest = _decode(frame, _requests)
-    return request
-
-
-def decode_answer(frame: bytes) -> AnyReply | Event:
-    """The reply or event in a frame that the supervisor sent."""
-    answer: AnyReply | Event = _decode(frame, _answers)
-    return answer
-
-
-def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    if not frame:
-        raise MessageError(f"frame is empty, must begin with the version, {VERSION}")
-    if frame[0] != VERSION:
-        raise MessageError(f"version is {frame[0]}, must be {VERSION}")
     try:
-        return decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"no message: {error}", request=_number_of(frame)) from error
+        return _requests.decode(frame)
+    except PeerError as error:
+        raise MessageError(str(error), request=_number_of(frame)) from error
+
+
+def decode_answer(frame: bytes) -> AnyReply | ProcessEvent:
+    """The reply or event in a frame that the supervisor sent."""
+    try:
+        return _answers.decode(frame)
+    except PeerError as error:
+        raise MessageError(str(error)) from error
 
 
 def _number_of(frame: bytes) -> int:
     try:
-        return _numbers.decode(memoryview(frame)[1:]).request
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return _numbers.decode(frame).request
+    except PeerError:
         return 0
+
+
+# Packets.
+
+
+class Packet(NamedTuple):
+    """A frame that arrived, and the descriptors that came with it."""
+
+    frame: bytes
+    descriptors: tuple[int, ...]
+    problem: str
+    """Why it is not all that was sent; empty if it is complete."""
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of one channel; neither blocks, and no other program inherits them."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.settimeout(0)
+    return pair
+
+
+def send_packet(channel: socket.socket, frame: bytes, fd: int | None = None) -> bool:
+    """Sends a frame, with a descriptor if there is one; false if there is no room now.
+
+    Raises:
+        OSError: the other end is lost.
+    """
+    ancillary = []
+    if fd is not None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    try:
+        channel.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def receive_packet(channel: socket.socket) -> Packet | Empty | Closed | Failed:
+    """The next packet, if there is one; the caller owns its descriptors."""
+    try:
+        frame, ancillary, flags, _ = channel.recvmsg(
+            FRAME_BYTES_MAX, socket.CMSG_SPACE(_INT_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
+    except BlockingIOError:
+        return Empty()
+    except ConnectionError as error:
+        return Failed(f"the channel broke: {error.strerror}")
+    descriptors = _descriptors(ancillary)
+    if not frame and not descriptors and _hung_up(channel):
+        return Closed()
+    problem = ""
+    if flags & socket.MSG_TRUNC:
+        problem = f"frame is longer than {FRAME_BYTES_MAX} bytes"
+    elif flags & socket.MSG_CTRUNC:
+        problem = "more descriptors came than one, or than this process has room for"
+    return Packet(frame, descriptors, problem)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    found = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(content[: len(content) - len(content) % _INT_BYTES])
+    return tuple(found)
+
+
+def _hung_up(channel: socket.socket) -> bool:
+    """Whether the channel has ended; an empty packet reads the same."""
+    poller = select.poll()
+    poller.register(channel, 0)
+    return any(events & select.POLLHUP for _, events in poller.poll(0))
+
+
+# Queues.
+
+
+class EventQueue:
+    """A bounded queue of events; a full one drops its oldest event and counts it."""
+
+    def __init__(self, limit: int = EVENTS_MAX) -> None:
+        self._events: deque[ProcessEvent] = deque()
+        self._limit = limit
+        self._lost = 0
+
+    def add(self, event: ProcessEvent) -> None:
+        """Appends an event; an `EventsLost` adds to the count instead."""
+        if isinstance(event, EventsLost):
+            self._lost += event.count
+            return
+        if len(self._events) == self._limit:
+            self._events.popleft()
+            self._lost += 1
+        self._events.append(event)
+
+    def next(self) -> ProcessEvent | None:
+        """The next event; it stays in the queue until `drop`."""
+        if self._lost:
+            return EventsLost(count=self._lost)
+        return self._events[0] if self._events else None
+
+    def drop(self) -> None:
+        """Removes what `next` last returned."""
+        if self._lost:
+            self._lost = 0
+        else:
+            self._events.popleft()
+
+    def __len__(self) -> int:
+        return len(self._events) + bool(self._lost)
+
+
+def require_room(waiting: Sized, who: str) -> None:
+    """Refuses a request to stop where many wait for the same already."""
+    if len(waiting) >= WAITING_MAX:
+        raise RequestRefusedError(
+            f"{who}: {WAITING_MAX} requests wait for the end, which is the most"
+        )

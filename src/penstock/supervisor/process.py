@@ -1,7 +1,9 @@
 """One process, from its start until it is reaped.
 
-Its number stays its own until `reap`: until then a signal to it, or to its group, cannot hit
-somebody else. That is the one rule, and why nothing here ignores SIGCHLD or reaps elsewhere.
+A process writes one report of its start to a pipe: whether its module is about to run.
+
+The one rule: a process keeps its pid until `reap`, so a signal to it, or to its group, cannot hit
+another process. That is why nothing here ignores SIGCHLD or reaps elsewhere.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.supervisor.descriptors import make_inheritable, make_private
-from penstock.supervisor.report import hear
-from penstock.supervisor.wire import channel_pair
+from penstock.supervisor.descriptors import list_descriptors, make_inheritable, make_private
+from penstock.supervisor.messages import channel_pair
 
 if TYPE_CHECKING:
     import socket
@@ -24,104 +25,118 @@ if TYPE_CHECKING:
     from penstock.supervisor.spec import ProcessSpec
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The supervisor hears none of these: it ends with the engine. Its processes hear them again."""
+"""The supervisor ignores these: it ends with the engine. Its processes do not ignore them."""
+
+_RUNS = b"+"
+_REPORT_BYTES_MAX = 4096
+"""A pipe takes this much in one piece."""
 
 
-class Exit(NamedTuple):
-    """How a process ended: one of the two is there."""
+class ProcessExit(NamedTuple):
+    """How a process ended: one of the two is set."""
 
     code: int | None
     signal: int | None
 
 
 class Process:
-    """A process of our own, in a group of its own."""
+    """A child process that leads a process group."""
 
-    def __init__(self, pid: int, pidfd: int, report: int, wishes: socket.socket | None) -> None:
+    def __init__(self, pid: int, pidfd: int, report: int, keeping: socket.socket | None) -> None:
         self.pid = pid
         self.pidfd = pidfd
-        self.wishes = wishes
-        """Where it asks to have descriptors kept for its next life; absent if it cannot."""
+        self.keeping = keeping
+        """Its requests to keep descriptors for its next life; absent if it may not."""
         self.report: int | None = report
-        """Where it says, once, whether it runs; absent when it has."""
+        """The pipe of its start report; absent once that was read."""
 
     @classmethod
     def spawn(cls, spec: ProcessSpec, given: Mapping[str, int], kept: Mapping[str, int]) -> Self:
         """Starts a process that has these descriptors and no others but its output.
 
         Args:
-            spec: What it is to be.
-            given: What the engine gives it.
-            kept: What an earlier life of it had kept.
+            spec: Which module it runs, and how.
+            given: The descriptors that its spec names.
+            kept: Those that an earlier life of it had kept.
 
         Raises:
-            OSError: the machine does not let us.
+            OSError: the system cannot create it.
         """
         with ExitStack() as undo:
-            report, told = os.pipe()
+            report, its_report = os.pipe()
             undo.callback(os.close, report)
-            wishes, asked = channel_pair() if spec.keeps else (None, None)
-            if wishes is not None:
-                undo.callback(wishes.close)
+            keeping, its_keeping = channel_pair() if spec.keeps else (None, None)
+            if keeping is not None:
+                undo.callback(keeping.close)
             try:
-                pid = _spawn(spec, given, kept, told, asked)
+                pid = _spawn(spec, given, kept, its_report, its_keeping)
             finally:
-                os.close(told)
-                if asked is not None:
-                    asked.close()
-            undo.callback(_end, pid)
-            process = cls(pid, os.pidfd_open(pid), report, wishes)
+                os.close(its_report)
+                if its_keeping is not None:
+                    its_keeping.close()
+            undo.callback(_kill_unwatched, pid)
+            process = cls(pid, os.pidfd_open(pid), report, keeping)
             undo.pop_all()
             return process
 
     def read_report(self) -> str:
-        """Why it does not run, empty if it does; to be asked once, when `report` is readable."""
+        """Why its module does not run, empty if it does; call once, when `report` is readable."""
         assert self.report is not None
         fd, self.report = self.report, None
-        return hear(fd)
+        written = os.read(fd, _REPORT_BYTES_MAX)
+        os.close(fd)
+        if written == _RUNS:
+            return ""
+        return written.decode(errors="replace") or "it ended before it was ready"
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Sends SIGTERM to the process."""
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it and what it started."""
-        # It may have left its group, or become somebody whom we may not kill.
+        """Sends SIGKILL to the process and to its group."""
+        # It may have left its group, or have changed to a user whose processes we may not kill.
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> Exit:
-        """How it ended; to be called once its pidfd is readable."""
-        # What it left behind in its group goes first: after it has been reaped, the number of
-        # the group may be another's.
+    def reap(self) -> ProcessExit:
+        """Reads how it ended; call once its pidfd is readable."""
+        # Kills the rest of its group first: after the process has been reaped, another group may
+        # get the number.
         self.kill()
         result = os.waitid(os.P_PID, self.pid, os.WEXITED)
         assert result is not None
         self.close()
         if result.si_code == os.CLD_EXITED:
-            return Exit(code=result.si_status, signal=None)
-        return Exit(code=None, signal=result.si_status)
+            return ProcessExit(code=result.si_status, signal=None)
+        return ProcessExit(code=None, signal=result.si_status)
 
-    def end_wishes(self) -> None:
-        """It asks for nothing more."""
-        if self.wishes is not None:
-            self.wishes.close()
-            self.wishes = None
+    def end_keeping(self) -> None:
+        """Closes the socket of its requests to keep descriptors."""
+        if self.keeping is not None:
+            self.keeping.close()
+            self.keeping = None
 
     def close(self) -> None:
-        """Gives the descriptors back."""
+        """Closes the descriptors that watch it."""
         os.close(self.pidfd)
-        self.end_wishes()
+        self.end_keeping()
         if self.report is not None:
             os.close(self.report)
             self.report = None
 
 
-def _end(pid: int) -> None:
-    """Ends a process that nobody could watch."""
+def write_start_report(fd: int, problem: str) -> None:
+    """Reports that this process runs its module, or why not; closes the pipe."""
+    os.write(fd, problem.encode(errors="replace")[:_REPORT_BYTES_MAX] or _RUNS)
+    os.close(fd)
+
+
+def _kill_unwatched(pid: int) -> None:
+    """Ends a process for which no pidfd could be opened."""
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
@@ -130,15 +145,15 @@ def _spawn(
     spec: ProcessSpec,
     given: Mapping[str, int],
     kept: Mapping[str, int],
-    told: int,
-    asked: socket.socket | None,
+    report: int,
+    keeping: socket.socket | None,
 ) -> int:
-    wishes = () if asked is None else (asked.fileno(),)
-    passed = (told, *wishes, *given.values(), *kept.values())
+    keeper = () if keeping is None else (keeping.fileno(),)
+    passed = (report, *keeper, *given.values(), *kept.values())
     arguments = [
         *(sys.executable, "-P", "-m", "penstock.supervisor.child"),
-        *(spec.name, str(os.getpid()), str(told), ",".join(map(str, wishes))),
-        *(_listed(given), _listed(kept)),
+        *(spec.name, str(os.getpid()), str(report), ",".join(map(str, keeper))),
+        *(list_descriptors(given), list_descriptors(kept)),
         *(spec.module, *spec.arguments),
     ]
     try:
@@ -156,7 +171,3 @@ def _spawn(
         )
     finally:
         make_private(passed)
-
-
-def _listed(descriptors: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={fd}" for name, fd in descriptors.items())

@@ -1,7 +1,7 @@
-"""What a process is to be: its module, what it is given, and what follows its end.
+"""The description of a supervised process: its module, its descriptors, its restarts.
 
-A spec is a value that cannot be built wrong, on either side of the channel: the engine hears of
-a mistake where it makes it, and the supervisor believes nobody.
+A spec checks itself on both sides of the channel: the engine gets the error where it builds the
+spec, and the supervisor does not rely on the engine.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ PASSED_MAX = 64
 """Descriptors of one process: an arena a rank of a large machine, and some channels."""
 
 READY_S = 30.0
-"""From its start until a process says that it runs: an interpreter's start, on a bad day."""
+"""From its start until a process reports that it runs: an interpreter may start slowly."""
 SECONDS_MAX = 3600.0
 RESTARTS_MAX = 1000
 
 
 class Never(msgspec.Struct, frozen=True, kw_only=True, tag="never", forbid_unknown_fields=True):
-    """A process that has ended stays so."""
+    """A process that has ended is not restarted."""
 
 
 class OnFailure(
     msgspec.Struct, frozen=True, kw_only=True, tag="on_failure", forbid_unknown_fields=True
 ):
-    """A process that ended otherwise than with status 0 is started again, up to a limit."""
+    """A process that did not end with status 0 is restarted, up to a limit."""
 
     limit: int = 5
-    """So many restarts within the window; the next failure is final."""
+    """The most restarts within the window; the next failure is final."""
     window_s: float = 60.0
     delay_s: float = 0.1
     """Before the first restart; doubled for every further one within the window."""
@@ -54,22 +54,22 @@ class OnFailure(
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process, as the supervisor starts it."""
+    """A process that the supervisor is to start."""
 
     name: str
     """Unique among the processes of one supervisor."""
     module: str
-    """What `python -m` is to run, by the engine's interpreter."""
+    """The module that the engine's interpreter runs with `-m`."""
     arguments: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     """Added to the environment that the engine had when it started the supervisor."""
     descriptors: tuple[str, ...] = ()
-    """Names of held descriptors; the process finds them with `inherited.descriptor`."""
+    """Names of held descriptors; the process gets them with `inherited_descriptor`."""
     keeps: bool = False
-    """Whether it may have descriptors kept for its next life, by `keeping.keeper`."""
+    """Whether it may have descriptors kept for its next life, with `keeper.keeper`."""
     restart: Never | OnFailure = Never()
     stop_s: float = 5.0
-    """From SIGTERM to SIGKILL, when it is to end."""
+    """From SIGTERM to SIGKILL, when it is stopped."""
 
     def __post_init__(self) -> None:
         require_name(self.name, "name")
@@ -136,7 +136,7 @@ def _require_descriptors(descriptors: tuple[str, ...]) -> None:
 def _is_text(text: str) -> bool:
     try:
         return b"\0" not in text.encode()
-    except UnicodeEncodeError:  # Half of a surrogate pair, as Python keeps bytes of another code.
+    except UnicodeEncodeError:  # A lone surrogate: how Python keeps bytes that are not UTF-8.
         return False
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import penstock
 from penstock.runtime.links import serve
-from penstock.supervisor.keeping import keeper
+from penstock.supervisor.keeper import keeper
 from penstock.transport.zeromq import connect
 
 

@@ -12,9 +12,10 @@ import socket
 import sys
 
 from penstock.errors import UnavailableError
-from penstock.supervisor import inherited, keeping
+from penstock.supervisor.descriptors import inherited_descriptor
+from penstock.supervisor.keeper import keeper as find_keeper
 
-LINE = socket.socket(fileno=inherited.descriptor("line"))
+LINE = socket.socket(fileno=inherited_descriptor("line"))
 
 
 def say(*words: object) -> None:
@@ -64,7 +65,7 @@ def count_in_arena(crashes: str) -> None:
     """Adds one to what earlier lives counted in the arena; all but the last of them crash."""
     from penstock.tiers.arena import Arena  # noqa: PLC0415  (the others shall start quickly)
 
-    arena = Arena.attach(inherited.descriptor("arena"))
+    arena = Arena.attach(inherited_descriptor("arena"))
     found = int(arena.bytes[0])
     arena.bytes[0] = found + 1
     say("found", found)
@@ -77,7 +78,7 @@ def keep_an_arena(crashes: str) -> None:
     """Makes an arena in its first life, and counts its lives there; all but the last crash."""
     from penstock.tiers.arena import Arena  # noqa: PLC0415  (the others shall start quickly)
 
-    keeper = keeping.keeper()
+    keeper = find_keeper()
     assert keeper is not None
     fd = keeper.kept("arena")
     arena = Arena.create(4096, huge_pages=False) if fd is None else Arena.attach(fd)
@@ -93,7 +94,7 @@ def keep_an_arena(crashes: str) -> None:
 
 def keep_too_much(name: str) -> None:
     """Keeps its line under more and more names, until it is told that this is enough."""
-    keeper = keeping.keeper()
+    keeper = find_keeper()
     assert keeper is not None
     try:
         for number in range(10_000):
@@ -105,7 +106,7 @@ def keep_too_much(name: str) -> None:
 
 
 def keep_without_asking(name: str) -> None:
-    say(name, "has a keeper" if keeping.keeper() else "has none")
+    say(name, "has a keeper" if find_keeper() else "has none")
 
 
 def leave_somebody_behind(name: str) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.supervisor.holdings import HELD_MAX, Holdings
-from penstock.supervisor.messages import Exited, Hold, Refused, decode_answer, encode
+from penstock.supervisor.descriptors import HELD_MAX, HeldDescriptors
+from penstock.supervisor.keeper import KeepRequest, serve_keep_request
+from penstock.supervisor.messages import Hold, ProcessExited, RequestRefused, decode_answer, encode
 from penstock.supervisor.spec import OnFailure
-from penstock.supervisor.wishes import Heard, hear_wish
 
 if TYPE_CHECKING:
     from tests.supervisor.conftest import Lab
@@ -66,25 +66,27 @@ def test_there_is_a_limit_and_the_process_is_told(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_wish_without_one_descriptor_is_refused_and_nothing_is_kept(count: int) -> None:
+def test_a_request_to_keep_without_one_descriptor_is_refused_and_nothing_is_kept(
+    count: int,
+) -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with near, far:
         frame = encode(Hold(request=7, name="arena"))
         socket.send_fds(near, [frame], [near.fileno()] * count)
-        holdings = Holdings()
+        held = HeldDescriptors()
 
-        heard = hear_wish(far, holdings, "rank")
+        found = serve_keep_request(far, held, "rank")
 
-        assert heard is Heard.WISH
+        assert found is KeepRequest.SERVED
         answer = decode_answer(near.recv(1000))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, RequestRefused)
     assert answer.request == 7
-    assert holdings.kept_by("rank") == {}
+    assert held.kept_by("rank") == {}
 
 
 def test_who_is_not_to_keep_anything_has_no_keeper(lab: Lab) -> None:
     lab.start("keep_without_asking")
 
     assert lab.line.hear() == "keep-without-asking has none"
-    while not isinstance(lab.event(), Exited):
+    while not isinstance(lab.event(), ProcessExited):
         pass
