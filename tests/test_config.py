@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -433,6 +434,27 @@ def configs(draw: st.DrawFn) -> Config:
 @given(config=configs())
 def test_what_is_printed_reads_back_equal(config: Config) -> None:
     assert parse_config(config.to_toml()) == config
+
+
+@settings(derandomize=True, deadline=None)
+@given(config=configs())
+def test_a_config_travels_as_a_value(config: Config) -> None:
+    class Spec(msgspec.Struct):
+        config: Config
+
+    frame = msgspec.msgpack.encode(Spec(config))
+
+    assert Config.from_builtins(config.to_builtins()) == config
+    assert msgspec.msgpack.decode(frame, type=Spec).config == config
+    assert msgspec.json.decode(msgspec.json.encode(Spec(config)), type=Spec).config == config
+
+
+def test_a_config_that_travelled_is_checked_where_it_arrives() -> None:
+    tree = parse_config(STARTER_TOML).to_builtins()
+    tree["cache"]["block_tokens"] = 0
+
+    with pytest.raises(ConfigError, match="config: cannot be read: block_tokens: is 0, must be"):
+        Config.from_builtins(tree)
 
 
 def test_every_key_is_printed_with_the_value_in_effect() -> None:

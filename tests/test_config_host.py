@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import TierKind, parse_config
-from penstock.config.schema import UNSIZED_BLOCKS
+from penstock.config.values import UNSIZED_BLOCKS
 from penstock.errors import ConfigError
 
 HEAD = 'version = 1\nmodel.name = "m"\n'

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import parse_config
 from penstock.engine.architecture import architecture_from_config, read_architecture
 from penstock.engine.checkpoints import find_model
 from penstock.engine.loading import load_rank
@@ -57,7 +58,9 @@ def test_a_later_life_does_not_read_other_weights_under_the_same_name(copied: Pa
         name="one",
         model=str(copied),
         digest=find_model(str(copied)).weights_version(),
-        config='version = 1\nmodel.name = "m"\ncache = { blocks = 4, block_tokens = 4 }\n',
+        config=parse_config(
+            'version = 1\nmodel.name = "m"\ncache = { blocks = 4, block_tokens = 4 }\n'
+        ),
         server="",
     )
     load_rank(spec)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.pairing import block_keys
 from penstock.engine.requests import Output, Phase, Request
@@ -54,7 +55,7 @@ class Pair:
         spec = InstanceSpec(
             name=f"{role.value}-0",
             model=str(folder),
-            config=CONFIG,
+            config=parse_config(CONFIG),
             server="",
             role=role,
             pair=pair,

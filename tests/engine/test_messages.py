@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config import STARTER_TOML, parse_config
 from penstock.engine import meeting
 from penstock.engine import messages as ms
 from penstock.engine.batch import Span
@@ -25,7 +26,9 @@ TO_INSTANCE: list[Any] = [
 ]
 FROM_INSTANCE: list[Any] = [
     ms.Loading(rank=1, layers=2, of=3),
-    ms.Ready(model="m", positions=8, stop_tokens=[1], config="", tiers=["device"]),
+    ms.Ready(
+        model="m", positions=8, stop_tokens=[1], config=parse_config(STARTER_TOML), tiers=["device"]
+    ),
     ms.Progress(id="r", answer=0, token=5, alternatives=[(5, -0.1)], cached=[8, 0]),
     ms.Refused(id="r", kind="busy", problem="full"),
     ms.Kept(

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Request
 from penstock.engine.spec import InstanceSpec, RankSpec, sealed
@@ -72,7 +73,7 @@ def instance(
     spec = InstanceSpec(
         name="test",
         model=str(folder),
-        config=CONFIG.format(blocks=blocks, ranks=ranks),
+        config=parse_config(CONFIG.format(blocks=blocks, ranks=ranks)),
         server="",
         ranks=ranks,
         scheduler=private_address(IPC),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from penstock.config import STARTER_TOML, parse_config
 from penstock.engine.spec import (
     EngineSpec,
     InstanceSpec,
@@ -18,7 +19,7 @@ SECRET = b"a secret of thirty-two bytes, no"
 SPEC = InstanceSpec(
     name="decode-0",
     model=None,
-    config="version = 1",
+    config=parse_config(STARTER_TOML),
     server="ipc:///server",
     server_secret=SECRET,
     secret=SECRET,

@@ -227,7 +227,7 @@ def test_a_pair_is_two_instances_with_ranks_of_their_own(model_folder: Path) -> 
         ("prefill-1", "prefill", 2, "decode-1"),
         ("decode-1", "decode", 1, "prefill-1"),
     ]
-    assert [parse_config(spec.config).cache.rank_count for spec in specs] == [2, 1, 2, 1]
+    assert [spec.config.cache.rank_count for spec in specs] == [2, 1, 2, 1]
     assert {spec.threads for spec in specs} == {max(1, len(os.sched_getaffinity(0)) // 6)}
 
 

@@ -30,7 +30,15 @@ class Instance:
         near, self.channel = channel_pair("server", name)
         self.link = Link(near, on_change=lambda link: router.remove(link) if link.lost else None)
         router.add(self.link)
-        self.say(ms.Ready(model="m", positions=99, stop_tokens=[], config=CONFIG, tiers=["device"]))
+        self.say(
+            ms.Ready(
+                model="m",
+                positions=99,
+                stop_tokens=[],
+                config=parse_config(CONFIG),
+                tiers=["device"],
+            )
+        )
 
     def say(self, *messages: ms.Message) -> None:
         for message in messages:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.config import parse_config
 from penstock.engine import messages as ms
 from penstock.serve.link import Lost
 from penstock.serve.router import Router
@@ -25,7 +26,7 @@ def pair_of(router: Router, number: int) -> tuple[Instance, Instance]:
             model="m",
             positions=99,
             stop_tokens=[],
-            config=CONFIG,
+            config=parse_config(CONFIG),
             tiers=["device"],
             role=role,  # type: ignore[arg-type]
             partner=partner,

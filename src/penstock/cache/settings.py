@@ -16,15 +16,13 @@ reserving memory that stays empty.
 
 from __future__ import annotations
 
+# msgspec resolves the annotations when it decodes settings, so this import must be real.
+from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from penstock.cache.eviction import POLICIES
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 DEVICE = 0
 """Index of the device tier."""

@@ -2,8 +2,10 @@
 
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
-| `schema`   | which tables and keys there are, with types, ranges and defaults: data  |
-| `values`   | `Config` and its parts                                                  |
+| `values`   | `Config` and its parts, with their defaults                             |
+| `serving`  | `EngineTable` and `ServeTable`: what `penstock serve` needs besides     |
+| `keys`     | the kinds of values a key can have                                      |
+| `schema`   | which tables and keys there are, their ranges, and what they become     |
 | `reading`  | text → `Config`, or one refusal that names the key                      |
 | `printing` | `Config` → text                                                         |
 
@@ -17,8 +19,8 @@ message that names the key as the file spells it, the value, and what would be r
 from __future__ import annotations
 
 from penstock.config.reading import load_config, parse_config
-from penstock.config.schema import STARTER_TOML, TIER_KINDS, VERSION
-from penstock.config.values import Config, ModelSettings, TierKind
+from penstock.config.schema import STARTER_TOML, VERSION
+from penstock.config.values import TIER_KINDS, Config, ModelSettings, TierKind
 
 __all__ = [
     "STARTER_TOML",

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from penstock.cache.settings import WriteKind
-from penstock.config.schema import VERSION
+from penstock.config.keys import Shares
+from penstock.config.schema import (
+    CACHE_KEYS,
+    ENGINE_KEYS,
+    MODEL_KEYS,
+    SERVE_KEYS,
+    TIER_KEYS,
+    VERSION,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.cache.settings import TierSettings
-    from penstock.config.schema import Value
+    from penstock.config.keys import Value
+    from penstock.config.schema import Setting
     from penstock.config.serving import ServeTable
-    from penstock.config.values import Config, ModelSettings, TierKind
+    from penstock.config.values import Config, TierKind
 
 
 def print_toml(config: Config) -> str:
@@ -31,7 +40,7 @@ def print_toml(config: Config) -> str:
     device = config.cache.device
     parts = [
         f"version = {VERSION}\n",
-        _table("[model]", _model(config.model)),
+        _table("[model]", _values(MODEL_KEYS, config.model)),
         _table("[cache]", _cache(config)),
         _quotas("[cache.quotas]", device.quotas if device else {}),
     ]
@@ -39,77 +48,44 @@ def print_toml(config: Config) -> str:
         parts.append(_table("[[tiers]]", _tier(tier, kind)))
         parts.append(_quotas("[tiers.quotas]", tier.quotas))
     if config.engine is not None:
-        parts.append(_table("[engine]", asdict(config.engine)))
+        parts.append(_table("[engine]", _values(ENGINE_KEYS, config.engine)))
     if config.serve is not None:
         parts.append(_table("[serve]", _serve(config.serve)))
     return "\n".join(part for part in parts if part)
 
 
-def _model(model: ModelSettings) -> dict[str, Value]:
-    return {
-        "name": model.name,
-        "weights_version": model.weights_version,
-        "kv_dtype": model.kv_dtype,
-        "kv_scales": model.kv_scales,
-        "rotary": model.rotary,
-    }
+def _values(keys: Mapping[str, Setting], *owners: object) -> dict[str, Value]:
+    """The values of those keys whose settings are given; quotas have a table of their own."""
+    of_type = {type(owner): owner for owner in owners}
+    found = {}
+    for name, setting in keys.items():
+        if setting.owner in of_type and not isinstance(setting.key, Shares):
+            value = getattr(of_type[setting.owner], setting.field)
+            found[name] = value.value if isinstance(value, Enum) else value
+    return found
 
 
 def _serve(serve: ServeTable) -> dict[str, Value]:
-    """What is printed ends in terminals, logs and reports of problems, where no key belongs."""
-    values = asdict(serve)
+    """Printed text ends up in terminals, logs and bug reports, where no key belongs."""
+    values = _values(SERVE_KEYS, serve)
     if serve.api_key:
         del values["api_key"]
     return values
 
 
 def _cache(config: Config) -> dict[str, Value]:
-    cache = config.cache
-    values: dict[str, Value] = {
-        "block_tokens": cache.block_tokens,
-        "hash": config.hash,
-        "ranks": cache.rank_count,
-        "equal_ranks": config.equal_ranks,
-        "groups": cache.group_count,
-        "operation_timeout_s": cache.operation_timeout_s,
-        "operation_blocks_max": cache.operation_blocks_max,
-        "departed_count": cache.departed_count,
-        "story_count": cache.story_count,
-        "event_count": cache.event_count,
-        "pin_share": cache.pin_share,
-        "load_gate": cache.load_gate.value,
-        "load_tokens_min": cache.load_tokens_min,
-        "rate_age_s": cache.rate_age_s,
-        "layer_wise": config.layer_wise,
-        "device_wait_s": config.device_wait_s,
-        "blocks": 0,
-    }
-    if cache.device is not None:
-        values |= {"blocks": cache.device.slot_count, **_room(cache.device)}
-    return values
+    if config.cache.device is None:
+        return {**_values(CACHE_KEYS, config, config.cache), "blocks": 0}
+    return _values(CACHE_KEYS, config, config.cache, config.cache.device)
 
 
 def _tier(tier: TierSettings, kind: TierKind) -> dict[str, Value]:
-    values: dict[str, Value] = {
-        "name": tier.name,
-        "kind": kind.name,
-        "blocks": tier.slot_count,
-        "write": tier.write.kind.value,
-        "required": kind.required,
-    }
+    values = _values(TIER_KEYS, tier, kind, tier.write)
     if kind.gib:
         del values["blocks"]
-    if tier.write.kind is WriteKind.SELECTIVE:
-        values["hits"] = tier.write.hits
-    return {**values, **_room(tier), **kind.options}
-
-
-def _room(tier: TierSettings) -> dict[str, Value]:
-    return {
-        "eviction": tier.eviction,
-        "low_watermark": tier.low_watermark,
-        "high_watermark": tier.high_watermark,
-    }
+    if tier.write.kind is not WriteKind.SELECTIVE:
+        del values["hits"]
+    return {**values, **kind.options}
 
 
 def _quotas(heading: str, quotas: Mapping[str, float]) -> str:

@@ -14,9 +14,10 @@ import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
-from penstock.cache.settings import CacheSettings, Gate, TierSettings, WriteKind, WritePolicy
+from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
+from penstock.config.keys import String, nearest, unknown
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
@@ -26,25 +27,25 @@ from penstock.config.schema import (
     SERVE_KEYS,
     TABLES,
     TIER_KEYS,
-    TIER_KINDS,
-    UNSIZED_BLOCKS,
     VERSION,
-    Flag,
-    Number,
-    Shares,
-    Whole,
-    Word,
-    nearest,
-    unknown,
+    Setting,
 )
 from penstock.config.serving import EngineTable, ServeTable
-from penstock.config.values import DEVICE_NAME, Config, ModelSettings, TierKind
+from penstock.config.values import (
+    DEVICE_NAME,
+    TIER_KINDS,
+    UNSIZED_BLOCKS,
+    Config,
+    ModelSettings,
+    TierKind,
+)
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+    from typing import Any
 
-    from penstock.config.schema import Key, Option, Value
+    from penstock.config.keys import TierOption
 
 
 def load_config(path: str | Path) -> Config:
@@ -152,13 +153,10 @@ def _read_config(document: dict[str, object]) -> Config:
     return Config(
         model=model,
         cache=_read_cache(table, device, tiers),
-        hash=table.word("hash"),
         tier_kinds=kinds,
-        equal_ranks=table.flag("equal_ranks"),
-        layer_wise=table.word("layer_wise"),
-        device_wait_s=table.number("device_wait_s"),
         engine=engine,
         serve=serve,
+        **table.fields_of(Config),
     )
 
 
@@ -174,46 +172,14 @@ def _read_engine(document: dict[str, object]) -> EngineTable | None:
     if "engine" not in document:
         return None
     table = _Table("engine", document["engine"], ENGINE_KEYS)
-    return EngineTable(
-        model=table.word("model"),
-        role=table.word("role"),
-        prefill_tp=table.whole("prefill_tp"),
-        decode_tp=table.whole("decode_tp"),
-        prefill_at=table.word("prefill_at"),
-        decode_at=table.word("decode_at"),
-        dtype=table.word("dtype"),
-        device=table.word("device"),
-        graphs=table.flag("graphs"),
-        threads=table.whole("threads"),
-        step_tokens=table.whole("step_tokens"),
-        step_requests=table.whole("step_requests"),
-        waiting_max=table.whole("waiting_max"),
-    )
+    return EngineTable(**table.fields_of(EngineTable))
 
 
 def _read_serve(document: dict[str, object]) -> ServeTable | None:
     if "serve" not in document:
         return None
     table = _Table("serve", document["serve"], SERVE_KEYS)
-    return ServeTable(
-        host=table.word("host"),
-        port=table.whole("port"),
-        api_key=table.word("api_key"),
-        api_key_file=table.word("api_key_file"),
-        instances=table.whole("instances"),
-        body_bytes_max=table.whole("body_bytes_max"),
-        requests_max=table.whole("requests_max"),
-        connections_max=table.whole("connections_max"),
-        header_s=table.number("header_s"),
-        body_s=table.number("body_s"),
-        drain_s=table.number("drain_s"),
-        log_level=table.word("log_level"),
-        log_json=table.flag("log_json"),
-        router=table.word("router"),
-        number=table.whole("number"),
-        secret_file=table.word("secret_file"),
-        insecure=table.flag("insecure"),
-    )
+    return ServeTable(**table.fields_of(ServeTable))
 
 
 def _check_version(document: dict[str, object]) -> None:
@@ -228,13 +194,7 @@ def _read_model(document: dict[str, object]) -> ModelSettings:
     if "model" not in document:
         raise ConfigError("model", "is missing; must be a table with the name of the model")
     table = _Table("model", document["model"], MODEL_KEYS)
-    return ModelSettings(
-        name=table.word("name"),
-        weights_version=table.word("weights_version"),
-        kv_dtype=table.word("kv_dtype"),
-        kv_scales=table.word("kv_scales"),
-        rotary=table.word("rotary"),
-    )
+    return ModelSettings(**table.fields_of(ModelSettings))
 
 
 def _read_cache(
@@ -247,34 +207,18 @@ def _read_cache(
     places = {tier.name: f"tiers[{index}]" for index, tier in enumerate(tiers)}
     with _spelled_as_in_the_file({DEVICE_NAME: "cache", **places}):
         cache = CacheSettings(device=device, tiers=tiers)
-    return replace(
-        cache,
-        block_tokens=table.whole("block_tokens"),
-        rank_count=table.whole("ranks"),
-        group_count=table.whole("groups"),
-        operation_timeout_s=table.number("operation_timeout_s"),
-        operation_blocks_max=table.whole("operation_blocks_max"),
-        departed_count=table.whole("departed_count"),
-        story_count=table.whole("story_count"),
-        event_count=table.whole("event_count"),
-        pin_share=table.number("pin_share"),
-        load_gate=Gate(table.word("load_gate")),
-        load_tokens_min=table.whole("load_tokens_min"),
-        rate_age_s=table.number("rate_age_s"),
-    )
+    return replace(cache, **table.fields_of(CacheSettings))
 
 
 def _read_device(table: _Table) -> TierSettings | None:
-    blocks = table.whole("blocks")
-    if blocks == 0:
+    if not table.value("blocks"):
         table.refuse(
             ROOM_KEYS,
             "has no effect while cache.blocks is 0: the engine keeps its own device blocks",
         )
         return None
-    room = _read_room(table)
     with _spelled_as_in_the_file({DEVICE_NAME: "cache"}):
-        return TierSettings(name=DEVICE_NAME, slot_count=blocks, **room)
+        return TierSettings(name=DEVICE_NAME, **table.fields_of(TierSettings))
 
 
 def _read_tiers(
@@ -310,13 +254,13 @@ def _read_tier_and_kind(
             _Table(place, known, TIER_KEYS, optional=TIER_KEYS)
         raise
     table = _Table(place, given, {**TIER_KEYS, **TIER_KINDS[kind]}, optional=["blocks"])
-    options = table.options(TIER_KINDS[kind])
-    return _read_tier(table), TierKind(name=kind, options=options, required=table.flag("required"))
+    options = {name: table.value(name) for name in TIER_KINDS[kind]}
+    return _read_tier(table), TierKind(options=options, **table.fields_of(TierKind))
 
 
 def _read_kind(place: str, given: Mapping[str, object]) -> str:
     # The kind decides which keys the table may have, so it is read before the table is.
-    kinds = Word(choices=tuple(TIER_KINDS))
+    kinds = String(choices=tuple(TIER_KINDS))
     if "kind" in given:
         return kinds.read(f"{place}.kind", given["kind"])
     for name in given:
@@ -326,42 +270,25 @@ def _read_kind(place: str, given: Mapping[str, object]) -> str:
 
 
 def _read_tier(table: _Table) -> TierSettings:
-    write = WriteKind(table.word("write"))
-    if write is not WriteKind.SELECTIVE:
-        table.refuse(["hits"], f"has no effect while write is {write.value!r}")
-    name, blocks = table.word("name"), _read_blocks(table)
-    policy = WritePolicy(kind=write, hits=table.whole("hits"))
-    room = _read_room(table)
-    with _spelled_as_in_the_file({name: table.place, "": table.place}):
-        return TierSettings(name=name, slot_count=blocks, write=policy, **room)
+    write = WritePolicy(**table.fields_of(WritePolicy))
+    if write.kind is not WriteKind.SELECTIVE:
+        table.refuse(["hits"], f"has no effect while write is {write.kind.value!r}")
+    _choose_size(table)
+    given = table.fields_of(TierSettings)
+    with _spelled_as_in_the_file({given["name"]: table.place, "": table.place}):
+        return TierSettings(write=write, **given)
 
 
-def _read_blocks(table: _Table) -> int:
-    if not table.knows("gib"):
-        return table.whole("blocks")
-    size_gib = table.number("gib")
-    if size_gib == 0 and not table.gives("blocks"):
-        raise ConfigError(f"{table.place}.blocks", "is missing; give blocks, or gib more than 0")
-    if size_gib == 0:
-        return table.whole("blocks")
-    table.refuse(["blocks"], f"has no effect while gib is {size_gib}; give one of the two")
-    return UNSIZED_BLOCKS
-
-
-class _Room(TypedDict):
-    eviction: str
-    low_watermark: float
-    high_watermark: float
-    quotas: Mapping[str, float]
-
-
-def _read_room(table: _Table) -> _Room:
-    return {
-        "eviction": table.word("eviction"),
-        "low_watermark": table.number("low_watermark"),
-        "high_watermark": table.number("high_watermark"),
-        "quotas": table.shares("quotas"),
-    }
+def _choose_size(table: _Table) -> None:
+    """A tier with `gib` has no `blocks`: how many it has is known later."""
+    size_gib = table.value("gib") if "gib" in table.keys else 0
+    if not size_gib and "blocks" not in table.given:
+        either = "; give blocks, or gib more than 0" if "gib" in table.keys else ""
+        must_be = either or f"; must be {TIER_KEYS['blocks'].key}"
+        raise ConfigError(f"{table.place}.blocks", f"is missing{must_be}")
+    if size_gib:
+        table.refuse(["blocks"], f"has no effect while gib is {size_gib}; give one of the two")
+        table.given["blocks"] = UNSIZED_BLOCKS
 
 
 @contextmanager
@@ -392,76 +319,44 @@ class _Table:
         self,
         place: str,
         given: object,
-        keys: Mapping[str, Key],
+        keys: Mapping[str, Setting | TierOption],
         *,
         optional: Collection[str] = (),
     ) -> None:
         self.place = place
-        self._given = _table_at(place, given)
-        self._keys = keys
+        self.given = {**_table_at(place, given)}
+        self.keys = keys
         problems = _Problems()
-        for name, value in self._given.items():
-            with problems.collect():
-                if name not in keys:
-                    raise ConfigError(f"{place}.{name}", unknown(name, keys))
-                keys[name].read(f"{place}.{name}", value)
-        for name in keys:
-            if name not in self._given and name not in optional:
+        for name in [*self.given, *(name for name in keys if name not in self.given)]:
+            if name in self.given or name not in optional:
                 with problems.collect():
-                    self._value(name, keys[name])
+                    self.value(name)
         problems.refuse_if_any()
 
-    def knows(self, name: str) -> bool:
-        """Whether it may have this key."""
-        return name in self._keys
+    def value(self, name: str) -> Any:  # noqa: ANN401  (as its key says)
+        """The value of a key, given or by default."""
+        place = f"{self.place}.{name}"
+        if name not in self.keys:
+            raise ConfigError(place, unknown(name, self.keys))
+        setting = self.keys[name]
+        value = self.given.get(name, setting.default)
+        if value is None:
+            raise ConfigError(place, f"is missing; must be {setting.key}")
+        return setting.key.read(place, value)
 
-    def gives(self, name: str) -> bool:
-        """Whether it has this key."""
-        return name in self._given
-
-    def whole(self, name: str) -> int:
-        key = self._keys[name]
-        assert isinstance(key, Whole), name
-        return key.read(f"{self.place}.{name}", self._value(name, key))
-
-    def number(self, name: str) -> float:
-        key = self._keys[name]
-        assert isinstance(key, Number), name
-        return key.read(f"{self.place}.{name}", self._value(name, key))
-
-    def word(self, name: str) -> str:
-        key = self._keys[name]
-        assert isinstance(key, Word), name
-        return key.read(f"{self.place}.{name}", self._value(name, key))
-
-    def flag(self, name: str) -> bool:
-        key = self._keys[name]
-        assert isinstance(key, Flag), name
-        return key.read(f"{self.place}.{name}", self._value(name, key))
-
-    def shares(self, name: str) -> dict[str, float]:
-        key = self._keys[name]
-        assert isinstance(key, Shares), name
-        return key.read(f"{self.place}.{name}", self._value(name, key))
-
-    def options(self, keys: Mapping[str, Option]) -> dict[str, Value]:
-        """The values of the keys that the tier's kind brings along."""
+    def fields_of(self, owner: type) -> dict[str, Any]:
+        """The fields of some settings, from those keys of the table that become them."""
         return {
-            name: key.read(f"{self.place}.{name}", self._value(name, key))
-            for name, key in keys.items()
+            setting.field: self.value(name)
+            for name, setting in self.keys.items()
+            if isinstance(setting, Setting) and setting.owner is owner
         }
 
     def refuse(self, names: Collection[str], problem: str) -> None:
         """Refuses those of `names` that are given, although the schema knows them."""
         for name in names:
-            if name in self._given:
+            if name in self.given:
                 raise ConfigError(f"{self.place}.{name}", problem)
-
-    def _value(self, name: str, key: Key) -> object:
-        value = self._given.get(name, key.default)
-        if value is None:
-            raise ConfigError(f"{self.place}.{name}", f"is missing; must be {key}")
-        return value
 
 
 def _table_at(place: str, given: object) -> dict[str, object]:

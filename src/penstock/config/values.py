@@ -17,27 +17,40 @@ with it was refused when it was built.
 
 from __future__ import annotations
 
+# msgspec resolves the annotations when it decodes a `Config`, so these imports must be real.
+from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.config.printing import print_toml
-from penstock.config.schema import LAYER_WISE, TIER_KINDS, UNSIZED_BLOCKS
+import msgspec
+
+from penstock.cache.settings import CacheSettings  # noqa: TC001
+from penstock.config.keys import Gib, String, TierOption, Value, Whole
+from penstock.config.serving import EngineTable, ServeTable  # noqa: TC001
 from penstock.errors import ConfigError
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.cache.settings import CacheSettings
-    from penstock.config.schema import Value
-    from penstock.config.serving import EngineTable, ServeTable
-
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
 UNKNOWN = "unknown"
 """What a namespace says when nobody said which weights the model has, or how its KV is kept."""
+LAYER_WISE = ("auto", "off")
+"""Whether a step may compute on loads that are still arriving, layer by layer."""
+BLOCKS_MAX = 2**31 - 1
+"""Slot numbers are kept in 32-bit integers."""
+UNSIZED_BLOCKS = BLOCKS_MAX
+"""The slots of a tier that is given a size in GiB, until it is known how large a block is."""
+
+TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
+    "memory": {},
+    "host": {
+        "gib": TierOption(Gib(minimum=0, maximum=65_536), 0.0),
+        "huge_pages": TierOption(String(choices=("auto", "never")), "auto"),
+        "numa_node": TierOption(Whole(minimum=-1, maximum=1_023), -1),
+    },
+}
+"""What the `kind` of a tier can be, with the keys that only a tier of this kind has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +122,13 @@ class TierKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole configuration; `parse_config(config.to_toml()) == config`."""
+    """A whole configuration; `parse_config(config.to_toml()) == config`.
+
+    It travels between processes as a value. A `msgspec.Struct` may have a field of type `Config`:
+    msgspec encodes it, as JSON or MessagePack, and checks it again where it decodes it. Elsewhere
+    use `to_builtins` and `from_builtins`. Both hold the API key, if `serve` has one; `to_toml`
+    never prints it.
+    """
 
     model: ModelSettings
     cache: CacheSettings
@@ -179,4 +198,23 @@ class Config:
 
     def to_toml(self) -> str:
         """Every setting with the value in effect, as a file that reads back equal."""
+        from penstock.config.printing import print_toml  # noqa: PLC0415  (imports this module)
+
         return print_toml(self)
+
+    def to_builtins(self) -> dict[str, object]:
+        """The configuration as a tree of dicts, lists, strings and numbers."""
+        tree: dict[str, object] = msgspec.to_builtins(self)
+        return tree
+
+    @classmethod
+    def from_builtins(cls, tree: object) -> Config:
+        """The configuration that `to_builtins` returned, in whatever process.
+
+        Raises:
+            ConfigError: the tree is none, or one of its settings is wrong.
+        """
+        try:
+            return msgspec.convert(tree, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError("config", f"cannot be read: {error}") from error

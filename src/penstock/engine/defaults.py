@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import Config, ModelSettings, TierKind
-from penstock.config.schema import TIER_KINDS, UNSIZED_BLOCKS
-from penstock.config.values import DEVICE_NAME
+from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS
 from penstock.engine.checkpoints import DEFAULT_NAME
 from penstock.engine.wishes import Sampling
 from penstock.errors import ConfigError
@@ -75,7 +74,7 @@ def with_host_tier(
         return replace(cache, tiers=below), kinds_below
     host = TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS)
     options = {name: key.default for name, key in TIER_KINDS["host"].items()}
-    kind = TierKind(name="host", options={**options, "gib": gib})  # type: ignore[dict-item]
+    kind = TierKind(name="host", options={**options, "gib": gib})
     return replace(cache, tiers=(host, *below)), (kind, *kinds_below)
 
 

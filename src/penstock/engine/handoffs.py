@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.config import parse_config
 from penstock.engine.pairing import SETTINGS, block_keys, directory_of
 from penstock.engine.requests import Phase
 from penstock.engine.spec import Role
@@ -312,7 +311,7 @@ def handoffs_of(
     directory = directory_of(spec, architecture)
     lines = zmq_lines(directory, spec.name, secret=spec.pair.secret)
     incarnation = secrets.randbits(63) + 1
-    config = parse_config(spec.config)
+    config = spec.config
     found: Offers | Claims
     if spec.role is Role.PREFILL:
         prefill = PrefillSchedulerDriver(

@@ -82,7 +82,7 @@ class Instance:
         self._outbox = Outbox(channel)
         self._drained_by = math.inf
         """When it stops whatever its requests do, once it was asked to."""
-        config = penstock.parse_config(spec.config)
+        config = spec.config
         assert config.cache.device is not None
         self._tiers = ["device", *(tier.name for tier in config.cache.tiers)]
         room = config.cache.device.slot_count * config.cache.block_tokens
@@ -325,9 +325,8 @@ class Instance:
 
 def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:
     """The instance as it is now: its weights are called otherwise than when it started."""
-    config = penstock.parse_config(spec.config)
-    config = replace(config, model=replace(config.model, weights_version=version))
-    return msgspec.structs.replace(spec, config=config.to_toml())
+    model = replace(spec.config.model, weights_version=version)
+    return msgspec.structs.replace(spec, config=replace(spec.config, model=model))
 
 
 def _progress(output: Output, *, handed: bool) -> ms.Progress:
@@ -389,7 +388,7 @@ def build_engine(
             listener, ranks=spec.ranks, deadline=deadline, progress=progress
         )
     handoffs = handoffs_of(spec, architecture, None)
-    cache = penstock.open_owner(penstock.parse_config(spec.config), ranks=facts)
+    cache = penstock.open_owner(spec.config, ranks=facts)
     scheduler = _scheduler(spec, cache, handoffs)
     return Engine(scheduler, RemoteWorkers(channels), handoffs), architecture
 
@@ -401,7 +400,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
         waiting_max=spec.waiting_max,
         steps_in_flight=spec.steps_in_flight,
     )
-    config = penstock.parse_config(spec.config).cache
+    config = spec.config.cache
     assert config.device is not None
     return Scheduler(
         cache,

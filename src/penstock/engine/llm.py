@@ -396,7 +396,7 @@ def _spec_of(model: str | None, config: Config, table: EngineTable) -> InstanceS
     return InstanceSpec(
         name="llm",
         model=model,
-        config=replace(config, engine=None, serve=None).to_toml(),
+        config=replace(config, engine=None, serve=None),
         server="",
         dtype=table.dtype,
         device=table.device,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import penstock
 from penstock.engine.checkpoints import find_model
 from penstock.engine.devices import attention_on, device_of, lane_on
 from penstock.engine.model import Decoder
@@ -55,7 +54,7 @@ def load_rank(
         UnavailableError: the default model is not installed, there is no such device, or the
             model's files are no longer those that were named.
     """
-    config = penstock.parse_config(spec.config)
+    config = spec.config
     if config.cache.device is None:
         raise ConfigError("cache.blocks", "is 0, must be the blocks that the device has room for")
     model = find_model(spec.model)

@@ -18,9 +18,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+# msgspec reads the annotations when a message arrives, so these imports must be real.
+from penstock.config import Config  # noqa: TC001
 from penstock.errors import PeerError
-
-# msgspec reads the annotations when a message arrives, so this import must be real.
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 
 VERSION = 1
@@ -117,8 +117,8 @@ class Ready(Message, frozen=True, kw_only=True):
     positions: int
     """The longest context: what the model was made for, if the device has room for it."""
     stop_tokens: list[int]
-    config: str
-    """The cache's configuration, from which a router makes keys."""
+    config: Config
+    """Of the cache: a router makes keys from it."""
     tiers: list[str]
     """Names of the tiers, device first."""
     ready_s: list[float] = []

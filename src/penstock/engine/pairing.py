@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.config import parse_config
 from penstock.engine.sharding import share_of
 from penstock.engine.worker import allocate_kv, kv_tier
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
@@ -43,7 +42,7 @@ def directory_of(spec: InstanceSpec, architecture: Architecture) -> Directory:
     """
     if spec.pair is None:
         raise ValueError(f"pair of {spec.name!r} is None, must say who hands KV to whom")
-    model = parse_config(spec.config).model
+    model = spec.config.model
     return Directory(
         prefill=_place(spec, spec.pair.prefill, architecture),
         decode=_place(spec, spec.pair.decode, architecture),
@@ -76,7 +75,7 @@ def _place(spec: InstanceSpec, engine: EngineSpec, architecture: Architecture) -
 def _form(spec: InstanceSpec, architecture: Architecture, rank: int, ranks: int) -> Form:
     """How the KV of a rank lies; one block tells it as well as all of them."""
     share = share_of(architecture, rank=rank, ranks=ranks)
-    block_tokens = parse_config(spec.config).cache.block_tokens
+    block_tokens = spec.config.cache.block_tokens
     kv = allocate_kv(
         architecture,
         share,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+# msgspec resolves the annotations of a spec when it decodes one, so this import must be real.
+from penstock.config import Config  # noqa: TC001
 from penstock.errors import ConfigError
 from penstock.supervisor.descriptors import inherited_descriptor
 
@@ -79,8 +81,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A folder or a file; without it the default model."""
     digest: str = ""
     """Of the model's files when they were named: a later life must not read others."""
-    config: str
-    """The cache's configuration, as TOML."""
+    config: Config
+    """Of the cache: it has neither `[engine]` nor `[serve]`."""
     server: str
     """The address at which the server lets instances in."""
     server_secret: bytes = b""

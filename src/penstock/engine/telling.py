@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.config import parse_config
 from penstock.engine.requests import Phase
 from penstock.observe.statistics import InstanceStatistics
 
@@ -57,7 +56,7 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
     return InstanceStatistics(
         instance=spec.name,
         role=spec.role.value,
-        weights_version=parse_config(spec.config).model.weights_version,
+        weights_version=spec.config.model.weights_version,
         cache=engine.cache.statistics(),
         health=engine.cache.health(),
         waiting=count(Phase.WAITING),
@@ -79,7 +78,7 @@ def _timeline(spec: InstanceSpec, engine: Engine, token_bytes: int) -> dict[str,
         "instance": spec.name,
         "role": spec.role.value,
         "now": time.monotonic(),
-        "block_bytes": parse_config(spec.config).cache.block_tokens * token_bytes,
+        "block_bytes": spec.config.cache.block_tokens * token_bytes,
         "copies": engine.cache.copies(),
         "handoffs": [] if handoffs is None else list(handoffs.ended),
     }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.settings import HUB
-from penstock.config.schema import BLOCKS_MAX
+from penstock.config.values import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.arena import Kernel
 from penstock.tiers.host import HostTier, slots_within, tier_bytes

@@ -220,7 +220,7 @@ def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = Non
     ranks = config.cache.rank_count if pair is None else _ranks_of(engine, role)
     # What instances need not know they are not told: no API key.
     cache = replace(config.cache, rank_count=ranks)
-    given = replace(config, engine=None, serve=None, cache=cache).to_toml()
+    given = replace(config, engine=None, serve=None, cache=cache)
     return InstanceSpec(
         name=name,
         model=engine.model or None,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config import parse_config
 from penstock.engine.messages import Abort, Local, Progress, Reset, Scored, StopAnswer
 from penstock.serve.holdings import Holdings, PromptKeys
 from penstock.serve.link import Link, Lost, Refusal
@@ -248,5 +247,5 @@ class Router:
     def _holdings_of(self, link: Link) -> Holdings:
         if link not in self._holdings:
             assert link.ready is not None
-            self._holdings[link] = Holdings(parse_config(link.ready.config))
+            self._holdings[link] = Holdings(link.ready.config)
         return self._holdings[link]
