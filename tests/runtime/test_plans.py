@@ -189,11 +189,11 @@ def test_a_plan_that_was_cut_or_has_more_behind_it_is_refused(
 @pytest.mark.parametrize(
     ("read", "message", "problem"),
     [
-        (decode_plan, b"", "a plan begins with b'', must begin with b'P': it is something else"),
+        (decode_plan, b"", "a plan begins with b'', must begin with b'P'"),
         (decode_plan, b"R\x01", "a plan begins with b'R', must begin with b'P'"),
         (decode_report, b"P" + bytes([VERSION]), "a report begins with b'P', must begin with b'R'"),
-        (decode_plan, b"P", "a plan is of version none, must be of 02"),
-        (decode_plan, b"P\x01\x90", "a plan is of version 01, must be of 02: owner and ranks"),
+        (decode_plan, b"P", "a plan has no version, must have version 2"),
+        (decode_plan, b"P\x01\x90", "a plan has version 1, must have version 2: both sides"),
         (decode_plan, b"P" * (MESSAGE_BYTES_MAX + 1), "a plan has 16777217 bytes, must have at"),
         (decode_plan, b"P" + bytes([VERSION]) + b"\x90", "a plan cannot be read"),
     ],

@@ -139,7 +139,7 @@ def test_an_empty_packet_is_not_the_end(bare: Bare) -> None:
     answer = bare.hear()
 
     assert isinstance(answer, ms.RequestRefused)
-    assert answer.problem == "frame has no version, must have version 1"
+    assert answer.problem == "a frame has no version, must have version 1"
     bare.require_alive()
 
 
@@ -302,7 +302,7 @@ def test_an_engine_does_not_believe_everything_either() -> None:
 
         assert isinstance(found, Failed)
         assert found.cause.startswith(
-            "the supervisor cannot be understood: frame has version 7, must have version 1"
+            "the supervisor cannot be understood: a frame has version 7, must have version 1"
         )
         assert link.receive(None) == found
         process.stdin.close()

@@ -158,7 +158,9 @@ def test_a_hello_of_another_version_is_refused_with_both_versions(
     hello = bytearray(encode_greeting(HELLO))
     hello[8] = 1
 
-    assert raw.say(bytes(hello)) == Refusal(cause="version of the other end is 1, of this end 2")
+    assert raw.say(bytes(hello)) == Refusal(
+        cause="greeting has version 1, must have version 2: both sides must be of one release"
+    )
     assert listener.refused == {Refused.VERSION: 1}
 
 
@@ -401,7 +403,8 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
     channel = dial_for(front, answer, SETTINGS)
 
     assert receive_end(channel) == Failed(
-        f"{channel.name} refused: version of the other end is {version}, of this end 2"
+        f"{channel.name} refused: greeting has version {version}, must have version 2: "
+        "both sides must be of one release"
     )
     assert channel.refused == {Refused.VERSION: 1}
     channel.close()

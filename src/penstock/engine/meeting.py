@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.engine.steps import Step, StepResult
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.facts import RankFacts
-from penstock.transport.base import Item
+from penstock.transport.base import FRAME_BYTES_MAX, Item
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import connect
 from penstock.transport.zmq_link import ChannelSettings
+from penstock.vocabulary.frames import FrameCodec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.transport.base import Channel
     from penstock.transport.zeromq import Listener
 
+VERSION = 1
 DIAL_S = 300.0
 """A rank may be started long before its scheduler, which waits for its restart."""
 
@@ -69,15 +71,17 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
 FromRank = Came | Loading | Loaded | StepResult
 ToRank = Meet | Step | End
 
-_encoder = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-MessageT = TypeVar("MessageT")
+_from_rank: FrameCodec[FromRank] = FrameCodec(
+    msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
+)
+_to_rank: FrameCodec[ToRank] = FrameCodec(
+    msgspec.msgpack.Decoder(ToRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
+)
 
 
 def encode(message: FromRank | ToRank) -> bytes:
     """A message as a frame."""
-    return _encoder.encode(message)
+    return _to_rank.encode(message)
 
 
 def read_by_scheduler(frame: bytes) -> FromRank:
@@ -86,7 +90,7 @@ def read_by_scheduler(frame: bytes) -> FromRank:
     Raises:
         PeerError: it is none of the messages that a rank sends.
     """
-    return _read(frame, _from_rank)
+    return _from_rank.decode(frame)
 
 
 def read_by_rank(frame: bytes) -> ToRank:
@@ -95,14 +99,7 @@ def read_by_rank(frame: bytes) -> ToRank:
     Raises:
         PeerError: it is none of the messages that a scheduler sends.
     """
-    return _read(frame, _to_rank)
-
-
-def _read(frame: bytes, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-    try:
-        return decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"a frame makes no sense: {error}") from error
+    return _to_rank.decode(frame)
 
 
 def nobody(_rank: int, _layers: int, _of: int) -> None:

@@ -14,14 +14,15 @@ Frames are msgpack with a version byte before it; a field that is not known is r
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.config import Config  # noqa: TC001
-from penstock.errors import PeerError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
+from penstock.transport.base import FRAME_BYTES_MAX
+from penstock.vocabulary.frames import FrameCodec
 
 VERSION = 1
 What = Literal["statistics", "story", "timeline", "audit"]
@@ -182,15 +183,17 @@ class Told(Message, frozen=True, kw_only=True):
 ToInstance = Submit | Abort | Local | StopAnswer | Reset | Ask
 FromInstance = Loading | Ready | Progress | Scored | Refused | Leaving | Kept | Told
 
-_encoder = msgspec.msgpack.Encoder()
-_to_instance: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)
-_from_instance: msgspec.msgpack.Decoder[FromInstance] = msgspec.msgpack.Decoder(FromInstance)
-MessageT = TypeVar("MessageT")
+_to_instance: FrameCodec[ToInstance] = FrameCodec(
+    msgspec.msgpack.Decoder(ToInstance), version=VERSION, bytes_max=FRAME_BYTES_MAX
+)
+_from_instance: FrameCodec[FromInstance] = FrameCodec(
+    msgspec.msgpack.Decoder(FromInstance), version=VERSION, bytes_max=FRAME_BYTES_MAX
+)
 
 
 def encode(message: Message) -> bytes:
     """A message as a frame."""
-    return bytes([VERSION]) + _encoder.encode(message)
+    return _to_instance.encode(message)
 
 
 def read_by_instance(frame: bytes) -> ToInstance:
@@ -199,7 +202,7 @@ def read_by_instance(frame: bytes) -> ToInstance:
     Raises:
         PeerError: it is none of the messages an instance takes.
     """
-    return _read(frame, _to_instance)
+    return _to_instance.decode(frame)
 
 
 def read_by_server(frame: bytes) -> FromInstance:
@@ -208,13 +211,4 @@ def read_by_server(frame: bytes) -> FromInstance:
     Raises:
         PeerError: it is none of the messages an instance sends.
     """
-    return _read(frame, _from_instance)
-
-
-def _read(frame: bytes, decoder: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-    if frame[:1] != bytes([VERSION]):
-        raise PeerError(f"a frame has version {frame[:1].hex() or 'none'}, must have {VERSION:02x}")
-    try:
-        return decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"a frame makes no sense: {error}") from error
+    return _from_instance.decode(frame)

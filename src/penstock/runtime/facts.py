@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from penstock.runtime.framing import framed, unframed
+from penstock.runtime.framing import frames_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-_FACTS = b"F"
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -64,7 +62,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def to_bytes(self) -> bytes:
         """The facts as a message."""
-        return framed(_FACTS, self)
+        return _frames.encode(self)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> RankFacts:
@@ -73,7 +71,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             PeerError: the message is something else, of another version, or damaged.
         """
-        return unframed(_FACTS, "message with facts", message, _decoder)
+        return _frames.decode(message)
 
 
 def slowest_ready_s(ranks: Iterable[RankFacts]) -> dict[str, float]:
@@ -85,4 +83,4 @@ def slowest_ready_s(ranks: Iterable[RankFacts]) -> dict[str, float]:
     return found
 
 
-_decoder = msgspec.msgpack.Decoder(RankFacts)
+_frames = frames_of(b"F", "a message with facts", msgspec.msgpack.Decoder(RankFacts))

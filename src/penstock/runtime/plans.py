@@ -24,7 +24,7 @@ from penstock.cache.ledger import BlockFault, Purpose  # noqa: TC001 - msgspec r
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
-from penstock.runtime.framing import TEXT_MAX, framed, short, unframed
+from penstock.runtime.framing import TEXT_MAX, frames_of, short
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -40,7 +40,6 @@ ROW_BYTES_MAX = 128 + 4 * TEXT_MAX
 NAME_BYTES_MAX = 19
 """What the name of an operation costs on the wire, at most."""
 
-_PLAN, _REPORT = b"P", b"R"
 _SLOT = np.dtype("<i4")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -121,8 +120,8 @@ class _ReportRow(_Row, array_like=True, frozen=True, forbid_unknown_fields=True,
 
 
 _encoder = msgspec.msgpack.Encoder()
-_plan_decoder = msgspec.msgpack.Decoder(_PlanRow)
-_report_decoder = msgspec.msgpack.Decoder(_ReportRow)
+_plans = frames_of(b"P", "a plan", msgspec.msgpack.Decoder(_PlanRow))
+_reports = frames_of(b"R", "a report", msgspec.msgpack.Decoder(_ReportRow))
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -139,7 +138,7 @@ def encode_plan(plan: Plan) -> bytes:
         list(plan.lives),
         [(operation.epoch, operation.sequence) for operation in plan.asked],
     )
-    return framed(_PLAN, row)
+    return _plans.encode(row)
 
 
 def decode_plan(message: bytes) -> Plan:
@@ -148,7 +147,7 @@ def decode_plan(message: bytes) -> Plan:
     Raises:
         PeerError: the message is no plan.
     """
-    row = unframed(_PLAN, "plan", message, _plan_decoder)
+    row = _plans.decode(message)
     return Plan(
         row.incarnation,
         row.sequence,
@@ -184,7 +183,7 @@ def encode_report(report: RankReport) -> bytes:
         for each in report.moved
     ]
     row = _ReportRow(report.rank, report.life, report.incarnation, report.sequence, moved)
-    return framed(_REPORT, row)
+    return _reports.encode(row)
 
 
 def decode_report(message: bytes) -> RankReport:
@@ -193,7 +192,7 @@ def decode_report(message: bytes) -> RankReport:
     Raises:
         PeerError: the message is no report.
     """
-    row = unframed(_REPORT, "report", message, _report_decoder)
+    row = _reports.decode(message)
     moved = [
         Moved(
             OperationId(row.incarnation, each.epoch, each.sequence),

@@ -18,7 +18,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PeerError, PenstockError
+from penstock.vocabulary.frames import FrameCodec, FrameVersionError
 
 MAGIC = b"PENSTOCK"
 VERSION = 2
@@ -116,7 +117,13 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=
 
 
 Greeting = Hello | Welcome | Refusal
-_GREETINGS: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_greetings: FrameCodec[Greeting] = FrameCodec(
+    msgspec.msgpack.Decoder(Greeting),
+    version=VERSION,
+    bytes_max=HELLO_BYTES_MAX,
+    mark=MAGIC,
+    name="greeting",
+)
 
 
 class Frame(NamedTuple):
@@ -139,26 +146,17 @@ def require_name(name: str) -> None:
 
 def encode_greeting(greeting: Greeting) -> bytes:
     """The bytes of a hello, a welcome or a refusal."""
-    return MAGIC + bytes((VERSION,)) + msgspec.msgpack.encode(greeting)
+    return _greetings.encode(greeting)
 
 
 def decode_greeting(message: bytes) -> Greeting:
     """What `encode_greeting` wrote, or a `WireError`."""
-    if len(message) > HELLO_BYTES_MAX:
-        raise WireError(
-            Refused.GARBAGE, f"greeting has {len(message)} bytes, at most {HELLO_BYTES_MAX} may be"
-        )
-    if not message.startswith(MAGIC) or len(message) <= len(MAGIC):
-        raise WireError(Refused.GARBAGE, f"greeting does not begin with {MAGIC!r} and a version")
-    version = message[len(MAGIC)]
-    if version != VERSION:
-        raise WireError(
-            Refused.VERSION, f"version of the other end is {version}, of this end {VERSION}"
-        )
     try:
-        return _GREETINGS.decode(message[len(MAGIC) + 1 :])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(Refused.GARBAGE, f"greeting cannot be read: {error}") from error
+        return _greetings.decode(message)
+    except FrameVersionError as error:
+        raise WireError(Refused.VERSION, str(error)) from error
+    except PeerError as error:
+        raise WireError(Refused.GARBAGE, str(error)) from error
 
 
 def encode_frame(kind: Kind, incarnation: int, sequence: int, payload: bytes = b"") -> bytes:

@@ -42,7 +42,7 @@ class FrameCodec(Generic[MessageT]):
         version: int,
         bytes_max: int,
         mark: bytes = b"",
-        name: str = "frame",
+        name: str = "a frame",
     ) -> None:
         """Describes the frames of a protocol.
 

@@ -102,7 +102,7 @@ def test_p22_a_field_out_of_its_bounds_is_refused(change: dict[str, object]) -> 
 
 
 def test_p22_another_version_is_refused_with_both_named() -> None:
-    with pytest.raises(PeerError, match="version is 1 here and 2 there"):
+    with pytest.raises(PeerError, match="has version 2, must have version 1"):
         decode(b"\x02" + encode(ONE_OF_EACH[0])[1:])
 
 
@@ -111,9 +111,9 @@ def test_p22_a_frame_that_is_too_long_is_neither_sent_nor_read() -> None:
         **CLAIM, generation=1, berth=0, part=0, attempt=0, sums=bytes(MESSAGE_BYTES_MAX)
     )
 
-    with pytest.raises(ValueError, match="a Landed has"):
+    with pytest.raises(ValueError, match="Landed has"):
         encode(big)
-    with pytest.raises(PeerError, match="must be from 2 to"):
+    with pytest.raises(PeerError, match="must have at most"):
         decode(bytes(MESSAGE_BYTES_MAX + 1))
 
 

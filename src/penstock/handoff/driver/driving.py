@@ -22,12 +22,12 @@ from penstock.errors import PeerError
 from penstock.handoff.driver.envelope import seal, unseal
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Ended, Send
-from penstock.handoff.protocol.framing import VersionError
 from penstock.handoff.protocol.identity import COLLEAGUES
 from penstock.handoff.protocol.liveness import Liveness
 from penstock.handoff.protocol.names import Life
 from penstock.handoff.protocol.party import Party, Standing
 from penstock.transport.waiting import wait_any
+from penstock.vocabulary.frames import FrameVersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ class PartyDriver(Generic[MachineT]):
     def _hear(self, name: str, frame: bytes, now: float) -> None:
         try:
             envelope = unseal(frame)
-        except VersionError as error:
+        except FrameVersionError as error:
             self._refuse("version", name, str(error))
             self._carry_out(self.machine.misunderstand(name, now, version=error.theirs))
             return
