@@ -1,1 +1,71 @@
-"""Public test kit: conformance suites for tiers, movers and policies, and the simulator."""
+"""Conformance suites: what every tier, mover, policy, channel and data transport must do.
+
+    from penstock.testing import TierSuite
+
+    class TestMyTier(TierSuite):
+        def make_tier(self, layout): ...
+
+Inherit a suite in a test module, implement its abstract methods, and pytest runs every sentence
+of it on your class. The suites need pytest.
+
+| you write            | inherit                                                               |
+|----------------------|-----------------------------------------------------------------------|
+| a tier               | `TierSuite`, or `SumKeepingTierSuite` if it keeps checksums           |
+| a mover              | `SavingMoverSuite`, `LoadingMoverSuite` or `CheckingMoverSuite`;      |
+|                      | `MoverSuite` for any other                                            |
+| an eviction policy   | `PolicySuite`                                                         |
+| a control channel    | `ChannelSuite`                                                        |
+| a data transport     | `DataTransportSuite`                                                  |
+
+docs/conformance.md has an example for each. The modules behind these names are private.
+
+The one rule: this file loads nothing. Processes that a suite starts are modules of this package,
+and need neither pytest nor NumPy before their work begins.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+_PLACES = {
+    "ChannelSuite": "channel_suite",
+    "CheckingMoverSuite": "mover_suite",
+    "DataTransportSuite": "data_transport_suite",
+    "Ends": "mover_suite",
+    "LoadingMoverSuite": "mover_suite",
+    "LocalPen": "writing_process",
+    "MoverSuite": "mover_suite",
+    "Pen": "writing_process",
+    "PolicySuite": "policy_suite",
+    "ProcessPen": "writing_process",
+    "SavingMoverSuite": "mover_suite",
+    "SumKeepingTierSuite": "tier_suite",
+    "TierSuite": "tier_suite",
+    "failing_seed": "seeds",
+}
+
+if TYPE_CHECKING:
+    from penstock.testing.channel_suite import ChannelSuite as ChannelSuite
+    from penstock.testing.data_transport_suite import DataTransportSuite as DataTransportSuite
+    from penstock.testing.mover_suite import CheckingMoverSuite as CheckingMoverSuite
+    from penstock.testing.mover_suite import Ends as Ends
+    from penstock.testing.mover_suite import LoadingMoverSuite as LoadingMoverSuite
+    from penstock.testing.mover_suite import MoverSuite as MoverSuite
+    from penstock.testing.mover_suite import SavingMoverSuite as SavingMoverSuite
+    from penstock.testing.policy_suite import PolicySuite as PolicySuite
+    from penstock.testing.seeds import failing_seed as failing_seed
+    from penstock.testing.tier_suite import SumKeepingTierSuite as SumKeepingTierSuite
+    from penstock.testing.tier_suite import TierSuite as TierSuite
+    from penstock.testing.writing_process import LocalPen as LocalPen
+    from penstock.testing.writing_process import Pen as Pen
+    from penstock.testing.writing_process import ProcessPen as ProcessPen
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in _PLACES:
+            raise AttributeError(f"module 'penstock.testing' has no attribute {name!r}")
+        return getattr(import_module(f"penstock.testing.{_PLACES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_PLACES})

@@ -12,6 +12,7 @@ from penstock.handoff.driver.moving import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.planning import missing_blocks
+from penstock.testing.route_copying import RouteCopier
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
@@ -19,7 +20,6 @@ from penstock.vocabulary.form import Form, Shard
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.planes import Axis
 from penstock.vocabulary.reshard import plan_reshard
-from penstock.vocabulary.route_copying import RouteCopier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
