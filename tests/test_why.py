@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 
-ENCODES = "serve/encoding.py"
+ENCODES = "serve/encoder.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
     *("supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/"),

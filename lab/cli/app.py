@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.app import CommandLine, Row
+from penstock.cli.app import Command, CommandLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,24 +17,24 @@ LAB = CommandLine(
     help="Proves and measures Penstock, from a clone.",
     package="lab.cli",
     commands={
-        "sim": Row(
+        "sim": Command(
             module="sim",
             function="simulate",
             help="Simulate cache, runtime or handoff from many seeds, or print the events of one.",
             panel=PROVE,
         ),
-        "explore": Row(
+        "explore": Command(
             module="explore",
             help="Visit every state of small handoff worlds.",
             panel=PROVE,
         ),
-        "demo": Row(
+        "demo": Command(
             module="demo",
             function="show_cache_demo",
             help="Run a toy engine over three tiers, and compare every byte.",
             panel=PROVE,
         ),
-        "bench": Row(
+        "bench": Command(
             module="bench",
             help="Measure Penstock beside peers and other designs in the same run.",
             panel=MEASURE,

@@ -19,7 +19,7 @@ from lab.bench.vllm_workload import WORKLOADS
 from penstock.bench.growth import run_growth
 from penstock.bench.index import ROUNDS, run_index
 from penstock.bench.report import Report
-from penstock.cli.bench import Device, RoundsOption, command_line, finish
+from penstock.cli.bench import BenchDevice, RoundsOption, command_line, finish
 from penstock.cli.conventions import CheckOption, JsonOption
 from penstock.errors import UnavailableError
 
@@ -37,7 +37,7 @@ PeerOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    Device,
+    BenchDevice,
     typer.Option("--device", help="cuda: decode loops beside copies; cpu: an engine's own thread."),
 ]
 SecondsOption = Annotated[
@@ -121,7 +121,7 @@ def bench_vllm(
 def bench_interference(
     *,
     json: JsonOption = None,
-    device: DeviceOption = Device.CUDA,
+    device: DeviceOption = BenchDevice.CUDA,
     rounds: RoundsOption = interference.ROUNDS,
     seconds: SecondsOption = interference.SECONDS,
     only: OnlyOption = "eager,graph,small",
@@ -132,7 +132,7 @@ def bench_interference(
 ) -> None:
     """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
     report = Report(version=penstock.__version__, command=command_line("lab"))
-    if device is Device.CPU:
+    if device is BenchDevice.CPU:
         run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
     else:
         plan = interference.Plan(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from penstock.demo.asking import Heard, Turn
+from penstock.demo.clients import AnsweredToken, ChatTurn
 from penstock.demo.exactness import BOUND, Fresh, check, difference
 from penstock.engine.requests import Request
-from penstock.engine.wishes import Sampling
+from penstock.engine.sampling_options import Sampling
 from tests.engine.test_engine import make_engine
 from tests.serve.conftest import make_checkpoint
 
@@ -41,10 +41,10 @@ def fresh(folder: Path) -> Fresh:
     return Fresh(str(folder))
 
 
-def asked(engine: Engine, prompt: list[int], name: str) -> Turn:
+def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
     """The turn as a client would have heard it."""
     engine.add(Request(id=name, prompt=tuple(prompt), max_tokens=12, sampling=Sampling(logprobs=5)))
-    heard: list[Heard] = []
+    heard: list[AnsweredToken] = []
     cached = 0
     while engine.unfinished:
         for output in engine.step():
@@ -52,8 +52,8 @@ def asked(engine: Engine, prompt: list[int], name: str) -> Turn:
             told = output.sampled
             cached += sum(output.cached_by_tier)
             logprobs = {told.token: told.logprob, **dict(told.alternatives)}
-            heard.append(Heard(token=told.token, logprobs=logprobs))
-    return Turn(
+            heard.append(AnsweredToken(token=told.token, logprobs=logprobs))
+    return ChatTurn(
         chat=name,
         number=0,
         client=0,
@@ -108,7 +108,7 @@ def test_another_token_is_a_finding_unless_two_are_as_good_as_equal() -> None:
 
     def of(token: int) -> Any:
         logprobs = {at: row[0, at].item() for at in range(3)}
-        return difference([Heard(token=token, logprobs=logprobs)], row, name="it")
+        return difference([AnsweredToken(token=token, logprobs=logprobs)], row, name="it")
 
     best, close, worse = (of(token) for token in range(3))
 
@@ -120,7 +120,7 @@ def test_another_token_is_a_finding_unless_two_are_as_good_as_equal() -> None:
 
 def test_what_is_no_number_is_a_finding() -> None:
     row = torch.tensor([[2.0, 1.0]]).log_softmax(-1)
-    heard = Heard(token=0, logprobs={0: row[0, 0].item(), 1: float("nan")})
+    heard = AnsweredToken(token=0, logprobs={0: row[0, 0].item(), 1: float("nan")})
 
     assert difference([heard], row, name="it").findings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.batch import NOWHERE, PREVIOUS, Shape, Span, lay_out, on_device
+from penstock.engine.batch import NOWHERE, PREVIOUS, BatchShape, Span, lay_out, on_device
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_a_draw_needs_logits() -> None:
 
 
 def test_steps_that_are_filled_up_look_alike() -> None:
-    shape = Shape(3, 4, 5, 6)
+    shape = BatchShape(3, 4, 5, 6)
     spans = [Span(4, 8, [7, 8], [1, 0, 5]), Span(2, 5, [PREVIOUS], [0, 9])]
 
     batch = lay_out(spans, block_tokens=4, draws=[0, 1], last={2: 0}).sent(CPU, shape)

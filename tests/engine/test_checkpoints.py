@@ -12,7 +12,7 @@ import pytest
 from penstock.config import parse_config
 from penstock.engine.architecture import architecture_from_config, read_architecture
 from penstock.engine.checkpoints import find_model
-from penstock.engine.loading import load_rank
+from penstock.engine.loaded_rank import load_rank
 from penstock.engine.spec import InstanceSpec
 from penstock.errors import ConfigError, UnavailableError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.engine.checkpoints import DEFAULT_NAME, Model
+from penstock.engine.checkpoints import DEFAULT_NAME, ModelFiles
 from penstock.engine.defaults import CALM, Defaults, defaults_of
 from penstock.errors import ConfigError
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 def defaults(folder: Path, given: Any) -> Defaults:
     (folder / "generation_config.json").write_text(json.dumps(given))
-    return defaults_of(Model(folder, "model"))
+    return defaults_of(ModelFiles(folder, "model"))
 
 
 def test_the_default_model_is_calm_and_a_model_that_says_nothing_is_openai_s(
     tmp_path: Path,
 ) -> None:
-    assert defaults_of(Model(tmp_path / "model.gguf", DEFAULT_NAME)) == CALM
-    assert defaults_of(Model(tmp_path, "model")) == Defaults(temperature=1.0, top_p=1.0)
+    assert defaults_of(ModelFiles(tmp_path / "model.gguf", DEFAULT_NAME)) == CALM
+    assert defaults_of(ModelFiles(tmp_path, "model")) == Defaults(temperature=1.0, top_p=1.0)
     assert CALM.temperature == 0
 
 

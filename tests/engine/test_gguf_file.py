@@ -12,9 +12,9 @@ import torch
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import Span, on_device
 from penstock.engine.checkpoints import find_model
+from penstock.engine.collectives import Alone
 from penstock.engine.gguf_file import GgufFile
 from penstock.engine.model import Decoder
-from penstock.engine.ranks import Alone
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from penstock.errors import ConfigError

@@ -13,8 +13,8 @@ from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.pairing import block_keys
 from penstock.engine.requests import Output, Phase, Request
-from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
-from penstock.engine.wishes import LOGPROBS_MAX, Sampling
+from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
+from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
 from tests.engine.test_engine import require_right_logits, tokens_of
@@ -47,11 +47,11 @@ class Pair:
             ),
             decode=EngineSpec(name="decode-0", ranks=1, address=private_address(IPC)),
         )
-        self.prefill = self._engine(folder, Role.PREFILL, pair)
-        self.decode = self._engine(folder, Role.DECODE, pair)
+        self.prefill = self._engine(folder, InstanceRole.PREFILL, pair)
+        self.decode = self._engine(folder, InstanceRole.DECODE, pair)
         self.told: dict[tuple[str, int], list[Output]] = {}
 
-    def _engine(self, folder: Any, role: Role, pair: PairSpec) -> Engine:
+    def _engine(self, folder: Any, role: InstanceRole, pair: PairSpec) -> Engine:
         spec = InstanceSpec(
             name=f"{role.value}-0",
             model=str(folder),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from penstock.engine.checkpoints import Model, find_model
+from penstock.engine.checkpoints import ModelFiles, find_model
 from penstock.errors import ConfigError
 from tests.engine.gguf_writing import Manner, write_gguf
 
@@ -245,13 +245,13 @@ def test_an_index_names_files_of_its_own_folder_alone(
 def test_all_files_that_an_index_names_are_in_the_version_of_the_weights(folder: Path) -> None:
     shutil.move(folder / WEIGHTS, folder / "a.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    first = Model(folder, "m").weights_version()
+    first = ModelFiles(folder, "m").weights_version()
 
     damaged = bytearray((folder / "a.safetensors").read_bytes())
     damaged[-1] ^= 1
     (folder / "a.safetensors").write_bytes(damaged)
 
-    assert Model(folder, "m").weights_version() != first
+    assert ModelFiles(folder, "m").weights_version() != first
 
 
 # GGUF.

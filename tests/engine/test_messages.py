@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import STARTER_TOML, parse_config
-from penstock.engine import meeting
 from penstock.engine import messages as ms
+from penstock.engine import rendezvous
 from penstock.engine.batch import Span
+from penstock.engine.sampling_options import Sampled, TokenSampling
 from penstock.engine.steps import Draw, Step, StepResult
-from penstock.engine.wishes import Sampled, Wish
 from penstock.errors import PeerError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 
@@ -21,35 +21,37 @@ TO_INSTANCE: list[Any] = [
     ms.Submit(id="r", prompt=[1, 2], max_tokens=3, seed=-(2**63)),
     ms.Abort(id="r"),
     ms.StopAnswer(id="r", answer=2),
-    ms.Reset(why="so", weights_version="v"),
+    ms.ResetCache(why="so", weights_version="v"),
     ms.Ask(id=1, what="story", of="r"),
 ]
 FROM_INSTANCE: list[Any] = [
-    ms.Loading(rank=1, layers=2, of=3),
-    ms.Ready(
+    ms.LoadProgress(rank=1, layers=2, of=3),
+    ms.InstanceReady(
         model="m", positions=8, stop_tokens=[1], config=parse_config(STARTER_TOML), tiers=["device"]
     ),
-    ms.Progress(id="r", answer=0, token=5, alternatives=[(5, -0.1)], cached=[8, 0]),
-    ms.Refused(id="r", kind="busy", problem="full"),
-    ms.Kept(
+    ms.TokenProgress(id="r", answer=0, token=5, alternatives=[(5, -0.1)], cached=[8, 0]),
+    ms.SubmitRefused(id="r", kind="busy", problem="full"),
+    ms.CacheChanged(
         events=[
             BlocksStored(sequence=1, epoch=0, tier="device", keys=[b"k"], parent=None),
             BlocksRemoved(sequence=2, epoch=0, tier="device", keys=[b"k"]),
             AllCleared(sequence=3, epoch=1),
         ]
     ),
-    ms.Told(id=1, json=b"{}"),
+    ms.AskAnswer(id=1, json=b"{}"),
 ]
 FROM_RANK: list[Any] = [
-    meeting.Came(1),
-    meeting.Loading(1, 2, 3),
-    meeting.Loaded(b"facts"),
+    rendezvous.RankCame(1),
+    rendezvous.RankLoading(1, 2, 3),
+    rendezvous.RankLoaded(b"facts"),
     StepResult(3, [Sampled(1, -0.5, [(1, -0.5)])], [b"report"]),
 ]
 TO_RANK: list[Any] = [
-    meeting.Meet("/proc/1/fd/3"),
-    Step(3, [Span(1, 0, [1, 2], [0])], [Draw(0, 1, Wish(0.0, 1.0, 2**63 - 1, 0))], b"plan"),
-    meeting.End(),
+    rendezvous.MeetAt("/proc/1/fd/3"),
+    Step(
+        3, [Span(1, 0, [1, 2], [0])], [Draw(0, 1, TokenSampling(0.0, 1.0, 2**63 - 1, 0))], b"plan"
+    ),
+    rendezvous.End(),
 ]
 
 
@@ -65,22 +67,22 @@ def test_what_an_instance_says_comes_back_equal(message: Any) -> None:
 
 @pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_rank_says_comes_back_equal(message: Any) -> None:
-    assert meeting.read_by_scheduler(meeting.encode(message)) == message
+    assert rendezvous.read_by_scheduler(rendezvous.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_scheduler_says_comes_back_equal(message: Any) -> None:
-    assert meeting.read_by_rank(meeting.encode(message)) == message
+    assert rendezvous.read_by_rank(rendezvous.encode(message)) == message
 
 
 READERS = [
     ms.read_by_instance,
     ms.read_by_server,
-    meeting.read_by_rank,
-    meeting.read_by_scheduler,
+    rendezvous.read_by_rank,
+    rendezvous.read_by_scheduler,
 ]
 FRAMES = [ms.encode(message) for message in (*TO_INSTANCE, *FROM_INSTANCE)] + [
-    meeting.encode(message) for message in (*TO_RANK, *FROM_RANK)
+    rendezvous.encode(message) for message in (*TO_RANK, *FROM_RANK)
 ]
 
 

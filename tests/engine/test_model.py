@@ -9,8 +9,8 @@ import torch
 
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import Span, on_device
+from penstock.engine.collectives import Alone
 from penstock.engine.model import Decoder
-from penstock.engine.ranks import Alone
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from tests.engine.conftest import KINDS

@@ -15,8 +15,8 @@ import pytest
 from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Request
+from penstock.engine.sampling_options import Sampling
 from penstock.engine.spec import InstanceSpec, RankSpec, sealed
-from penstock.engine.wishes import Sampling
 from penstock.errors import UnavailableError
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from penstock.engine.sampling import Choice, scored
-from penstock.engine.wishes import Sampled, Sampling, Wish
+from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.9]])
-GREEDY = Wish(0.0, 1.0, 0, 0)
+GREEDY = TokenSampling(0.0, 1.0, 0, 0)
 
 
-def sample(logits: torch.Tensor, wishes: list[Wish]) -> list[Sampled]:
+def sample(logits: torch.Tensor, wishes: list[TokenSampling]) -> list[Sampled]:
     return Choice(logits, wishes).tell()
 
 
@@ -25,10 +25,10 @@ def test_without_temperature_the_likeliest_token_is_taken() -> None:
 
 def test_a_seed_draws_the_same_token_whatever_stands_beside_it() -> None:
     logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(1))
-    wish = Wish(1.0, 1.0, 77, 0)
+    wish = TokenSampling(1.0, 1.0, 77, 0)
 
     alone = sample(logits[1:2], [wish])[0]
-    among = sample(logits, [Wish(1.0, 1.0, 5, 0), wish, GREEDY])[1]
+    among = sample(logits, [TokenSampling(1.0, 1.0, 5, 0), wish, GREEDY])[1]
 
     assert alone.token == among.token
 
@@ -36,7 +36,7 @@ def test_a_seed_draws_the_same_token_whatever_stands_beside_it() -> None:
 def test_seeds_draw_different_tokens_as_often_as_the_model_says() -> None:
     logits = torch.log(torch.tensor([[0.7, 0.2, 0.1]]))
 
-    drawn = [sample(logits, [Wish(1.0, 1.0, seed, 0)])[0].token for seed in range(2000)]
+    drawn = [sample(logits, [TokenSampling(1.0, 1.0, seed, 0)])[0].token for seed in range(2000)]
 
     shares = [drawn.count(token) / 2000 for token in range(3)]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
@@ -46,7 +46,9 @@ def test_top_p_leaves_the_likeliest_tokens_that_reach_the_share() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.25, 0.15]]))
 
     def drawn(top_p: float) -> set[int]:
-        return {sample(logits, [Wish(1.0, top_p, seed, 0)])[0].token for seed in range(300)}
+        return {
+            sample(logits, [TokenSampling(1.0, top_p, seed, 0)])[0].token for seed in range(300)
+        }
 
     assert drawn(0.4) == {1}
     assert drawn(0.6) == {1, 2}
@@ -55,13 +57,15 @@ def test_top_p_leaves_the_likeliest_tokens_that_reach_the_share() -> None:
 
 
 def test_a_low_temperature_comes_near_the_likeliest_token() -> None:
-    drawn = {sample(LOGITS[:1], [Wish(0.05, 1.0, seed, 0)])[0].token for seed in range(100)}
+    drawn = {
+        sample(LOGITS[:1], [TokenSampling(0.05, 1.0, seed, 0)])[0].token for seed in range(100)
+    }
 
     assert drawn == {1}
 
 
 def test_alternatives_are_the_likeliest_in_order() -> None:
-    found = sample(LOGITS, [Wish(0.0, 1.0, 0, 2), GREEDY])
+    found = sample(LOGITS, [TokenSampling(0.0, 1.0, 0, 2), GREEDY])
 
     assert [token for token, _ in found[0].alternatives] == [1, 3]
     assert found[0].alternatives[0][1] == pytest.approx(found[0].logprob)
@@ -70,7 +74,7 @@ def test_alternatives_are_the_likeliest_in_order() -> None:
 
 def test_top_k_leaves_so_many_of_the_likeliest_tokens() -> None:
     def drawn(top_k: int, top_p: float = 1.0) -> set[int]:
-        wishes = [Wish(2.0, top_p, seed, 0, top_k=top_k) for seed in range(300)]
+        wishes = [TokenSampling(2.0, top_p, seed, 0, top_k=top_k) for seed in range(300)]
         return {sample(LOGITS[:1], [wish])[0].token for wish in wishes}
 
     assert drawn(1) == {1}
@@ -84,7 +88,7 @@ def test_min_p_leaves_tokens_that_are_likely_enough_beside_the_likeliest() -> No
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.25, 0.15]]))
 
     def drawn(min_p: float) -> set[int]:
-        wishes = [Wish(1.0, 1.0, seed, 0, min_p=min_p) for seed in range(300)]
+        wishes = [TokenSampling(1.0, 1.0, seed, 0, min_p=min_p) for seed in range(300)]
         return {sample(logits, [wish])[0].token for wish in wishes}
 
     assert drawn(1.0) == {1}
@@ -95,13 +99,13 @@ def test_min_p_leaves_tokens_that_are_likely_enough_beside_the_likeliest() -> No
 @pytest.mark.parametrize(
     "wish",
     [
-        Wish(1e-300, 1.0, 1, 0),
-        Wish(1e-5, 1.0, 1, 0),
-        Wish(2.0, 1e-300, 1, 0),
-        Wish(1.0, 1e-300, 1, 0, top_k=1, min_p=1.0),
+        TokenSampling(1e-300, 1.0, 1, 0),
+        TokenSampling(1e-5, 1.0, 1, 0),
+        TokenSampling(2.0, 1e-300, 1, 0),
+        TokenSampling(1.0, 1e-300, 1, 0, top_k=1, min_p=1.0),
     ],
 )
-def test_numbers_that_are_next_to_nothing_leave_the_likeliest_token(wish: Wish) -> None:
+def test_numbers_that_are_next_to_nothing_leave_the_likeliest_token(wish: TokenSampling) -> None:
     assert [found.token for found in sample(LOGITS * 1e6, [wish, wish])] == [1, 0]
 
 
@@ -111,7 +115,7 @@ def changed(sampling: Sampling, answer: list[int], banned: list[int]) -> list[in
     order: list[int] = []
     while len(order) < 4:
         base = LOGITS[:1] + torch.tensor([-1e6 if token in order else 0.0 for token in range(4)])
-        order += [sample(base, [Wish(0.0, 1.0, 0, 0, change=change)])[0].token]
+        order += [sample(base, [TokenSampling(0.0, 1.0, 0, 0, change=change)])[0].token]
     return order
 
 
@@ -139,7 +143,7 @@ def test_a_bias_moves_tokens_and_a_ban_outweighs_it() -> None:
 def test_log_probabilities_are_those_of_the_model_whatever_is_changed() -> None:
     change = Sampling(logit_bias=((0, 100.0),)).change([], [], [])
 
-    [found] = sample(LOGITS[:1], [Wish(0.0, 1.0, 0, 1, change=change)])
+    [found] = sample(LOGITS[:1], [TokenSampling(0.0, 1.0, 0, 1, change=change)])
 
     assert found.token == 0
     assert found.logprob == pytest.approx(LOGITS[0].log_softmax(0)[0].item())
@@ -150,7 +154,7 @@ def test_a_change_of_one_request_leaves_the_others_and_the_logits_alone() -> Non
     before = LOGITS.clone()
     change = Sampling(logit_bias=((2, 100.0),)).change([], [], [])
 
-    found = sample(LOGITS, [GREEDY, Wish(0.0, 1.0, 0, 0, change=change)])
+    found = sample(LOGITS, [GREEDY, TokenSampling(0.0, 1.0, 0, 0, change=change)])
 
     assert [each.token for each in found] == [1, 2]
     assert torch.equal(LOGITS, before)

@@ -18,15 +18,15 @@ import penstock
 from penstock.engine.batch import PREVIOUS
 from penstock.engine.engine import Engine
 from penstock.engine.requests import Answer, Output, Reason, Request
+from penstock.engine.sampling_options import Sampled, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.steps import HandedCounts, Step, StepResult
-from penstock.engine.wishes import Sampled, Sampling
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.wishes import Wish
+    from penstock.engine.sampling_options import TokenSampling
     from penstock.transport.base import Channel
 
 BLOCK = 4
@@ -39,7 +39,7 @@ def stored(before: int, token: int) -> int:
     return (before * 31 + token + 1) % 1_000_003
 
 
-def chosen(values: Sequence[int], wish: Wish) -> int:
+def chosen(values: Sequence[int], wish: TokenSampling) -> int:
     """The next token: it depends on every value, and on its place."""
     total = sum(place * value for place, value in enumerate(values, start=1))
     found = (total + (wish.seed if wish.temperature else 0)) % VOCABULARY

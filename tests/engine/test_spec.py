@@ -7,10 +7,10 @@ import os
 from penstock.config import STARTER_TOML, parse_config
 from penstock.engine.spec import (
     EngineSpec,
+    InstanceRole,
     InstanceSpec,
     PairSpec,
     RankSpec,
-    Role,
     read_sealed,
     sealed,
 )
@@ -23,7 +23,7 @@ SPEC = InstanceSpec(
     server="ipc:///server",
     server_secret=SECRET,
     secret=SECRET,
-    role=Role.DECODE,
+    role=InstanceRole.DECODE,
     pair=PairSpec(
         prefill=EngineSpec(name="prefill-0", ranks=1, address="ipc:///a"),
         decode=EngineSpec(name="decode-0", ranks=1, address="ipc:///b"),

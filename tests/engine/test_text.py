@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.text import Answer, Text, TooLong
+from penstock.engine.text import AnswerText, Text, TextTooLong
 from penstock.errors import ConfigError
 from tests.serve.conftest import make_tokenizer
 
 TEXT = Text(make_tokenizer())
 
 
-def told(text: str, *stops: str) -> tuple[list[str], Answer]:
+def told(text: str, *stops: str) -> tuple[list[str], AnswerText]:
     """What is told with each token of a text, and at its end."""
-    answer = Answer(TEXT, stops)
+    answer = AnswerText(TEXT, stops)
     pieces = []
     for token in TEXT.encode(text):
         pieces.append(answer.add(token))
@@ -43,7 +43,7 @@ def test_a_character_of_several_tokens_is_told_when_it_is_complete() -> None:
 
 
 def test_an_unfinished_character_is_told_at_the_end() -> None:
-    answer = Answer(TEXT)
+    answer = AnswerText(TEXT)
     answer.add(TEXT.encode("🜂")[0])
 
     assert answer.end() == "\ufffd"
@@ -105,13 +105,13 @@ def test_a_text_that_is_too_long_is_refused_by_its_characters_or_by_its_beginnin
     tokens = len(TEXT.encode("ab ab ab"))
 
     assert len(TEXT.encode("ab ab ab", longest=tokens)) == tokens
-    with pytest.raises(TooLong, match=f"has {tokens} tokens"):
+    with pytest.raises(TextTooLong, match=f"has {tokens} tokens"):
         TEXT.encode("ab ab ab", longest=tokens - 1)
-    with pytest.raises(TooLong, match="has 1000000 characters, more than 10 tokens can have"):
+    with pytest.raises(TextTooLong, match="has 1000000 characters, more than 10 tokens can have"):
         TEXT.encode("x" * 1_000_000, longest=10)
-    with pytest.raises(TooLong, match="has more than 100 tokens"):
+    with pytest.raises(TextTooLong, match="has more than 100 tokens"):
         TEXT.encode("qz" * 600, longest=100)
-    with pytest.raises(TooLong, match="characters"):
+    with pytest.raises(TextTooLong, match="characters"):
         TEXT.encode_chat([{"role": "user", "content": "x" * 1_000_000}], longest=10)
 
 
@@ -147,12 +147,12 @@ def test_the_text_of_the_first_tokens_is_not_searched_for_stop_strings() -> None
     tokens = TEXT.encode("stop and stop again")
     found = []
     for least in (0, 1, 2, 99):
-        answer = Answer(TEXT, ["stop"], min_tokens=least)
+        answer = AnswerText(TEXT, ["stop"], min_tokens=least)
         said = "".join(answer.add(token) for token in tokens if not answer.stopped)
         found.append((said + answer.end(), answer.stopped))
 
     assert found[0] == ("", True)
     assert found[-1] == ("stop and stop again", False)
     first = len(TEXT.encode("stop"))
-    answer = Answer(TEXT, ["stop"], min_tokens=first)
+    answer = AnswerText(TEXT, ["stop"], min_tokens=first)
     assert "".join(answer.add(token) for token in tokens if not answer.stopped) == "stop and "

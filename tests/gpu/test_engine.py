@@ -18,9 +18,9 @@ from penstock.bench.engine_model import EIGHT_B, Model
 from penstock.engine.batch import Span, lay_out
 from penstock.engine.cuda.lane import CudaLane
 from penstock.engine.requests import Output, Reason, Request
+from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
 from penstock.engine.scheduler import SchedulerSettings
 from penstock.engine.steps import Step, StepResult
-from penstock.engine.wishes import LOGPROBS_MAX, Sampling
 from penstock.engine.worker import allocate_kv
 
 if TYPE_CHECKING:

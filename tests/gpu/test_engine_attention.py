@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.attention import Heads, Turn
-from penstock.engine.batch import Shape, Span, lay_out
+from penstock.engine.batch import BatchShape, Span, lay_out
 from penstock.engine.cuda.attention import (
     CHUNK,
     PART_TOKENS_MAX,
@@ -62,7 +62,7 @@ class Bench:
         return Span(used, start, [1] * count, table)
 
     def run(
-        self, spans: list[Span], shape: Shape | None = None
+        self, spans: list[Span], shape: BatchShape | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the kernels found, and what is right."""
         sheet = lay_out(spans, block_tokens=self.block)
@@ -148,7 +148,7 @@ def test_rows_that_fill_up_change_nothing() -> None:
     spans = [bench.span(at, 1) for at in (40, 900)]
     before = bench.kv.clone()
 
-    found, right = bench.run(spans, shape=Shape(8, 64))
+    found, right = bench.run(spans, shape=BatchShape(8, 64))
 
     assert error(found[:2], right[:2]) < BOUNDS[torch.bfloat16]
     assert not found[2:].any()
@@ -160,7 +160,7 @@ def test_a_tail_that_is_filled_up_is_right() -> None:
     bench = Bench((32, 8, 128), torch.bfloat16, block=16, blocks=300)
     spans = [bench.span(1500, 21), *(bench.span(at, 1) for at in (40, 900))]
 
-    found, right = bench.run(spans, shape=Shape(4, 64, 64, 128))
+    found, right = bench.run(spans, shape=BatchShape(4, 64, 64, 128))
 
     picked = torch.cat((found[:21], found[64:66]))
     assert error(picked, right[:23]) < BOUNDS[torch.bfloat16]

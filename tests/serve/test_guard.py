@@ -10,7 +10,7 @@ from starlette.requests import Request
 from penstock.config.serving import ServeTable
 from penstock.errors import ConfigError
 from penstock.serve.guard import Guard, find_key, is_loopback
-from penstock.serve.shapes import BadRequest
+from penstock.serve.openai_requests import BadRequest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.serve import http
-from penstock.serve.http import HttpServer
-from penstock.serve.listening import listen
+from penstock.serve.http import HttpServer, listen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -8,7 +8,7 @@ import sys
 
 def test_the_server_imports_neither_torch_nor_transformers() -> None:
     script = (
-        "import sys, penstock.cli.serve, penstock.serve.plan, penstock.serve.running\n"
+        "import sys, penstock.cli.serve, penstock.serve.plan, penstock.serve.service\n"
         "print({'torch', 'transformers'} & set(sys.modules))\n"
     )
 

@@ -19,8 +19,8 @@ from penstock.config import Config, load_config, parse_config
 from penstock.config.serving import ServeTable
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
-from penstock.serve.listening import listen
-from penstock.serve.plan import Wishes, instances_of, settle
+from penstock.serve.http import listen
+from penstock.serve.plan import ServeOptions, instances_of, settle
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -48,7 +48,7 @@ port = 9000
 
 
 def settled(folder: Path, **wishes: object) -> Config:
-    return settle(None, Wishes(model=str(folder), **wishes))  # type: ignore[arg-type]
+    return settle(None, ServeOptions(model=str(folder), **wishes))  # type: ignore[arg-type]
 
 
 def test_without_a_file_there_is_a_device_and_host_memory(model_folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_without_a_file_there_is_a_device_and_host_memory(model_folder: Path) ->
 def test_options_change_what_the_file_says(model_folder: Path) -> None:
     file = parse_config(FILE.format(folder=model_folder))
 
-    config = settle(file, Wishes(port=1234, block_tokens=8, tp=2, host_gib=0.5))
+    config = settle(file, ServeOptions(port=1234, block_tokens=8, tp=2, host_gib=0.5))
 
     assert config.serve is not None
     assert config.engine is not None
@@ -88,7 +88,7 @@ def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -
 
     assert printed.exit_code == 0, printed.output
     (tmp_path / "p.toml").write_text(printed.stdout, encoding="utf-8")
-    assert settle(load_config(tmp_path / "p.toml"), Wishes()) == settled(model_folder, tp=2)
+    assert settle(load_config(tmp_path / "p.toml"), ServeOptions()) == settled(model_folder, tp=2)
 
 
 def test_no_process_is_told_the_key(model_folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_key_is_in_nothing_that_is_printed(
     printed = capfd.readouterr()
     assert status == 0
     assert "sesame" not in f"{printed.out}{printed.err}{config!r}{config.to_toml()}"
-    assert "sesame" not in repr(Wishes(api_key="sesame"))
+    assert "sesame" not in repr(ServeOptions(api_key="sesame"))
     assert printed.err == "penstock: serve.api_key is set, and not printed\n"
 
 
@@ -127,14 +127,14 @@ def test_a_key_is_in_nothing_that_is_printed(
 )
 def test_a_key_is_given_in_one_way(wishes: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        settle(None, Wishes(**wishes))  # type: ignore[arg-type]
+        settle(None, ServeOptions(**wishes))  # type: ignore[arg-type]
 
 
 def test_an_option_for_the_key_takes_the_place_of_either_in_the_file(model_folder: Path) -> None:
     text = FILE.format(folder=model_folder)
     file = replace(parse_config(text), serve=ServeTable(api_key="of-the-file"))
 
-    config = settle(file, Wishes(api_key_file="key"))
+    config = settle(file, ServeOptions(api_key_file="key"))
 
     assert config.serve is not None
     assert (config.serve.api_key, config.serve.api_key_file) == ("", "key")
@@ -243,10 +243,10 @@ def test_whether_steps_are_replayed_as_graphs_is_told_to_every_instance(
     told = f"graphs = {str(graphs).lower()}\nstep_tokens"
     file = parse_config(FILE.format(folder=model_folder).replace("step_tokens", told))
 
-    config = settle(file, Wishes(instances=2))
+    config = settle(file, ServeOptions(instances=2))
 
     assert [spec.graphs for spec in instances_of(config)] == [graphs, graphs]
-    assert settle(parse_config(config.to_toml()), Wishes()) == config
+    assert settle(parse_config(config.to_toml()), ServeOptions()) == config
 
 
 def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.config import parse_config
 from penstock.engine import messages as ms
 from penstock.machine.kv_events import AllCleared, BlocksStored
-from penstock.serve.link import Link, Lost, Refusal
+from penstock.serve.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock.serve.router import Router
 from penstock.transport.base import Item
 from penstock.transport.inproc import InprocChannel, channel_pair
@@ -28,10 +28,12 @@ class Instance:
     def __init__(self, router: Router, name: str) -> None:
         self.channel: InprocChannel
         near, self.channel = channel_pair("server", name)
-        self.link = Link(near, on_change=lambda link: router.remove(link) if link.lost else None)
+        self.link = InstanceLink(
+            near, on_change=lambda link: router.remove(link) if link.lost else None
+        )
         router.add(self.link)
         self.say(
-            ms.Ready(
+            ms.InstanceReady(
                 model="m",
                 positions=99,
                 stop_tokens=[],
@@ -40,7 +42,7 @@ class Instance:
             )
         )
 
-    def say(self, *messages: ms.Message) -> None:
+    def say(self, *messages: ms.InstanceMessage) -> None:
         for message in messages:
             self.channel.send(ms.encode(message))
 
@@ -49,7 +51,7 @@ class Instance:
         chain.extend(PROMPT[:token_count])
         keys = [bytes(key) for key in chain.keys]
         self.say(
-            ms.Kept(
+            ms.CacheChanged(
                 events=[BlocksStored(sequence=1, epoch=0, tier="device", keys=keys, parent=None)]
             )
         )
@@ -86,7 +88,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def answered(router: Router, request: ms.Submit) -> list[ms.Progress]:
+async def answered(router: Router, request: ms.Submit) -> list[ms.TokenProgress]:
     return [progress async for progress in router.generate(request)]
 
 
@@ -99,7 +101,7 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
 
         assert [type(said) for said in two.heard()] == [ms.Submit]
         assert one.heard() == []
-        two.say(ms.Progress(id="r", answer=0, token=1, reason="stop"))
+        two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
         assert [progress.token for progress in await task] == [1]
 
     played(play)
@@ -117,7 +119,7 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
             await settled()
             [chosen] = [each for each in (one, two) if each.heard()]
             went.append("one" if chosen is one else "two")
-            chosen.say(ms.Progress(id=name, answer=0, token=1, reason="stop"))
+            chosen.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
             await task
 
         assert went == ["one", "two", "one", "two"]
@@ -140,7 +142,7 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
         assert [said.id for said in two.heard()] == ["second"]
         assert router.answering == [two.link]
         for instance, name in ((one, "first"), (two, "second")):
-            instance.say(ms.Progress(id=name, answer=0, token=1, reason="stop"))
+            instance.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
         assert len(await first) == len(await second) == 1
 
     played(play)
@@ -149,8 +151,8 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
 def test_an_instance_that_tells_what_it_caches_too_early_is_left() -> None:
     async def play(_router: Router, _one: Instance, _two: Instance) -> None:
         near, far = channel_pair("server", "early")
-        link = Link(near, on_change=lambda _: None)
-        far.send(ms.encode(ms.Kept(events=[])))
+        link = InstanceLink(near, on_change=lambda _: None)
+        far.send(ms.encode(ms.CacheChanged(events=[])))
         await settled()
 
         assert "before it was ready" in link.lost
@@ -167,7 +169,7 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
         await settled()
         assert (len(two.heard()), len(one.heard())) == (1, 1)
 
-        two.say(ms.Kept(events=[AllCleared(sequence=2, epoch=1)]))
+        two.say(ms.CacheChanged(events=[AllCleared(sequence=2, epoch=1)]))
         one.keep(16)
         await settled()
         tasks.append(asyncio.create_task(answered(router, submit("r9"))))
@@ -189,16 +191,16 @@ def test_a_lost_instance_is_replaced_before_the_first_token_and_not_after_it() -
         early = asyncio.create_task(answered(router, submit("early")))
         late = asyncio.create_task(answered(router, submit("late")))
         await settled()
-        one.say(ms.Progress(id="late", answer=0, token=1))
+        one.say(ms.TokenProgress(id="late", answer=0, token=1))
         await settled()
 
         one.channel.fail("killed")
         await settled()
-        two.say(ms.Progress(id="early", answer=0, token=2, reason="length"))
+        two.say(ms.TokenProgress(id="early", answer=0, token=2, reason="length"))
 
         assert [progress.token for progress in await early] == [2]
         assert router.retries == 1
-        with pytest.raises(Lost, match="killed"):
+        with pytest.raises(InstanceLost, match="killed"):
             await late
 
     played(play)
@@ -211,9 +213,9 @@ def test_a_refusal_is_told_and_not_retried() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
         one.heard()
-        one.say(ms.Refused(id="r", kind="busy", problem="full"))
+        one.say(ms.SubmitRefused(id="r", kind="busy", problem="full"))
 
-        with pytest.raises(Refusal, match="full"):
+        with pytest.raises(RequestRefusal, match="full"):
             await task
         assert one.heard() == two.heard() == []
 
@@ -227,7 +229,7 @@ def test_an_instance_that_talks_nonsense_is_lost() -> None:
 
         one.channel.send(b"nonsense")
 
-        with pytest.raises(Lost, match="a frame has version"):
+        with pytest.raises(InstanceLost, match="a frame has version"):
             await asked
         assert router.ready == [two.link]
 
@@ -240,7 +242,7 @@ def test_what_an_instance_has_no_room_for_waits_in_order() -> None:
             two.link.send(ms.Abort(id=str(number)))
         first = two.heard()
         await settled()
-        two.say(ms.Told(id=0, json=b""))
+        two.say(ms.AskAnswer(id=0, json=b""))
         await settled()
 
         names = [said.id for said in [*first, *two.heard()]]
@@ -258,7 +260,7 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
 
         assert router.reset("so", weights_version="w2") == ["one", "two"]
 
-        assert one.heard() == two.heard() == [ms.Reset(why="so", weights_version="w2")]
+        assert one.heard() == two.heard() == [ms.ResetCache(why="so", weights_version="w2")]
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
         # What was kept under the old weights attracts nobody: the first one is as good.
@@ -280,8 +282,8 @@ def test_who_was_away_hears_of_a_reset_once_and_before_any_request() -> None:
         later = Instance(router, "two")
         await settled()
 
-        assert one.heard() == [ms.Reset(why="so")]
-        assert first == [ms.Reset(why="it was away when the others were told")]
+        assert one.heard() == [ms.ResetCache(why="so")]
+        assert first == [ms.ResetCache(why="it was away when the others were told")]
         assert later.heard() == []
         later.link.close()
 
@@ -301,7 +303,9 @@ def test_who_comes_back_under_old_weights_hears_of_the_new_ones() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
-        assert [said.weights_version for said in one.heard() if isinstance(said, ms.Reset)] == [
+        assert [
+            said.weights_version for said in one.heard() if isinstance(said, ms.ResetCache)
+        ] == [
             "w2",
             "",
         ]

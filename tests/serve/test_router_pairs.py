@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import parse_config
 from penstock.engine import messages as ms
-from penstock.serve.link import Lost
+from penstock.serve.instance_link import InstanceLost
 from penstock.serve.router import Router
 from tests.serve.test_router import CONFIG, PROMPT, Instance, answered, settled, submit
 
@@ -22,7 +22,7 @@ def pair_of(router: Router, number: int) -> tuple[Instance, Instance]:
     names = (f"prefill-{number}", f"decode-{number}")
     prefill, decode = (Instance(router, name) for name in names)
     for each, role, partner in ((prefill, "prefill", names[1]), (decode, "decode", names[0])):
-        ready = ms.Ready(
+        ready = ms.InstanceReady(
             model="m",
             positions=99,
             stop_tokens=[],
@@ -52,7 +52,7 @@ def played(play: Callable[..., Coroutine[Any, Any, None]], *, pairs: int = 1) ->
     asyncio.run(asyncio.wait_for(whole(), 60))
 
 
-async def sent(router: Router, *names: str) -> list[asyncio.Task[list[ms.Progress]]]:
+async def sent(router: Router, *names: str) -> list[asyncio.Task[list[ms.TokenProgress]]]:
     """Requests that have reached their instances, one after the other."""
     tasks = []
     for name in names:
@@ -61,7 +61,7 @@ async def sent(router: Router, *names: str) -> list[asyncio.Task[list[ms.Progres
     return tasks
 
 
-async def given_up(tasks: list[asyncio.Task[list[ms.Progress]]]) -> None:
+async def given_up(tasks: list[asyncio.Task[list[ms.TokenProgress]]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -81,9 +81,9 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
         assert there.handoff == here.handoff == there.id
         assert (there.prompt, there.max_tokens, there.answers) == (PROMPT, 1, 1)
         assert (here.id, here.max_tokens, here.answers) == ("r", 4, 2)
-        prefill.say(ms.Progress(id=there.id, answer=0, token=1, reason="length"))
+        prefill.say(ms.TokenProgress(id=there.id, answer=0, token=1, reason="length"))
         for answer in (0, 1):
-            decode.say(ms.Progress(id="r", answer=answer, token=7, reason="length"))
+            decode.say(ms.TokenProgress(id="r", answer=answer, token=7, reason="length"))
 
         assert [progress.token for progress in await task] == [7, 7]
         assert decode.heard() == []
@@ -99,12 +99,12 @@ def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
         await settled()
         [there], _ = prefill.heard(), decode.heard()
 
-        decode.say(ms.Progress(id="r", answer=0, token=7, handed=True))
-        decode.say(ms.Progress(id="r", answer=0, token=8, reason="length"))
+        decode.say(ms.TokenProgress(id="r", answer=0, token=7, handed=True))
+        decode.say(ms.TokenProgress(id="r", answer=0, token=8, reason="length"))
         await task
         await settled()
         assert prefill.heard() == []
-        prefill.say(ms.Progress(id=there.id, answer=0, token=7, reason="length"))
+        prefill.say(ms.TokenProgress(id=there.id, answer=0, token=7, reason="length"))
         await settled()
 
         assert (prefill.heard(), decode.heard()) == ([], [])
@@ -121,15 +121,15 @@ def test_who_answers_is_told_when_nobody_computes_its_prompt(fate: str) -> None:
         [there], _ = prefill.heard(), decode.heard()
 
         if fate == "refuses":
-            prefill.say(ms.Refused(id=there.id, kind="busy", problem="full"))
+            prefill.say(ms.SubmitRefused(id=there.id, kind="busy", problem="full"))
         elif fate == "gives up":
-            prefill.say(ms.Progress(id=there.id, answer=0, reason="aborted"))
+            prefill.say(ms.TokenProgress(id=there.id, answer=0, reason="aborted"))
         else:
             prefill.channel.fail("killed")
         await settled()
 
-        assert decode.heard() == [ms.Local(id="r")]
-        decode.say(ms.Progress(id="r", answer=0, token=7, reason="stop"))
+        assert decode.heard() == [ms.ComputeLocally(id="r")]
+        decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
         assert [progress.token for progress in await task] == [7]
 
     played(play)
@@ -143,7 +143,7 @@ def test_without_a_prefill_instance_nothing_is_handed_over() -> None:
         await settled()
 
         assert decode.heard() == [submit("r")]
-        decode.say(ms.Progress(id="r", answer=0, token=7, reason="stop"))
+        decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
         assert [progress.token for progress in await task] == [7]
 
     played(play)
@@ -154,7 +154,7 @@ def test_without_a_decode_instance_nobody_answers() -> None:
         decode.channel.fail("killed")
         await settled()
 
-        with pytest.raises(Lost, match="no instance is ready"):
+        with pytest.raises(InstanceLost, match="no instance is ready"):
             await answered(router, submit("r"))
         assert prefill.heard() == []
 
@@ -201,8 +201,8 @@ def test_prompts_that_wait_before_a_prefill_instance_send_the_next_one_elsewhere
         assert (asked(decode), asked(far)) == (["a"], ["b"])
         prefill.heard()
         # One pair has answered, but its prompt is still being computed, delivered and all.
-        decode.say(ms.Progress(id="a", answer=0, token=7, reason="length", handed=True))
-        far.say(ms.Progress(id="b", answer=0, token=7, reason="length"))
+        decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
+        far.say(ms.TokenProgress(id="b", answer=0, token=7, reason="length"))
         await asyncio.gather(*first)
         await settled()
         assert (decode.link.load, far.link.load, prefill.link.load) == (0, 0, 1)

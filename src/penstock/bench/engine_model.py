@@ -14,10 +14,10 @@ import torch
 
 import penstock
 from penstock.engine.architecture import Architecture
+from penstock.engine.collectives import Alone
 from penstock.engine.devices import attention_on, device_of, lane_on
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.model import Decoder
-from penstock.engine.ranks import Alone
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights

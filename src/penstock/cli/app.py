@@ -32,7 +32,7 @@ PROVE = "Try, test and measure"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Command:
     """One command: where it is, and what the list of commands says about it."""
 
     module: str
@@ -51,35 +51,35 @@ def _in_a_clone(target: str, words: str) -> str:
 
 
 COMMANDS = {
-    "serve": Row(
+    "serve": Command(
         module="serve",
         function="serve",
         help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
         panel=RUN,
     ),
-    "config": Row(
+    "config": Command(
         module="config",
         help="Check a configuration file, or show what it comes to.",
         panel=SET_UP,
     ),
-    "bench": Row(
+    "bench": Command(
         module="bench",
         help="Measure, beside peers and ceilings in the same run.",
         panel=PROVE,
     ),
-    "demo": Row(
+    "demo": Command(
         module="demo",
         function="show_demo",
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
     ),
-    "version": Row(
+    "version": Command(
         module="version",
         function="show_version",
         help="Print the versions of Penstock, of Python and of what Penstock uses.",
         panel=SET_UP,
     ),
-    "vllm-config": Row(
+    "vllm-config": Command(
         module="vllm_config",
         function="print_vllm_flag",
         help="Print the flag that makes vLLM keep KV in the tiers of a configuration file.",
@@ -102,7 +102,7 @@ class CommandLine:
     name: str
     help: str
     package: str
-    commands: Mapping[str, Row]
+    commands: Mapping[str, Command]
     elsewhere: Mapping[tuple[str, ...], str] = field(default_factory=dict)
     """Commands that this program does not have, by their words, and how to run them."""
 

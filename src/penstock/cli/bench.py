@@ -30,7 +30,7 @@ TRANSFER_ROUNDS = 7
 RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Rounds for each size.")]
 
 
-class Device(Enum):
+class BenchDevice(Enum):
     """Where a benchmark's engine runs."""
 
     CUDA = "cuda"
@@ -75,14 +75,14 @@ def bench_handoff(
     *,
     json: JsonOption = None,
     device: Annotated[
-        Device, typer.Option("--device", help="cpu: rank processes; cuda: one GPU, two pools.")
-    ] = Device.CPU,
+        BenchDevice, typer.Option("--device", help="cpu: rank processes; cuda: one GPU, two pools.")
+    ] = BenchDevice.CPU,
     rounds: RoundsOption = HANDOFF_ROUNDS,
     check: CheckOption = False,
 ) -> None:
     """Measure the handoff: throughput, what decode has to wait for, CPU time a part."""
     report = Report(version=penstock.__version__, command=command_line("penstock"))
-    if device is Device.CPU:
+    if device is BenchDevice.CPU:
         run_handoff(report, rounds=rounds)
     else:
         _run_handoff_on_cuda(report, rounds=rounds)

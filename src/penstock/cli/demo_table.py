@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.demo.result import Played, Round
+    from penstock.demo.result import ChatRound, Played
 
 PIPED_WIDTH = 110
 """Wide enough for every row where there is no terminal that knows better."""
@@ -52,7 +52,7 @@ def print_played(console: Console, played: Played, picture: Path) -> None:
     _print_verdict(console, played, picture)
 
 
-def _answers(played: Round) -> Table:
+def _answers(played: ChatRound) -> Table:
     table = table_of("chat", "asked", "said")
     for turn in played.turns:
         said = " ".join(turn.text.split())
@@ -108,7 +108,7 @@ def _copies(played: Played) -> Table:
     return table
 
 
-def _misses(played: Round) -> Table:
+def _misses(played: ChatRound) -> Table:
     table = table_of("reason", *(f">{name}" for name in played.statistics))
     reasons = {
         reason

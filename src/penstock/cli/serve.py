@@ -17,7 +17,6 @@ from penstock.config import load_config
 from penstock.config.serving import KEY_VARIABLE, ServeTable
 from penstock.errors import UnavailableError
 from penstock.observe import logs
-from penstock.serve.listening import listen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from penstock.config import Config
-    from penstock.serve.plan import Wishes
+    from penstock.serve.plan import ServeOptions
 
 logger = logging.getLogger(__name__)
 
 ABOUT_THE_FILE = {"config", "print_config"}
-"""Options that are no settings; every other one is a field of `Wishes`."""
+"""Options that are no settings; every other one is a field of `ServeOptions`."""
 NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
@@ -179,9 +178,9 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     """
     said = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
     require_extras()
-    from penstock.serve.plan import Wishes  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.plan import ServeOptions  # noqa: PLC0415  (needs the extras)
 
-    wishes = Wishes(**said)
+    wishes = ServeOptions(**said)
     given = load_config(config) if config else None
     if print_config:
         _print_settled(given, wishes)
@@ -189,7 +188,7 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
         _serve(given, wishes)
 
 
-def _print_settled(given: Config | None, wishes: Wishes) -> None:
+def _print_settled(given: Config | None, wishes: ServeOptions) -> None:
     from penstock.serve.plan import settle  # noqa: PLC0415  (needs the extras)
 
     settled = settle(given, wishes)
@@ -207,10 +206,11 @@ def require_extras() -> None:
         )
 
 
-def _serve(given: Config | None, wishes: Wishes) -> None:
+def _serve(given: Config | None, wishes: ServeOptions) -> None:
     from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.http import listen  # noqa: PLC0415
     from penstock.serve.plan import serves_http, settle  # noqa: PLC0415
-    from penstock.serve.running import serve as run  # noqa: PLC0415
+    from penstock.serve.service import serve as run  # noqa: PLC0415
 
     with ExitStack() as held:
         bound = None
@@ -226,7 +226,7 @@ def _serve(given: Config | None, wishes: Wishes) -> None:
         key = find_key(config.serve)
         if bound is not None:
             _warn_of_openness(config.serve, key, on_command_line=wishes.api_key is not None)
-        with Progress(config) as progress:
+        with StartProgress(config) as progress:
             run(config, progress, bound, api_key=key)
 
 
@@ -248,7 +248,7 @@ def _warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> 
         )
 
 
-class Progress:
+class StartProgress:
     """Tells how far the ranks have loaded, then where to find them.
 
     On a terminal by bars, which go; elsewhere by log lines, one for each quarter of a rank's

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from penstock.demo.playing import Stage, play
 from penstock.demo.result import Played
+from penstock.demo.runner import Stage, play
 
 __all__ = ["Played", "Stage", "play"]

@@ -1,23 +1,27 @@
-"""Several clients that talk at the same time, each in several conversations by turns.
+"""Clients of the demonstration: several that talk at the same time, each in several conversations.
 
 A client begins when the one before it has heard its first token, as people do not all come at
-once; from then on each goes on as soon as it has its answer.
+once; from then on each goes on as soon as it has its answer. A request is streamed, and what was
+heard of it is kept with times. Nothing but the standard library is used: whoever can run the
+server can run its clients.
 """
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from penstock.demo.asking import ANSWER_S, ask
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.demo.asking import Turn
     from penstock.demo.chats import Chat
 
 
@@ -34,7 +38,7 @@ class Talk:
     whatever is answered this time."""
 
 
-def hold(talk: Talk, chats: Sequence[Chat], told: Callable[[Turn], None]) -> list[Turn]:
+def hold(talk: Talk, chats: Sequence[Chat], told: Callable[[ChatTurn], None]) -> list[ChatTurn]:
     """Holds all conversations to their end; `told` hears of each turn, in any thread.
 
     Raises:
@@ -57,10 +61,10 @@ def _talk(
     chats: Sequence[Chat],
     begun: Sequence[threading.Event],
     client: int,
-    told: Callable[[Turn], None],
-) -> list[Turn]:
+    told: Callable[[ChatTurn], None],
+) -> list[ChatTurn]:
     mine, next_one = begun
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     answers: dict[str, tuple[str, ...]] = {chat.name: () for chat in chats}
     try:
         if not mine.wait(ANSWER_S):
@@ -85,3 +89,163 @@ def _talk(
         # Whatever happened, nobody waits for this client.
         next_one.set()
     return turns
+
+
+ANSWER_S = 300.0
+"""A prompt on a busy machine takes seconds; then something is wrong."""
+ALTERNATIVES = 5
+"""Log-probabilities that are asked for with each token, besides its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredToken:
+    """One token of an answer."""
+
+    token: int
+    logprobs: dict[int, float]
+    """Its own log-probability, and those of the most probable ones, by token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """One request and its answer."""
+
+    chat: str
+    number: int
+    """Of the turn, from 0."""
+    client: int
+    request: str
+    """What the server calls it."""
+    messages: list[dict[str, str]]
+    text: str
+    heard: tuple[AnsweredToken, ...]
+    prompt_tokens: int
+    cached_by_tier: dict[str, int]
+    sent: float
+    first: float
+    ended: float
+    """On the monotonic clock, which all processes of a machine share."""
+
+    @property
+    def first_token_s(self) -> float:
+        """How long the client waited for its first token."""
+        return self.first - self.sent
+
+
+def get(address: str, path: str) -> dict[str, Any]:
+    """What the server tells about itself.
+
+    Raises:
+        UnavailableError: it does not answer, or not as it should.
+    """
+    return _exchange(address, "GET", path)
+
+
+def post(address: str, path: str) -> dict[str, Any]:
+    """Has the server do something.
+
+    Raises:
+        UnavailableError: it does not answer, or not as it should.
+    """
+    return _exchange(address, "POST", path)
+
+
+def _exchange(address: str, method: str, path: str) -> dict[str, Any]:
+    connection = HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_S)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        told: dict[str, Any] = json.loads(_checked(response).read())
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"{method} {path} was not answered: {error}") from error
+    finally:
+        connection.close()
+    return told
+
+
+def ask(
+    address: str,
+    messages: list[dict[str, str]],
+    *,
+    chat: str,
+    number: int,
+    client: int,
+    max_tokens: int,
+    cache: str,
+    on_first: Callable[[], None],
+) -> ChatTurn:
+    """Asks for the next turn of a conversation, greedily, and listens to the end.
+
+    Raises:
+        UnavailableError: the server does not answer, or the answer breaks off.
+    """
+    body = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": ALTERNATIVES,
+        "cache": cache,
+    }
+    connection = HTTPConnection(urlsplit(address).netloc, timeout=ANSWER_S)
+    sent = time.monotonic()
+    first = None
+    events: list[dict[str, Any]] = []
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        for event in _events(_checked(connection.getresponse())):
+            if first is None:
+                first = time.monotonic()
+                on_first()
+            events.append(event)
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"{chat}, turn {number + 1}: no answer: {error}") from error
+    finally:
+        connection.close()
+    ended = time.monotonic()
+    if first is None or "usage" not in events[-1]:
+        raise UnavailableError(f"{chat}, turn {number + 1}: the answer broke off: {events[-1:]}")
+    choices = [event["choices"][0] for event in events if event.get("choices")]
+    return ChatTurn(
+        chat=chat,
+        number=number,
+        client=client,
+        request=events[0]["id"],
+        messages=messages,
+        text="".join(choice["delta"]["content"] for choice in choices),
+        heard=tuple(_heard(row) for each in choices for row in each["logprobs"]["content"]),
+        prompt_tokens=events[-1]["usage"]["prompt_tokens"],
+        cached_by_tier=events[-1]["usage"]["cached_by_tier"],
+        sent=sent,
+        first=first,
+        ended=ended,
+    )
+
+
+def _checked(response: HTTPResponse) -> HTTPResponse:
+    if response.status != 200:
+        told = response.read().decode(errors="replace")
+        raise UnavailableError(f"the server answered with status {response.status}: {told}")
+    return response
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The events of a stream, up to its `[DONE]`."""
+    while line := response.readline():
+        content = line.decode().removeprefix("data: ").strip()
+        if content == "[DONE]":
+            return
+        if content:
+            event: dict[str, Any] = json.loads(content)
+            if "error" in event:
+                raise UnavailableError(f"the stream ended: {event['error']['message']}")
+            yield event
+
+
+def _heard(row: dict[str, Any]) -> AnsweredToken:
+    rows = [row, *row["top_logprobs"]]
+    return AnsweredToken(
+        token=row["token_id"], logprobs={each["token_id"]: each["logprob"] for each in rows}
+    )

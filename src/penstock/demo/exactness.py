@@ -18,8 +18,8 @@ import torch
 
 from penstock.engine.batch import Span, on_device
 from penstock.engine.checkpoints import find_model
+from penstock.engine.collectives import Alone
 from penstock.engine.model import Decoder
-from penstock.engine.ranks import Alone
 from penstock.engine.sharding import share_of
 from penstock.engine.text import Text
 from penstock.engine.weights import RankWeights
@@ -28,7 +28,7 @@ from penstock.engine.worker import allocate_kv
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.demo.asking import Heard, Turn
+    from penstock.demo.clients import AnsweredToken, ChatTurn
 
 BOUND = 2e-3
 """Natural units of log-probability. The same sums in another order, in float32, over thirty layers
@@ -76,7 +76,7 @@ class Fresh:
         return logits.log_softmax(-1)
 
 
-class Difference(NamedTuple):
+class AnswerDifference(NamedTuple):
     """How far an answer is from a fresh computation."""
 
     largest: float
@@ -88,7 +88,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ExactnessVerdict:
     """How far all answers are."""
 
     answers: int
@@ -101,8 +101,8 @@ class Verdict:
 
 
 def difference(
-    heard: Sequence[Heard], expected: torch.Tensor, *, name: str, bound: float = BOUND
-) -> Difference:
+    heard: Sequence[AnsweredToken], expected: torch.Tensor, *, name: str, bound: float = BOUND
+) -> AnswerDifference:
     """Compares one answer; `expected` has a row of log-probabilities for each of its tokens."""
     largest, values, near_ties = 0.0, 0, 0
     findings: list[str] = []
@@ -127,16 +127,16 @@ def difference(
                 f"{name}: token {position} is {token.token}, must be {best}, which is better by "
                 f"{gap:.2g}"
             )
-    return Difference(largest, values, near_ties, findings)
+    return AnswerDifference(largest, values, near_ties, findings)
 
 
 def check(
-    turns: Sequence[Turn],
+    turns: Sequence[ChatTurn],
     fresh: Fresh,
     *,
     bound: float = BOUND,
     told: Callable[[int], None] = lambda _: None,
-) -> Verdict:
+) -> ExactnessVerdict:
     """Compares all answers; equal prompts with equal answers are computed once.
 
     Args:
@@ -146,20 +146,22 @@ def check(
         told: hears after each answer how many are done.
     """
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
-    found: list[Difference] = []
+    found: list[AnswerDifference] = []
     for turn in turns:
         prompt = tuple(fresh.text.encode_chat(turn.messages))
         answer = tuple(each.token for each in turn.heard)
         name = f"{turn.chat}, turn {turn.number + 1}"
         if len(prompt) != turn.prompt_tokens or not answer:
             problem = f"{name}: {turn.prompt_tokens} and {len(answer)} tokens of prompt and answer"
-            found.append(Difference(0.0, 0, 0, [f"{problem}, must be {len(prompt)} and some"]))
+            found.append(
+                AnswerDifference(0.0, 0, 0, [f"{problem}, must be {len(prompt)} and some"])
+            )
             continue
         if (prompt, answer) not in known:
             known[prompt, answer] = fresh.logprobs(prompt, answer)
         found.append(difference(turn.heard, known[prompt, answer], name=name, bound=bound))
         told(len(found))
-    return Verdict(
+    return ExactnessVerdict(
         answers=len(turns),
         tokens=sum(len(turn.heard) for turn in turns),
         values=sum(each.values for each in found),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.demo.result import Played, Round
+    from penstock.demo.result import ChatRound, Played
 
 WIDTH = 1000
 MARGIN = 220
@@ -46,7 +46,7 @@ class Bar(NamedTuple):
     told: str
 
 
-class Lane(NamedTuple):
+class PictureLane(NamedTuple):
     """Bars under one name, on as many rows as they need."""
 
     name: str
@@ -72,19 +72,19 @@ def html_of(played: Played) -> str:
     return "\n".join([*parts, "</body></html>\n"])
 
 
-def _start(played: Round) -> float:
+def _start(played: ChatRound) -> float:
     return min(turn.sent for turn in played.turns)
 
 
-def _lanes(played: Round) -> Iterator[Lane]:
+def _lanes(played: ChatRound) -> Iterator[PictureLane]:
     for client in sorted({turn.client for turn in played.turns}):
-        yield Lane(f"client {client}", list(_of_client(played, client)))
+        yield PictureLane(f"client {client}", list(_of_client(played, client)))
     for name, told in played.timeline.items():
-        yield Lane(f"{name}: handoffs", [_handoff(each) for each in told["handoffs"]])
-        yield Lane(f"{name}: copies", [_copy(each) for each in told["copies"]])
+        yield PictureLane(f"{name}: handoffs", [_handoff(each) for each in told["handoffs"]])
+        yield PictureLane(f"{name}: copies", [_copy(each) for each in told["copies"]])
 
 
-def _of_client(played: Round, client: int) -> Iterator[Bar]:
+def _of_client(played: ChatRound, client: int) -> Iterator[Bar]:
     waits, hears = list(COLOURS)[:2]
     for turn in played.turns:
         if turn.client == client:
@@ -114,7 +114,7 @@ def _copy(each: dict[str, Any]) -> Bar:
     return Bar(each["began"], each["ended"], kind, told)
 
 
-def _drawn(lanes: Iterator[Lane], start: float, seconds: float) -> str:
+def _drawn(lanes: Iterator[PictureLane], start: float, seconds: float) -> str:
     """Lanes below each other, with a scale in seconds above them."""
     scale = (WIDTH - MARGIN) / max(seconds, 1e-3)
     parts: list[str] = []
@@ -156,7 +156,7 @@ def _bar(bar: Bar, start: float, scale: float, top: int) -> str:
     )
 
 
-def _answers(played: Round) -> str:
+def _answers(played: ChatRound) -> str:
     rows = "".join(
         f"<tr><td>{escape(turn.chat)}</td><td>{escape(turn.messages[-1]['content'])}</td>"
         f"<td>{escape(turn.text)}</td></tr>"

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.demo.asking import Turn
-    from penstock.demo.exactness import Verdict
+    from penstock.demo.clients import ChatTurn
+    from penstock.demo.exactness import ExactnessVerdict
 
 GENERATED_MAX = 1500
 """Tokens that the demonstration may generate, all rounds together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class ChatRound:
     """All conversations, held once."""
 
     title: str
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     statistics: dict[str, dict[str, Any]]
     """What each instance counted in this round, by its name; see `counted`."""
     timeline: dict[str, dict[str, Any]]
@@ -83,8 +83,8 @@ class Played:
     command: str
     ready_line: str
     ready_s: float
-    rounds: tuple[Round, ...]
-    verdict: Verdict
+    rounds: tuple[ChatRound, ...]
+    verdict: ExactnessVerdict
     check_s: float
     findings: tuple[str, ...]
     """What is not as it should be; empty if all is well."""
@@ -123,7 +123,7 @@ class Played:
         }
 
 
-def _round(played: Round) -> dict[str, Any]:
+def _round(played: ChatRound) -> dict[str, Any]:
     return {
         "title": played.title,
         "seconds": round(played.seconds, 3),
@@ -148,7 +148,7 @@ def _round(played: Round) -> dict[str, Any]:
     }
 
 
-def _asked(turn: Turn) -> str:
+def _asked(turn: ChatTurn) -> str:
     return turn.messages[-1]["content"]
 
 

@@ -91,7 +91,7 @@ class Batch:
     unknown: torch.Tensor
     """Rows whose token the step before chooses, and in `sources`, which of its draws."""
     sources: torch.Tensor
-    shape: Shape | None = None
+    shape: BatchShape | None = None
     """What it was filled up to, by rows of no request."""
 
     def fill(self, chosen: torch.Tensor | None) -> None:
@@ -144,7 +144,7 @@ def lay_out(
     return sheet
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     """What a step is filled up to, so that many steps look alike."""
 
     rows: int
@@ -203,7 +203,7 @@ class Sheet:
             self.outputs.append(len(self.tokens) - 1)
         (self.decodes if is_decode(span) else self.prefills).append(span)
 
-    def sent(self, device: torch.device, shape: Shape | None = None) -> Batch:
+    def sent(self, device: torch.device, shape: BatchShape | None = None) -> Batch:
         """Copies everything to the device, in one piece; filled up, if a shape is wanted."""
         tables = self._tables(shape)
         head: list[Sequence[int] | NDArray[np.int64]] = [
@@ -248,7 +248,7 @@ class Sheet:
         """What there is of each token, and what stands for it in rows that fill up."""
         return [(self.tokens, 0), (self.positions, NOWHERE), (self.places, NOWHERE)]
 
-    def _filled(self, rows: list[int], shape: Shape | None, *, with_: int) -> list[int]:
+    def _filled(self, rows: list[int], shape: BatchShape | None, *, with_: int) -> list[int]:
         if shape is None:
             return rows
         tail = len(rows) - len(self.decodes)
@@ -259,12 +259,12 @@ class Sheet:
             *[with_] * (shape.rows - len(self.decodes)),
         ]
 
-    def _moved(self, row: int, shape: Shape | None) -> int:
+    def _moved(self, row: int, shape: BatchShape | None) -> int:
         """Where a row is, once others fill up before it."""
         tail = len(self.tokens) - len(self.decodes)
         return row if shape is None or row < tail else row - tail + shape.tail_rows
 
-    def _all_outputs(self, shape: Shape) -> list[int]:
+    def _all_outputs(self, shape: BatchShape) -> list[int]:
         """Of every span, in order, whether it wants one or not."""
         tail = len(self.tokens) - len(self.decodes)
         last = [max(0, tail - 1)] if shape.tail_rows else []
@@ -273,7 +273,7 @@ class Sheet:
     def _used(self, span: Span) -> list[int]:
         return span.table[: -(-span.stop // self.block_tokens)]
 
-    def _tables(self, shape: Shape | None) -> NDArray[np.int64]:
+    def _tables(self, shape: BatchShape | None) -> NDArray[np.int64]:
         used = [self._used(span) for span in self.decodes]
         widest = max(map(len, used), default=0) if shape is None else shape.blocks
         tables = np.zeros((len(used) if shape is None else shape.rows, widest), dtype=np.int64)
@@ -281,7 +281,7 @@ class Sheet:
             tables[row, : len(table)] = table
         return tables
 
-    def _prefill_tables(self, shape: Shape | None) -> list[list[int]]:
+    def _prefill_tables(self, shape: BatchShape | None) -> list[list[int]]:
         used = [self._used(span) for span in self.prefills]
         if shape is None or not shape.tail_rows:
             return used
@@ -289,7 +289,7 @@ class Sheet:
         return [[*table, *[0] * (shape.tail_blocks - len(table))]]
 
     def _prefill_rows(
-        self, tables: Sequence[torch.Tensor], shape: Shape | None
+        self, tables: Sequence[torch.Tensor], shape: BatchShape | None
     ) -> list[PrefillRows]:
         if shape is not None:
             context = shape.tail_blocks * self.block_tokens

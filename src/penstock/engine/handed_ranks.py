@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.pairing import SETTINGS, directory_of, rank_name
-from penstock.engine.spec import Role
+from penstock.engine.spec import InstanceRole
 from penstock.engine.steps import HandedCounts
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.lines import zmq_lines
@@ -127,7 +127,7 @@ def handed_rank(
     name = rank_name(spec.name, rank)
     lines = zmq_lines(directory, name, secret=spec.pair.secret)
     incarnation = secrets.randbits(63) + 1
-    if spec.role is Role.PREFILL:
+    if spec.role is InstanceRole.PREFILL:
         source = PrefillRankDriver(
             directory,
             name,

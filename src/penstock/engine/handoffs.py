@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.pairing import SETTINGS, block_keys, directory_of
 from penstock.engine.requests import Phase
-from penstock.engine.spec import Role
+from penstock.engine.spec import InstanceRole
 from penstock.engine.steps import Offer
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
@@ -313,7 +313,7 @@ def handoffs_of(
     incarnation = secrets.randbits(63) + 1
     config = spec.config
     found: Offers | Claims
-    if spec.role is Role.PREFILL:
+    if spec.role is InstanceRole.PREFILL:
         prefill = PrefillSchedulerDriver(
             directory, lines, incarnation=incarnation, settings=SETTINGS
         )

@@ -23,19 +23,19 @@ import torch
 import penstock
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
+from penstock.engine.devices import GIVE_UP_S, end_within
 from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.giving_up import GIVE_UP_S, end_within
 from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.handoffs import handoffs_of
-from penstock.engine.loading import load_rank
-from penstock.engine.meeting import meet_ranks, nobody
-from penstock.engine.outbox import Outbox, ServerLost
-from penstock.engine.remote import RemoteWorkers
+from penstock.engine.loaded_rank import load_rank
+from penstock.engine.remote_workers import RemoteWorkers
+from penstock.engine.rendezvous import meet_ranks, nobody
+from penstock.engine.reports import answer_to, token_bytes_of
 from penstock.engine.requests import Output, Request
+from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
+from penstock.engine.server_channel import ServerLost, ServerOutbox
 from penstock.engine.spec import InstanceSpec, read_sealed
-from penstock.engine.telling import answer_to, token_bytes_of
-from penstock.engine.wishes import Sampling
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
 from penstock.observe import logs
@@ -79,7 +79,7 @@ class Instance:
         self._engine = engine
         self._architecture = architecture
         self._channel = channel
-        self._outbox = Outbox(channel)
+        self._outbox = ServerOutbox(channel)
         self._drained_by = math.inf
         """When it stops whatever its requests do, once it was asked to."""
         config = spec.config
@@ -92,7 +92,7 @@ class Instance:
     def tell_ready(self, model: str) -> None:
         """Says what it can do; requests may come from now on."""
         self._outbox.put(
-            ms.Ready(
+            ms.InstanceReady(
                 model=model,
                 positions=self._longest,
                 stop_tokens=list(self._architecture.stop_tokens),
@@ -132,7 +132,7 @@ class Instance:
                 )
             kept = self._engine.cache.take_kv_events()
             if kept:
-                self._outbox.put(ms.Kept(events=kept))  # type: ignore[arg-type]
+                self._outbox.put(ms.CacheChanged(events=kept))  # type: ignore[arg-type]
             if self._outbox.flush():
                 self._wait(stop, min(time.monotonic() + IDLE_S, self._drained_by))
         return "it was asked to stop"
@@ -162,7 +162,7 @@ class Instance:
             spec = self._spec
             channel = dial(spec.server, name=spec.name, secret=spec.server_secret)
             if self._wait_open(channel, stop):
-                self._outbox = Outbox(channel)
+                self._outbox = ServerOutbox(channel)
                 return True
             # One that refuses at once is not asked all the time.
             wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
@@ -194,7 +194,7 @@ class Instance:
             for key, parent in blocks
         ]
         for first in range(0, len(stored), EVENTS_A_MESSAGE):
-            self._outbox.put(ms.Kept(events=list(stored[first : first + EVENTS_A_MESSAGE])))
+            self._outbox.put(ms.CacheChanged(events=list(stored[first : first + EVENTS_A_MESSAGE])))
 
     def _was_handed(self, output: Output) -> bool:
         """Whether another instance has computed the prompt of a request that just begins."""
@@ -253,11 +253,11 @@ class Instance:
                 self._submit(message)
             case ms.Abort():
                 self._engine.abort(message.id)
-            case ms.Local():
+            case ms.ComputeLocally():
                 self._engine.scheduler.compute_here(message.id)
             case ms.StopAnswer():
                 self._engine.scheduler.stop(message.id, message.answer)
-            case ms.Reset(why=why, weights_version=version):
+            case ms.ResetCache(why=why, weights_version=version):
                 if version:
                     self._engine.change_weights(version)
                     self._spec = _with_weights(self._spec, version)
@@ -265,15 +265,15 @@ class Instance:
                     self._engine.cache.reset(why)
             case ms.Ask():
                 told = answer_to(message, self._spec, self._engine, token_bytes=self._token_bytes)
-                self._outbox.put(ms.Told(id=message.id, json=told))
+                self._outbox.put(ms.AskAnswer(id=message.id, json=told))
 
     def _submit(self, message: ms.Submit) -> None:
         try:
             self._engine.add(self._request(message))
         except CapacityError as error:
-            self._outbox.put(ms.Refused(id=message.id, kind="busy", problem=str(error)))
+            self._outbox.put(ms.SubmitRefused(id=message.id, kind="busy", problem=str(error)))
         except ValueError as error:
-            self._outbox.put(ms.Refused(id=message.id, kind="invalid", problem=str(error)))
+            self._outbox.put(ms.SubmitRefused(id=message.id, kind="invalid", problem=str(error)))
 
     def _request(self, message: ms.Submit) -> Request:
         if len(message.prompt) + message.max_tokens > self._longest:
@@ -329,9 +329,9 @@ def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:
     return msgspec.structs.replace(spec, config=replace(spec.config, model=model))
 
 
-def _progress(output: Output, *, handed: bool) -> ms.Progress:
+def _progress(output: Output, *, handed: bool) -> ms.TokenProgress:
     sampled = output.sampled
-    return ms.Progress(
+    return ms.TokenProgress(
         id=output.request,
         answer=output.answer,
         token=None if sampled is None else sampled.token,
@@ -451,7 +451,7 @@ def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
 
 def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -> str:
     def tell(rank: int, layers: int, of: int) -> None:
-        channel.send(ms.encode(ms.Loading(rank=rank, layers=layers, of=of)))
+        channel.send(ms.encode(ms.LoadProgress(rank=rank, layers=layers, of=of)))
 
     try:
         engine, architecture = build_engine(spec, progress=tell)

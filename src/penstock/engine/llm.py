@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from penstock.config import Config, load_config
 from penstock.config.serving import EngineTable
 from penstock.engine.requests import TOKENS_MAX, Reason, Request
-from penstock.engine.wishes import TOP_K_MAX, Sampling
+from penstock.engine.sampling_options import TOP_K_MAX, Sampling
 from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.engine.requests import Output
     from penstock.engine.spec import InstanceSpec
-    from penstock.engine.text import Answer, Text
+    from penstock.engine.text import AnswerText, Text
     from penstock.machine.statistics import CacheStatistics
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -248,7 +248,7 @@ class LLM:
         stops: tuple[str, ...],
     ) -> _Answer:
         """A request that is checked, and nothing of which has happened yet."""
-        from penstock.engine.text import Answer  # noqa: PLC0415 - needs tokenizers
+        from penstock.engine.text import AnswerText  # noqa: PLC0415 - needs tokenizers
 
         tokens = self._tokens_of(name, prompt)
         positions = self._architecture.positions
@@ -273,7 +273,7 @@ class LLM:
             # A config may name a stop token that the model cannot choose.
             stop_tokens=frozenset(each for each in self._architecture.stop_tokens if each < words),
         )
-        return _Answer(request, None if self._text is None else Answer(self._text, stops))
+        return _Answer(request, None if self._text is None else AnswerText(self._text, stops))
 
     def _tokens_of(self, name: str, prompt: object) -> tuple[int, ...]:
         right = "a text, token ids, or chat messages"
@@ -346,7 +346,7 @@ class _Answer:
     """The answer to one request as it grows."""
 
     request: Request
-    reader: Answer | None
+    reader: AnswerText | None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: Literal["", "stop", "length"] = ""

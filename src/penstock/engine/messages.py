@@ -1,13 +1,14 @@
-"""What a server and an engine instance tell each other; see `instance.py` for the engine's side.
+"""What a server and an engine instance send each other; see `instance.py` for the engine's side.
 
-| from the server              | from the instance                                             |
-|------------------------------|---------------------------------------------------------------|
-|                              | `Loading` while it loads, `Ready` once it takes requests       |
-| `Submit` `Abort` `StopAnswer` | `Scored`, `Progress`, `Refused`                                |
-|                              | `Kept` when what is cached has changed                        |
-|                              | `Leaving` when it takes no more requests and ends its last     |
-| `Reset` `Local`              |                                                               |
-| `Ask`                        | `Told`                                                        |
+| from the server                | from the instance                                            |
+|--------------------------------|--------------------------------------------------------------|
+|                                | `LoadProgress` while it loads, `InstanceReady` afterwards    |
+| `Submit` `Abort` `StopAnswer`  | `Scored`, `TokenProgress`, `SubmitRefused`                   |
+| `ComputeLocally`               |                                                              |
+|                                | `CacheChanged`                                               |
+| `ResetCache`                   |                                                              |
+| `Ask`                          | `AskAnswer`                                                  |
+|                                | `Leaving` when it was asked to stop                          |
 
 Frames are msgpack with a version byte before it; a field that is not known is refused.
 """
@@ -29,11 +30,13 @@ What = Literal["statistics", "story", "timeline", "audit"]
 """What an instance can be asked."""
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class InstanceMessage(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True
+):
     """Something one side tells the other."""
 
 
-class Submit(Message, frozen=True, kw_only=True):
+class Submit(InstanceMessage, frozen=True, kw_only=True):
     """A request for one or several answers."""
 
     id: str
@@ -67,26 +70,26 @@ class Submit(Message, frozen=True, kw_only=True):
     """The prompt is computed by one instance and answered by another, under this name."""
 
 
-class Abort(Message, frozen=True, kw_only=True):
+class Abort(InstanceMessage, frozen=True, kw_only=True):
     """Nobody waits for a request any more."""
 
     id: str
 
 
-class Local(Message, frozen=True, kw_only=True):
+class ComputeLocally(InstanceMessage, frozen=True, kw_only=True):
     """Nobody else computes this request's prompt: do it yourself."""
 
     id: str
 
 
-class StopAnswer(Message, frozen=True, kw_only=True):
+class StopAnswer(InstanceMessage, frozen=True, kw_only=True):
     """The reader met a stop string in one answer."""
 
     id: str
     answer: int
 
 
-class Reset(Message, frozen=True, kw_only=True):
+class ResetCache(InstanceMessage, frozen=True, kw_only=True):
     """Everything cached is void."""
 
     why: str
@@ -94,7 +97,7 @@ class Reset(Message, frozen=True, kw_only=True):
     """What the weights are called from now on, if they have changed."""
 
 
-class Ask(Message, frozen=True, kw_only=True):
+class Ask(InstanceMessage, frozen=True, kw_only=True):
     """Tell about yourself."""
 
     id: int
@@ -103,7 +106,7 @@ class Ask(Message, frozen=True, kw_only=True):
     """Whose story."""
 
 
-class Loading(Message, frozen=True, kw_only=True):
+class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
     """A rank has read so many of its layers."""
 
     rank: int
@@ -111,7 +114,7 @@ class Loading(Message, frozen=True, kw_only=True):
     of: int
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class InstanceReady(InstanceMessage, frozen=True, kw_only=True):
     """The instance takes requests from now on."""
 
     model: str
@@ -129,7 +132,7 @@ class Ready(Message, frozen=True, kw_only=True):
     """The instance of its pair that has the other role."""
 
 
-class Progress(Message, frozen=True, kw_only=True):
+class TokenProgress(InstanceMessage, frozen=True, kw_only=True):
     """A token of an answer, or its end, or both."""
 
     id: str
@@ -144,7 +147,7 @@ class Progress(Message, frozen=True, kw_only=True):
     """With the first token: whether the prompt's KV came from another instance."""
 
 
-class Scored(Message, frozen=True, kw_only=True):
+class Scored(InstanceMessage, frozen=True, kw_only=True):
     """Tokens of a prompt with their log-probabilities; all come before the first token."""
 
     id: str
@@ -154,7 +157,7 @@ class Scored(Message, frozen=True, kw_only=True):
     alternatives: list[list[tuple[int, float]]]
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class SubmitRefused(InstanceMessage, frozen=True, kw_only=True):
     """A request was not taken."""
 
     id: str
@@ -163,25 +166,34 @@ class Refused(Message, frozen=True, kw_only=True):
     problem: str
 
 
-class Leaving(Message, frozen=True, kw_only=True):
+class Leaving(InstanceMessage, frozen=True, kw_only=True):
     """The instance was asked to stop: it ends its requests and gets no more."""
 
 
-class Kept(Message, frozen=True, kw_only=True):
+class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
     """What is cached where has changed: KV events, without gaps from the instance's start."""
 
     events: list[BlocksStored | BlocksRemoved | AllCleared]
 
 
-class Told(Message, frozen=True, kw_only=True):
+class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
     """The answer to `Ask`, as JSON."""
 
     id: int
     json: bytes
 
 
-ToInstance = Submit | Abort | Local | StopAnswer | Reset | Ask
-FromInstance = Loading | Ready | Progress | Scored | Refused | Leaving | Kept | Told
+ToInstance = Submit | Abort | ComputeLocally | StopAnswer | ResetCache | Ask
+FromInstance = (
+    LoadProgress
+    | InstanceReady
+    | TokenProgress
+    | Scored
+    | SubmitRefused
+    | Leaving
+    | CacheChanged
+    | AskAnswer
+)
 
 _to_instance: FrameCodec[ToInstance] = FrameCodec(
     msgspec.msgpack.Decoder(ToInstance), version=VERSION, bytes_max=FRAME_BYTES_MAX
@@ -191,7 +203,7 @@ _from_instance: FrameCodec[FromInstance] = FrameCodec(
 )
 
 
-def encode(message: Message) -> bytes:
+def encode(message: InstanceMessage) -> bytes:
     """A message as a frame."""
     return _to_instance.encode(message)
 

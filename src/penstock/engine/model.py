@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.attention import Attention
     from penstock.engine.batch import Batch
-    from penstock.engine.ranks import Ranks
+    from penstock.engine.collectives import Ranks
     from penstock.engine.weights import RankWeights
 
 

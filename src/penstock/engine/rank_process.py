@@ -18,11 +18,11 @@ import torch
 from torch import distributed
 
 import penstock
-from penstock.engine.giving_up import GIVE_UP_S, end_within
+from penstock.engine.devices import GIVE_UP_S, end_within
 from penstock.engine.handed_ranks import handed_rank
-from penstock.engine.loading import load_rank
-from penstock.engine.meeting import Loading, encode, join
-from penstock.engine.remote import serve_rank
+from penstock.engine.loaded_rank import load_rank
+from penstock.engine.remote_workers import serve_rank
+from penstock.engine.rendezvous import RankLoading, encode, join
 from penstock.engine.spec import RankSpec, read_sealed
 from penstock.errors import PeerError, UnavailableError
 from penstock.observe import logs
@@ -64,7 +64,7 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
     _meet(spec, place)
 
     def tell(layers: int, of: int) -> None:
-        channel.send(encode(Loading(spec.rank, layers, of)))
+        channel.send(encode(RankLoading(spec.rank, layers, of)))
 
     loaded = load_rank(instance, rank=spec.rank, progress=tell)
     handed = handed_rank(instance, loaded.architecture, loaded.tier, rank=spec.rank)

@@ -16,7 +16,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.engine.wishes import Sampled, Sampling, Wish
+from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 if TYPE_CHECKING:
     from penstock.runtime.leases import Lease
@@ -162,7 +162,7 @@ class Answer:
         """Whether its next token depends on one that a step under way is choosing."""
         return self.unknown > 0 and self.request.sampling.needs_tokens
 
-    def wish(self) -> Wish:
+    def wish(self) -> TokenSampling:
         """How its next token is to be chosen."""
         sampling = self.request.sampling
         seed = sampling.seed if sampling.seed is not None else hash((self.request.id, "seed"))
@@ -172,7 +172,7 @@ class Answer:
         mixed = (seed * 0x9E3779B97F4A7C15 + position * 0x100000001B3 + self.number) % 2**63
         request, length = self.request, len(self.request.prompt)
         banned = request.stop_tokens if self.generated < request.min_tokens else ()
-        return Wish(
+        return TokenSampling(
             sampling.temperature,
             sampling.top_p,
             mixed,

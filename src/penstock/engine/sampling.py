@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.engine.wishes import TEMPERATURE_MIN, Change, Sampled, Wish
+from penstock.engine.sampling_options import TEMPERATURE_MIN, LogitChange, Sampled, TokenSampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Choice:
         ValueError: there is not one wish for each row.
     """
 
-    def __init__(self, logits: torch.Tensor, wishes: Sequence[Wish]) -> None:
+    def __init__(self, logits: torch.Tensor, wishes: Sequence[TokenSampling]) -> None:
         if logits.shape[0] != len(wishes):
             raise ValueError(f"{len(wishes)} wishes for {logits.shape[0]} rows, must be one each")
         plain = logits.float()
@@ -103,7 +103,7 @@ def _sent(
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def _changed(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
+def _changed(logits: torch.Tensor, wishes: Sequence[TokenSampling]) -> torch.Tensor:
     """The logits as the requests want them; the same tensor if nobody wants anything."""
     if all(wish.change is None for wish in wishes):
         return logits
@@ -114,7 +114,7 @@ def _changed(logits: torch.Tensor, wishes: Sequence[Wish]) -> torch.Tensor:
     return changed
 
 
-def _change(row: torch.Tensor, change: Change) -> None:
+def _change(row: torch.Tensor, change: LogitChange) -> None:
     device = row.device
     if change.seen:
         seen = _sent(change.seen, torch.int64, device)
@@ -131,7 +131,7 @@ def _change(row: torch.Tensor, change: Change) -> None:
         row[_sent(change.banned, torch.int64, device)] = -torch.inf
 
 
-def _drawn(logits: torch.Tensor, wish: Wish) -> torch.Tensor:
+def _drawn(logits: torch.Tensor, wish: TokenSampling) -> torch.Tensor:
     """One token by lot, of those that `min_p`, then `top_k`, then `top_p` leave."""
     # Less the largest, so that no temperature makes them overflow.
     logits = (logits - logits.max()) / wish.temperature

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
 from penstock.engine.handoffs import Handoffs
-from penstock.engine.planning import Plan
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
-from penstock.engine.steps import Draw, Score, Step
-from penstock.engine.wishes import Sampled
+from penstock.engine.sampling_options import Sampled
+from penstock.engine.steps import Draw, Score, Step, StepPlan
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ class Scheduler:
         if self.flying >= self.settings.steps_in_flight:
             return None
         self._wake()
-        plan = Plan(self.settings.step_tokens, self.settings.step_requests)
+        plan = StepPlan(self.settings.step_tokens, self.settings.step_requests)
         before = self.preemptions
         for answer in self._in_order(Phase.RUNNING):
             self._schedule(answer, plan)
@@ -271,7 +270,7 @@ class Scheduler:
         if first_alone and answer.lease.state is LeaseState.READY:
             self._chosen(answer, answer, Sampled(tokens[0], 0.0))
 
-    def _schedule(self, answer: Answer, plan: Plan) -> None:
+    def _schedule(self, answer: Answer, plan: StepPlan) -> None:
         count = plan.room_for(answer)
         if answer.phase is not Phase.RUNNING or plan.full or count < 1:
             return
@@ -312,7 +311,7 @@ class Scheduler:
             self._begin(answer)
         return True
 
-    def _grown(self, answer: Answer, token_count: int, plan: Plan) -> bool:
+    def _grown(self, answer: Answer, token_count: int, plan: StepPlan) -> bool:
         """Whether the lease has room; others give way for it if they are less urgent."""
         assert answer.lease is not None
         room = len(answer.lease.block_table) * self.block_tokens
@@ -337,7 +336,7 @@ class Scheduler:
                 return False
             return True
 
-    def _least_urgent(self, plan: Plan) -> Answer | None:
+    def _least_urgent(self, plan: StepPlan) -> Answer | None:
         """Who gives its blocks back: nobody whose blocks a step touches."""
         found = [
             answer
@@ -354,7 +353,7 @@ class Scheduler:
         answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
         self.preemptions += 1
 
-    def _launch(self, plan: Plan) -> Step:
+    def _launch(self, plan: StepPlan) -> Step:
         spans: list[Span] = []
         owners: list[int] = []
         draws: list[Draw] = []

@@ -33,7 +33,7 @@ def torch_dtype_of(name: str) -> torch.dtype:
     return found
 
 
-class Role(enum.Enum):
+class InstanceRole(enum.Enum):
     """What an instance does."""
 
     BOTH = "both"
@@ -98,7 +98,7 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the instance and its ranks have in common."""
     folder: str = ""
     """Where sockets are made that have no address yet; empty: each process has its own place."""
-    role: Role = Role.BOTH
+    role: InstanceRole = InstanceRole.BOTH
     pair: PairSpec | None = None
     """Who hands KV to whom, if it does not do everything itself."""
     dtype: str = "float32"
@@ -118,7 +118,7 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("dtype", f"is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.ranks < 1:
             raise ConfigError("tp", f"is {self.ranks}, must be at least 1")
-        if (self.role is Role.BOTH) is not (self.pair is None):
+        if (self.role is InstanceRole.BOTH) is not (self.pair is None):
             raise ConfigError(
                 "role",
                 f"is {self.role.value!r}, must be 'prefill' or 'decode' for an instance of a "
@@ -130,7 +130,7 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The instance that has the other role."""
         if self.pair is None:
             return ""
-        prefills = self.role is Role.PREFILL
+        prefills = self.role is InstanceRole.PREFILL
         return self.pair.decode.name if prefills else self.pair.prefill.name
 
     @property

@@ -29,7 +29,7 @@ USUAL_CHARACTERS = 8
 beginning tells."""
 
 
-class TooLong(ValueError):  # noqa: N818 - what a text is
+class TextTooLong(ValueError):  # noqa: N818 - what a text is
     """A text has more tokens than are allowed."""
 
 
@@ -78,25 +78,25 @@ class Text:
                 conversation that its template put together has it already.
 
         Raises:
-            TooLong: it has more tokens.
+            TextTooLong: it has more tokens.
         """
         if longest is not None:
             self._require_short(text, longest, plain)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=plain)
         if longest is not None and len(tokens) > longest:
-            raise TooLong(f"has {len(tokens)} tokens")
+            raise TextTooLong(f"has {len(tokens)} tokens")
         return tokens
 
     def _require_short(self, text: str, longest: int, plain: bool) -> None:  # noqa: FBT001
         """Refuses what is certainly too long, by its characters and by its beginning."""
         if len(text) > longest * self._characters_max:
-            raise TooLong(f"has {len(text)} characters, more than {longest} tokens can have")
+            raise TextTooLong(f"has {len(text)} characters, more than {longest} tokens can have")
         usual = USUAL_CHARACTERS * longest
         if len(text) > usual:
             # Where it is cut, a token may fall apart.
             count = len(self._tokenizer.encode(text[:usual], add_special_tokens=plain))
             if count > longest + self._characters_max:
-                raise TooLong(f"has more than {longest} tokens")
+                raise TextTooLong(f"has more than {longest} tokens")
 
     @cached_property
     def _characters_max(self) -> int:
@@ -109,7 +109,7 @@ class Text:
         """The tokens of a conversation, ending where the assistant speaks.
 
         Raises:
-            TooLong: it has more tokens than the longest that is allowed.
+            TextTooLong: it has more tokens than the longest that is allowed.
             ValueError: the model has no chat template, or it does not take these messages.
         """
         if not self._tokenizer.chat_template:
@@ -154,7 +154,7 @@ def _heavy(model: Path) -> Any:  # noqa: ANN401 - transformers has no types
     return AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
-class Answer:
+class AnswerText:
     """The text of one answer as it grows: `add` tells what is new and certain.
 
     A token may end in the middle of a character, and a stop string may begin at the end of what

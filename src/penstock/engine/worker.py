@@ -90,12 +90,12 @@ class Lane(Protocol):
         """The logits of a step that nobody watches."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> StepMark:
         """A point behind all that was called so far."""
         ...
 
 
-class Mark(Protocol):
+class StepMark(Protocol):
     """A point in a lane's work."""
 
     def wait(self, seconds: float) -> bool:
@@ -122,7 +122,7 @@ class Here:
         """The logits of a step that nobody watches."""
         return decoder.forward(batch, kv)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StepMark:
         """The point is reached."""
         return self
 
@@ -135,7 +135,7 @@ class Pending:
     """A step under way."""
 
     def __init__(
-        self, number: int, choice: Choice | None, mark: Mark, scores: Sequence[Named] = ()
+        self, number: int, choice: Choice | None, mark: StepMark, scores: Sequence[Named] = ()
     ) -> None:
         self.number = number
         self._choice = choice

@@ -37,7 +37,7 @@ Samples: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
 """Values of further labels, and the number; `None` where nothing was measured."""
 
 
-class Row(NamedTuple):
+class MetricRow(NamedTuple):
     """A metric of each instance; `instance` is its first label."""
 
     name: str
@@ -72,7 +72,7 @@ _TIER = ("tier",)
 _HOP = ("source", "target")
 
 METRICS = (
-    Row(
+    MetricRow(
         "requests_now",
         GAUGE,
         "Answers by phase",
@@ -86,181 +86,183 @@ METRICS = (
         ),
         ("phase",),
     ),
-    Row("healthy", GAUGE, "1 if nothing is wrong", one(lambda told: told.health.ok)),
-    Row(
+    MetricRow("healthy", GAUGE, "1 if nothing is wrong", one(lambda told: told.health.ok)),
+    MetricRow(
         "preemptions",
         COUNTER,
         "Answers that gave their blocks back",
         one(lambda told: told.preemptions),
     ),
-    Row(
+    MetricRow(
         "handoffs",
         COUNTER,
         "Handoffs by how they ended",
         by_name(lambda told: told.handoffs),
         ("outcome",),
     ),
-    Row(
+    MetricRow(
         "handed_bytes",
         COUNTER,
         "Bytes of KV that were handed over, or taken in",
         one(lambda told: told.handed_bytes),
     ),
-    Row(
+    MetricRow(
         "handed_parts_verified",
         COUNTER,
         "Parts of handoffs whose checksums agreed",
         one(lambda told: told.handed_parts_verified),
     ),
     # The cache: requests.
-    Row(
+    MetricRow(
         "cache_requests",
         COUNTER,
         "Requests that asked for their prefix",
         one(lambda told: told.cache.requests),
     ),
-    Row(
+    MetricRow(
         "cache_requests_refused",
         COUNTER,
         "Requests for which there was no room",
         one(lambda told: told.cache.requests_refused),
     ),
-    Row(
+    MetricRow(
         "cache_misses",
         COUNTER,
         "Requests by why no more was found",
         by_name(lambda told: told.cache.misses),
         ("why",),
     ),
-    Row(
+    MetricRow(
         "cache_tokens_asked",
         COUNTER,
         "Prompt tokens that were asked for",
         one(lambda told: told.cache.tokens_asked),
     ),
-    Row(
+    MetricRow(
         "cache_tokens_not_delivered",
         COUNTER,
         "Tokens found whose blocks could not be brought to the device",
         one(lambda told: told.cache.tokens_not_delivered),
     ),
-    Row(
+    MetricRow(
         "cache_tokens_computed_instead",
         COUNTER,
         "Tokens found, but quicker to compute than to load",
         one(lambda told: told.cache.tokens_computed_instead),
     ),
-    Row("cache_leases", GAUGE, "Requests that hold blocks", one(lambda told: told.cache.leases)),
-    Row(
+    MetricRow(
+        "cache_leases", GAUGE, "Requests that hold blocks", one(lambda told: told.cache.leases)
+    ),
+    MetricRow(
         "cache_leases_lost",
         COUNTER,
         "Requests whose blocks were lost while they held them",
         one(lambda told: told.cache.leases_lost),
     ),
-    Row("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda told: told.cache.pins)),
+    MetricRow("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda told: told.cache.pins)),
     # The cache: blocks.
-    Row(
+    MetricRow(
         "cache_blocks_known",
         GAUGE,
         "Blocks in the index",
         one(lambda told: told.cache.blocks_known),
     ),
-    Row(
+    MetricRow(
         "cache_blocks_hollow",
         GAUGE,
         "Blocks in the index without a copy, before cached ones",
         one(lambda told: told.cache.blocks_hollow),
     ),
-    Row(
+    MetricRow(
         "cache_blocks_published",
         COUNTER,
         "Blocks that became available to others",
         one(lambda told: told.cache.blocks_published),
     ),
-    Row(
+    MetricRow(
         "cache_blocks_twinned",
         COUNTER,
         "Blocks that two requests computed at the same time",
         one(lambda told: told.cache.blocks_twinned),
     ),
-    Row(
+    MetricRow(
         "cache_blocks_corrupt",
         COUNTER,
         "Blocks whose sums did not agree",
         one(lambda told: told.cache.blocks_corrupt),
     ),
-    Row(
+    MetricRow(
         "cache_blocks_dropped_unsaved",
         COUNTER,
         "Blocks evicted before they were written down",
         one(lambda told: told.cache.blocks_dropped_unsaved),
     ),
-    Row(
+    MetricRow(
         "cache_saves_refused",
         COUNTER,
         "Blocks that no lower tier had room for",
         one(lambda told: told.cache.saves_refused),
     ),
     # The cache: copies.
-    Row(
+    MetricRow(
         "cache_operations_started",
         COUNTER,
         "Copies that were begun",
         one(lambda told: told.cache.operations_started),
     ),
-    Row(
+    MetricRow(
         "cache_operations_ended",
         COUNTER,
         "Copies by how they ended",
         by_name(lambda told: told.cache.operations_ended),
         ("outcome",),
     ),
-    Row(
+    MetricRow(
         "cache_operations_running",
         GAUGE,
         "Copies under way",
         one(lambda told: told.cache.operations_running),
     ),
-    Row(
+    MetricRow(
         "cache_operations_ending",
         GAUGE,
         "Copies given up whose slots may still be written to",
         one(lambda told: told.cache.operations_ending),
     ),
-    Row(
+    MetricRow(
         "cache_reports_late",
         COUNTER,
         "Reports of ranks on copies that had ended",
         one(lambda told: told.cache.reports_late),
     ),
-    Row(
+    MetricRow(
         "cache_reports_lost",
         COUNTER,
         "Reports of ranks that never came",
         one(lambda told: told.cache.reports_lost),
     ),
     # What decides between loading and computing; absent while nothing was measured.
-    Row(
+    MetricRow(
         "prefill_tokens_per_second",
         GAUGE,
         "Moving median of the speeds that the engine reported",
         one(lambda told: told.cache.prefill_tokens_per_s),
     ),
-    Row(
+    MetricRow(
         "hop_tokens_per_second",
         GAUGE,
         "Moving median of a hop",
         by_hop(lambda hop: hop.tokens_per_s),
         _HOP,
     ),
-    Row(
+    MetricRow(
         "hop_bytes_per_second",
         GAUGE,
         "The same in bytes, on each rank",
         by_hop(lambda hop: hop.bytes_per_s),
         _HOP,
     ),
-    Row(
+    MetricRow(
         "hop_blocks_queued",
         GAUGE,
         "Blocks asked for that have not arrived",
@@ -268,47 +270,49 @@ METRICS = (
         _HOP,
     ),
     # Tiers.
-    Row("tier_on", GAUGE, "1 if the tier is used", by_tier(lambda tier: tier.on), _TIER),
-    Row("tier_slots", GAUGE, "Slots of a tier", by_tier(lambda tier: tier.slots), _TIER),
-    Row("tier_free", GAUGE, "Slots without a block", by_tier(lambda tier: tier.free), _TIER),
-    Row(
+    MetricRow("tier_on", GAUGE, "1 if the tier is used", by_tier(lambda tier: tier.on), _TIER),
+    MetricRow("tier_slots", GAUGE, "Slots of a tier", by_tier(lambda tier: tier.slots), _TIER),
+    MetricRow("tier_free", GAUGE, "Slots without a block", by_tier(lambda tier: tier.free), _TIER),
+    MetricRow(
         "tier_filling",
         GAUGE,
         "Slots whose block is being written",
         by_tier(lambda tier: tier.filling),
         _TIER,
     ),
-    Row("tier_ready", GAUGE, "Blocks that can be found", by_tier(lambda tier: tier.ready), _TIER),
-    Row(
+    MetricRow(
+        "tier_ready", GAUGE, "Blocks that can be found", by_tier(lambda tier: tier.ready), _TIER
+    ),
+    MetricRow(
         "tier_leaving",
         GAUGE,
         "Slots whose block is being written down before eviction",
         by_tier(lambda tier: tier.leaving),
         _TIER,
     ),
-    Row(
+    MetricRow(
         "tier_doomed",
         GAUGE,
         "Slots that cannot be reused yet: something may still write to them",
         by_tier(lambda tier: tier.doomed),
         _TIER,
     ),
-    Row("tier_held", GAUGE, "Blocks in use", by_tier(lambda tier: tier.held), _TIER),
-    Row(
+    MetricRow("tier_held", GAUGE, "Blocks in use", by_tier(lambda tier: tier.held), _TIER),
+    MetricRow(
         "tier_tokens_cached",
         COUNTER,
         "Tokens found here",
         by_tier(lambda tier: tier.tokens_cached),
         _TIER,
     ),
-    Row(
+    MetricRow(
         "tier_blocks_evicted",
         COUNTER,
         "Copies that made room",
         by_tier(lambda tier: tier.blocks_evicted),
         _TIER,
     ),
-    Row(
+    MetricRow(
         "tier_ready_seconds",
         GAUGE,
         "Until its memory could be used, when it was opened, on the slowest rank",

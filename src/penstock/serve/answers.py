@@ -1,18 +1,20 @@
-"""From an instance's tokens to the text of answers, piece by piece, as it becomes certain.
+"""From an instance's tokens to what OpenAI's clients read.
 
-A prompt has a `Reader`, which follows all its answers and makes `Piece`s of them. `forms.py`
-turns pieces into what OpenAI's clients read.
+A prompt has an `AnswerReader`, which follows all its answers and makes an `AnswerPiece` of text
+as soon as it is certain. `AnswerFormat` turns pieces into whole answers and chunks of a stream.
 """
 
 from __future__ import annotations
 
 import codecs
+import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.messages import Scored
-from penstock.engine.text import Answer
+from penstock.engine.text import AnswerText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """A token with its log-probability."""
 
     token: int
@@ -34,7 +36,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """What one answer has gained: text, tokens, or its end."""
 
     answer: int
@@ -44,13 +46,13 @@ class Piece:
     text: str
     generated: int
     """Tokens that were generated for it."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TokenRow] = field(default_factory=list)
     """Its tokens, if log-probabilities are told."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Telling:
+class AnswerOptions:
     """What clients are told of the answers to one prompt."""
 
     prompt: Sequence[int]
@@ -65,10 +67,10 @@ class Telling:
     first_choice: int = 0
 
 
-class Reader:
+class AnswerReader:
     """Follows all answers to one prompt."""
 
-    def __init__(self, text: Text, telling: Telling) -> None:
+    def __init__(self, text: Text, telling: AnswerOptions) -> None:
         self.prompt_tokens = len(telling.prompt)
         self.completion_tokens = 0
         self.cached: list[int] = []
@@ -90,7 +92,7 @@ class Reader:
         told = zip(scored.logprobs, scored.alternatives, strict=False)
         self._scored |= dict(enumerate(told, start=scored.position))
 
-    def take(self, progress: ms.Progress) -> Piece | None:
+    def take(self, progress: ms.TokenProgress) -> AnswerPiece | None:
         """What is certain now and was not before; `None` if nothing is."""
         found = self._following[progress.answer]
         if found.ended:
@@ -110,41 +112,41 @@ class Reader:
             return None
         found.begun = True
         choice = self._telling.first_choice + progress.answer
-        return Piece(progress.answer, choice, text, generated, rows, reason)
+        return AnswerPiece(progress.answer, choice, text, generated, rows, reason)
 
-    def stopped_by_reader(self, piece: Piece) -> bool:
+    def stopped_by_reader(self, piece: AnswerPiece) -> bool:
         """Whether the answer ended because of a stop string, which the instance cannot know."""
         return self._following[piece.answer].stopped
 
-    def _prompt_rows(self) -> list[Row]:
+    def _prompt_rows(self) -> list[TokenRow]:
         if not self._telling.logprobs:
             return []
         offsets, rows = _Offsets(0), []
         for position, token in enumerate(self._telling.prompt):
             logprob, alternatives = self._scored.get(position, (None, []))
             offset = offsets.add(self._text.token_bytes(token))
-            rows.append(Row(token, logprob, alternatives, offset))
+            rows.append(TokenRow(token, logprob, alternatives, offset))
         return rows
 
 
 class _Following:
     """One answer as it grows."""
 
-    def __init__(self, text: Text, telling: Telling, *, begins: int) -> None:
+    def __init__(self, text: Text, telling: AnswerOptions, *, begins: int) -> None:
         self.begun = False
         self.ended = False
         self._text = text
         self._logprobs = telling.logprobs
-        self._answer = Answer(text, telling.stops, min_tokens=telling.min_tokens)
+        self._answer = AnswerText(text, telling.stops, min_tokens=telling.min_tokens)
         self._offsets = _Offsets(begins)
-        self._rows: list[Row] = []
+        self._rows: list[TokenRow] = []
         self._generated = 0
 
     @property
     def stopped(self) -> bool:
         return self._answer.stopped
 
-    def take(self, progress: ms.Progress) -> tuple[str, list[Row], int, str]:
+    def take(self, progress: ms.TokenProgress) -> tuple[str, list[TokenRow], int, str]:
         """Text that is certain now, and with it the tokens it is made of; why it ended."""
         new = ""
         if progress.token is not None:
@@ -164,9 +166,9 @@ class _Following:
         self._rows, self._generated = [], 0
         return new, rows, generated, reason
 
-    def _row(self, progress: ms.Progress, token: int) -> Row:
+    def _row(self, progress: ms.TokenProgress, token: int) -> TokenRow:
         offset = self._offsets.add(self._text.token_bytes(token))
-        return Row(token, progress.logprob, progress.alternatives, offset)
+        return TokenRow(token, progress.logprob, progress.alternatives, offset)
 
 
 class _Offsets:
@@ -184,10 +186,10 @@ class _Offsets:
 
 
 async def pieces_of(
-    reader: Reader,
-    tokens: AsyncGenerator[ms.Progress | ms.Scored, None],
+    reader: AnswerReader,
+    tokens: AsyncGenerator[ms.TokenProgress | ms.Scored, None],
     stop: Callable[[int], None],
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[AnswerPiece, None]:
     """The pieces of a prompt's answers as they become certain; tells `stop` of those cut short."""
     async with aclosing(tokens):
         async for progress in tokens:
@@ -201,3 +203,129 @@ async def pieces_of(
                 yield piece
             if reader.done:
                 return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """How answers are dressed: as chat or as plain completions."""
+
+    id: str
+    model: str
+    chat: bool
+    logprobs: bool
+    tiers: Sequence[str]
+    text: Text
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(
+        self, readers: Sequence[AnswerReader], pieces: Sequence[AnswerPiece]
+    ) -> dict[str, Any]:
+        """The answer to a request without a stream."""
+        choices = []
+        for number in sorted({piece.choice for piece in pieces}):
+            own = [piece for piece in pieces if piece.choice == number]
+            said = "".join(piece.text for piece in own)
+            choice: dict[str, Any] = {"index": number, "finish_reason": _reason(own[-1].reason)}
+            if self.chat:
+                choice["message"] = {"role": "assistant", "content": said}
+            else:
+                choice["text"] = said
+            choice["logprobs"] = self._logprobs([row for piece in own for row in piece.rows])
+            choices.append(choice)
+        return {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "usage": self._usage(readers),
+        }
+
+    def chunk(self, piece: AnswerPiece, *, first: bool) -> dict[str, Any]:
+        """A piece of a stream."""
+        choice: dict[str, Any] = {
+            "index": piece.choice,
+            "finish_reason": _reason(piece.reason) if piece.reason else None,
+            "logprobs": self._logprobs(piece.rows),
+        }
+        if self.chat:
+            role = {"role": "assistant"} if first else {}
+            choice["delta"] = {**role, "content": piece.text}
+        else:
+            choice["text"] = piece.text
+        return {**self._head(), "choices": [choice]}
+
+    def last_chunk(self, readers: Sequence[AnswerReader]) -> dict[str, Any]:
+        """The piece that tells the usage, if it is wanted."""
+        return {**self._head(), "choices": [], "usage": self._usage(readers)}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "chat.completion.chunk" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _usage(self, readers: Sequence[AnswerReader]) -> dict[str, Any]:
+        """OpenAI's count of tokens, with cached ones by tier."""
+        prompt = sum(reader.prompt_tokens for reader in readers)
+        completion = sum(reader.completion_tokens for reader in readers)
+        cached = [sum(each) for each in zip_longest(*(r.cached for r in readers), fillvalue=0)]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)},
+            "cached_by_tier": dict(zip(self.tiers, cached, strict=False)),
+        }
+
+    def _logprobs(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        if self.chat:
+            content = [
+                {
+                    **self._named(row.token, row.logprob),
+                    "top_logprobs": [self._named(*other) for other in row.alternatives],
+                }
+                for row in rows
+            ]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [self._written(row.token) for row in rows],
+            "token_ids": [row.token for row in rows],
+            "token_logprobs": [row.logprob for row in rows],
+            "top_logprobs": [self._top(row) for row in rows],
+            "text_offset": [row.offset for row in rows],
+        }
+
+    def _top(self, row: TokenRow) -> dict[str, float] | None:
+        """The likeliest tokens by what they read; of those that read alike, the likelier one."""
+        if row.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in row.alternatives:
+            found.setdefault(self._written(token), logprob)
+        return found
+
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
+        return {
+            "token": self._written(token),
+            "token_id": token,
+            "logprob": logprob,
+            "bytes": list(self.text.token_bytes(token)),
+        }
+
+    def _written(self, token: int) -> str:
+        """A token as text; one that is no whole character by its bytes, as OpenAI writes it."""
+        found = self.text.token_bytes(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            mark = "" if self.chat else "bytes:"
+            return mark + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _reason(reason: str) -> str:
+    return "stop" if reason == "aborted" else reason

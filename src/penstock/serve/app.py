@@ -33,13 +33,12 @@ from starlette.routing import Route
 from penstock.engine.defaults import Defaults
 from penstock.observe.statistics import InstanceStatistics
 from penstock.serve import errors
-from penstock.serve.asking import Asking
-from penstock.serve.encoding import Encoder
+from penstock.serve.encoder import Encoder
 from penstock.serve.fields import BadRequest, shown
-from penstock.serve.generating import Admission
 from penstock.serve.guard import Guard
+from penstock.serve.openai_requests import read_weights
 from penstock.serve.router import handoffs_of
-from penstock.serve.shapes import read_weights
+from penstock.serve.text_endpoint import Admission, TextEndpoint
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -84,7 +83,7 @@ class Server:
         self._model = model
         self._settings = settings
         self._guard = Guard(settings.api_key)
-        self._asking = Asking(
+        self._asking = TextEndpoint(
             router,
             Encoder(text),
             text,

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from penstock.serve.fields import BadRequest
-from penstock.serve.link import Lost
+from penstock.serve.instance_link import InstanceLost
 
 if TYPE_CHECKING:
     from starlette.exceptions import HTTPException
@@ -62,7 +62,7 @@ async def _bad_request(_http: HttpRequest, wrong: BadRequest) -> Response:
     return JSONResponse(content, status_code=wrong.status)
 
 
-async def _lost(_http: HttpRequest, lost: Lost) -> Response:
+async def _lost(_http: HttpRequest, lost: InstanceLost) -> Response:
     return unavailable(str(lost))
 
 
@@ -87,7 +87,7 @@ async def _defect(_http: HttpRequest, _: Exception) -> Response:
 
 HANDLERS: dict[Any, Any] = {
     BadRequest: _bad_request,
-    Lost: _lost,
+    InstanceLost: _lost,
     ClientDisconnect: _gone,
     404: _no_path,
     405: _no_method,

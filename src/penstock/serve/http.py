@@ -28,6 +28,7 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,11 +38,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from penstock.errors import UnavailableError
 from penstock.serve import errors
-from penstock.serve.listening import BACKLOG
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable, Iterator
 
     from starlette.types import ASGIApp
@@ -57,6 +57,8 @@ WRITE_S = 60.0
 HEAD_BYTES_MAX = 64 * 1024
 LAST_S = 2.0
 """What was told when the time was over may be sent for so long."""
+BACKLOG = 1024
+"""Connections that wait in the kernel."""
 ACCEPTS_A_ROUND = 64
 """asyncio accepts up to so many connections before any of them is counted."""
 RESERVED_DESCRIPTORS = 256
@@ -337,3 +339,28 @@ class HttpServer(uvicorn.Server):
 
 async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens: from now on the port is ours.
+
+    Raises:
+        UnavailableError: the port is taken, or the address is none of this machine.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        # Without this, two servers that start at once would both believe to have the port.
+        bound.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        problem = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise UnavailableError(f"cannot listen on {host}:{port}: {problem}") from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """Where clients find the server."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

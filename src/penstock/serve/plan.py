@@ -17,7 +17,7 @@ from penstock.config.serving import EngineTable, ServeTable, require_address
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import config_of, require_memory, with_host_tier
 from penstock.engine.sharding import share_of
-from penstock.engine.spec import EngineSpec, InstanceSpec, PairSpec, Role
+from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.errors import ConfigError
 from penstock.serve.role_secret import is_local, secret_between
 
@@ -30,7 +30,7 @@ TableT = TypeVar("TableT", EngineTable, ServeTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class ServeOptions:
     """What the command line says; `None` leaves it to the file, or to the default."""
 
     model: str | None = None
@@ -59,7 +59,7 @@ class Wishes:
     insecure: bool | None = None
 
 
-def settle(config: Config | None, wishes: Wishes) -> Config:
+def settle(config: Config | None, wishes: ServeOptions) -> Config:
     """Every setting in effect: from the file, if there is one, changed by the command line.
 
     Raises:
@@ -103,7 +103,7 @@ def settle(config: Config | None, wishes: Wishes) -> Config:
     return settled
 
 
-def serves_http(config: Config | None, wishes: Wishes) -> bool:
+def serves_http(config: Config | None, wishes: ServeOptions) -> bool:
     """Whether this command answers clients, and not only those that join a router elsewhere."""
     engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
     role = engine.role if wishes.role is None else wishes.role
@@ -111,10 +111,10 @@ def serves_http(config: Config | None, wishes: Wishes) -> bool:
     return role == ROUTER or not router
 
 
-def _pair_of(wishes: Wishes, table: EngineTable | None) -> dict[str, int | None]:
+def _pair_of(wishes: ServeOptions, table: EngineTable | None) -> dict[str, int | None]:
     """Who names one role, or the ranks of one, leaves the other ranks single."""
     role = wishes.role or (table.role if table else "")
-    alone = role in {Role.PREFILL.value, Role.DECODE.value}
+    alone = role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
     given = alone or wishes.prefill_tp is not None or wishes.decode_tp is not None
     return {
         "prefill_tp": wishes.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
@@ -122,7 +122,7 @@ def _pair_of(wishes: Wishes, table: EngineTable | None) -> dict[str, int | None]
     }
 
 
-def _key_of(wishes: Wishes) -> dict[str, str | None]:
+def _key_of(wishes: ServeOptions) -> dict[str, str | None]:
     """Either way of giving a key takes the place of both in the file."""
     if wishes.api_key is not None and wishes.api_key_file is not None:
         raise ConfigError(
@@ -146,11 +146,11 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
     engine, serve = config.engine, config.serve
     if engine.role == ROUTER:
         return ()
-    if engine.role != Role.BOTH.value:
-        role = Role(engine.role)
+    if engine.role != InstanceRole.BOTH.value:
+        role = InstanceRole(engine.role)
         config = _threaded(config, _ranks_of(engine, role))
         pair = _pair_elsewhere(engine, serve.number)
-        name = (pair.prefill if role is Role.PREFILL else pair.decode).name
+        name = (pair.prefill if role is InstanceRole.PREFILL else pair.decode).name
         return (_instance(config, name, role, pair),)
     # Several processes with a thread on every core each would mostly wait for each other.
     ranks = (engine.prefill_tp + engine.decode_tp) or config.cache.rank_count
@@ -158,11 +158,11 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
     found: list[InstanceSpec] = []
     for number in range(serve.number, serve.number + serve.instances):
         if not engine.prefill_tp:
-            found.append(_instance(config, f"instance-{number}", Role.BOTH))
+            found.append(_instance(config, f"instance-{number}", InstanceRole.BOTH))
             continue
         pair = _pair(engine, number)
-        found.append(_instance(config, pair.prefill.name, Role.PREFILL, pair))
-        found.append(_instance(config, pair.decode.name, Role.DECODE, pair))
+        found.append(_instance(config, pair.prefill.name, InstanceRole.PREFILL, pair))
+        found.append(_instance(config, pair.decode.name, InstanceRole.DECODE, pair))
     return tuple(found)
 
 
@@ -173,8 +173,8 @@ def _threaded(config: Config, ranks: int) -> Config:
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
 
 
-def _ranks_of(engine: EngineTable, role: Role) -> int:
-    return engine.prefill_tp if role is Role.PREFILL else engine.decode_tp
+def _ranks_of(engine: EngineTable, role: InstanceRole) -> int:
+    return engine.prefill_tp if role is InstanceRole.PREFILL else engine.decode_tp
 
 
 def _pair(engine: EngineTable, number: int) -> PairSpec:
@@ -213,7 +213,9 @@ def secrets_of(config: Config) -> tuple[bytes, bytes]:
     return router, secret_between(serve, places) if places else b""
 
 
-def _instance(config: Config, name: str, role: Role, pair: PairSpec | None = None) -> InstanceSpec:
+def _instance(
+    config: Config, name: str, role: InstanceRole, pair: PairSpec | None = None
+) -> InstanceSpec:
     engine = config.engine
     assert engine is not None
     assert config.serve is not None
@@ -250,7 +252,7 @@ def _changed(table: TableT, **wishes: str | float | None) -> TableT:
     return replace(table, **given)  # type: ignore[arg-type]
 
 
-def _sized(config: Config, wishes: Wishes) -> Config:
+def _sized(config: Config, wishes: ServeOptions) -> Config:
     cache, kinds = config.cache, config.tier_kinds
     assert cache.device is not None
     if wishes.blocks is not None:
@@ -283,7 +285,7 @@ def _require_device(config: Config) -> None:
     device = engine.device
     if device == "cpu":
         return
-    if engine.prefill_tp or engine.role != Role.BOTH.value:
+    if engine.prefill_tp or engine.role != InstanceRole.BOTH.value:
         raise ConfigError(
             "engine.device",
             f"is {device!r}, must be 'cpu' for the instances of a pair: what they hand over is "
@@ -309,7 +311,7 @@ def _require_memory(config: Config, architecture: Architecture) -> None:
     assert serve is not None
     if engine.device != "cpu" or engine.role == ROUTER:
         return
-    roles = 2 if engine.prefill_tp and engine.role == Role.BOTH.value else 1
+    roles = 2 if engine.prefill_tp and engine.role == InstanceRole.BOTH.value else 1
     instances = roles * serve.instances
     require_memory(config, architecture, dtype=engine.dtype, instances=instances)
 
@@ -319,7 +321,7 @@ def _require_role(config: Config) -> None:
     engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None
-    alone = engine.role in {Role.PREFILL.value, Role.DECODE.value}
+    alone = engine.role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
     places = {"engine.prefill_at": engine.prefill_at, "engine.decode_at": engine.decode_at}
     for key, place in places.items():
         if alone and not place:
@@ -330,7 +332,7 @@ def _require_role(config: Config) -> None:
             raise ConfigError(
                 key, f"is {place!r}, must be '' unless engine.role is 'prefill' or 'decode'"
             )
-    if engine.role != Role.BOTH.value and not serve.router:
+    if engine.role != InstanceRole.BOTH.value and not serve.router:
         raise ConfigError(
             "serve.router",
             f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",

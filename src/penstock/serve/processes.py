@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.engine.spec import PairSpec, RankSpec, Role, sealed
+from penstock.engine.spec import InstanceRole, PairSpec, RankSpec, sealed
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.supervisor.messages import ProcessExited, RestartsExhausted
 from penstock.supervisor.spec import OnFailure, ProcessSpec
@@ -49,7 +49,7 @@ class Processes:
         """Why nobody can be served any more, once that is so."""
         self._supervisor = supervisor
         self._specs = _addressed(specs, pair_secret)
-        answering = {spec.name for spec in specs if spec.role is not Role.PREFILL}
+        answering = {spec.name for spec in specs if spec.role is not InstanceRole.PREFILL}
         self._needed = answering or {spec.name for spec in specs}
         """Those without which there is nothing left to do."""
         self._given_up: set[str] = set()

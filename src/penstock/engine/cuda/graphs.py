@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from penstock.engine.batch import Batch, Shape, Sheet
+from penstock.engine.batch import Batch, BatchShape, Sheet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,10 +41,10 @@ class StepGraphs:
     """The graphs of one rank, captured when a shape is first met."""
 
     def __init__(self) -> None:
-        self._captured: dict[Shape, _Captured] = {}
+        self._captured: dict[BatchShape, _Captured] = {}
         self._pool: object = None
 
-    def shape_for(self, sheet: Sheet) -> Shape | None:
+    def shape_for(self, sheet: Sheet) -> BatchShape | None:
         """What to fill a step up to; `None` if it is not one of those that are replayed."""
         if sheet.scored:
             # A graph leaves the logits of each span's last token alone.
@@ -53,12 +53,12 @@ class StepGraphs:
         rows = next((rows for rows in ROWS if rows >= count), -(-count // ROWS[-1]) * ROWS[-1])
         blocks = _blocks(sheet.longest, sheet) if rows else 0
         if not sheet.prefills:
-            return Shape(rows, blocks)
+            return BatchShape(rows, blocks)
         tail = sheet.prefills[0]
         if len(sheet.prefills) > 1 or not len(tail.tokens) <= TAILS[-1] < tail.stop:
             return None
         tail_rows = next(count for count in TAILS if count >= len(tail.tokens))
-        return Shape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))
+        return BatchShape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))
 
     def replay(self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """The logits of a step, in the current stream."""
@@ -71,7 +71,9 @@ class StepGraphs:
         captured.graph.replay()
         return captured.logits
 
-    def _capture(self, decoder: Decoder, shape: Shape, kv: Sequence[torch.Tensor]) -> _Captured:
+    def _capture(
+        self, decoder: Decoder, shape: BatchShape, kv: Sequence[torch.Tensor]
+    ) -> _Captured:
         # Of no request: all rows fill up, and write nothing while it is tried and captured.
         empty = Sheet(kv[0].shape[2]).sent(decoder.device, shape)
         decoder.forward(empty, kv)

@@ -29,11 +29,10 @@ from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.observe.metrics import ServerMetrics
 from penstock.runtime.signals import StopSignal
-from penstock.serve.access import AccessLog
+from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
-from penstock.serve.http import HttpServer, raise_descriptor_limit
-from penstock.serve.link import Link
-from penstock.serve.listening import address_of
+from penstock.serve.http import HttpServer, address_of, raise_descriptor_limit
+from penstock.serve.instance_link import InstanceLink
 from penstock.serve.plan import instances_of, secrets_of
 from penstock.serve.processes import Processes
 from penstock.serve.role_secret import SECRET_BYTES
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Audience(Protocol):
+class StartListener(Protocol):
     """Who wants to know how the start goes on."""
 
     def loading(self, name: str, layers: int, of: int) -> None:
@@ -72,13 +71,13 @@ class Audience(Protocol):
         ...
 
 
-class Serving:
+class Service:
     """The channels behind an HTTP server, and who comes over them."""
 
     def __init__(
         self,
         config: Config,
-        audience: Audience,
+        audience: StartListener,
         *,
         address: str,
         expected: int,
@@ -144,7 +143,7 @@ class Serving:
             self._alarm.cancel()
             self._alarm = None
         while (channel := self._listener.accept()) is not None:
-            self.router.add(Link(channel, on_change=self._changed))
+            self.router.add(InstanceLink(channel, on_change=self._changed))
             # A new life ends the channel of the earlier one, without a sign on its descriptor.
             for link in list(self.router.links):
                 link.look()
@@ -153,7 +152,7 @@ class Serving:
             # Who dialled and then did not come is to be forgotten.
             self._alarm = asyncio.get_running_loop().call_at(due, self._accept)
 
-    def _changed(self, link: Link) -> None:
+    def _changed(self, link: InstanceLink) -> None:
         if link.lost:
             self.router.remove(link)
             level = logging.INFO if self._stopped else logging.WARNING
@@ -195,7 +194,7 @@ async def _processes(
 
 
 def serve(
-    config: Config, audience: Audience, bound: socket.socket | None, *, api_key: str = ""
+    config: Config, audience: StartListener, bound: socket.socket | None, *, api_key: str = ""
 ) -> None:
     """Does what a settled configuration says until the process is asked to stop.
 
@@ -253,7 +252,7 @@ async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> Non
 async def _serve(
     config: Config,
     supervisor: Supervisor,
-    audience: Audience,
+    audience: StartListener,
     bound: socket.socket,
     stop: StopSignal,
     api_key: str,
@@ -261,7 +260,7 @@ async def _serve(
     expected = len(instances_of(config))
     # Instances of its own know what nobody else does; others have what the roles have in common.
     secret = secrets.token_bytes(SECRET_BYTES) if expected else secrets_of(config)[0]
-    found = Serving(
+    found = Service(
         config,
         audience,
         address=address_of(bound),
@@ -278,7 +277,7 @@ async def _serve(
 
 
 async def _answer(
-    config: Config, found: Serving, processes: Processes, bound: socket.socket, stop: StopSignal
+    config: Config, found: Service, processes: Processes, bound: socket.socket, stop: StopSignal
 ) -> None:
     assert config.serve is not None
     server = HttpServer(

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 ASK_S = 10.0
 
 
-class Lost(Exception):  # noqa: N818 - what happened to an instance
+class InstanceLost(Exception):  # noqa: N818 - what happened to an instance
     """The instance went away."""
 
 
-class Refusal(Exception):  # noqa: N818 - the instance's answer, not a failure
+class RequestRefusal(Exception):  # noqa: N818 - the instance's answer, not a failure
     """An instance did not take a request: `invalid` or `busy`."""
 
     def __init__(self, kind: str, problem: str) -> None:
@@ -36,26 +36,28 @@ class Refusal(Exception):  # noqa: N818 - the instance's answer, not a failure
         self.kind = kind
 
 
-class Link:
+class InstanceLink:
     """A channel to an instance, driven by the event loop."""
 
-    def __init__(self, channel: Channel, *, on_change: Callable[[Link], None]) -> None:
+    def __init__(self, channel: Channel, *, on_change: Callable[[InstanceLink], None]) -> None:
         self.name = channel.name
-        self.ready: ms.Ready | None = None
+        self.ready: ms.InstanceReady | None = None
         """What the instance can do; `None` until it is loaded."""
         self.leaving = False
         """Whether it ends its requests and takes no more."""
         self.lost = ""
         """Why it is gone, if it is."""
-        self.loading: dict[int, ms.Loading] = {}
+        self.loading: dict[int, ms.LoadProgress] = {}
         """How far each rank is."""
-        self.on_kept: Callable[[Link, list[KvEvent]], None] = _nobody
+        self.on_kept: Callable[[InstanceLink, list[KvEvent]], None] = _nobody
         """Told what the instance caches."""
-        self.on_ready: Callable[[Link], None] = _nobody_waits
+        self.on_ready: Callable[[InstanceLink], None] = _nobody_waits
         """Told before anybody else that the instance takes requests."""
         self._channel = channel
         self._on_change = on_change
-        self._requests: dict[str, asyncio.Queue[ms.Progress | ms.Scored | ms.Refused | Lost]] = {}
+        self._requests: dict[
+            str, asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost]
+        ] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._ask_next = 1
         self._outbox: deque[bytes] = deque()
@@ -72,16 +74,20 @@ class Link:
         """Requests under way."""
         return len(self._requests)
 
-    async def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.Progress | ms.Scored, None]:
+    async def generate(
+        self, submit: ms.Submit
+    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """Submits a request and yields its tokens until every answer has ended.
 
         If the prompt is scored, that comes first.
 
         Raises:
-            Lost: the instance went away.
-            Refusal: it did not take the request.
+            InstanceLost: the instance went away.
+            RequestRefusal: it did not take the request.
         """
-        queue: asyncio.Queue[ms.Progress | ms.Scored | ms.Refused | Lost] = asyncio.Queue()
+        queue: asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost] = (
+            asyncio.Queue()
+        )
         self._require_there()
         self._requests[submit.id] = queue
         running = submit.answers
@@ -89,12 +95,12 @@ class Link:
             self.send(submit)
             while running:
                 told = await queue.get()
-                if isinstance(told, Lost):
+                if isinstance(told, InstanceLost):
                     raise told
-                if isinstance(told, ms.Refused):
+                if isinstance(told, ms.SubmitRefused):
                     running = 0
-                    raise Refusal(told.kind, told.problem)
-                if isinstance(told, ms.Progress):
+                    raise RequestRefusal(told.kind, told.problem)
+                if isinstance(told, ms.TokenProgress):
                     running -= bool(told.reason)
                 yield told
         finally:
@@ -107,7 +113,7 @@ class Link:
         """What the instance tells about itself, as JSON.
 
         Raises:
-            Lost: it went away, or does not answer.
+            InstanceLost: it went away, or does not answer.
         """
         self._require_there()
         number, self._ask_next = self._ask_next, self._ask_next + 1
@@ -117,11 +123,13 @@ class Link:
             self.send(ms.Ask(id=number, what=what, of=of))
             return await asyncio.wait_for(answer, ASK_S)
         except TimeoutError as error:
-            raise Lost(f"instance {self.name!r} did not answer within {ASK_S:g} s") from error
+            raise InstanceLost(
+                f"instance {self.name!r} did not answer within {ASK_S:g} s"
+            ) from error
         finally:
             del self._asked[number]
 
-    def send(self, message: ms.Message) -> None:
+    def send(self, message: ms.InstanceMessage) -> None:
         """Hands a message over; if the instance has no room for it now, it goes later."""
         self._outbox.append(ms.encode(message))
         self._flush()
@@ -138,7 +146,7 @@ class Link:
 
     def _require_there(self) -> None:
         if self.lost:
-            raise Lost(self.lost)
+            raise InstanceLost(self.lost)
 
     def _flush(self) -> None:
         while self._outbox and not self.lost:
@@ -184,26 +192,26 @@ class Link:
 
     def _take(self, message: ms.FromInstance) -> None:
         match message:
-            case ms.Loading():
+            case ms.LoadProgress():
                 self.loading[message.rank] = message
                 self._on_change(self)
-            case ms.Ready():
+            case ms.InstanceReady():
                 self.ready = message
                 self.on_ready(self)
                 self._on_change(self)
-            case ms.Progress() | ms.Scored() | ms.Refused():
+            case ms.TokenProgress() | ms.Scored() | ms.SubmitRefused():
                 queue = self._requests.get(message.id)
                 if queue is not None:
                     queue.put_nowait(message)
             case ms.Leaving():
                 self.leaving = True
                 self._on_change(self)
-            case ms.Kept():
+            case ms.CacheChanged():
                 if self.ready is None:
                     self._lose(f"instance {self.name!r} told what it caches before it was ready")
                 else:
                     self.on_kept(self, [*message.events])
-            case ms.Told():
+            case ms.AskAnswer():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message.json)
@@ -216,16 +224,16 @@ class Link:
         self._set_alarm()
         self._channel.close()
         for queue in self._requests.values():
-            queue.put_nowait(Lost(why))
+            queue.put_nowait(InstanceLost(why))
         for answer in self._asked.values():
             if not answer.done():
-                answer.set_exception(Lost(why))
+                answer.set_exception(InstanceLost(why))
         self._on_change(self)
 
 
-def _nobody(_link: Link, _events: list[KvEvent]) -> None:
+def _nobody(_link: InstanceLink, _events: list[KvEvent]) -> None:
     """Nobody wants to know."""
 
 
-def _nobody_waits(_link: Link) -> None:
+def _nobody_waits(_link: InstanceLink) -> None:
     """Nobody has anything to say to it."""

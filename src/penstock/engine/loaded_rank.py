@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.engine.checkpoints import find_model
+from penstock.engine.collectives import Alone, Ranks, Together
 from penstock.engine.devices import attention_on, device_of, lane_on
 from penstock.engine.model import Decoder
-from penstock.engine.ranks import Alone, Ranks, Together
 from penstock.engine.sharding import share_of
 from penstock.engine.weights import RankWeights
 from penstock.engine.worker import Worker, allocate_kv, kv_tier
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from penstock.config import Config
     from penstock.engine.architecture import Architecture
-    from penstock.engine.checkpoints import Model
+    from penstock.engine.checkpoints import ModelFiles
     from penstock.engine.sharding import Share
     from penstock.engine.spec import InstanceSpec
     from penstock.tiers.tensors import TensorTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedRank:
     """A rank's model, and its blocks as the cache sees them."""
 
     worker: Worker
@@ -41,7 +41,7 @@ def _nobody(_layers: int, _of: int) -> None:
 
 def load_rank(
     spec: InstanceSpec, *, rank: int = 0, progress: Callable[[int, int], None] = _nobody
-) -> Loaded:
+) -> LoadedRank:
     """Reads the weights of one rank and takes its device blocks.
 
     Args:
@@ -86,7 +86,7 @@ def load_rank(
         dtype=spec.torch_dtype,
         device=device,
     )
-    return Loaded(
+    return LoadedRank(
         worker=Worker(
             decoder,
             kv,
@@ -99,7 +99,7 @@ def load_rank(
     )
 
 
-def _require_same_files(spec: InstanceSpec, model: Model) -> None:
+def _require_same_files(spec: InstanceSpec, model: ModelFiles) -> None:
     """Keys say which weights made the KV, and others may have KV under the same keys."""
     if spec.digest and model.weights_version() != spec.digest:
         raise UnavailableError(

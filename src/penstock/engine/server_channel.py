@@ -17,7 +17,7 @@ class ServerLost(UnavailableError):  # noqa: N818 - what happened to a server
     """The server is gone."""
 
 
-class Outbox:
+class ServerOutbox:
     """What the server is told, in order; what it has no room for waits here."""
 
     def __init__(self, channel: Channel) -> None:
@@ -29,7 +29,7 @@ class Outbox:
         """Whether everything was sent."""
         return not self._frames
 
-    def put(self, message: ms.Message) -> None:
+    def put(self, message: ms.InstanceMessage) -> None:
         """Sends a message, now or when there is room."""
         self._frames.append(ms.encode(message))
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.text import Text
-from penstock.serve import encoding
-from penstock.serve.encoding import LONG_CHARACTERS, Encoder
+from penstock.serve import encoder as module
+from penstock.serve.encoder import LONG_CHARACTERS, Encoder
 from penstock.serve.fields import BadRequest
 
 LONG = "x" * (LONG_CHARACTERS + 1)
@@ -50,7 +50,7 @@ def test_while_a_long_text_is_encoded_others_are_served() -> None:
 
 
 def test_more_texts_than_may_wait_are_refused_with_429(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "WAITING_MAX", 2)
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
     tokenizer = Tokenizer()
     encoder = Encoder(Text(tokenizer))
 

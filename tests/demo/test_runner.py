@@ -14,8 +14,8 @@ from penstock.cli import demo
 from penstock.cli.app import run
 from penstock.demo import Played, Stage
 from penstock.demo.chats import CHATS_MAX, chats
-from penstock.demo.playing import too_much
 from penstock.demo.result import GENERATED_MAX
+from penstock.demo.runner import too_much
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 | value      | is                                                                    |
 |------------|-----------------------------------------------------------------------|
 | `Sampling` | what a request asks for, the same for all its tokens                   |
-| `Wish`     | what that means for one token; travels to the ranks with the step      |
-| `Change`   | the part of it that changes logits before a token is chosen            |
+| `TokenSampling`     | what that means for one token; travels to the ranks with the step      |
+| `LogitChange`   | the part of it that changes logits before a token is chosen            |
 | `Sampled`  | a token, its log-probability and the likeliest alternatives            |
 """
 
@@ -90,7 +90,7 @@ class Sampling:
 
     def change(
         self, prompt: Sequence[int], answer: Sequence[int], banned: Sequence[int]
-    ) -> Change | None:
+    ) -> LogitChange | None:
         """What is done to the logits of the next token; `None` if nothing is.
 
         Args:
@@ -102,7 +102,7 @@ class Sampling:
             return None
         repeats = self.repetition_penalty != 1
         counted = self.presence_penalty != 0 or self.frequency_penalty != 0
-        return Change(
+        return LogitChange(
             banned=list(banned),
             bias=list(self.logit_bias),
             seen=sorted({*prompt, *answer}) if repeats else [],
@@ -113,7 +113,7 @@ class Sampling:
         )
 
 
-class Change(msgspec.Struct, frozen=True, array_like=True):
+class LogitChange(msgspec.Struct, frozen=True, array_like=True):
     """What is done to the logits of one token before it is chosen."""
 
     banned: list[int]
@@ -129,7 +129,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
     frequency: float
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True):
+class TokenSampling(msgspec.Struct, frozen=True, array_like=True):
     """How the next token of one request is to be chosen; travels with the step."""
 
     temperature: float
@@ -139,7 +139,7 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int
     top_k: int = 0
     min_p: float = 0.0
-    change: Change | None = None
+    change: LogitChange | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.requests import ANSWERS_MAX, TOKENS_MAX
-from penstock.engine.wishes import (
+from penstock.engine.sampling_options import (
     BIAS_MAX,
     BIASES_MAX,
     LOGPROBS_MAX,

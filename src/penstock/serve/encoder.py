@@ -13,7 +13,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.engine.text import TooLong
+from penstock.engine.text import TextTooLong
 from penstock.serve.fields import BadRequest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Encoder:
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, encode)
-        except TooLong as error:
+        except TextTooLong as error:
             raise BadRequest(
                 f"{param} {error}, must have at most {longest}, the longest context less one",
                 param=param,

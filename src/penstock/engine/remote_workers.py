@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from penstock.engine.meeting import End, Loaded, encode, read_by_rank, read_by_scheduler
+from penstock.engine.rendezvous import End, RankLoaded, encode, read_by_rank, read_by_scheduler
 from penstock.engine.steps import HandedCounts, Step, StepResult
 from penstock.errors import PeerError, UnavailableError
 from penstock.transport.base import Closed, Empty, Failed, Item
@@ -120,7 +120,7 @@ def serve_rank(
         UnavailableError: the scheduler is lost.
         PeerError: it said what makes no sense.
     """
-    channel.send(encode(Loaded(rank.facts.to_bytes())))
+    channel.send(encode(RankLoaded(rank.facts.to_bytes())))
     told = HandedCounts()
     while True:
         match channel.receive():

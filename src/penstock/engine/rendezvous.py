@@ -1,9 +1,9 @@
 """How a scheduler and its ranks find each other, anew in every life.
 
-    rank: Came ──→ scheduler           until all have come
-    rank ←── Meet   scheduler          where their collectives meet: a place of this life alone
-    rank: Loading … ──→ scheduler
-    rank: Loaded ──→ scheduler         its facts; steps may come from now on
+    rank: RankCame ──→ scheduler           until all have come
+    rank ←── MeetAt   scheduler          where their collectives meet: a place of this life alone
+    rank: RankLoading … ──→ scheduler
+    rank: RankLoaded ──→ scheduler         its facts; steps may come from now on
 
 The one rule: a rank never meets ranks of another life. It dials its scheduler first, which tells
 it where to meet, and that place is gone with the scheduler's process.
@@ -37,20 +37,20 @@ DIAL_S = 300.0
 """A rank may be started long before its scheduler, which waits for its restart."""
 
 
-class Came(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankCame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank is there."""
 
     rank: int
 
 
-class Meet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class MeetAt(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All ranks are there: load your share of the model."""
 
     place: str
     """The file over which `torch.distributed` finds the other ranks."""
 
 
-class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankLoading(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank has read so many of its layers."""
 
     rank: int
@@ -58,7 +58,7 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
     of: int
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank can compute."""
 
     facts: bytes
@@ -68,8 +68,8 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Nothing more will come, and all is well."""
 
 
-FromRank = Came | Loading | Loaded | StepResult
-ToRank = Meet | Step | End
+FromRank = RankCame | RankLoading | RankLoaded | StepResult
+ToRank = MeetAt | Step | End
 
 _from_rank: FrameCodec[FromRank] = FrameCodec(
     msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
@@ -126,7 +126,7 @@ def meet_ranks(
         place = os.memfd_create("penstock-meeting")
         try:
             for channel in came.values():
-                channel.send(encode(Meet(f"/proc/{os.getpid()}/fd/{place}")))
+                channel.send(encode(MeetAt(f"/proc/{os.getpid()}/fd/{place}")))
             facts = _await_facts(came, deadline, progress)
         finally:
             os.close(place)
@@ -145,7 +145,7 @@ def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadlin
             raise UnavailableError(f"ranks {missing} of {ranks} did not come in time")
         said = channel.receive(deadline=deadline)
         message = read_by_scheduler(said.frame) if isinstance(said, Item) else None
-        if not isinstance(message, Came):
+        if not isinstance(message, RankCame):
             # A rank that died while it came: its next life will come, too.
             channel.close()
             continue
@@ -172,9 +172,9 @@ def _await_facts(
                 if not isinstance(said, Item):
                     raise UnavailableError(f"rank {rank} was lost while it loaded: {said}")
                 match read_by_scheduler(said.frame):
-                    case Loading(_, layers, of):
+                    case RankLoading(_, layers, of):
                         progress(rank, layers, of)
-                    case Loaded(facts):
+                    case RankLoaded(facts):
                         found[rank] = RankFacts.from_bytes(facts)
                     case unexpected:
                         raise PeerError(f"rank {rank} said {unexpected} before it had loaded")
@@ -190,10 +190,10 @@ def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel,
     deadline = time.monotonic() + DIAL_S
     settings = ChannelSettings(open_s=DIAL_S)
     channel = connect(address, name=name, deadline=deadline, secret=secret, settings=settings)
-    channel.send(encode(Came(rank)))
+    channel.send(encode(RankCame(rank)))
     said = channel.receive(deadline=deadline)
     message = read_by_rank(said.frame) if isinstance(said, Item) else None
-    if not isinstance(message, Meet):
+    if not isinstance(message, MeetAt):
         channel.close()
         raise UnavailableError(f"rank {rank} was not told where to meet: {message or said}")
     return channel, message.place

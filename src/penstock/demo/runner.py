@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.demo.asking import get, post
 from penstock.demo.chats import chats
-from penstock.demo.clients import Talk, hold
+from penstock.demo.clients import Talk, get, hold, post
 from penstock.demo.exactness import Fresh, check
-from penstock.demo.result import GENERATED_MAX, Played, Round, counted
+from penstock.demo.result import GENERATED_MAX, ChatRound, Played, counted
 from penstock.demo.server import served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.demo.asking import Turn
     from penstock.demo.chats import Chat
-    from penstock.demo.exactness import Verdict
+    from penstock.demo.clients import ChatTurn
+    from penstock.demo.exactness import ExactnessVerdict
 
 ROUNDS = (("with the cache", "use"), ("with the cache off", "off"))
 QUIET_S = 30.0
@@ -96,7 +95,7 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
     """
     began = time.monotonic()
     asked = chats(stage.chats, turns=stage.turns)
-    rounds: list[Round] = []
+    rounds: list[ChatRound] = []
     command = f"penstock serve {shlex.join(stage.options)}"
     tell(command)
     with served(stage.options) as server:
@@ -127,7 +126,7 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
     )
 
 
-def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], None]) -> Round:
+def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], None]) -> ChatRound:
     before = get(talk.address, "/cache")["instances"]
     began = time.monotonic()
     count = sum(len(chat.questions) for chat in asked)
@@ -135,7 +134,7 @@ def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], 
     turns = hold(talk, asked, _nobody)
     _require_quiet(talk.address)
     after = get(talk.address, "/cache")["instances"]
-    return Round(
+    return ChatRound(
         title=title,
         turns=tuple(sorted(turns, key=lambda turn: (turn.chat, turn.number))),
         statistics=counted(before, after),
@@ -179,7 +178,7 @@ def _left_behind(address: str) -> list[str]:
     return findings
 
 
-def _not_shown(rounds: Sequence[Round]) -> list[str]:
+def _not_shown(rounds: Sequence[ChatRound]) -> list[str]:
     """What should have happened, and did not."""
     findings = []
     for played in rounds:
@@ -198,7 +197,7 @@ def _not_shown(rounds: Sequence[Round]) -> list[str]:
     return findings
 
 
-def too_much(stage: Stage, rounds: Sequence[Round]) -> list[str]:
+def too_much(stage: Stage, rounds: Sequence[ChatRound]) -> list[str]:
     """What was generated beyond the plan; how long it took is told, and depends on the machine."""
     findings = [
         f"{turn.chat}, turn {turn.number + 1}, {played.title}: {len(turn.heard)} tokens, must be "
@@ -213,11 +212,13 @@ def too_much(stage: Stage, rounds: Sequence[Round]) -> list[str]:
     return findings
 
 
-def _check(stage: Stage, turns: Sequence[Turn], tell: Callable[[str], None]) -> Verdict:
+def _check(
+    stage: Stage, turns: Sequence[ChatTurn], tell: Callable[[str], None]
+) -> ExactnessVerdict:
     tell(f"{len(turns)} answers against a fresh computation, without cache and handoff")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return check(turns, Fresh(stage.model))
 
 
-def _nobody(_turn: Turn) -> None:
+def _nobody(_turn: ChatTurn) -> None:
     """Nobody wants to know."""

@@ -1,0 +1,477 @@
+"""Requests for text, from their body to the last byte of the answer.
+
+`TextEndpoint` reads, encodes and checks a request; `TextResponse` is its answer, for ASGI.
+
+Two rules: a request is checked as a whole before any of its prompts is sent to an instance; and
+a client that goes away takes its request along, whatever the request is doing, and whether its
+answer is a stream or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.responses import JSONResponse, Response
+
+from penstock.engine import messages as ms
+from penstock.serve import errors
+from penstock.serve.access_log import name_request, note_failure, note_tokens
+from penstock.serve.answers import AnswerFormat, AnswerOptions, AnswerPiece, AnswerReader, pieces_of
+from penstock.serve.fields import BadRequest, shown
+from penstock.serve.instance_link import InstanceLost, RequestRefusal
+from penstock.serve.openai_requests import TOKENS_DEFAULT, TextRequest, read_chat, read_completion
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from penstock.engine.defaults import Defaults
+    from penstock.engine.text import Text
+    from penstock.observe.metrics import ServerMetrics
+    from penstock.serve.encoder import Encoder
+    from penstock.serve.router import Router
+
+
+class TextEndpoint:
+    """What clients ask for, as answers in the making."""
+
+    def __init__(
+        self,
+        router: Router,
+        encoder: Encoder,
+        text: Text,
+        metrics: ServerMetrics,
+        admission: Admission,
+        *,
+        model: str,
+        defaults: Defaults,
+    ) -> None:
+        self._router = router
+        self._encoder = encoder
+        self._text = text
+        self._metrics = metrics
+        self._admission = admission
+        self._model = model
+        self._defaults = defaults
+
+    async def completions(self, body: bytes, tenant: str) -> ASGIApp:
+        """The answer to `POST /v1/completions`."""
+        request = read_completion(body)
+        refused = self._refusal(request, count=len(request.prompts))
+        if refused is not None:
+            return refused
+        longest = self._facts.positions - 1
+        prompts: list[list[int]] = []
+        for at, prompt in enumerate(request.prompts):
+            param = "prompt" if len(request.prompts) == 1 else f"prompt[{at}]"
+            if isinstance(prompt, str):
+                tokens = await self._encoder.encode(prompt, longest=longest, param=param)
+            else:
+                tokens = prompt
+            _require_length(tokens, longest=longest, param=param)
+            prompts.append(tokens)
+        texts = [
+            (given if isinstance(given, str) else self._text.decode(given))
+            if request.echo
+            else None
+            for given in request.prompts
+        ]
+        return self._answer(request, prompts, texts, tenant=tenant, chat=False)
+
+    async def chat(self, body: bytes, tenant: str) -> ASGIApp:
+        """The answer to `POST /v1/chat/completions`."""
+        request = read_chat(body)
+        refused = self._refusal(request)
+        if refused is not None:
+            return refused
+        longest = self._facts.positions - 1
+        tokens = await self._encoder.encode_chat(request.messages, longest=longest)
+        _require_length(tokens, longest=longest, param="messages")
+        return self._answer(request, [tokens], [None], tenant=tenant, chat=True)
+
+    def require_model(self, name: str | None) -> None:
+        """Refuses a request for another model."""
+        if name not in {None, self._model}:
+            raise BadRequest(
+                f"model is {shown(name)}, must be {self._model!r}", param="model", status=404
+            )
+
+    def _refusal(self, request: TextRequest, count: int = 1) -> ASGIApp | None:
+        """Whether it can be answered now, before anything is encoded."""
+        self.require_model(request.model)
+        if count > self._admission.limit:
+            raise BadRequest(
+                f"prompt has {count} entries, must have at most {self._admission.limit}, which is "
+                "how many requests may be under way",
+                param="prompt",
+            )
+        refusal = self._admission.refusal(count)
+        if refusal:
+            self._metrics.requests.labels("refused").inc()
+            return errors.busy(refusal)
+        if not self._router.answering:
+            return errors.unavailable("no instance is ready")
+        return None
+
+    @property
+    def _facts(self) -> ms.InstanceReady:
+        facts = self._router.answering[0].ready
+        assert facts is not None
+        return facts
+
+    def _answer(
+        self,
+        request: TextRequest,
+        prompts: Sequence[list[int]],
+        texts: Sequence[str | None],
+        *,
+        tenant: str,
+        chat: bool,
+    ) -> ASGIApp:
+        if not self._router.answering:
+            # While it was encoded, they were lost.
+            return errors.unavailable("no instance is ready")
+        facts = self._facts
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        parts = [
+            Part(
+                self._submit(
+                    request, tokens, facts, name=f"{name}-{at}" if at else name, tenant=tenant
+                ),
+                AnswerReader(
+                    self._text,
+                    AnswerOptions(
+                        prompt=tokens,
+                        answers=request.n,
+                        stops=request.stop,
+                        min_tokens=request.min_tokens,
+                        logprobs=request.logprobs is not None,
+                        echo=text,
+                        generates=request.max_tokens != 0,
+                        first_choice=at * request.n,
+                    ),
+                ),
+            )
+            for at, (tokens, text) in enumerate(zip(prompts, texts, strict=True))
+        ]
+        return TextResponse(
+            parts=parts,
+            form=AnswerFormat(
+                id=name,
+                model=self._model,
+                chat=chat,
+                logprobs=request.logprobs is not None,
+                tiers=facts.tiers,
+                text=self._text,
+            ),
+            stream=request.stream,
+            tells_usage=request.include_usage,
+            router=self._router,
+            metrics=self._metrics,
+            admission=self._admission,
+        )
+
+    def _submit(
+        self,
+        request: TextRequest,
+        tokens: list[int],
+        facts: ms.InstanceReady,
+        *,
+        name: str,
+        tenant: str,
+    ) -> ms.Submit:
+        defaults = self._defaults
+        return ms.Submit(
+            id=name,
+            prompt=tokens,
+            max_tokens=_max_tokens(request, room=facts.positions - len(tokens)),
+            min_tokens=request.min_tokens,
+            ignores_stop_tokens=request.ignore_eos,
+            stop_tokens=list(request.stop_token_ids),
+            answers=request.n,
+            temperature=_given(request.temperature, defaults.temperature),
+            top_p=_given(request.top_p, defaults.top_p),
+            top_k=_given(request.top_k, defaults.top_k),
+            min_p=_given(request.min_p, defaults.min_p),
+            repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=list(request.logit_bias),
+            seed=request.seed,
+            logprobs=request.logprobs or 0,
+            scores_prompt=request.scores_prompt,
+            tells_logprobs=request.logprobs is not None,
+            priority=request.priority,
+            tenant=tenant,
+            reuse=request.cache != "off",
+            store=request.cache == "use",
+        )
+
+
+def _require_length(tokens: Sequence[int], *, longest: int, param: str) -> None:
+    if not tokens:
+        raise BadRequest(f"{param} is empty, must have at least one token", param=param)
+    if len(tokens) > longest:
+        raise BadRequest(
+            f"{param} has {len(tokens)} tokens, must have at most {longest}, the longest context "
+            "less one",
+            param=param,
+        )
+
+
+def _max_tokens(request: TextRequest, *, room: int) -> int:
+    """The longest answer; what a request leaves open fits in whatever the prompt leaves."""
+    given = request.max_tokens
+    if given is None:
+        given = min(max(TOKENS_DEFAULT, request.min_tokens), room)
+    if request.min_tokens > given:
+        raise BadRequest(
+            f"min_tokens is {request.min_tokens}, must be at most {room}, what the prompt leaves "
+            "of the longest context",
+            param="min_tokens",
+        )
+    if given > room:
+        raise BadRequest(
+            f"max_tokens is {given}, must be at most {room}, what the prompt leaves of the longest "
+            "context",
+            param="max_tokens",
+        )
+    # An instance always chooses one token. Who wants none hears of the prompt alone.
+    return max(1, given)
+
+
+ValueT = TypeVar("ValueT")
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value
+
+
+REFUSED_FIELDS = frozenset({"logit_bias", "stop_token_ids"})
+"""Fields that only an instance can check; it begins its refusal with their names."""
+
+
+class Admission:
+    """How many prompts are under way, and how many may be."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.running = 0
+
+    def refusal(self, count: int = 1) -> str:
+        """Why so many more are not taken now; empty if they are."""
+        if self.running + count <= self.limit:
+            return ""
+        return f"{self.running} requests are under way, at most {self.limit} may be"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request, and who follows its answers."""
+
+    submit: ms.Submit
+    reader: AnswerReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextResponse:
+    """An answer in the making: an ASGI response that ends with its client."""
+
+    parts: Sequence[Part]
+    """A prompt each, all of which are answered at once."""
+    form: AnswerFormat
+    stream: bool
+    tells_usage: bool
+    """Whether a stream ends with the usage."""
+    router: Router
+    metrics: ServerMetrics
+    admission: Admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, unless too many requests are under way or the client goes away."""
+        name_request(scope, self.parts[0].submit.id)
+        refusal = self.admission.refusal(len(self.parts))
+        if refusal:
+            self.metrics.requests.labels("refused").inc()
+            await errors.busy(refusal)(scope, receive, send)
+            return
+        self.admission.running += len(self.parts)
+        try:
+            await self._while_connected(scope, receive, send)
+        finally:
+            self.admission.running -= len(self.parts)
+            note_tokens(
+                scope,
+                prompt=sum(reader.prompt_tokens for reader in self._readers),
+                cached=[sum(reader.cached) for reader in self._readers],
+                completion=sum(reader.completion_tokens for reader in self._readers),
+            )
+
+    async def _while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._pieces()) as pieces:
+            # The first piece tells whether the request was taken: until then a status can be
+            # chosen.
+            try:
+                first = await anext(pieces)
+            except RequestRefusal as refusal:
+                response = _refused(refusal)
+            except InstanceLost as lost:
+                response = errors.unavailable(str(lost))
+            else:
+                if self.stream:
+                    await self._stream(first, pieces, scope, send)
+                    return
+                response = await self._whole(first, pieces)
+        await response(scope, receive, send)
+
+    async def _whole(
+        self, first: AnswerPiece, pieces: AsyncGenerator[AnswerPiece, None]
+    ) -> Response:
+        try:
+            found = [first, *[piece async for piece in pieces]]
+        except InstanceLost as lost:
+            return errors.unavailable(f"{lost}, in the middle of the answer")
+        except RequestRefusal as refusal:
+            # One of several prompts.
+            return _refused(refusal)
+        return JSONResponse(self.form.whole(self._readers, found))
+
+    async def _stream(
+        self,
+        first: AnswerPiece,
+        pieces: AsyncGenerator[AnswerPiece, None],
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        begun = {first.choice}
+        await _event(send, self.form.chunk(first, first=True))
+        try:
+            async for piece in pieces:
+                is_first = piece.choice not in begun
+                begun.add(piece.choice)
+                await _event(send, self.form.chunk(piece, first=is_first))
+        except InstanceLost as lost:
+            note_failure(scope)
+            message = f"{lost}, in the middle of the answer"
+            await _event(send, {"error": errors.shape(message, "server_error")})
+        except RequestRefusal as refusal:
+            # One of several prompts: the stream has begun with another.
+            note_failure(scope)
+            kind = "rate_limit_error" if refusal.kind == "busy" else "invalid_request_error"
+            await _event(send, {"error": errors.shape(str(refusal), kind)})
+        else:
+            if self.tells_usage:
+                await _event(send, self.form.last_chunk(self._readers))
+            await send(
+                {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
+            )
+        await send({"type": "http.response.body", "body": b""})
+
+    @property
+    def _readers(self) -> list[AnswerReader]:
+        return [part.reader for part in self.parts]
+
+    def _pieces(self) -> AsyncGenerator[AnswerPiece, None]:
+        """The pieces of all answers as they come."""
+        streams = [self._measured(part) for part in self.parts]
+        return streams[0] if len(streams) == 1 else _merged(streams)
+
+    async def _measured(self, part: Part) -> AsyncGenerator[AnswerPiece, None]:
+        """The pieces of one prompt's answers, measured as they pass."""
+        metrics, submit = self.metrics, part.submit
+        metrics.prompt_tokens.inc(len(submit.prompt))
+        began = last = time.monotonic()
+        outcome = "aborted"
+        stop = partial(self.router.stop, submit.id)
+        try:
+            tokens = self.router.generate(submit)
+            async with aclosing(pieces_of(part.reader, tokens, stop)) as pieces:
+                async for piece in pieces:
+                    now = time.monotonic()
+                    is_first = last == began
+                    seen = metrics.first_token_s if is_first else metrics.between_tokens_s
+                    seen.observe(now - last)
+                    last = now
+                    metrics.generated_tokens.inc(piece.generated)
+                    yield piece
+            outcome = "answered"
+        except InstanceLost:
+            outcome = "failed"
+            raise
+        except RequestRefusal:
+            outcome = "refused"
+            raise
+        finally:
+            metrics.requests.labels(outcome).inc()
+
+
+def _refused(refusal: RequestRefusal) -> Response:
+    """What a client hears of an instance's refusal."""
+    if refusal.kind == "busy":
+        return errors.busy(str(refusal))
+    field = str(refusal).partition(" ")[0]
+    raise BadRequest(str(refusal), param=field if field in REFUSED_FIELDS else None) from refusal
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[AnswerPiece, None]],
+) -> AsyncGenerator[AnswerPiece, None]:
+    """The pieces of several streams as they come; the first failure ends all of them."""
+    # Answers have bounded numbers of tokens, and so has this.
+    queue: asyncio.Queue[AnswerPiece | asyncio.Task[None]] = asyncio.Queue()
+
+    async def follow(stream: AsyncGenerator[AnswerPiece, None]) -> None:
+        async with aclosing(stream):
+            async for piece in stream:
+                queue.put_nowait(piece)
+
+    tasks = [asyncio.create_task(follow(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    running = len(tasks)
+    try:
+        while running:
+            found = await queue.get()
+            if isinstance(found, AnswerPiece):
+                yield found
+            else:
+                running -= 1
+                found.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns when the client is gone; the request's body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _event(send: Send, content: dict[str, Any]) -> None:
+    body = f"data: {json.dumps(content)}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
