@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 # What the tests here share lies beside them, and engines import it as well.
 sys.path.append(str(HERE))
 
-Told: TypeAlias = list[dict[str, Any]]
-Run: TypeAlias = Callable[..., tuple[Told, str]]
+Results: TypeAlias = list[dict[str, Any]]
+Run: TypeAlias = Callable[..., tuple[Results, str]]
 Plain: TypeAlias = Callable[[str], dict[str, dict[str, Any]]]
 
 
@@ -84,7 +84,7 @@ def run(
     """Runs an engine through a list of acts: what each told, and all that was printed."""
     from processes import run_to_the_end  # noqa: PLC0415 - from the folder of this file
 
-    def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Told, str]:
+    def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
@@ -116,13 +116,13 @@ def plain_vllm(run: Run) -> Plain:
     """For a model what plain vLLM told in each act of `references.py`."""
     from references import ACTS, SETUPS  # noqa: PLC0415 - from the folder of this file
 
-    told: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
 
-    def tell(kind: str) -> dict[str, dict[str, Any]]:
-        if kind not in told:
+    def answer_of(kind: str) -> dict[str, dict[str, Any]]:
+        if kind not in results:
             acts = ACTS[kind]
             answers, _ = run(kind, list(acts.values()), **SETUPS[kind])
-            told[kind] = dict(zip(acts, answers, strict=True))
-        return told[kind]
+            results[kind] = dict(zip(acts, answers, strict=True))
+        return results[kind]
 
-    return tell
+    return answer_of

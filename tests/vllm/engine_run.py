@@ -65,9 +65,9 @@ def main(model: str, script: dict[str, Any]) -> None:
     llm = open_engine(model, script)
     for act in script["acts"]:
         began = time.monotonic()
-        told = ACTS[act["act"]](llm, act)
-        told["seconds"] = round(time.monotonic() - began, 2)
-        sys.stdout.write(f"ACT {json.dumps(told)}\n")
+        results = ACTS[act["act"]](llm, act)
+        results["seconds"] = round(time.monotonic() - began, 2)
+        sys.stdout.write(f"ACT {json.dumps(results)}\n")
         sys.stdout.flush()
 
 

@@ -14,7 +14,7 @@ from comparing import TAMPERED, agree, cached, counted, generate
 from references import SHORTER_CROWD
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -22,43 +22,43 @@ SMALL: dict[str, Any] = {"max_model_len": 416, "max_num_batched_tokens": 416}
 
 
 @pytest.fixture(scope="module")
-def hybrid(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
+def hybrid(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
     """Six KV groups on two ranks: a block of tokens takes six blocks of the pool."""
     plain = [plain_vllm("hybrid")[name] for name in ("crowd", "cold")]
     acts = [SHORTER_CROWD, SHORTER_CROWD, generate(), generate(forget=True)]
     acts += [generate(forget=True, tamper="flip"), {"act": "events"}]
-    told, _ = run("hybrid", acts, connector=TAMPERED, ranks=2, pool=240, events=True, **SMALL)
-    return plain, told
+    results, _ = run("hybrid", acts, connector=TAMPERED, ranks=2, pool=240, events=True, **SMALL)
+    return plain, results
 
 
-def test_several_groups_under_pressure_give_the_same(hybrid: tuple[Told, Told]) -> None:
-    plain, told = hybrid
+def test_several_groups_under_pressure_give_the_same(hybrid: tuple[Results, Results]) -> None:
+    plain, results = hybrid
 
-    assert told[1]["metrics"]["vllm:num_preemptions"] > 0
-    assert agree(told[0], plain[0])
-    assert agree(told[1], plain[0])
-    assert counted(told[1], "tokens_loaded") > 0
+    assert results[1]["metrics"]["vllm:num_preemptions"] > 0
+    assert agree(results[0], plain[0])
+    assert agree(results[1], plain[0])
+    assert counted(results[1], "tokens_loaded") > 0
 
 
-def test_several_groups_on_two_ranks_give_the_same(hybrid: tuple[Told, Told]) -> None:
-    plain, told = hybrid
+def test_several_groups_on_two_ranks_give_the_same(hybrid: tuple[Results, Results]) -> None:
+    plain, results = hybrid
 
-    assert agree(told[2], plain[1])
-    assert sum(cached(told[3])) > 0
-    assert counted(told[3], "tokens_loaded") > counted(told[2], "tokens_loaded")
-    assert agree(told[3], plain[1])
+    assert agree(results[2], plain[1])
+    assert sum(cached(results[3])) > 0
+    assert counted(results[3], "tokens_loaded") > counted(results[2], "tokens_loaded")
+    assert agree(results[3], plain[1])
 
 
 def test_52234_several_groups_never_serve_what_one_rank_could_not_load(
-    hybrid: tuple[Told, Told],
+    hybrid: tuple[Results, Results],
 ) -> None:
-    plain, told = hybrid
+    plain, results = hybrid
 
-    assert counted(told[4], "loads_failed") > counted(told[3], "loads_failed")
-    assert agree(told[4], plain[1])
+    assert counted(results[4], "loads_failed") > counted(results[3], "loads_failed")
+    assert agree(results[4], plain[1])
 
 
-def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Told, Told]) -> None:
+def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Results, Results]) -> None:
     """vLLM announces of a group with a window only what can still be matched."""
     stored, on_device = (hybrid[1][5]["events"][f"BlockStored {each}"] for each in ("CPU", "GPU"))
     both = {name: block for name, block in stored.items() if name in on_device}
@@ -75,16 +75,16 @@ def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Told, Told
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
+def trained(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
     acts = [SHORTER_CROWD, SHORTER_CROWD]
-    told, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
-    return [plain_vllm("smollm2")["crowd"]], told
+    results, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
+    return [plain_vllm("smollm2")["crowd"]], results
 
 
-def test_a_trained_model_under_pressure_says_the_same(trained: tuple[Told, Told]) -> None:
-    plain, told = trained
+def test_a_trained_model_under_pressure_says_the_same(trained: tuple[Results, Results]) -> None:
+    plain, results = trained
 
-    assert told[1]["metrics"]["vllm:num_preemptions"] > 0
-    assert counted(told[1], "tokens_loaded") > 0
-    assert agree(told[0], plain[0])
-    assert agree(told[1], plain[0])
+    assert results[1]["metrics"]["vllm:num_preemptions"] > 0
+    assert counted(results[1], "tokens_loaded") > 0
+    assert agree(results[0], plain[0])
+    assert agree(results[1], plain[0])

@@ -11,7 +11,7 @@ from comparing import BLOCK, DETECTED, HITS, LENGTHS, TAMPERED, agree, cached, c
 from references import FIRST_BLOCK, LATENT, SHORTER_CROWD
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -30,15 +30,15 @@ LAST = 7 + len(DETECTED)
 
 
 @dataclass(frozen=True)
-class Heard:
+class EngineRun:
     kind: str
     plain: dict[str, Any]
-    told: Told
+    results: Results
     output: str
 
 
 @pytest.fixture(scope="module", params=list(SETUPS))
-def heard(request: pytest.FixtureRequest, run: Run, plain_vllm: Plain) -> Heard:
+def engine(request: pytest.FixtureRequest, run: Run, plain_vllm: Plain) -> EngineRun:
     """What plain vLLM was asked, but for host memory in place of the device's, where it can be.
 
     Then with each kind of damage, with damage on the device, undisturbed, and after eviction.
@@ -53,14 +53,16 @@ def heard(request: pytest.FixtureRequest, run: Run, plain_vllm: Plain) -> Heard:
     if kind == "latent":
         acts = [{**act, "alone": True} for act in acts]
         acts += [SHORTER_CROWD, SHORTER_CROWD, generate(forget=True, alone=True)]
-    told, output = run(kind, acts, connector=TAMPERED, **SETUPS[kind])
-    return Heard(kind, plain_vllm(kind), told, output)
+    results, output = run(kind, acts, connector=TAMPERED, **SETUPS[kind])
+    return EngineRun(kind, plain_vllm(kind), results, output)
 
 
-def test_the_form_of_a_block_says_for_which_instruction_set_it_is_packed(heard: Heard) -> None:
-    ((kernels, packed_for),) = set(re.findall(r"ENCODING vllm (\S+) (\S+) ", heard.output))
+def test_the_form_of_a_block_says_for_which_instruction_set_it_is_packed(
+    engine: EngineRun,
+) -> None:
+    ((kernels, packed_for),) = set(re.findall(r"ENCODING vllm (\S+) (\S+) ", engine.output))
 
-    if heard.kind == "latent":
+    if engine.kind == "latent":
         # Its blocks are not packed.
         assert (kernels.endswith("_MLA"), packed_for) == (True, "cpu")
     else:
@@ -68,91 +70,99 @@ def test_the_form_of_a_block_says_for_which_instruction_set_it_is_packed(heard: 
         assert packed_for != "cpu"
 
 
-def test_computed_blocks_give_what_plain_vllm_gives(heard: Heard) -> None:
-    assert cached(heard.told[0]) == [0] * len(LENGTHS)
-    assert agree(heard.told[0], heard.plain["cold"])
+def test_computed_blocks_give_what_plain_vllm_gives(engine: EngineRun) -> None:
+    assert cached(engine.results[0]) == [0] * len(LENGTHS)
+    assert agree(engine.results[0], engine.plain["cold"])
 
 
-def test_the_device_cache_gives_what_it_gives_without_the_connector(heard: Heard) -> None:
-    assert cached(heard.told[1]) == cached(heard.plain["cached"]) == HITS
-    assert agree(heard.told[1], heard.plain["cached"])
-    assert counted(heard.told[1], "tokens_loaded") == 0
+def test_the_device_cache_gives_what_it_gives_without_the_connector(engine: EngineRun) -> None:
+    assert cached(engine.results[1]) == cached(engine.plain["cached"]) == HITS
+    assert agree(engine.results[1], engine.plain["cached"])
+    assert counted(engine.results[1], "tokens_loaded") == 0
 
 
-def test_blocks_from_host_memory_give_the_same(heard: Heard) -> None:
-    assert cached(heard.told[2]) == HITS
-    assert counted(heard.told[2], "tokens_loaded") == sum(HITS)
-    assert agree(heard.told[2], heard.plain["cached"])
+def test_blocks_from_host_memory_give_the_same(engine: EngineRun) -> None:
+    assert cached(engine.results[2]) == HITS
+    assert counted(engine.results[2], "tokens_loaded") == sum(HITS)
+    assert agree(engine.results[2], engine.plain["cached"])
 
 
-def test_nothing_is_found_after_a_weight_update(heard: Heard) -> None:
-    assert heard.told[3]["reset"]
-    assert cached(heard.told[4]) == [0] * len(LENGTHS)
-    assert agree(heard.told[4], heard.plain["first block"])
+def test_nothing_is_found_after_a_weight_update(engine: EngineRun) -> None:
+    assert engine.results[3]["reset"]
+    assert cached(engine.results[4]) == [0] * len(LENGTHS)
+    assert agree(engine.results[4], engine.plain["first block"])
 
 
-def test_what_is_not_found_is_computed_behind_what_is(heard: Heard) -> None:
-    assert cached(heard.told[5]) == [BLOCK] * len(LENGTHS)
-    assert agree(heard.told[5], heard.plain["behind it"])
+def test_what_is_not_found_is_computed_behind_what_is(engine: EngineRun) -> None:
+    assert cached(engine.results[5]) == [BLOCK] * len(LENGTHS)
+    assert agree(engine.results[5], engine.plain["behind it"])
 
 
 @pytest.mark.parametrize("word", DETECTED)
-def test_a_load_failure_by_damage_is_found_and_computed_again(heard: Heard, word: str) -> None:
+def test_a_load_failure_by_damage_is_found_and_computed_again(engine: EngineRun, word: str) -> None:
     position = 6 + DETECTED.index(word)
-    before, act = heard.told[position - 1], heard.told[position]
+    before, act = engine.results[position - 1], engine.results[position]
 
     failed = counted(act, "loads_failed") - counted(before, "loads_failed")
 
     assert failed == len(LENGTHS)
     # The first block was sound, so vLLM went on from there.
-    assert agree(act, heard.plain["behind it"])
+    assert agree(act, engine.plain["behind it"])
     assert counted(act, "checksum_failures") - counted(before, "checksum_failures") >= failed
     kept = counted(act, "tokens_loaded") - counted(before, "tokens_loaded")
-    if heard.kind == "hybrid":
+    if engine.kind == "hybrid":
         # vLLM drops the whole load of a request with several KV groups, and asks anew.
         assert 0 <= kept <= BLOCK * len(LENGTHS)
     else:
         assert kept == BLOCK * len(LENGTHS)
 
 
-def test_damage_is_in_the_log_of_vllm_with_block_and_reason(heard: Heard) -> None:
+def test_damage_is_in_the_log_of_vllm_with_block_and_reason(engine: EngineRun) -> None:
     """Once, and not for each of the loads that failed within a minute of the first."""
-    told = re.findall(r"Penstock: a load failed: request=\S+ block=[0-9a-f]{32}, .*", heard.output)
+    results = re.findall(
+        r"Penstock: a load failed: request=\S+ block=[0-9a-f]{32}, .*", engine.output
+    )
 
-    assert 1 <= len(told) < len(DETECTED) * len(LENGTHS)
-    assert "reason=its checksum does not match" in told[0]
+    assert 1 <= len(results) < len(DETECTED) * len(LENGTHS)
+    assert "reason=its checksum does not match" in results[0]
 
 
-def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(heard: Heard) -> None:
+def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(
+    engine: EngineRun,
+) -> None:
     """The control: nobody can find this, and the output must show it."""
-    act = heard.told[6 + len(DETECTED)]
+    act = engine.results[6 + len(DETECTED)]
 
     assert cached(act) == HITS
-    assert not agree(act, heard.plain["again"])
+    assert not agree(act, engine.plain["again"])
 
 
-def test_after_all_that_host_memory_still_gives_the_same(heard: Heard) -> None:
-    act = heard.told[LAST]
+def test_after_all_that_host_memory_still_gives_the_same(engine: EngineRun) -> None:
+    act = engine.results[LAST]
 
     assert cached(act) == HITS
-    assert agree(act, heard.plain["again"])
+    assert agree(act, engine.plain["again"])
 
 
-def test_blocks_that_vllm_evicted_from_the_device_come_from_host_memory(heard: Heard) -> None:
-    if heard.kind not in EVICTING:
+def test_blocks_that_vllm_evicted_from_the_device_come_from_host_memory(
+    engine: EngineRun,
+) -> None:
+    if engine.kind not in EVICTING:
         pytest.skip("its pool is larger than what this fills")
-    before, act = heard.told[LAST + 1 : LAST + 3]
+    before, act = engine.results[LAST + 1 : LAST + 3]
 
     assert cached(act) == HITS
     assert counted(act, "tokens_loaded") - counted(before, "tokens_loaded") == sum(HITS)
-    assert agree(act, heard.plain["again"])
+    assert agree(act, engine.plain["again"])
 
 
-def test_a_crowd_whose_answers_cannot_be_compared_loads_and_spoils_nothing(heard: Heard) -> None:
+def test_a_crowd_whose_answers_cannot_be_compared_loads_and_spoils_nothing(
+    engine: EngineRun,
+) -> None:
     """What kernels for latent attention compute for many at once is not the same twice."""
-    if heard.kind != "latent":
+    if engine.kind != "latent":
         pytest.skip("others are compared under pressure in `test_pressure.py` and `test_crowds.py`")
-    before, first, second, after = heard.told[LAST + 2 :]
+    before, first, second, after = engine.results[LAST + 2 :]
 
     assert second["metrics"]["vllm:num_preemptions"] > 0
     assert counted(second, "tokens_loaded") > counted(first, "tokens_loaded")
@@ -161,4 +171,4 @@ def test_a_crowd_whose_answers_cannot_be_compared_loads_and_spoils_nothing(heard
         assert [len(row["tokens"]) for row in act["rows"]] == [24] * 32
     # Of requests that were computed alone, host memory gives what it gave before.
     assert cached(after) == HITS
-    assert agree(after, heard.plain["again"])
+    assert agree(after, engine.plain["again"])

@@ -9,7 +9,7 @@ from comparing import BLOCK, DETECTED, HITS, LENGTHS, agree, cached, counted, ge
 from references import FEWER, FIRST_BLOCK, LATENT, SHARED, THREE
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +39,7 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def heard(run: Run) -> tuple[Told, str]:
+def engine(run: Run) -> tuple[Results, str]:
     """The connector: cold, from host memory, with each kind of damage, and with what else fails."""
     acts = [generate(), generate(forget=True, tamper="remember"), {"act": "reset"}]
     acts += [generate(forget=True, tamper="", **FIRST_BLOCK), generate(forget=True)]
@@ -49,39 +49,41 @@ def heard(run: Run) -> tuple[Told, str]:
 
 
 @pytest.fixture(scope="module")
-def told(heard: tuple[Told, str]) -> Told:
-    return heard[0]
+def results(engine: tuple[Results, str]) -> Results:
+    return engine[0]
 
 
 def test_blocks_from_host_memory_give_what_plain_vllm_gives(
-    plain: dict[str, Any], told: Told
+    plain: dict[str, Any], results: Results
 ) -> None:
-    assert cached(told[0]) == [0] * len(LENGTHS)
-    assert agree(told[0], plain["cold"])
-    assert cached(told[1]) == HITS
-    assert counted(told[1], "tokens_loaded") == sum(HITS)
-    assert agree(told[1], plain["cached"])
+    assert cached(results[0]) == [0] * len(LENGTHS)
+    assert agree(results[0], plain["cold"])
+    assert cached(results[1]) == HITS
+    assert counted(results[1], "tokens_loaded") == sum(HITS)
+    assert agree(results[1], plain["cached"])
 
 
-def test_vllm_comes_by_at_every_layer(heard: tuple[Told, str]) -> None:
-    steps = joined(heard[1])
+def test_vllm_comes_by_at_every_layer(engine: tuple[Results, str]) -> None:
+    steps = joined(engine[1])
 
     assert steps
     assert all(" by layer " in step for step in steps)
 
 
-def test_what_is_not_found_is_computed_behind_what_is(plain: dict[str, Any], told: Told) -> None:
-    assert cached(told[4]) == [BLOCK] * len(LENGTHS)
-    assert agree(told[4], plain["behind it"])
+def test_what_is_not_found_is_computed_behind_what_is(
+    plain: dict[str, Any], results: Results
+) -> None:
+    assert cached(results[4]) == [BLOCK] * len(LENGTHS)
+    assert agree(results[4], plain["behind it"])
 
 
 @pytest.mark.parametrize("word", [*DETECTED, "late"])
 def test_loads_that_fail_are_taken_back_and_computed(
-    plain: dict[str, Any], told: Told, word: str
+    plain: dict[str, Any], results: Results, word: str
 ) -> None:
     """Damaged blocks, and loads whose time was up before a layer came by."""
     position = 5 + [*DETECTED, "late"].index(word)
-    before, act = told[position - 1], told[position]
+    before, act = results[position - 1], results[position]
 
     failed = counted(act, "loads_failed") - counted(before, "loads_failed")
 
@@ -90,23 +92,27 @@ def test_loads_that_fail_are_taken_back_and_computed(
     assert agree(act, plain["cold" if word == "late" else "behind it"])
 
 
-def test_a_step_whose_layers_did_not_wait_is_taken_back(plain: dict[str, Any], told: Told) -> None:
-    assert agree(told[6 + len(DETECTED)], plain["cold"])
+def test_a_step_whose_layers_did_not_wait_is_taken_back(
+    plain: dict[str, Any], results: Results
+) -> None:
+    assert agree(results[6 + len(DETECTED)], plain["cold"])
 
 
 def test_the_comparison_notices_one_block_that_was_zeroed_after_the_load(
-    plain: dict[str, Any], told: Told
+    plain: dict[str, Any], results: Results
 ) -> None:
     """The control: nobody can find this, and the output must show it."""
-    act = told[7 + len(DETECTED)]
+    act = results[7 + len(DETECTED)]
 
     assert cached(act) == HITS
     assert not agree(act, plain["again"])
 
 
-def test_after_all_that_host_memory_still_gives_the_same(plain: dict[str, Any], told: Told) -> None:
-    assert cached(told[-1]) == HITS
-    assert agree(told[-1], plain["again"])
+def test_after_all_that_host_memory_still_gives_the_same(
+    plain: dict[str, Any], results: Results
+) -> None:
+    assert cached(results[-1]) == HITS
+    assert agree(results[-1], plain["again"])
 
 
 def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
@@ -116,7 +122,7 @@ def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
     acts += [generate(forget=True, tamper="flip")]
     acts += [generate(forget=True, **FIRST_BLOCK, **alone), generate(**alone)]
 
-    told, output = run(
+    results, output = run(
         "latent",
         acts,
         connector=LAYERED,
@@ -124,7 +130,7 @@ def test_latent_kv_gives_the_same_sound_or_damaged(run: Run) -> None:
         **LAYERWISE,
     )
 
-    _, first_block, device, host, damaged, _, plain = told
+    _, first_block, device, host, damaged, _, plain = results
     assert cached(host) == HITS
     assert agree(host, device)
     assert agree(first_block, plain)
@@ -138,24 +144,24 @@ def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
 ) -> None:
     acts = [generate(), generate(forget=True), generate(forget=True, tamper="flip")]
 
-    told, output = run("llama", acts, connector=LAYERED, ranks=2, **LAYERWISE)
+    results, output = run("llama", acts, connector=LAYERED, ranks=2, **LAYERWISE)
 
-    assert cached(told[1]) == HITS
-    assert agree(told[1], plain["cached"])
-    assert counted(told[2], "loads_failed") == len(LENGTHS)
-    assert agree(told[2], plain["behind it"])
+    assert cached(results[1]) == HITS
+    assert agree(results[1], plain["cached"])
+    assert counted(results[2], "loads_failed") == len(LENGTHS)
+    assert agree(results[2], plain["behind it"])
     invalid = [int(step.split()[-2]) for step in joined(output)]
     assert sum(invalid) == len(LENGTHS)
 
 
 def test_a_pool_of_twenty_blocks_is_enough(run: Run, plain: dict[str, Any]) -> None:
-    told, output = run("llama", [FEWER, FEWER], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
+    results, output = run("llama", [FEWER, FEWER], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
 
-    assert told[1]["metrics"]["vllm:num_preemptions"] > 0
-    assert agree(told[0], plain["fewer"])
-    assert agree(told[1], plain["fewer"])
+    assert results[1]["metrics"]["vllm:num_preemptions"] > 0
+    assert agree(results[0], plain["fewer"])
+    assert agree(results[1], plain["fewer"])
     assert joined(output)
-    assert counted(told[1], "loads_failed") == 0
+    assert counted(results[1], "loads_failed") == 0
 
 
 @pytest.fixture(scope="module")
@@ -176,23 +182,23 @@ def together() -> list[dict[str, Any]]:
 def test_no_second_request_is_served_from_a_block_that_was_not_verified(
     run: Run, plain: dict[str, Any], together: list[dict[str, Any]]
 ) -> None:
-    told, output = run("llama", together, connector=LAYERED, **LAYERWISE, **TOGETHER)
+    results, output = run("llama", together, connector=LAYERED, **LAYERWISE, **TOGETHER)
 
     # Each of them loaded the prefix for itself, in the same step, and two blocks were exchanged.
     assert joined(output)[0] == "3 by layer 6 invalid"
-    assert agree(told[1], plain["three"])
-    assert agree(told[2], plain["three"])
+    assert agree(results[1], plain["three"])
+    assert agree(results[2], plain["three"])
     assert joined(output)[1] == "3 by layer 3 invalid"
-    assert max(cached(told[4])) < SHARED
-    assert agree(told[4], plain["three"])
+    assert max(cached(results[4])) < SHARED
+    assert agree(results[4], plain["three"])
 
 
 def test_left_to_itself_vllm_would_serve_them(
     run: Run, plain: dict[str, Any], together: list[dict[str, Any]]
 ) -> None:
     """The control: blocks can be matched from the moment they are allocated."""
-    told, output = run("llama", together, connector=OFFERING, **LAYERWISE, **TOGETHER)
+    results, output = run("llama", together, connector=OFFERING, **LAYERWISE, **TOGETHER)
 
     assert joined(output)[0] == "1 by layer 2 invalid"
-    assert not agree(told[1], plain["three"])
-    assert not agree(told[4], plain["three"])
+    assert not agree(results[1], plain["three"])
+    assert not agree(results[4], plain["three"])

@@ -10,7 +10,7 @@ from comparing import HITS, PENSTOCK, TAMPERED, agree, announced, cached, counte
 from references import CROWD, FOLLOWERS, LATENT, SHARED, STRANGERS
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +29,7 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cramped_and_printed(run: Run) -> tuple[Told, str]:
+def cramped_and_printed(run: Run) -> tuple[Results, str]:
     """A pool of 20 blocks, of which one may be pinned when it is full, and host memory for 64.
 
     Then slow copies.
@@ -40,12 +40,12 @@ def cramped_and_printed(run: Run) -> tuple[Told, str]:
 
 
 @pytest.fixture(scope="module")
-def cramped(cramped_and_printed: tuple[Told, str]) -> Told:
+def cramped(cramped_and_printed: tuple[Results, str]) -> Results:
     return cramped_and_printed[0]
 
 
 @pytest.fixture(scope="module")
-def roomy(run: Run) -> Told:
+def roomy(run: Run) -> Results:
     """The connector with room for all of it; requests are aborted while their loads run.
 
     The pool has so little room beside them that others get the same blocks.
@@ -72,7 +72,7 @@ def roomy(run: Run) -> Told:
     return run("llama", acts, connector=TAMPERED, pool=ROOMY_POOL)[0]
 
 
-def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Told) -> None:
+def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Results) -> None:
     assert cramped[1]["metrics"]["vllm:num_preemptions"] > 0
     assert agree(cramped[0], plain["crowd"])
     assert agree(cramped[1], plain["crowd"])
@@ -80,17 +80,17 @@ def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Told)
     assert counted(cramped[2], "tokens_loaded") > 0
 
 
-def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Told) -> None:
+def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Results) -> None:
     """It ended at all: more requests than fit wait for blocks, loads and pins at once."""
     assert [len(act["rows"]) for act in cramped] == [CONCURRENCY, CONCURRENCY, 24, CONCURRENCY, 24]
     assert counted(cramped[-1], "pinned_blocks") <= SMALL_POOL["pool"] // 2
 
 
 def test_no_more_than_half_of_what_is_free_or_a_twentieth_of_the_pool_is_ever_pinned(
-    cramped_and_printed: tuple[Told, str], plain: dict[str, Any]
+    cramped_and_printed: tuple[Results, str], plain: dict[str, Any]
 ) -> None:
     """Copies are so slow that requests end before their blocks were read."""
-    told, printed = cramped_and_printed
+    results, printed = cramped_and_printed
     found = re.findall(r"PINNED (\d+) (\d+)", printed)
     pinned = [(int(count), int(limit)) for count, limit in found]
 
@@ -99,13 +99,13 @@ def test_no_more_than_half_of_what_is_free_or_a_twentieth_of_the_pool_is_ever_pi
     # A full pool lends a twentieth, and one that nobody else uses half.
     assert {limit for _, limit in pinned} <= set(range(1, SMALL_POOL["pool"] // 2 + 1))
     # What found no room was given up, and nobody waited for it.
-    dropped = [counted(act, "blocks_dropped_pinned") for act in told]
+    dropped = [counted(act, "blocks_dropped_pinned") for act in results]
     assert dropped[3] > dropped[2]
-    assert agree(told[4], plain["followers"])
+    assert agree(results[4], plain["followers"])
 
 
 def test_concurrent_requests_from_host_memory_give_the_same(
-    plain: dict[str, Any], roomy: Told
+    plain: dict[str, Any], roomy: Results
 ) -> None:
     assert agree(roomy[0], plain["crowd"])
     assert agree(roomy[1], plain["crowd"])
@@ -114,7 +114,7 @@ def test_concurrent_requests_from_host_memory_give_the_same(
 
 
 def test_44294_requests_on_a_prefix_that_is_being_loaded_do_not_wait(
-    plain: dict[str, Any], roomy: Told
+    plain: dict[str, Any], roomy: Results
 ) -> None:
     """All of them are served from below in one go, each by its own load."""
     assert agree(roomy[2], plain["followers"])
@@ -126,7 +126,7 @@ def test_44294_requests_on_a_prefix_that_is_being_loaded_do_not_wait(
 
 
 def test_an_abort_while_blocks_are_loaded_leaves_nothing_stale(
-    plain: dict[str, Any], roomy: Told
+    plain: dict[str, Any], roomy: Results
 ) -> None:
     """Loads write when their requests are long gone, and others want the blocks."""
     before, aborted, strangers, again = roomy[3:7]
@@ -140,7 +140,7 @@ def test_an_abort_while_blocks_are_loaded_leaves_nothing_stale(
     assert agree(again, plain["followers"])
 
 
-def test_a_request_may_opt_out(plain: dict[str, Any], roomy: Told) -> None:
+def test_a_request_may_opt_out(plain: dict[str, Any], roomy: Results) -> None:
     opted_out, without_load, skipping = roomy[8:11]
 
     assert [cached(act) for act in (opted_out, without_load, skipping)] == [[0, 0, 0]] * 3
@@ -150,7 +150,7 @@ def test_a_request_may_opt_out(plain: dict[str, Any], roomy: Told) -> None:
     assert saved == 0
 
 
-def test_another_salt_finds_nothing_of_others(plain: dict[str, Any], roomy: Told) -> None:
+def test_another_salt_finds_nothing_of_others(plain: dict[str, Any], roomy: Results) -> None:
     first, second = roomy[11:13]
 
     assert cached(first) == [0, 0, 0]
@@ -158,7 +158,7 @@ def test_another_salt_finds_nothing_of_others(plain: dict[str, Any], roomy: Told
     assert agree(second, plain["cold"])
 
 
-def test_a_request_may_leave_nothing_behind(roomy: Told) -> None:
+def test_a_request_may_leave_nothing_behind(roomy: Results) -> None:
     before, unsaved, again = roomy[12:15]
 
     assert counted(unsaved, "blocks_saved") == counted(before, "blocks_saved")
@@ -167,7 +167,7 @@ def test_a_request_may_leave_nothing_behind(roomy: Told) -> None:
 
 
 def test_a_weight_update_voids_what_the_old_weights_computed(
-    plain: dict[str, Any], roomy: Told
+    plain: dict[str, Any], roomy: Results
 ) -> None:
     assert cached(roomy[-1]) == [0, 0, 0]
     assert agree(roomy[-1], plain["new weights"])
@@ -176,14 +176,14 @@ def test_a_weight_update_voids_what_the_old_weights_computed(
 
 
 @pytest.fixture(scope="module")
-def two_ranks(run: Run) -> Told:
+def two_ranks(run: Run) -> Results:
     acts = [generate(), {"act": "events"}, generate(forget=True)]
     acts += [generate(forget=True, tamper="flip"), {"act": "arenas"}, {"act": "events"}]
     acts += [{"act": "reset"}, generate(max_tokens=1, tamper=""), {"act": "events"}]
     return run("llama", acts, connector=TAMPERED, ranks=2, events=True)[0]
 
 
-def test_two_ranks_load_what_each_of_them_saved(two_ranks: Told, plain: dict[str, Any]) -> None:
+def test_two_ranks_load_what_each_of_them_saved(two_ranks: Results, plain: dict[str, Any]) -> None:
     assert cached(two_ranks[2]) == HITS
     assert agree(two_ranks[0], plain["cold"])
     assert agree(two_ranks[2], plain["cold"])
@@ -193,13 +193,13 @@ def test_two_ranks_load_what_each_of_them_saved(two_ranks: Told, plain: dict[str
 
 
 def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
-    two_ranks: Told, plain: dict[str, Any]
+    two_ranks: Results, plain: dict[str, Any]
 ) -> None:
     assert counted(two_ranks[3], "loads_failed") == len(HITS)
     assert agree(two_ranks[3], plain["cold"])
 
 
-def test_events_name_blocks_in_host_memory_as_vllm_names_its_own(two_ranks: Told) -> None:
+def test_events_name_blocks_in_host_memory_as_vllm_names_its_own(two_ranks: Results) -> None:
     stored = announced(two_ranks[1])
 
     assert len(stored) == counted(two_ranks[1], "blocks_saved")
@@ -209,9 +209,9 @@ def test_events_name_blocks_in_host_memory_as_vllm_names_its_own(two_ranks: Told
 def test_an_engine_whose_machine_has_no_memory_for_the_tier_runs_without(
     run: Run, plain: dict[str, Any]
 ) -> None:
-    told, output = run("llama", [generate()], connector=PENSTOCK, host_blocks=10**9)
+    results, output = run("llama", [generate()], connector=PENSTOCK, host_blocks=10**9)
 
-    assert agree(told[0], plain["cold"])
+    assert agree(results[0], plain["cold"])
     assert output.count("Penstock is off, vLLM runs without it") == 1
 
 
@@ -220,11 +220,11 @@ def test_an_engine_whose_machine_cannot_pin_the_tier_runs_degraded(
 ) -> None:
     unpinned = ["UnpinnedConnector", "unpinned_connector"]
 
-    told, printed = run("llama", [generate(), generate(forget=True)], connector=unpinned)
+    results, printed = run("llama", [generate(), generate(forget=True)], connector=unpinned)
 
-    assert agree(told[0], plain["cold"])
-    assert agree(told[1], plain["cold"])
-    assert cached(told[1]) == [0, 0, 0]
+    assert agree(results[0], plain["cold"])
+    assert agree(results[1], plain["cold"])
+    assert cached(results[1]) == [0, 0, 0]
     assert printed.count("Penstock: degraded: tier host is off cause=rank 0: ") == 1
     assert printed.count("its memory cannot be pinned") == 1
 
@@ -234,37 +234,39 @@ def test_an_engine_of_a_version_that_was_not_tested_runs_without(
 ) -> None:
     strange = ["StrangeConnector", "strange_connector"]
 
-    told, printed = run("llama", [generate()], connector=strange, extra={"any_version": False})
+    results, printed = run("llama", [generate()], connector=strange, extra={"any_version": False})
 
-    assert agree(told[0], plain["cold"])
+    assert agree(results[0], plain["cold"])
     said = "Penstock is off, vLLM runs without it: this is vLLM"
     assert printed.count(said) == 1
     assert "the connector is tested with 0.1; kv_connector_extra_config.any_version" in printed
 
 
 @pytest.fixture(scope="module")
-def sharing(run: Run) -> tuple[Told, Told, str]:
+def sharing(run: Run) -> tuple[Results, Results, str]:
     """Latent attention on two ranks, without the connector and with one that tells its calls."""
     setup: dict[str, Any] = {"ranks": 2, **LATENT}
     plain, _ = run("latent", [generate(), generate()], **setup)
     acts = [generate(), generate(), generate(forget=True), {"act": "arenas"}]
-    told, printed = run("latent", acts, connector=RECORDED, **setup)
-    return plain, told, printed
+    results, printed = run("latent", acts, connector=RECORDED, **setup)
+    return plain, results, printed
 
 
-def test_two_ranks_with_latent_attention_share_one_copy(sharing: tuple[Told, Told, str]) -> None:
-    plain, told, _ = sharing
+def test_two_ranks_with_latent_attention_share_one_copy(
+    sharing: tuple[Results, Results, str],
+) -> None:
+    plain, results, _ = sharing
 
-    assert cached(told[1]) == cached(told[2]) == HITS
-    assert agree(told[0], plain[0])
-    assert agree(told[1], plain[1])
-    assert agree(told[2], plain[1])
-    first, second = told[3]["arenas"]
+    assert cached(results[1]) == cached(results[2]) == HITS
+    assert agree(results[0], plain[0])
+    assert agree(results[1], plain[1])
+    assert agree(results[2], plain[1])
+    first, second = results[3]["arenas"]
     assert first == second
 
 
 def test_vllm_calls_a_worker_in_the_order_that_is_replayed_without_it(
-    sharing: tuple[Told, Told, str],
+    sharing: tuple[Results, Results, str],
 ) -> None:
     """`test_vllm_replay.py` does, also where there is a GPU and no vLLM."""
     steps = {tuple(line.split()) for line in re.findall(r"STEP (.*)", sharing[2])}

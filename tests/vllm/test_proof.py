@@ -9,7 +9,7 @@ import pytest
 from comparing import HITS, agree, cached, generate
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -24,7 +24,7 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def heard(run: Run) -> tuple[Told, str]:
+def engine(run: Run) -> tuple[Results, str]:
     """Computed, loaded, and loaded with a hand in the works: in host memory, then on the device."""
     acts = [generate(), generate(forget=True)]
     acts += [generate(forget=True, tamper=word) for word in ("flip", "zero")]
@@ -32,9 +32,9 @@ def heard(run: Run) -> tuple[Told, str]:
 
 
 def test_loaded_blocks_give_the_same_tokens_and_log_probabilities(
-    heard: tuple[Told, str], plain: dict[str, Any]
+    engine: tuple[Results, str], plain: dict[str, Any]
 ) -> None:
-    first, second = heard[0][:2]
+    first, second = engine[0][:2]
 
     assert cached(first) == NONE
     assert agree(first, plain["cold"])
@@ -43,18 +43,18 @@ def test_loaded_blocks_give_the_same_tokens_and_log_probabilities(
 
 
 def test_a_block_that_changed_in_host_memory_is_computed_again(
-    heard: tuple[Told, str], plain: dict[str, Any]
+    engine: tuple[Results, str], plain: dict[str, Any]
 ) -> None:
-    told, printed = heard
+    results, printed = engine
 
-    assert agree(told[2], plain["behind it"])
+    assert agree(results[2], plain["behind it"])
     recovered = re.findall(r"KV load failure: (\d+) request\(s\) rescheduled", printed)
     assert sum(map(int, recovered)) == len(HITS)
 
 
 def test_a_block_that_changed_on_the_device_spoils_the_output(
-    heard: tuple[Told, str], plain: dict[str, Any]
+    engine: tuple[Results, str], plain: dict[str, Any]
 ) -> None:
     """The control: the comparison is able to fail."""
-    assert cached(heard[0][3]) == HITS
-    assert not agree(heard[0][3], plain["cached"])
+    assert cached(engine[0][3]) == HITS
+    assert not agree(engine[0][3], plain["cached"])

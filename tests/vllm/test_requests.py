@@ -21,7 +21,7 @@ from comparing import (
 from references import LONG
 
 if TYPE_CHECKING:
-    from conftest import Plain, Run, Told
+    from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -50,13 +50,13 @@ ANSWER = 24
 
 
 @pytest.fixture(scope="module")
-def plain(run: Run) -> Told:
+def plain(run: Run) -> Results:
     acts = [generate(adapter=1), generate(adapter=1), generate(adapter=2), generate()]
     return run("llama", [*acts, generate(embeds=True)], **SORTS)[0]
 
 
 @pytest.fixture(scope="module")
-def told(run: Run) -> Told:
+def results(run: Run) -> Results:
     acts = [
         generate(adapter=1),
         generate(adapter=1, forget=True),
@@ -72,23 +72,25 @@ def told(run: Run) -> Told:
     return run("llama", acts, connector=STRANGE, extra=asked, events=True, **SORTS)[0]
 
 
-def test_blocks_of_an_adapter_come_back_for_that_adapter(plain: Told, told: Told) -> None:
-    assert cached(told[0]) == NONE
-    assert agree(told[0], plain[0])
-    assert cached(told[1]) == HITS
-    assert counted(told[1], "tokens_loaded") == sum(HITS)
-    assert agree(told[1], plain[1])
+def test_blocks_of_an_adapter_come_back_for_that_adapter(plain: Results, results: Results) -> None:
+    assert cached(results[0]) == NONE
+    assert agree(results[0], plain[0])
+    assert cached(results[1]) == HITS
+    assert counted(results[1], "tokens_loaded") == sum(HITS)
+    assert agree(results[1], plain[1])
 
 
-def test_blocks_of_an_adapter_are_not_found_by_another_or_by_none(plain: Told, told: Told) -> None:
-    assert cached(told[2]) == cached(told[3]) == NONE
-    assert agree(told[2], plain[2])
-    assert agree(told[3], plain[3])
+def test_blocks_of_an_adapter_are_not_found_by_another_or_by_none(
+    plain: Results, results: Results
+) -> None:
+    assert cached(results[2]) == cached(results[3]) == NONE
+    assert agree(results[2], plain[2])
+    assert agree(results[3], plain[3])
     assert not agree(plain[2], plain[0])
 
 
-def test_prompt_embeddings_are_neither_saved_nor_loaded(plain: Told, told: Told) -> None:
-    before, first, second = told[3:6]
+def test_prompt_embeddings_are_neither_saved_nor_loaded(plain: Results, results: Results) -> None:
+    before, first, second = results[3:6]
 
     assert cached(first) == cached(second) == NONE
     assert counted(second, "blocks_saved") == counted(before, "blocks_saved")
@@ -96,13 +98,13 @@ def test_prompt_embeddings_are_neither_saved_nor_loaded(plain: Told, told: Told)
     assert agree(second, plain[4])
 
 
-def test_events_tell_adapters_and_salts_as_vllm_does(told: Told) -> None:
-    blocks = announced(told[7])
+def test_events_tell_adapters_and_salts_as_vllm_does(results: Results) -> None:
+    blocks = announced(results[7])
 
     extra_keys = [block["extra_keys"] for block in blocks.values()]
     # Prompts and their answers, of which the last token has no KV yet.
     blocks_of_one = sum((length + ANSWER - 1) // BLOCK for length in LENGTHS)
-    assert len(blocks) == counted(told[7], "blocks_saved") == 4 * blocks_of_one
+    assert len(blocks) == counted(results[7], "blocks_saved") == 4 * blocks_of_one
     assert extra_keys.count([["adapter-1"]]) == extra_keys.count([["adapter-2"]]) == blocks_of_one
     # Salt is in the first block of a prompt, and by way of it in those after it.
     assert extra_keys.count([["pepper"]]) == len(HITS)
@@ -111,19 +113,19 @@ def test_events_tell_adapters_and_salts_as_vllm_does(told: Told) -> None:
 
 def test_speculative_decoding_goes_on_from_loaded_blocks(run: Run, plain_vllm: Plain) -> None:
     """The answer, drafts and all, is saved and found as far as it was accepted."""
-    told, _ = run("llama", [LONG, {**LONG, "forget": True}], connector=PENSTOCK, **SPECULATIVE)
+    results, _ = run("llama", [LONG, {**LONG, "forget": True}], connector=PENSTOCK, **SPECULATIVE)
 
-    assert cached(told[1]) == HITS
+    assert cached(results[1]) == HITS
     # What is accepted of drafts is what the model says without them.
     without = plain_vllm("llama")["long"]
-    assert agree(told[0], without)
-    assert agree(told[1], without)
+    assert agree(results[0], without)
+    assert agree(results[1], without)
     # Prompts and answers: of each the last token has no KV yet.
-    assert counted(told[0], "blocks_saved") >= sum(HITS) // BLOCK + len(HITS) * 2
+    assert counted(results[0], "blocks_saved") >= sum(HITS) // BLOCK + len(HITS) * 2
 
 
 @pytest.fixture(scope="module")
-def trained(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
+def trained(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
     """SmolLM2-135M; the device's pool is filled by others; then blocks are damaged."""
     crowd = generate(lengths=[9 * BLOCK + 5] * 4, seed=9, max_tokens=1)
     without = [plain_vllm("smollm2")[name] for name in ("cold", "cached")]
@@ -133,37 +135,39 @@ def trained(run: Run, plain_vllm: Plain) -> tuple[Told, Told]:
     return without, run("smollm2", acts, connector=TAMPERED, **TRAINED)[0]
 
 
-def test_a_trained_model_says_the_same_when_it_computes(trained: tuple[Told, Told]) -> None:
-    without, told = trained
+def test_a_trained_model_says_the_same_when_it_computes(trained: tuple[Results, Results]) -> None:
+    without, results = trained
 
-    assert agree(told[0], without[0])
+    assert agree(results[0], without[0])
 
 
-def test_a_trained_model_says_the_same_from_the_device_cache(trained: tuple[Told, Told]) -> None:
-    without, told = trained
+def test_a_trained_model_says_the_same_from_the_device_cache(
+    trained: tuple[Results, Results],
+) -> None:
+    without, results = trained
 
-    assert cached(told[1]) == cached(without[1]) == HITS
-    assert counted(told[1], "tokens_loaded") == 0
-    assert agree(told[1], without[1])
+    assert cached(results[1]) == cached(without[1]) == HITS
+    assert counted(results[1], "tokens_loaded") == 0
+    assert agree(results[1], without[1])
 
 
 def test_a_trained_model_says_the_same_from_host_memory_after_eviction(
-    trained: tuple[Told, Told],
+    trained: tuple[Results, Results],
 ) -> None:
-    without, told = trained
+    without, results = trained
 
-    assert cached(told[3]) == HITS
-    assert counted(told[3], "tokens_loaded") > 0
-    assert agree(told[3], without[1])
+    assert cached(results[3]) == HITS
+    assert counted(results[3], "tokens_loaded") > 0
+    assert agree(results[3], without[1])
 
 
 @pytest.mark.parametrize("word", DETECTED)
 def test_a_trained_model_says_the_same_when_blocks_are_damaged(
-    trained: tuple[Told, Told], word: str
+    trained: tuple[Results, Results], word: str
 ) -> None:
-    without, told = trained
+    without, results = trained
     position = 6 + DETECTED.index(word)
-    before, act = told[position - 1], told[position]
+    before, act = results[position - 1], results[position]
 
     assert counted(act, "loads_failed") - counted(before, "loads_failed") == len(HITS)
     assert agree(act, without[1])

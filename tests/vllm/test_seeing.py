@@ -9,7 +9,7 @@ from comparing import BLOCK, PENSTOCK, agree, announced, cached, counted, genera
 from pictures import IMAGE_LENGTH
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -39,48 +39,50 @@ A, B, C = 1, 2, 3
 
 
 @pytest.fixture(scope="module")
-def plain(run: Run) -> Told:
+def plain(run: Run) -> Results:
     return run("seeing", [look(A, C), look(B, C), look(A, B), look(A, C)], **SETUP)[0]
 
 
 @pytest.fixture(scope="module")
-def told(run: Run) -> Told:
+def results(run: Run) -> Results:
     acts = [look(A, C), others(21), look(B, C), others(22), look(A, B), others(23), look(A, C)]
     acts += [others(24), look(B, C), {"act": "events"}]
     return run("seeing", acts, connector=PENSTOCK, events=True, **SETUP)[0]
 
 
-def loaded(told: Told, act: int) -> float:
-    return counted(told[act], "tokens_loaded") - counted(told[act - 1], "tokens_loaded")
+def loaded(results: Results, act: int) -> float:
+    return counted(results[act], "tokens_loaded") - counted(results[act - 1], "tokens_loaded")
 
 
-def test_images_are_computed_as_without_the_connector(plain: Told, told: Told) -> None:
-    assert cached(told[0]) == [0]
-    assert agree(told[0], plain[0])
+def test_images_are_computed_as_without_the_connector(plain: Results, results: Results) -> None:
+    assert cached(results[0]) == [0]
+    assert agree(results[0], plain[0])
     # The control: whichever image it is, the answer shows it.
     assert not agree(plain[0], plain[1])
     assert not agree(plain[0], plain[2])
 
 
-def test_another_image_finds_only_what_stands_before_it(plain: Told, told: Told) -> None:
+def test_another_image_finds_only_what_stands_before_it(plain: Results, results: Results) -> None:
     before_first, before_second = (at // BLOCK * BLOCK for at in (FIRST_AT, SECOND_AT))
 
-    assert cached(told[2]) == cached(plain[1]) == [before_first] == [loaded(told, 2)]
-    assert agree(told[2], plain[1])
-    assert cached(told[4]) == cached(plain[2]) == [before_second] == [loaded(told, 4)]
-    assert agree(told[4], plain[2])
+    assert cached(results[2]) == cached(plain[1]) == [before_first] == [loaded(results, 2)]
+    assert agree(results[2], plain[1])
+    assert cached(results[4]) == cached(plain[2]) == [before_second] == [loaded(results, 4)]
+    assert agree(results[4], plain[2])
 
 
-def test_the_same_image_is_found_in_host_memory_after_eviction(plain: Told, told: Told) -> None:
-    assert cached(told[6]) == cached(plain[3]) == [WHOLE] == [loaded(told, 6)]
-    assert agree(told[6], plain[3])
-    assert cached(told[8]) == [WHOLE] == [loaded(told, 8)]
-    assert agree(told[8], plain[1])
-    assert counted(told[8], "loads_failed") == 0
+def test_the_same_image_is_found_in_host_memory_after_eviction(
+    plain: Results, results: Results
+) -> None:
+    assert cached(results[6]) == cached(plain[3]) == [WHOLE] == [loaded(results, 6)]
+    assert agree(results[6], plain[3])
+    assert cached(results[8]) == [WHOLE] == [loaded(results, 8)]
+    assert agree(results[8], plain[1])
+    assert counted(results[8], "loads_failed") == 0
 
 
-def test_events_tell_which_images_are_in_a_block_as_vllm_does(told: Told) -> None:
-    blocks = announced(told[9])
+def test_events_tell_which_images_are_in_a_block_as_vllm_does(results: Results) -> None:
+    blocks = announced(results[9])
 
     pictured = [block["extra_keys"][0] for block in blocks.values() if block["extra_keys"][0]]
     assert {len(keys) for keys in pictured} == {1}

@@ -12,7 +12,7 @@ import pytest
 from comparing import BLOCK, PENSTOCK, agree, cached, counted, generate
 
 if TYPE_CHECKING:
-    from conftest import Run, Told
+    from conftest import Results, Run
 
 pytestmark = pytest.mark.vllm
 
@@ -25,10 +25,10 @@ def test_a_prompt_comes_back_whole_where_the_pool_has_room(
 ) -> None:
     acts = [generate(lengths=[tokens]), generate(lengths=[tokens], forget=True)]
 
-    told: Told = run("hybrid", acts, connector=PENSTOCK, pool=pool, **setup)[0]
+    results: Results = run("hybrid", acts, connector=PENSTOCK, pool=pool, **setup)[0]
 
-    assert cached(told[0]) == [0]
-    assert cached(told[1]) == [tokens // BLOCK * BLOCK]
-    assert counted(told[1], "tokens_loaded") == tokens // BLOCK * BLOCK
-    assert counted(told[1], "blocks_dropped_window") == 0
-    assert agree(told[0], told[1])
+    assert cached(results[0]) == [0]
+    assert cached(results[1]) == [tokens // BLOCK * BLOCK]
+    assert counted(results[1], "tokens_loaded") == tokens // BLOCK * BLOCK
+    assert counted(results[1], "blocks_dropped_window") == 0
+    assert agree(results[0], results[1])
