@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
 from lab.bench.vllm_engine import worker_cores
 
+if TYPE_CHECKING:
+    from processes import ForkServer
+
 HERE = Path(__file__).resolve().parent
 # What the tests here share lies beside them, and engines import it as well.
 sys.path.append(str(HERE))
 
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 Results: TypeAlias = list[dict[str, Any]]
 Run: TypeAlias = Callable[..., tuple[Results, str]]
 Plain: TypeAlias = Callable[[str], dict[str, dict[str, Any]]]
@@ -40,16 +43,35 @@ def two_cores() -> str:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Has imported vLLM, when it is first needed, for all engines of the session."""
+    from processes import ForkServer  # noqa: PLC0415 - from the folder of this file
+
+    server = ForkServer(
+        tmp_path_factory.mktemp("forked"),
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            **QUIET,
+        },
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def model(
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
 
     def make(kind: str) -> Path:
         if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            # Elsewhere, so that this file can be read where vLLM is not installed.
-            subprocess.run(
-                [sys.executable, str(HERE / "tiny_models.py"), kind, str(made[kind])], check=True
-            )
+            folder = tmp_path_factory.mktemp(kind)
+            environment = {"PYTHONPATH": str(HERE), **os.environ}
+            status, printed = fork_server.run("make_model", [kind, str(folder)], environment)
+            assert status == 0, printed[-6000:]
+            made[kind] = folder
         return made[kind]
 
     return make
@@ -79,31 +101,25 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def run(
     model: Callable[[str], Path],
     sources: Callable[[str], str],
+    fork_server: ForkServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """Runs an engine through a list of acts: what each told, and all that was printed."""
-    from processes import run_to_the_end  # noqa: PLC0415 - from the folder of this file
+    """Runs an engine through a list of acts: the result of each, and all that was printed."""
 
     def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
             "PYTHONPATH": sources(kind),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            **QUIET,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             # One core is the scheduler's, which never sleeps while a step runs.
             "VLLM_CPU_OMP_THREADS_BIND": worker_cores() if ranks == 1 else two_cores(),
             "PENSTOCK_TAMPER": str(tmp_path_factory.mktemp("tamper") / "word"),
             **script.pop("environment", {}),
         }
-        command = [
-            sys.executable,
-            str(HERE / "engine_run.py"),
-            str(model(kind)),
-            json.dumps({"acts": acts, **script}),
-        ]
-        status, printed = run_to_the_end(command, environment)
+        arguments = [str(model(kind)), {"acts": acts, **script}]
+        status, printed = fork_server.run("run_engine", arguments, environment)
         assert status == 0, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed

@@ -1,10 +1,8 @@
-"""One vLLM engine in processes of its own: it runs a list of acts and tells what came of them.
+"""One vLLM engine in processes of its own: runs a list of acts and prints the result of each.
 
-    python engine_run.py MODEL ACTS
-
-ACTS is JSON: how the engine is set up, and what it does then, one act after the other. Each act
-prints a line of JSON: what was generated, its log-probabilities, and how many prompt tokens came
-from a cache.
+`main` gets the folder of a model and a script: how the engine is set up, and what it does then, one
+act after the other. Each act prints a line of JSON: what was generated, its log-probabilities, and
+how many prompt tokens came from a cache. `fork_server.py` calls it.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 BLOCK = 32
 DEADLINE_S = 60.0
 """What the engine has not done by then it never does."""
-EVENTS = zmq.Context.instance().socket(zmq.SUB)
 # How quick these models are must not decide which hits are loaded.
 CONFIG = """
 version = 1
@@ -59,9 +56,7 @@ def main(model: str, script: dict[str, Any]) -> None:
                 "endpoint": address,
             },
         }
-        EVENTS.rcvhwm = 0
-        EVENTS.subscribe(b"")
-        EVENTS.connect(address)
+        listen(address)
     llm = open_engine(model, script)
     for act in script["acts"]:
         began = time.monotonic()
@@ -69,6 +64,19 @@ def main(model: str, script: dict[str, Any]) -> None:
         results["seconds"] = round(time.monotonic() - began, 2)
         sys.stdout.write(f"ACT {json.dumps(results)}\n")
         sys.stdout.flush()
+
+
+SUBSCRIPTIONS: list[zmq.Socket[bytes]] = []
+"""Where KV events arrive, if this engine publishes them."""
+
+
+def listen(address: str) -> None:
+    # Not before an engine wants it: a context has threads, which do not survive a fork.
+    events = zmq.Context.instance().socket(zmq.SUB)
+    events.rcvhwm = 0
+    events.subscribe(b"")
+    events.connect(address)
+    SUBSCRIPTIONS.append(events)
 
 
 def open_engine(model: str, script: dict[str, Any]) -> LLM:
@@ -241,8 +249,9 @@ def events(llm: LLM, _: dict[str, Any]) -> dict[str, Any]:
     Of a block that was stored all that a router learns of it, under its hash and its KV group.
     """
     found: dict[str, dict[str, Any]] = {}
-    while EVENTS.poll(500):
-        batch = msgspec.msgpack.decode(EVENTS.recv_multipart()[2], type=KVEventBatch)
+    (published,) = SUBSCRIPTIONS
+    while published.poll(500):
+        batch = msgspec.msgpack.decode(published.recv_multipart()[2], type=KVEventBatch)
         for event in batch.events:
             blocks = found.setdefault(f"{type(event).__name__} {getattr(event, 'medium', '')}", {})
             blocks.update(blocks_of(event))
@@ -300,6 +309,3 @@ def metrics_of(llm: LLM) -> dict[str, float]:
 
 
 ACTS = {each.__name__: each for each in (generate, reset, update, abort, events, arenas)}
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,12 +1,17 @@
-"""Engines in processes of their own: every wait has an end, and nothing of them is left behind."""
+"""Engines in processes of their own: every wait has a timeout, and no process is left behind."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import select
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 ENGINE_S = 480
 """An engine that is not done by then hangs."""
@@ -33,6 +38,84 @@ def run_to_the_end(command: list[str], environment: dict[str, str]) -> tuple[int
         for pid in session_of(engine.pid):
             os.kill(pid, signal.SIGKILL)
     return engine.returncode, printed
+
+
+class ForkServer:
+    """Runs jobs in forks of a process that has imported vLLM, see `fork_server.py`."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        """Starts the server.
+
+        Args:
+            folder: For what jobs print.
+            environment: That of the server; its forks get their own.
+        """
+        self._output = folder / "printed"
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            env={
+                **environment,
+                "LD_PRELOAD": _preloaded(),
+                # NumPy's and SciPy's BLAS would otherwise start threads when they are imported.
+                "OPENBLAS_NUM_THREADS": "1",
+                # vLLM compiles one function, which counts the rank of a log-probability, in every
+                # engine, also where it computes eagerly.
+                "TORCH_COMPILE_DISABLE": "1",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # `select` does not see what a buffer holds.
+            bufsize=0,
+        )
+
+    def run(self, call: str, arguments: list[Any], environment: dict[str, str]) -> tuple[int, str]:
+        """Runs a job with all that it starts: nothing of it is left behind."""
+        assert self._server.stdin is not None
+        self._output.write_text("")
+        job = {"call": call, "arguments": arguments, "environment": environment}
+        line = json.dumps({**job, "output": str(self._output)})
+        deadline = time.monotonic() + ENGINE_S
+        self._server.stdin.write(f"{line}\n".encode())
+        self._server.stdin.flush()
+        pid = self._answer(deadline)
+        status = None
+        try:
+            status = self._answer(deadline)
+            left = [each for each in session_of(pid) if not ends(each)]
+            printed = self._output.read_text(errors="replace")
+            assert not left, printed[-6000:]
+        finally:
+            for each in session_of(pid):
+                os.kill(each, signal.SIGKILL)
+            if status is None:
+                # Of a job that was killed, so that the next job does not read it as its own.
+                self._answer(time.monotonic() + END_S)
+        return status, printed
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(END_S)
+        self._server.stdout.close()
+
+    def _answer(self, deadline: float) -> int:
+        assert self._server.stdout is not None
+        # A line is written in one go, so that there is a whole one or none.
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([self._server.stdout], [], [], left_s)
+        assert ready, self._output.read_text(errors="replace")[-6000:]
+        return int(self._server.stdout.readline())
+
+
+def _preloaded() -> str:
+    """What vLLM has loaded into processes that it spawns: the OpenMP library of torch."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    package = Path(str(torch.origin)).parent
+    found = [*package.parent.glob("torch.libs/libgomp*.so*"), *package.glob("lib/libgomp*.so*")]
+    return str(found[0]) if found else ""
 
 
 def session_of(leader: int) -> list[int]:
