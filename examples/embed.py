@@ -82,4 +82,4 @@ engine.waiting = [_Request(f"chat {n}", [*range(100), *[100 + n] * 60]) for n in
 engine.waiting.insert(6, _Request("too long", list(range(BLOCKS * BLOCK_TOKENS + 1))))
 while engine.waiting or engine.running:
     engine.step()
-print(f"closed: {engine.cache.close(deadline_s=30.0)}")
+print(f"closed: {engine.cache.close(timeout_s=30.0)}")

@@ -16,9 +16,12 @@ from penstock import exports
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 NAMES = sorted(
-    name
-    for name, value in vars(exports).items()
-    if not name.startswith("_") and not isinstance(value, ModuleType)
+    ["TensorTier"]  # Needs torch, so it is imported when it is asked for.
+    + [
+        name
+        for name, value in vars(exports).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    ]
 )
 
 
@@ -91,3 +94,12 @@ def test_a_part_of_the_package_does_not_load_the_whole() -> None:
 
     assert "penstock.errors" in loaded
     assert not {"numpy", "penstock.exports", "penstock.runtime"} & {*loaded}
+
+
+def test_the_exports_do_not_load_torch() -> None:
+    program = "import sys, penstock; penstock.open; print(*sys.modules)"
+
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+
+    assert "penstock.exports" in loaded
+    assert "torch" not in loaded

@@ -1,6 +1,6 @@
 """vLLM's cache core as a peer to be measured beside ours, in a process of its own.
 
-    with VllmPeer.start(python, deadline_s=180) as peer:
+    with VllmPeer.start(python, timeout_s=180) as peer:
         timings = peer.round(tokens=131072, block=16, seed=7)
 
 The peer runs `peer_vllm.py` with the Python of another environment and speaks JSON lines
@@ -60,7 +60,7 @@ class VllmPeer:
     """A running peer; made by `start`, ended by leaving the `with` block."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], errors: BinaryIO, deadline_s: float
+        self, process: subprocess.Popen[bytes], errors: BinaryIO, timeout_s: float
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -68,32 +68,32 @@ class VllmPeer:
         self._orders = process.stdin
         self._answers = process.stdout
         self._errors = errors
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._received = b""
         self.vllm_version = ""
         self.hash_name = ""
 
     @classmethod
     def start(
-        cls, python: Path | str, *, deadline_s: float = 180.0, script: Path = PEER_SCRIPT
+        cls, python: Path | str, *, timeout_s: float = 180.0, script: Path = PEER_SCRIPT
     ) -> Self:
         """Starts the peer and waits until it has imported vLLM.
 
         Args:
             python: The interpreter of an environment that has vLLM.
-            deadline_s: How long the start, and later each round, may take.
+            timeout_s: How long the start, and later each round, may take.
             script: What the interpreter runs; tests have peers of their own.
 
         Raises:
             UnavailableError: It cannot run here, or did not answer in time.
         """
-        if deadline_s <= 0:
-            raise ValueError(f"deadline_s: must be positive, got {deadline_s}")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s: must be positive, got {timeout_s}")
         with contextlib.ExitStack() as on_failure:
             # Its log goes to a file, not a pipe: nobody reads it until the peer has died, and
             # a full pipe would stop it.
             errors = on_failure.enter_context(tempfile.TemporaryFile())
-            peer = cls(_spawn(python, script, errors), errors, deadline_s)
+            peer = cls(_spawn(python, script, errors), errors, timeout_s)
             on_failure.callback(peer.close)
             peer._greet()
             on_failure.pop_all()
@@ -185,11 +185,11 @@ class VllmPeer:
     def _receive_line(self, wait: str) -> bytes:
         poller = select.poll()
         poller.register(self._answers, select.POLLIN)
-        give_up = time.monotonic() + self._deadline_s
+        give_up = time.monotonic() + self._timeout_s
         while b"\n" not in self._received:
             left_s = give_up - time.monotonic()
             if left_s <= 0 or not poller.poll(left_s * 1000):
-                raise self._ended(f"did not answer within {self._deadline_s:g} s ({wait})")
+                raise self._ended(f"did not answer within {self._timeout_s:g} s ({wait})")
             part = os.read(self._answers.fileno(), _ANSWER_LIMIT_BYTES)
             if not part:
                 raise self._ended(f"died during {wait}{self._last_words()}")

@@ -19,9 +19,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from penstock.exports import *  # noqa: F403
+    from penstock.tiers.tensors import TensorTier as TensorTier
 else:
+    # torch is optional, and takes seconds to load: nothing but the name itself asks for it.
+    _NEED_TORCH = {"TensorTier": "penstock.tiers.tensors"}
 
     def __getattr__(name: str) -> object:
+        if name in _NEED_TORCH:
+            return globals().setdefault(name, getattr(import_module(_NEED_TORCH[name]), name))
         exports = {} if name.startswith("_") else vars(import_module("penstock.exports"))
         if name in globals():  # A part of the package, which came with the exports.
             return globals()[name]
@@ -30,4 +35,4 @@ else:
         return globals().setdefault(name, exports[name])
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *vars(import_module("penstock.exports"))})
+        return sorted({*globals(), *_NEED_TORCH, *vars(import_module("penstock.exports"))})

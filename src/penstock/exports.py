@@ -6,6 +6,9 @@ such as the supervisor, is part of the package without loading NumPy and the cac
 
 from penstock.cache.departed import Miss as Miss
 from penstock.cache.departed import MissReason as MissReason
+from penstock.cache.ledger import BlockFault as BlockFault
+from penstock.cache.ledger import Outcome as Outcome
+from penstock.cache.ledger import Purpose as Purpose
 from penstock.cache.states import LeaseState as LeaseState
 from penstock.config import Config as Config
 from penstock.config import load_config as load_config
@@ -25,6 +28,10 @@ from penstock.machine.effects import Ended as Ended
 from penstock.machine.effects import Found as Found
 from penstock.machine.effects import Settled as Settled
 from penstock.machine.effects import Started as Started
+from penstock.machine.kv_events import AllCleared as AllCleared
+from penstock.machine.kv_events import BlocksRemoved as BlocksRemoved
+from penstock.machine.kv_events import BlocksStored as BlocksStored
+from penstock.machine.kv_events import KvEvent as KvEvent
 from penstock.machine.kv_events import Snapshot as Snapshot
 from penstock.machine.statistics import CacheStatistics as CacheStatistics
 from penstock.runtime.facts import RankFacts as RankFacts

@@ -36,7 +36,7 @@ def worker_on(lane: Lane, folder: Any, **settings: int) -> tuple[Worker, Engine]
     made = make_engine(folder, **settings)
     decoder, kv = made._workers._worker._decoder, made._workers._worker._kv  # type: ignore[attr-defined]
     worker = Worker(decoder, kv, block_tokens=8, lane=lane)
-    return worker, Engine(made.scheduler, LocalWorkers(worker), step_deadline_s=0.5)
+    return worker, Engine(made.scheduler, LocalWorkers(worker), step_timeout_s=0.5)
 
 
 @pytest.mark.parametrize("flying", [1, 2])

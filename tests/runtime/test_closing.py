@@ -35,7 +35,7 @@ def test_saves_may_end_until_the_deadline(make_engine: MakeEngine) -> None:
     with engine.cache.acquire(range(32)) as lease:
         engine.run(lease, list(range(32)))
 
-    drained = engine.cache.close(deadline_s=60)
+    drained = engine.cache.close(timeout_s=60)
 
     assert drained == penstock.Drained(finished=1, cancelled=0, unsettled=0)
     assert drained.clean
@@ -63,7 +63,7 @@ def test_loads_are_cancelled_at_once_for_nobody_will_use_them(make_engine: MakeE
     assert lease.state is not LeaseState.LOADING
     assert engine.cache.statistics().operations_running == 0
     lease.release()
-    assert engine.cache.close(deadline_s=60).clean
+    assert engine.cache.close(timeout_s=60).clean
 
 
 def test_closing_does_not_wait_for_loads() -> None:
@@ -76,7 +76,7 @@ def test_closing_does_not_wait_for_loads() -> None:
 
     began = time.monotonic()
 
-    drained = offload.close(deadline_s=60)
+    drained = offload.close(timeout_s=60)
 
     assert time.monotonic() - began < 30
     assert drained == penstock.Drained(finished=0, cancelled=0, unsettled=0)
@@ -86,7 +86,7 @@ def test_closing_twice_changes_nothing() -> None:
     offload, keys = open_offload()
     offload.save(keys, [0, 1, 2, 3], cause="save")
 
-    first = offload.close(deadline_s=60)
+    first = offload.close(timeout_s=60)
 
     assert offload.close() is first
 
@@ -138,7 +138,7 @@ def test_closing_with_plans_still_to_be_carried_says_what_is_open(make_fleet: Ma
     fleet: Fleet = make_fleet(ranks=2)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
 
-    drained = fleet.owner.close(deadline_s=60)
+    drained = fleet.owner.close(timeout_s=60)
 
     assert drained == penstock.Drained(finished=0, cancelled=1, unsettled=1)
 
@@ -220,21 +220,21 @@ with penstock.StopSignal() as stop:
     print("saving", offload.busy, flush=True)
     select.select([stop.descriptor], [], [], 60)
     assert stop.stopping
-drained = offload.close(deadline_s=float(sys.argv[1]))
+drained = offload.close(timeout_s=float(sys.argv[1]))
 print(drained.finished, drained.cancelled, drained.unsettled, flush=True)
 sys.exit(0 if drained.clean else 1)
 """
 
 
 @pytest.mark.parametrize(
-    ("deadline_s", "told", "status"),
+    ("timeout_s", "told", "status"),
     [("60", "1 0 0", 0), ("0.000001", "0 1 0", 1)],
     ids=["in time", "too late"],
 )
 def test_a_terminated_engine_drains_and_says_whether_it_could(
-    deadline_s: str, told: str, status: int
+    timeout_s: str, told: str, status: int
 ) -> None:
-    with peer_process(ENGINE, deadline_s) as engine:
+    with peer_process(ENGINE, timeout_s) as engine:
         saving = engine.hear()
 
         os.kill(engine.pid, signal.SIGTERM)

@@ -185,7 +185,7 @@ CASES: dict[str, Case] = {
         lambda s: s.owner.rank_back, facts=lambda s: s.rank.facts, channel=lambda _: None
     ),
     "Watched.drain": case(lambda s: s.owner.drain),
-    "Watched.close": case(lambda s: s.cache.close, deadline_s=lambda _: 0.0),
+    "Watched.close": case(lambda s: s.cache.close, timeout_s=lambda _: 0.0),
     "Offload.lookup": case(
         lambda s: s.offload.lookup,
         "keys",
@@ -230,8 +230,8 @@ CASES: dict[str, Case] = {
         channels=lambda _: (),
         descriptors=lambda s: [s.readable],
     ),
-    "Rank.finish": case(lambda s: s.rank.finish, deadline_s=lambda _: -1.0),
-    "Rank.close": case(lambda s: s.rank.close, deadline_s=lambda _: -1.0),
+    "Rank.finish": case(lambda s: s.rank.finish, timeout_s=lambda _: -1.0),
+    "Rank.close": case(lambda s: s.rank.close, timeout_s=lambda _: -1.0),
     "Rank.adopt_thread": case(lambda s: s.rank.adopt_thread),
     "EngineSteps.submitted": case(
         lambda s: s.steps.submitted, stream=lambda _: 0, slots=lambda _: [0]

@@ -39,17 +39,17 @@ def outcome_of(owner: penstock.Offload) -> tuple[str, str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("deadline_s", "outcome"), [(60.0, "done"), (0.0, "failed")], ids=["drained", "cut short"]
+    ("timeout_s", "outcome"), [(60.0, "done"), (0.0, "failed")], ids=["drained", "cut short"]
 )
 def test_the_last_report_says_how_copies_ended(
-    make_fleet: MakeFleet, deadline_s: float, outcome: str
+    make_fleet: MakeFleet, timeout_s: float, outcome: str
 ) -> None:
     fleet: Fleet = make_fleet(ranks=1)
     (rank,) = fleet.ranks
     fleet.owner.save(fleet.keys(4), [0, 1, 2, 3], cause="last")
     plan = fleet.plan()
 
-    report = rank.finish(deadline_s)
+    report = rank.finish(timeout_s)
     assert report is not None
     fleet.owner.hear(report)
 

@@ -176,7 +176,7 @@ def test_a_step_copies_within_its_budget(rank: penstock.Rank) -> None:
 def test_closing_lets_copies_end_while_there_is_time(rank: penstock.Rank) -> None:
     rank.take(plan(1, copy(1), copy(2)))
 
-    drained = rank.close(deadline_s=60)
+    drained = rank.close(timeout_s=60)
 
     assert drained == penstock.Drained(finished=2, cancelled=0, unsettled=0)
     assert drained.clean

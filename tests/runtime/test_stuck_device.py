@@ -52,9 +52,9 @@ class Device:
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
         return ([], 0) if Device.stuck else self._mover.poll(budget_bytes=budget_bytes)
 
-    def wait(self, deadline_s: float = 30.0) -> None:
+    def wait(self, timeout_s: float = 30.0) -> None:
         if Device.stuck and self._mover.busy:
-            give_up_at = time.monotonic() + deadline_s
+            give_up_at = time.monotonic() + timeout_s
             while time.monotonic() < give_up_at:
                 pass
             raise UnavailableError("1 batch has not ended")
@@ -128,7 +128,7 @@ def test_a_close_gives_nothing_back_that_the_device_may_still_touch() -> None:
     offload = busy_offload()
     began = time.monotonic()
 
-    drained = offload.close(deadline_s=0.1)
+    drained = offload.close(timeout_s=0.1)
 
     assert time.monotonic() - began < 60
     assert (drained.cancelled, drained.unsettled) == (1, 1)
@@ -148,7 +148,7 @@ def test_a_rank_whose_device_is_stuck_ends_and_says_so(caplog: pytest.LogCapture
 
     with pytest.raises(UnavailableError, match="the device has ended none of 1 copies"):
         rank.wait(time.monotonic() + 60)
-    drained = rank.close(deadline_s=0.1)
+    drained = rank.close(timeout_s=0.1)
 
     assert drained.unsettled == 1
     assert "rank not released: rank=0 cause=the device has ended none" in caplog.text

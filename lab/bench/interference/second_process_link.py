@@ -105,8 +105,8 @@ class SecondProcess:
                 f"the second process takes no more orders{self._last_words()}"
             ) from problem
 
-    def _expect(self, kind: type[_AnswerT], deadline_s: float) -> _AnswerT:
-        line = self._line(deadline_s)
+    def _expect(self, kind: type[_AnswerT], timeout_s: float) -> _AnswerT:
+        line = self._line(timeout_s)
         try:
             answer = ANSWERS.decode(line)
         except msgspec.MsgspecError as problem:
@@ -115,14 +115,14 @@ class SecondProcess:
             raise UnavailableError(f"the second process answered {answer}, not {kind.__name__}")
         return answer
 
-    def _line(self, deadline_s: float) -> bytes:
+    def _line(self, timeout_s: float) -> bytes:
         poller = select.poll()
         poller.register(self._answers, select.POLLIN)
-        give_up = time.monotonic() + deadline_s
+        give_up = time.monotonic() + timeout_s
         while b"\n" not in self._received:
             left_s = give_up - time.monotonic()
             if left_s <= 0 or not poller.poll(left_s * 1000):
-                raise UnavailableError(f"the second process did not answer in {deadline_s:g} s")
+                raise UnavailableError(f"the second process did not answer in {timeout_s:g} s")
             part = os.read(self._answers.fileno(), 1 << 16)
             if not part:
                 raise UnavailableError(f"the second process died{self._last_words()}")

@@ -42,8 +42,8 @@ def write_peer(folder: Path, body: str) -> Path:
     return script
 
 
-def start(script: Path, *, deadline_s: float = 60.0) -> VllmPeer:
-    return VllmPeer.start(sys.executable, deadline_s=deadline_s, script=script)
+def start(script: Path, *, timeout_s: float = 60.0) -> VllmPeer:
+    return VllmPeer.start(sys.executable, timeout_s=timeout_s, script=script)
 
 
 def is_running(pid: int) -> bool:
@@ -85,7 +85,7 @@ def test_an_environment_in_which_vllm_does_not_import_says_why_in_one_line(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     with pytest.raises(UnavailableError) as refused:
-        VllmPeer.start(sys.executable, deadline_s=60.0)
+        VllmPeer.start(sys.executable, timeout_s=60.0)
 
     message = str(refused.value)
     assert message == "the vLLM peer cannot run: ImportError: libexample is gone"
@@ -128,12 +128,12 @@ def test_a_line_that_is_no_answer_ends_the_peer(tmp_path: Path, line: str) -> No
 
 def test_a_peer_that_is_silent_at_its_start_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"did not answer within 0.2 s \(its start\)"):
-        start(write_peer(tmp_path, "sys.stdin.read()"), deadline_s=0.2)
+        start(write_peer(tmp_path, "sys.stdin.read()"), timeout_s=0.2)
 
 
 def test_a_peer_that_hangs_in_a_round_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with start(write_peer(tmp_path, READY + "\nsys.stdin.read()")) as peer:
-        peer._deadline_s = 0.2
+        peer._timeout_s = 0.2
         pid = peer._process.pid
 
         with pytest.raises(UnavailableError, match="did not answer within"):
@@ -146,7 +146,7 @@ def test_half_a_line_is_no_answer(tmp_path: Path) -> None:
     body = READY + "\nsys.stdout.write('{\"kind\"')\nsys.stdout.flush()\nsys.stdin.read()"
 
     with start(write_peer(tmp_path, body)) as peer:
-        peer._deadline_s = 0.2
+        peer._timeout_s = 0.2
 
         with pytest.raises(UnavailableError, match="did not answer within"):
             peer.round(tokens=64, block=16, seed=1)

@@ -116,14 +116,14 @@ class Engine:
         workers: Workers,
         handoffs: Side | None = None,
         *,
-        step_deadline_s: float = STEP_S,
+        step_timeout_s: float = STEP_S,
     ) -> None:
         self.scheduler = scheduler
         self.cache = scheduler.cache
         self.handoffs = handoffs
         """Its part in handoffs, if it has one: what to wait for beside the ranks."""
         self._workers = workers
-        self._step_deadline_s = step_deadline_s
+        self._step_timeout_s = step_timeout_s
         self._flying: list[_Flight] = []
         self._finished = 0.0
         """When the last step was seen to have ended."""
@@ -201,10 +201,10 @@ class Engine:
         here = self.handoffs.rank if self.handoffs is not None else None
         return self._workers.handed if here is None else here.counts
 
-    def close(self, deadline_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Ends what is under way, drains the copies, and lets the ranks go."""
         self._end_handoffs()
-        self.cache.close(deadline_s)
+        self.cache.close(timeout_s)
         self._workers.close()
 
     def abandon(self) -> None:
@@ -226,12 +226,12 @@ class Engine:
         return len(self._flying) >= self.scheduler.settings.steps_in_flight
 
     def _finish(self) -> list[Output]:
-        deadline = time.monotonic() + self._step_deadline_s
+        deadline = time.monotonic() + self._step_timeout_s
         result = self._workers.collect(deadline=deadline)
         flight = self._flying[0]
         if result is None:
             raise UnavailableError(
-                f"step {flight.step.number} was not computed within {self._step_deadline_s:g} s"
+                f"step {flight.step.number} was not computed within {self._step_timeout_s:g} s"
             )
         del self._flying[0]
         self._tell_speed(flight, time.monotonic())

@@ -377,7 +377,7 @@ def build_engine(
             scheduler,
             LocalWorkers(loaded.worker),
             handoffs,
-            step_deadline_s=loaded.config.device_wait_s,
+            step_timeout_s=loaded.config.device_wait_s,
         )
         return engine, loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()

@@ -55,10 +55,10 @@ class Mover(Protocol):
 class WaitsForDevice(Protocol):
     """A mover whose copies go on by themselves once they are submitted to a device."""
 
-    def wait(self, deadline_s: float = WAIT_S) -> None:
+    def wait(self, timeout_s: float = WAIT_S) -> None:
         """Blocks until all that was submitted to the device has ended.
 
         Raises:
-            UnavailableError: it has not within `deadline_s` seconds; it may still touch its slots.
+            UnavailableError: it has not within `timeout_s` seconds; it may still touch its slots.
         """
         ...

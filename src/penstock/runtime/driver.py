@@ -222,7 +222,7 @@ class Driver:
         """Cancels what nobody will use any more: all copies but those that write blocks down."""
         return self._cancel(lambda purpose: purpose not in _WRITES)
 
-    def close(self, deadline_s: float, *, hear: Callable[[list[ef.Effect]], None]) -> Drained:
+    def close(self, timeout_s: float, *, hear: Callable[[list[ef.Effect]], None]) -> Drained:
         """Drains, fences, releases; `hear` gets the effects for the engine on the way.
 
         A second call changes nothing and returns the same. Where the books cannot be relied on
@@ -236,7 +236,7 @@ class Driver:
             drained = Drained(finished=0, cancelled=copies, unsettled=0)
         else:
             with self.access:
-                drained = self._drain(deadline_s, hear)
+                drained = self._drain(timeout_s, hear)
         self.access.close()
         try:
             self.crew.release()
@@ -246,11 +246,11 @@ class Driver:
         self._closed = drained
         return drained
 
-    def _drain(self, deadline_s: float, hear: Callable[[list[ef.Effect]], None]) -> Drained:
+    def _drain(self, timeout_s: float, hear: Callable[[list[ef.Effect]], None]) -> Drained:
         """Lets copies end until the deadline, cuts the rest short, and says how many."""
         ledger = self.machine.books.ledger
         before = dict(ledger.ended)
-        deadline = self._clock() + deadline_s
+        deadline = self._clock() + timeout_s
         hear(self.drain())
         self._run_until(deadline, hear)
         cut_short = sum(operation.purpose in _WRITES for operation in ledger.running())

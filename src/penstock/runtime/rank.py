@@ -168,7 +168,7 @@ class Rank:
         ready = wait_any(channels, descriptors, deadline=deadline)
         return bool(ready.channels or ready.descriptors)
 
-    def finish(self, deadline_s: float = 0.0) -> bytes | None:
+    def finish(self, timeout_s: float = 0.0) -> bytes | None:
         """Drains and fences: copies may end for so long, the rest is cut short.
 
         Returns the last report: send it to the owner, then `close`. No plan is taken any more.
@@ -177,13 +177,13 @@ class Rank:
             UnavailableError: the device does not end its copies, which may still touch the
                 engine's memory.
         """
-        deadline_s = as_seconds("deadline_s", deadline_s, zero=True)
+        timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
         with self._access:
-            return self._finish(deadline_s)
+            return self._finish(timeout_s)
 
-    def _finish(self, deadline_s: float) -> bytes | None:
+    def _finish(self, timeout_s: float) -> bytes | None:
         self._finishing = True
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + timeout_s
         moved, self._ended = self._ended, []
         before = len(moved)
         while self.carrier.busy and time.monotonic() < deadline:
@@ -198,7 +198,7 @@ class Rank:
         moved += [each._replace(failure=each.failure or failure) for each in cut_short]
         return self._report(moved) if moved else None
 
-    def close(self, deadline_s: float = 0.0) -> Drained:
+    def close(self, timeout_s: float = 0.0) -> Drained:
         """Drains, fences, releases: copies may end for so long, the rest is cut short.
 
         After it nothing touches the engine's memory any more. A second call changes nothing.
@@ -206,7 +206,7 @@ class Rank:
         before. Where the device does not end its copies nothing is released, and `unsettled`
         says how many they are.
         """
-        deadline_s = as_seconds("deadline_s", deadline_s, zero=True)
+        timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
         if self._closed is not None:
             return self._closed
         if not (self._access.broken or self._access.closed):
@@ -215,7 +215,7 @@ class Rank:
         try:
             if not (self._access.broken or self._access.closed):
                 with self._access:
-                    self._finish(deadline_s)
+                    self._finish(timeout_s)
             self._access.close()
             self.carrier.close()
         except UnavailableError as error:

@@ -4,7 +4,7 @@
         while not stop.stopping:
             cache.step()
             cache.wait(deadline, descriptors=[stop.descriptor])
-        drained = cache.close(deadline_s=20.0)
+        drained = cache.close(timeout_s=20.0)
 
 The signal's handler does nothing but remember it. The one rule: whatever is to be done about it
 happens in the engine's own loop, between two steps, never in the middle of one.

@@ -254,7 +254,7 @@ class Watched(ABC):
         with self._access:
             self._hear(self._driver.drain())
 
-    def close(self, deadline_s: float = 0.0) -> Drained:
+    def close(self, timeout_s: float = 0.0) -> Drained:
         """Drains, fences, releases, in this order; a second call changes nothing.
 
         Copies that write blocks down may end for so many seconds; all others are cancelled at
@@ -262,9 +262,9 @@ class Watched(ABC):
         the tiers is given back, and channels are closed. Leases that are still open are named in
         a `ResourceWarning`. A cache whose books cannot be relied on is closed as well.
         """
-        deadline_s = as_seconds("deadline_s", deadline_s, zero=True)
+        timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
         open_leases = self._open_leases()
-        drained = self._driver.close(deadline_s, hear=self._hear)
+        drained = self._driver.close(timeout_s, hear=self._hear)
         if open_leases:
             # Afterwards: where warnings are errors, the cache is closed all the same.
             warnings.warn(

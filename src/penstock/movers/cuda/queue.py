@@ -216,16 +216,16 @@ class QueuedMover(ABC):
             self._abandoned = any(not job.wanted for job in self._jobs)
         return [job.report() for job in ended]
 
-    def wait(self, deadline_s: float = WAIT_S) -> None:
+    def wait(self, timeout_s: float = WAIT_S) -> None:
         """Blocks this thread until all that was submitted to the device has ended.
 
         Raises:
-            UnavailableError: it has not within `deadline_s` seconds; it may still touch its slots.
+            UnavailableError: it has not within `timeout_s` seconds; it may still touch its slots.
         """
         self._rests_until = 0.0
-        if self._flying and not self._bell.wait(self._flying[-1].manifest.ended, deadline_s):
+        if self._flying and not self._bell.wait(self._flying[-1].manifest.ended, timeout_s):
             raise UnavailableError(
-                f"{len(self._flying)} batches have not ended on the device after {deadline_s:g} s"
+                f"{len(self._flying)} batches have not ended on the device after {timeout_s:g} s"
             )
 
     def guard(self, stream: int, slots: ArrayLike) -> bool:
