@@ -312,7 +312,7 @@ def _damage_host_copies(play: _Play, keys: list[Key], *, count: int) -> list[Key
     blocks = play.cache.kv_snapshot().blocks
     present = {tier: {key for key, _ in rows} for tier, rows in blocks.items()}
     alone = [key for key in keys if key in present["host"] - present["device"] - present["archive"]]
-    books = play.driver.machine.books
+    books = play.driver.machine._books  # noqa: SLF001 - only a demo of damage asks where it lies
     for key in alone[-count:]:
         slot = int(books.tier(HUB).slot_of[books.nodes.get(key)])
         play.host.damage(slot, play.rng.randrange(play.host.layout.block_bytes))

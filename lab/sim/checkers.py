@@ -112,7 +112,7 @@ class KvReader:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._tiers: dict[str, Tier] = {t.name: t for t in world.machine.books.owned_tiers()}
+        self._tiers: dict[str, Tier] = {t.name: t for t in world.books.owned_tiers()}
         self._blocks: dict[str, dict[Key, Key | None]] = {name: {} for name in self._tiers}
         self._sequence = 0
         self._epoch = 0
@@ -178,7 +178,7 @@ class KvReader:
                 raise SimulationError("kv events", f"a block was stored in {change.tier} twice")
             blocks[key] = parent
             parent = key
-            node = self._world.machine.books.nodes.ids.get(key)
+            node = self._world.books.nodes.ids.get(key)
             slot = NOWHERE if node is None else int(tier.slot_of[node])
             if slot != NOWHERE:
                 self._world.ranks.check_block(tier.index, slot, key)
@@ -207,7 +207,7 @@ class KvReader:
             self._check_leaf(self._tiers[change.tier], key)
 
     def _check_leaf(self, tier: Tier, key: Key) -> None:
-        nodes = self._world.machine.books.nodes
+        nodes = self._world.books.nodes
         node = nodes.ids.get(key)
         if node is None or tier.slot_of[node] != NOWHERE:
             return
@@ -253,7 +253,7 @@ class Model:
 
 def check_drained(world: World) -> None:
     """Nobody holds or does anything any more: every slot is free, or ready and unheld."""
-    books = world.machine.books
+    books = world.books
     if world.ranks.open:
         raise SimulationError("drain", f"copies are still open: {list(world.ranks.open)}")
     if books.ledger.operations:
@@ -299,7 +299,7 @@ def check_watermarks(world: World, effects: Sequence[Effect]) -> None:
     if any(isinstance(effect, Ended) for effect in effects):
         return  # Requests may have taken slots since, for what did not arrive.
     demoted = {effect.source for effect in effects if isinstance(effect, Copy)}
-    for tier in world.machine.books.owned_tiers():
+    for tier in world.books.owned_tiers():
         soon_free = tier.pool.free_count + tier.pool.count(SlotState.LEAVING)
         if not tier.on or soon_free >= tier.settings.low_slots or tier.index in demoted:
             continue

@@ -111,7 +111,7 @@ class Engine(ABC):
         measured = settings.load_gate is Gate.MEASURED and self._told_speed
         if not (measured or settings.load_tokens_min > 1):
             raise SimulationError("usefulness", f"{name} computes what it could load: {miss}")
-        books = self.world.machine.books
+        books = self.world.books
         node = books.nodes.get(keys[miss.block])
         if not any(tier.slot_of[node] != NOWHERE for tier in books.lower_tiers()):
             raise SimulationError("usefulness", f"{name}: nothing lies below, but {miss}")

@@ -344,13 +344,13 @@ class ManagedEngine(Engine):
         if isinstance(event, ev.Reset) and request.state is LeaseState.READY:
             raise SimulationError("usefulness", f"a reset took the blocks of {request.name}")
         excused = request.separating or isinstance(event, ev.RankLost | ev.Reset)
-        free = self.world.machine.books.device.pool.free_count
+        free = self.world.books.device.pool.free_count
         if self.weather.healthy or (not excused and free >= len(request.table)):
             raise SimulationError("usefulness", f"{request.name} lost its blocks with {free} free")
 
     def _check_written_down(self, request: Request, keys: Iterable[Key]) -> None:
         """Blocks of a request are in the hub, or on their way, as far as they fit."""
-        world, books = self.world, self.world.machine.books
+        world, books = self.world, self.world.books
         hub = books.hub
         if hub is None or hub.settings.quotas or hub.index in world.ranks.off or world.ranks.lost:
             return

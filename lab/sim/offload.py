@@ -156,7 +156,7 @@ class OffloadEngine(Engine):
 
     def _look_again(self, sequence: Sequence) -> None:
         """What was ready is still ready as long as the cache lost nothing."""
-        kept = sequence.losses == self.world.machine.books.losses
+        kept = sequence.losses == self.world.machine.losses
         found = self._look(sequence, sequence.ready if kept else 0)
         if kept and self.rng.random() < 0.3 and self._look(sequence, 0).ready != found.ready:
             raise SimulationError("usefulness", f"{sequence.name}: a shorter search found less")
@@ -180,7 +180,7 @@ class OffloadEngine(Engine):
         event = ev.Load(
             keys=sequence.keys[:count], slots=slots, cause=sequence.name, deadline=self._deadline()
         )
-        kept = sequence.losses == self.world.machine.books.losses
+        kept = sequence.losses == self.world.machine.losses
         started = self._start(event, sequence)
         if started is None:
             return
@@ -406,7 +406,7 @@ class OffloadEngine(Engine):
 
     def _filtered(self, found: Found) -> bool:
         """Whether the hub's own policy took a new block for one that is seen only once."""
-        hub = self.world.machine.books.hub
+        hub = self.world.books.hub
         assert hub is not None
         return hub.policy.name == "s3fifo" and found.miss.reason is MissReason.EVICTED
 

@@ -108,7 +108,7 @@ class Ranks:
         self._right = world.library.right
         settings = world.weather.settings
         self._managed = world.weather.managed
-        self._tiers = world.machine.books.tiers
+        self._tiers = world.books.tiers
         self.rank_count = settings.rank_count
         self.group_slots = world.weather.engine_slots
         device_slots = (
@@ -424,7 +424,7 @@ class Ranks:
 
     def _check_dropped(self, index: int, slot: int, key: Key) -> None:
         """A copy that a rank found corrupt can no longer be matched."""
-        node = self._world.machine.books.nodes.ids.get(key)
+        node = self._world.books.nodes.ids.get(key)
         tier = self._tiers[index]
         if node is not None and tier is not None and tier.slot_of[node] == slot:
             raise SimulationError("bytes", f"{tier.name}[{slot}] is corrupt, but stays")

@@ -178,7 +178,7 @@ class Storm:
         world, rng = self._world, self._rng
         tiers = [
             tier
-            for tier in world.machine.books.lower_tiers()
+            for tier in world.books.lower_tiers()
             if tier.index not in world.ranks.off
             and (not world.weather.healthy or tier.pool.slot_count == AMPLE_SLOTS)
         ]

@@ -34,7 +34,6 @@ from lab.sim.workload import Library
 from penstock.errors import CapacityError, LeaseError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-from penstock.machine.audit import audit
 from penstock.machine.machine import CacheMachine
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from lab.sim.engine import Engine
     from lab.sim.weather import Weather
+    from penstock.machine.books import Books
 
 _LOOP_MAX = 20_000
 """No world needs so many steps; one that does is stuck."""
@@ -128,6 +128,11 @@ class World:
 
     # ---------------------------------------------------------------- for everybody in it
 
+    @property
+    def books(self) -> Books:
+        """The machine's own state: checkers compare it with what they know."""
+        return self.machine._books  # noqa: SLF001
+
     def send(self, event: ev.Event) -> list[ef.Effect]:
         """Hands an event to the cache, checks everything, and carries out the effects."""
         return self.observe(event, self.machine.handle)
@@ -147,7 +152,7 @@ class World:
             if self._teller is not None:
                 self._teller(f"{'':9}    refused: {refusal}")
             if self._audited:
-                audit(self.machine.books)
+                self.machine.audit()
             raise
         if self._teller is not None:
             for effect in effects:
@@ -158,7 +163,7 @@ class World:
     def _take_in(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         """Everybody hears what an event brought, and the checkers look at it."""
         if self._audited:
-            audit(self.machine.books)
+            self.machine.audit()
         for effect in effects:
             for react in self._reactions.get(type(effect), ()):
                 react(effect)

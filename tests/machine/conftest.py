@@ -54,7 +54,7 @@ class Driver:
 
     @property
     def books(self) -> Books:
-        return self.machine.books
+        return self.machine._books
 
     # ---------------------------------------------------------------- words for blocks
 
@@ -215,9 +215,9 @@ class Driver:
             with suppress(PenstockError, ValueError):
                 replay.handle(event, now)
         victims: list[int] = []
-        while (victim := replay.books.tier(tier).pop_victim()) is not None:
+        while (victim := replay._books.tier(tier).pop_victim()) is not None:
             victims.append(victim)
-        return self.words(replay.books.nodes.keys_of(victims))
+        return self.words(replay._books.nodes.keys_of(victims))
 
 
 def _tier(name: str, size: int | TierSettings | None, write: WritePolicy, eviction: str) -> Any:

@@ -165,15 +165,15 @@ def test_a_save_into_a_tier_that_is_off_says_so(driver: Driver) -> None:
 def test_blocks_are_named_a_run_at_a_time_around_those_that_are_known(driver: Driver) -> None:
     save(driver, "abc")
     driver.finish()
-    driver.machine.books.condemn(
-        driver.machine.books.tier(1), np.array([1], dtype=np.int32), MissReason.CORRUPT, 0.0, ""
+    driver.books.condemn(
+        driver.books.tier(1), np.array([1], dtype=np.int32), MissReason.CORRUPT, 0.0, ""
     )
 
     started = save(driver, "abcdef")
     driver.finish()
 
     assert started.accepted == (1, 3, 4, 5)
-    nodes = driver.machine.books.nodes
+    nodes = driver.books.nodes
     path = nodes.path_to(nodes.get(driver.keys("abcdef")[-1]))
     assert nodes.keys_of(path.tolist()) == driver.keys("abcdef")
     assert look(driver, "abcdef").ready == 6

@@ -113,7 +113,7 @@ class CacheLife(hs.RuleBasedStateMachine):
         more |= {"block_tokens": BLOCK_TOKENS, "operation_timeout_s": 5.0}
         chosen = CacheSettings(device=tiers[0], tiers=tuple(tiers[1:]), **more)
         self.machine, self.now = CacheMachine(chosen, incarnation=1), 0.0
-        self.books = self.machine.books
+        self.books = self.machine._books
         self.ranks = range(chosen.rank_count)
         self.memory = {
             (index, rank): [GARBAGE] * tier.slot_count

@@ -16,7 +16,6 @@ from penstock.cache.states import LeaseState
 from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
-from penstock.machine.audit import audit
 from penstock.machine.machine import CacheMachine
 from penstock.vocabulary.ids import LeaseId, OperationId, PinId
 
@@ -74,7 +73,7 @@ class Author:
     """Writes the next event of a history: mostly one that makes sense, sometimes nonsense."""
 
     def __init__(self, machine: CacheMachine, seed: int) -> None:
-        self.books = machine.books
+        self.books = machine._books
         self.random = Random(seed)
         self.prompts: dict[LeaseId, str] = {}
 
@@ -223,7 +222,7 @@ def lived(seed: int, length: int, eviction: str) -> tuple[CacheMachine, list[ev.
 def leaving_order(machine: CacheMachine) -> list[list[int]]:
     """In which order everything would leave; the machine is of no use afterwards."""
     orders: list[list[int]] = []
-    for tier in machine.books.owned_tiers():
+    for tier in machine._books.owned_tiers():
         orders.append([])
         while (victim := tier.pop_victim()) is not None:
             orders[-1].append(victim)
@@ -241,7 +240,7 @@ def test_an_event_that_is_refused_changes_nothing(seed: int, length: int, evicti
         effects = told(machine, event, float(now))
         assert effects is not None or machine.freeze() == before, event
         author.note(event, effects or ())
-        audit(machine.books)
+        machine.audit()
 
 
 @thorough
@@ -289,7 +288,7 @@ def test_looking_changes_nothing(seed: int, length: int, eviction: str) -> None:
     looked_at.story(keys_of("a")[0])
     looked_at.next_deadline()
     looked_at.handle(ev.Lookup(keys=keys_of("abab")), 999.0)
-    audit(looked_at.books)
+    looked_at.audit()
 
     assert looked_at.freeze() == left_alone.freeze()
     assert leaving_order(looked_at) == leaving_order(left_alone)

@@ -305,7 +305,7 @@ def test_what_is_done_to_a_block_table_by_force_does_not_reach_the_cache() -> No
     first.block_table[:] = second.block_table
     first.commit(range(8))
 
-    published = engine.driver.machine.books.leases[first.id].table
+    published = engine.driver.machine._books.leases[first.id].table
     assert published.tolist() == lent.tolist()
     engine.cache.audit()
     first.release()
@@ -491,7 +491,7 @@ def test_a_signal_handler_that_calls_the_cache_is_refused_while_a_call_is_under_
 def test_an_error_of_ours_is_no_refusal_either() -> None:
     cache = open_cache()
     lease = cache.acquire([1, 2, 3])
-    cache._driver.machine.books.device.pool.holders[lease.block_table[0]] = 0
+    cache._driver.machine._books.device.pool.holders[lease.block_table[0]] = 0
 
     with pytest.raises(penstock.InvariantViolation):
         lease.release()

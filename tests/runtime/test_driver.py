@@ -158,7 +158,7 @@ def test_results_from_before_a_reset_change_nothing_and_give_their_slots_back(
 
 def test_reports_of_an_earlier_life_are_counted_and_dropped(engine: Engine) -> None:
     engine.turn(tokens(8))
-    stranger = OperationId(engine.driver.machine.books.ledger.incarnation ^ 1, 0, 1)
+    stranger = OperationId(engine.driver.machine.incarnation ^ 1, 0, 1)
 
     told = engine.driver.handle(Report(operation=stranger, rank=0))
 
@@ -170,7 +170,7 @@ def test_reports_of_an_earlier_life_are_counted_and_dropped(engine: Engine) -> N
 def test_every_start_is_another_incarnation(make_engine: MakeEngine) -> None:
     engines = [make_engine() for _ in range(3)]
 
-    incarnations = {engine.driver.machine.books.ledger.incarnation for engine in engines}
+    incarnations = {engine.driver.machine.incarnation for engine in engines}
 
     assert len(incarnations) == 3
 

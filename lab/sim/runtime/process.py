@@ -64,7 +64,7 @@ class RankProcess:
             None if tier in lacking else store for tier, store in enumerate(memory.lower, start=HUB)
         ]
         self.carrier = WatchedCarrier([memory.device, *lower], ALGORITHM)
-        self.carrier.born = world.machine.books.ledger.started
+        self.carrier.born = world.books.ledger.started
         self.rank = Rank(self.carrier, _facts(world, number, memory, lacking), arenas={})
         self.last_report: bytes | None = None
         self._world = world

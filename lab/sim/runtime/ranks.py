@@ -47,7 +47,7 @@ class RuntimeRanks(Ranks):
         ]
 
     def _salt(self) -> int:
-        ledger = self._runtime.machine.books.ledger
+        ledger = self._runtime.books.ledger
         return life_salt(ledger.incarnation, ledger.epoch)
 
     @property

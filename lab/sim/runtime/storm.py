@@ -140,7 +140,7 @@ class RuntimeStorm(Storm):
 
     def _nonsense_of(self, process: RankProcess) -> bytes:
         """Bytes that are no report, or a fault of a block that an operation does not have."""
-        running = list(self._runtime.machine.books.ledger.operations.values())
+        running = list(self._runtime.machine.operations.values())
         if not running:
             return self._rng.randbytes(40)
         operation = self._rng.choice(running)

@@ -214,7 +214,7 @@ class RuntimeWorld(World):
         inquiry = self.driver.inquiry
         if inquiry is None:
             return
-        due = inquiry.next_due(self.machine.books.ledger.operations)
+        due = inquiry.next_due(self.machine.operations)
         if due < self._due_at:
             self._due_at = due
             self.after(max(0.0, due - self.now), self._wake_owner)
@@ -277,13 +277,13 @@ class RuntimeWorld(World):
         if self.ways.way is Way.MESSAGES:
             self.facade.drain()
             self.live_until(lambda: not self.facade.busy, self.now + timeout_s)
-        busy = len(self.machine.books.ledger.operations)
+        busy = len(self.machine.operations)
         self.closing, self.timed = True, False
         with warnings.catch_warnings():
             # The end may come while requests run.
             warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
             drained = self.facade.close(timeout_s)
-        if drained.unsettled != len(self.machine.books.ledger.operations):
+        if drained.unsettled != len(self.machine.operations):
             raise SimulationError("drain", f"{drained} of {busy} copies")
         if drained.unsettled:
             self.note("copies unsettled at the end")

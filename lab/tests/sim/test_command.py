@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.cli.app import run
-from lab.sim import world
-from penstock.machine import copying
+from penstock.machine import copying, machine
 from penstock.machine.audit import audit
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def _broken_audit(monkeypatch: pytest.MonkeyPatch) -> None:
         if books.tick == 3:
             raise ValueError("the third event is one too many")
 
-    monkeypatch.setattr(world, "audit", refuse)
+    monkeypatch.setattr(machine, "audit", refuse)
 
 
 def test_seeds_that_find_nothing_end_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:

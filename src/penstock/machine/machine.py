@@ -2,9 +2,9 @@
 
     effects = machine.handle(event, now)
 
-A wrong event raises before anything has changed. No other code touches the books, and
-nothing here waits, reads a clock or does I/O: the same events in the same order give the
-same effects.
+A wrong event raises before anything has changed. The books are private: whoever drives the
+machine asks its questions here. Nothing waits, reads a clock or does I/O: the same events in
+the same order give the same effects.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
+from penstock.cache.ledger import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
 from penstock.machine import (
@@ -27,24 +28,26 @@ from penstock.machine import (
     writing,
 )
 from penstock.machine import events as ev
+from penstock.machine.audit import audit
 from penstock.machine.books import Books
 from penstock.machine.freezing import freeze
-from penstock.machine.statistics import CacheStatistics, gather
+from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Set
 
+    from penstock.cache.ledger import Operation, Outcome
     from penstock.cache.settings import CacheSettings
     from penstock.machine.effects import Effect
     from penstock.machine.kv_events import KvEvent, Snapshot
-    from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
 
 class CacheMachine:
     """The owner of all block metadata of one engine."""
 
     def __init__(self, settings: CacheSettings, *, incarnation: int) -> None:
-        self.books = Books(settings, incarnation)
+        self._books = Books(settings, incarnation)
         self._suspect = ""
         """The event that is being taken in; if it was neither taken in nor refused, the books may
         be wrong."""
@@ -67,7 +70,7 @@ class CacheMachine:
         handler = _HANDLERS.get(type(event))
         if handler is None:
             raise ValueError(f"event is {reprlib.repr(event)}, must be one of machine.events")
-        books = self.books
+        books = self._books
         books.tick += 1
         books.now = now
         books.effects = []
@@ -92,33 +95,100 @@ class CacheMachine:
 
     def next_deadline(self) -> float | None:
         """When `handle_timer` should be called at the latest."""
-        times = (self.books.ledger.next_deadline(), self.books.next_expiry())
+        times = (self._books.ledger.next_deadline(), self._books.next_expiry())
         return min((time for time in times if time is not None), default=None)
+
+    @property
+    def incarnation(self) -> int:
+        """The number of this life of the cache, which the names of its operations begin with."""
+        return self._books.ledger.incarnation
+
+    @property
+    def operations(self) -> Mapping[OperationId, Operation]:
+        """The copies that ranks have not ended yet. Not a copy of it: read it, change nothing."""
+        return self._books.ledger.operations
+
+    def running_operations(self) -> list[Operation]:
+        """Those whose outcome is open; the others were given up, but are still under way."""
+        return list(self._books.ledger.running())
+
+    @property
+    def operations_ended(self) -> dict[Outcome, int]:
+        """How many copies ended with each outcome."""
+        return dict(self._books.ledger.ended)
+
+    def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
+        """The loads onto the device that a lease waits for, if it waits for nothing else."""
+        found = self._books.leases.get(lease)
+        waiting = found.waiting if found is not None else set()
+        purposes = {self.operations[operation].purpose for operation in waiting}
+        return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
+
+    def open_requests(self) -> list[str]:
+        """The requests that hold leases."""
+        return [lease.request for lease in self._books.leases.values()]
+
+    @property
+    def pin_count(self) -> int:
+        """How many prefixes are pinned."""
+        return len(self._books.pins)
+
+    @property
+    def losses(self) -> int:
+        """How often blocks below the device became unreadable."""
+        return self._books.losses
+
+    @property
+    def lost_ranks(self) -> Set[int]:
+        """The ranks that are lost now."""
+        return frozenset(self._books.lost_ranks)
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """The name of each tier, device first."""
+        # Where an engine keeps its own device blocks, the first tier is nobody's.
+        return tuple("device" if tier is None else tier.name for tier in self._books.tiers)
+
+    def tier_sizes(self) -> dict[str, int]:
+        """How many slots each tier has, without device slots that the engine manages."""
+        return {tier.name: tier.pool.slot_count for tier in self._books.owned_tiers()}
+
+    def is_tier_on(self, tier: int) -> bool:
+        """Whether a tier, by its index, can be used now."""
+        return self._books.tier(tier).on
+
+    def hub_counts(self) -> HubCounts:
+        """The first tier below the device in numbers; costs far less than `statistics`."""
+        return count_hub(self._books)
+
+    def audit(self) -> None:
+        """Checks every invariant of the whole state; raises `InvariantViolation`."""
+        audit(self._books)
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes, as a frozen value."""
-        return gather(self.books)
+        return gather(self._books)
 
     def story(self, of: Key | str) -> tuple[str, ...]:
         """What last happened to a block (by key) or a request (by name), oldest first."""
-        history = self.books.history
+        history = self._books.history
         return history.of_request(of) if isinstance(of, str) else history.of_key(of)
 
     def take_kv_events(self) -> list[KvEvent]:
         """KV events since the last call; a gap in their numbers calls for a snapshot."""
-        return self.books.kv_events.take()
+        return self._books.kv_events.take()
 
     def kv_snapshot(self) -> Snapshot:
         """All that can be matched now, tier by tier."""
-        return self.books.kv_events.snapshot(self.books.nodes, self.books.owned_tiers())
+        return self._books.kv_events.snapshot(self._books.nodes, self._books.owned_tiers())
 
     def freeze(self) -> tuple[object, ...]:
         """The whole state as nested tuples: equal states freeze to equal tuples."""
-        return freeze(self.books)
+        return freeze(self._books)
 
     def _follow_up(self, now: float) -> None:
         """Deals with operations that ended within this event."""
-        books = self.books
+        books = self._books
         while books.agenda:
             operation, bad_slots = books.agenda.pop(0)
             releasing.after_operation(books, operation, bad_slots, now)

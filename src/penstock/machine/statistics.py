@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,19 @@ class HopStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The same on each rank; `None` also where the size of a block is not known."""
     blocks_queued: int
     """Blocks that were asked for and have not arrived."""
+
+
+class HubCounts(NamedTuple):
+    """The first tier below the device in numbers: what is cheap enough to ask in every step."""
+
+    slots: int = 0
+    """Blocks that fit; 0 where the tier is off."""
+    ready: int = 0
+    """Blocks that can be loaded."""
+    evicted: int = 0
+    """Blocks that made room for others, since the beginning."""
+    corrupt: int = 0
+    """Blocks that failed their checksum, in whatever tier, since the beginning."""
 
 
 class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +110,19 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     def blocks_evicted(self) -> int:
         """Copies that made room for others, in whatever tier."""
         return sum(tier.blocks_evicted for tier in self.tiers)
+
+
+def count_hub(books: Books) -> HubCounts:
+    """Cheap enough for every step."""
+    hub, counters = books.hub, books.counters
+    if hub is None:
+        return HubCounts(corrupt=counters.blocks_corrupt)
+    return HubCounts(
+        slots=hub.pool.slot_count if hub.on else 0,
+        ready=hub.pool.count(SlotState.READY) if hub.on else 0,
+        evicted=counters.blocks_evicted_by_tier[hub.index],
+        corrupt=counters.blocks_corrupt,
+    )
 
 
 def gather(books: Books) -> CacheStatistics:

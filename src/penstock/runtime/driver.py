@@ -17,7 +17,6 @@ import msgspec
 from penstock.cache.ledger import Outcome, Purpose
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
-from penstock.machine.audit import audit
 from penstock.machine.events import (
     Cancel,
     Event,
@@ -80,9 +79,7 @@ class Driver:
         """What ranks elsewhere are asked when a report of theirs did not come."""
         self.ready_s: dict[str, float] = {}
         """How long it took until each tier below the device could be used, by its name."""
-        # Where an engine keeps its own device blocks, the first tier is nobody's.
-        names = ("device" if tier is None else tier.name for tier in self.machine.books.tiers)
-        self.copies = CopyLog(tuple(names))
+        self.copies = CopyLog(self.machine.tier_names)
         self._clock = clock
         # A clock that is not that of the machine may not go yet.
         self._opened_at = clock() if clock is time.monotonic else None
@@ -92,7 +89,7 @@ class Driver:
     @property
     def busy(self) -> bool:
         """Whether copies are under way."""
-        return bool(self.machine.books.ledger.operations)
+        return bool(self.machine.operations)
 
     @property
     def health(self) -> Health:
@@ -150,7 +147,7 @@ class Driver:
                 case _:
                     told.append(effect)
         if self.copies.has_running:
-            self.copies.look(self.machine.books.ledger.operations, now)
+            self.copies.look(self.machine.operations, now)
         return told
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
@@ -232,7 +229,7 @@ class Driver:
             return self._closed
         if self.access.broken or self.access.closed:
             # A call was interrupted, perhaps this one.
-            copies = len(self.machine.books.ledger.operations)
+            copies = len(self.machine.operations)
             drained = Drained(finished=0, cancelled=copies, unsettled=0)
         else:
             with self.access:
@@ -248,39 +245,41 @@ class Driver:
 
     def _drain(self, timeout_s: float, hear: Callable[[list[ef.Effect]], None]) -> Drained:
         """Lets copies end until the deadline, cuts the rest short, and says how many."""
-        ledger = self.machine.books.ledger
-        before = dict(ledger.ended)
+        before = self.machine.operations_ended
         deadline = self._clock() + timeout_s
         hear(self.drain())
         self._run_until(deadline, hear)
-        cut_short = sum(operation.purpose in _WRITES for operation in ledger.running())
+        cut_short = sum(
+            operation.purpose in _WRITES for operation in self.machine.running_operations()
+        )
         hear(self._cancel(lambda _: True))
         # What was cancelled settles when its ranks say so: a message each way.
         self._fence(max(deadline, self._clock() + FENCE_S), hear)
-        ended = {outcome: ledger.ended[outcome] - before[outcome] for outcome in Outcome}
+        after = self.machine.operations_ended
+        ended = {outcome: after[outcome] - before[outcome] for outcome in Outcome}
         failed = ended[Outcome.FAILED] + ended[Outcome.EXPIRED]
         return Drained(
             finished=ended[Outcome.DONE],
             cancelled=cut_short + failed,
-            unsettled=len(ledger.operations),
+            unsettled=len(self.machine.operations),
         )
 
     def audit(self) -> None:
         """Checks every invariant of the whole state."""
-        audit(self.machine.books)
+        self.machine.audit()
 
     def next_due(self) -> float:
         """When time alone gives us something to do."""
         due = self.machine.next_deadline()
         asks_at = math.inf
         if self.inquiry is not None:
-            asks_at = self.inquiry.next_due(self.machine.books.ledger.operations)
+            asks_at = self.inquiry.next_due(self.machine.operations)
         return asks_at if due is None else min(due, asks_at)
 
     def _ask(self) -> None:
         """Asks ranks about what they should have reported on by now."""
         if self.inquiry is not None:
-            operations = self.machine.books.ledger.operations
+            operations = self.machine.operations
             for operation in self.inquiry.due(operations, self._clock()):
                 self.crew.ask(operation)
 
@@ -310,7 +309,7 @@ class Driver:
         return heard
 
     def _require_sense(self, report: Report) -> None:
-        operation = self.machine.books.ledger.operations.get(report.operation)
+        operation = self.machine.operations.get(report.operation)
         if operation is None:
             return
         for position, _ in report.faults:
@@ -322,7 +321,7 @@ class Driver:
 
     def _cancel(self, wanted: Callable[[Purpose], bool]) -> list[ef.Effect]:
         told: list[ef.Effect] = []
-        for operation in self.machine.books.ledger.running():
+        for operation in self.machine.running_operations():
             if wanted(operation.purpose):
                 told += self.handle(Cancel(operation=operation.id))
         return told
@@ -348,4 +347,4 @@ class Driver:
                     self._wait_for_crew(deadline, ())
 
     def _name(self, tier: int) -> str:
-        return self.machine.books.tier(tier).name
+        return self.machine.tier_names[tier]

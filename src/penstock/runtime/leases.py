@@ -13,7 +13,6 @@ from weakref import ref
 
 import numpy as np
 
-from penstock.cache.ledger import Purpose
 from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
 from penstock.machine import effects as ef
@@ -68,11 +67,7 @@ class Desk:
 
     def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
         """The loads onto the device that a lease waits for, if it waits for nothing else."""
-        books = self.driver.machine.books
-        held = books.leases.get(lease)
-        waiting = held.waiting if held is not None else set()
-        purposes = {books.ledger.operations[operation].purpose for operation in waiting}
-        return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
+        return self.driver.machine.loads_of(lease)
 
 
 class Lease:

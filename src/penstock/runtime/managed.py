@@ -150,9 +150,9 @@ class Cache(Watched):
             self._config = config
 
     def __repr__(self) -> str:
-        books = self._driver.machine.books
+        machine = self._driver.machine
         model = self._config.model.name
-        counts = f"{len(books.leases)} leases, {len(books.pins)} pins"
+        counts = f"{len(machine.open_requests())} leases, {machine.pin_count} pins"
         return f"<penstock.Cache of {model!r}: {counts}, {self._tell_tiers()}>"
 
     def _hear(self, told: list[ef.Effect]) -> None:

@@ -13,13 +13,12 @@ The engine may reuse device slots it named in `load` or `save` when the operatio
 from __future__ import annotations
 
 import reprlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.cache.departed import MissReason
 from penstock.cache.nodes import NOWHERE
-from penstock.cache.states import SlotState
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from penstock.machine.statistics import HubCounts
     from penstock.runtime.driver import Driver
     from penstock.runtime.returning import Muster
     from penstock.vocabulary.ids import Key
@@ -50,19 +50,6 @@ POLL_MAX = 4096
 TOLD_MAX = 65_536
 """So much may wait to be polled; then nothing more is begun. An engine that never polls would
 never learn which of its slots are quiet."""
-
-
-class HubCounts(NamedTuple):
-    """The first tier below the device in numbers: what is cheap enough to ask in every step."""
-
-    slots: int = 0
-    """Blocks that fit; 0 where the tier is off."""
-    ready: int = 0
-    """Blocks that can be loaded."""
-    evicted: int = 0
-    """Blocks that made room for others, since the beginning."""
-    corrupt: int = 0
-    """Blocks that failed their checksum, in whatever tier, since the beginning."""
 
 
 class Offload(Watched):
@@ -108,7 +95,7 @@ class Offload(Watched):
         if type(last) is not ef.Found:
             raise ValueError(f"last is {reprlib.repr(last)}, must be the Found of an earlier call")
         again = last.miss.reason is MissReason.RECOMPUTE
-        return (last.ready if last.losses == self._driver.machine.books.losses else 0), again
+        return (last.ready if last.losses == self._driver.machine.losses else 0), again
 
     def load(
         self, keys: Sequence[Key], slots: ArrayLike, *, cause: str, deadline: float | None = None
@@ -192,16 +179,7 @@ class Offload(Watched):
     def hub_counts(self) -> HubCounts:
         """The first tier below the device as it is now; `statistics` tells all, and costs more."""
         self._access.require()
-        books = self._driver.machine.books
-        hub, counters = books.hub, books.counters
-        if hub is None:
-            return HubCounts(corrupt=counters.blocks_corrupt)
-        return HubCounts(
-            slots=hub.pool.slot_count if hub.on else 0,
-            ready=hub.pool.count(SlotState.READY) if hub.on else 0,
-            evicted=counters.blocks_evicted_by_tier[hub.index],
-            corrupt=counters.blocks_corrupt,
-        )
+        return self._driver.machine.hub_counts()
 
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles.
@@ -237,8 +215,7 @@ class Offload(Watched):
             self._hear(self._driver.handle(ev.Reset(why=why)))
 
     def __repr__(self) -> str:
-        books = self._driver.machine.books
-        counts = f"{len(books.ledger.operations)} copies under way"
+        counts = f"{len(self._driver.machine.operations)} copies under way"
         return f"<penstock.Offload: {counts}, {self._tell_tiers()}>"
 
     def _deadline(self, deadline: float | None) -> float | None:

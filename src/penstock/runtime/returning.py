@@ -78,12 +78,12 @@ class Muster:
         ]
         if reasons:
             return self._driver.switch_tier_off(tier, reasons[0])
-        was_on = self._driver.machine.books.tier(tier).on
+        was_on = self._driver.machine.is_tier_on(tier)
         return [] if kept and was_on else self._driver.switch_tier_on(tier, kept=kept)
 
     def _present(self, facts: RankFacts) -> RankFacts:
         """Another rank that is there, to compare with; the rank itself if there is none."""
-        lost = self._driver.machine.books.lost_ranks
+        lost = self._driver.machine.lost_ranks
         others = (each for each in self._facts.values() if each.rank not in {facts.rank, *lost})
         return next(others, facts)
 

@@ -291,13 +291,13 @@ class Watched(ABC):
         """Who still holds blocks of a cache that is not closed."""
         if not self._access.usable:
             return ""
-        requests = [repr(lease.request) for lease in self._driver.machine.books.leases.values()]
+        requests = [repr(request) for request in self._driver.machine.open_requests()]
         more = f" and {len(requests) - NAMED_MAX} more" if len(requests) > NAMED_MAX else ""
         return ", ".join(requests[:NAMED_MAX]) + more
 
     def _tell_tiers(self) -> str:
-        tiers = self._driver.machine.books.owned_tiers()
-        told = ", ".join(f"{tier.name} {tier.pool.slot_count}" for tier in tiers)
+        sizes = self._driver.machine.tier_sizes()
+        told = ", ".join(f"{name} {slot_count}" for name, slot_count in sizes.items())
         return f"blocks: {told}; {self._access.state}"
 
     def _remote(self, call: str) -> RemoteCrew:

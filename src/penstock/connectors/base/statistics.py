@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Ended
     from penstock.runtime.facts import RankFacts
-    from penstock.runtime.offload import HubCounts
+    from penstock.machine.statistics import HubCounts
     from penstock.vocabulary.ids import Key
 
 log = logging.getLogger("penstock.connectors")
