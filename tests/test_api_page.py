@@ -18,20 +18,21 @@ from penstock.cache.eviction import EvictionPolicy
 from penstock.machine import effects, events, kv_events
 from penstock.machine.machine import CacheMachine
 from penstock.machine.statistics import CacheStatistics, TierStatistics
+from penstock.runtime.base import BaseCache
 from penstock.runtime.engine_steps import EngineSteps
-from penstock.runtime.watched import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 CLASSES: dict[str, type] = {
-    "Watched": Watched,
+    "BaseCache": BaseCache,
     "Cache": penstock.Cache,
     "Lease": penstock.Lease,
     "Pin": penstock.Pin,
     "EngineSteps": EngineSteps,
     "Offload": penstock.Offload,
+    "RankRegistry": penstock.RankRegistry,
     "Rank": penstock.Rank,
     "RankFacts": penstock.RankFacts,
     "StopSignal": penstock.StopSignal,
@@ -39,7 +40,7 @@ CLASSES: dict[str, type] = {
     "LLM": penstock.LLM,
 }
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
-"""Public to the desk that hands leases out and to a rank that ends, and to nobody else."""
+"""Public to the cache that made the lease and to a rank that ends, and to nobody else."""
 
 
 def written_signatures() -> dict[str, str]:
@@ -64,8 +65,6 @@ def true_signatures() -> dict[str, str]:
         penstock.open,
         penstock.open_offload,
         penstock.open_rank,
-        penstock.open_owner,
-        penstock.open_offload_owner,
         penstock.load_config,
         penstock.parse_config,
     ):
@@ -79,7 +78,7 @@ def true_signatures() -> dict[str, str]:
 def public_functions(owner: type) -> Iterator[tuple[str, object]]:
     for each in owner.__mro__:
         # What `Cache` and `Offload` have in common is described once.
-        if each.__module__.split(".")[0] != "penstock" or (each is Watched is not owner):
+        if each.__module__.split(".")[0] != "penstock" or (each is BaseCache is not owner):
             continue
         for name, member in vars(each).items():
             function = member.fget if isinstance(member, property) else member

@@ -39,7 +39,7 @@ CALLED_FROM_ELSEWHERE = {
     "connectors/vllm/translation.py:is_empty": "vLLM calls it: part of what it asks of statistics",
     "handoff/driver/driving.py:colleague_died": _AUTHORS,
     "movers/cuda/calls.py:plain_calls": "how a mover is told to do without a compiler, in tests",
-    "runtime/watched.py:supervised_by": _AUTHORS,
+    "runtime/base.py:supervised_by": _AUTHORS,
     "serve/http.py:capture_signals": _UVICORN,
     "serve/http.py:main_loop": _UVICORN,
     "serve/http.py:send_400_response": _UVICORN,

@@ -21,10 +21,12 @@ from lab.demo.watching import Router, WatchedTier
 from penstock.cache.departed import MissReason
 from penstock.cache.settings import HUB
 from penstock.config import parse_config
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.crew import LocalCrew
+from penstock.runtime.base import Driven
+from penstock.runtime.cache import Cache
+from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
-from penstock.runtime.managed import Cache
+from penstock.runtime.rank_facts import Agreement
+from penstock.runtime.rank_links import LocalLink
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.keys import KeyChain
@@ -87,10 +89,11 @@ class _Play:
         self.host, self.archive = lower
         self.driver = Driver(
             self.config.cache,
-            LocalCrew(Carrier([device, *lower], Algorithm.XXH3)),
+            LocalLink(CopyExecutor([device, *lower], Algorithm.XXH3)),
             clock=lambda: self.engine.steps * STEP_S,
         )
-        self.cache = Cache(self.config, self.driver)
+        agreement = Agreement(settings=self.config.cache, device_slots=(block_count,), off=())
+        self.cache = Cache(Driven(self.config, agreement, self.driver))
         self.engine = ToyEngine(self.cache, kv, ToyModel(weights=1))
         self.router = Router(self.cache)
         self.chats = draw_chats(self.rng, clients=CLIENTS, turn_count=TURN_COUNT)

@@ -21,8 +21,8 @@ from penstock.errors import CapacityError, InvariantViolation
 
 if TYPE_CHECKING:
     from penstock.cache.departed import Miss
-    from penstock.runtime.leases import Lease
-    from penstock.runtime.managed import Cache
+    from penstock.runtime.cache import Cache
+    from penstock.runtime.lease import Lease
 
 CHUNK_TOKENS = 64
 """A prefill computes so many tokens a step, so that others decode in between."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.runtime.managed import Cache
+    from penstock.runtime.cache import Cache
     from penstock.vocabulary.ids import Key
     from penstock.vocabulary.layout import Layout
 

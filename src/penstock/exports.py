@@ -34,21 +34,20 @@ from penstock.machine.kv_events import BlocksStored as BlocksStored
 from penstock.machine.kv_events import KvEvent as KvEvent
 from penstock.machine.kv_events import Snapshot as Snapshot
 from penstock.machine.statistics import CacheStatistics as CacheStatistics
-from penstock.runtime.facts import RankFacts as RankFacts
-from penstock.runtime.health import Health as Health
-from penstock.runtime.leases import Lease as Lease
-from penstock.runtime.leases import Verdict as Verdict
-from penstock.runtime.managed import Cache as Cache
-from penstock.runtime.managed import Pin as Pin
+from penstock.runtime.cache import Cache as Cache
+from penstock.runtime.cache import Pin as Pin
+from penstock.runtime.lease import Lease as Lease
+from penstock.runtime.lease import Verdict as Verdict
 from penstock.runtime.offload import Offload as Offload
-from penstock.runtime.opening import open as open  # noqa: A004
-from penstock.runtime.opening import open_offload as open_offload
-from penstock.runtime.opening import open_offload_owner as open_offload_owner
-from penstock.runtime.opening import open_owner as open_owner
-from penstock.runtime.opening import open_rank as open_rank
+from penstock.runtime.open import open as open  # noqa: A004
+from penstock.runtime.open import open_offload as open_offload
+from penstock.runtime.open import open_rank as open_rank
 from penstock.runtime.rank import Rank as Rank
-from penstock.runtime.shutdown import Drained as Drained
-from penstock.runtime.signals import StopSignal as StopSignal
+from penstock.runtime.rank_facts import RankFacts as RankFacts
+from penstock.runtime.rank_registry import RankRegistry as RankRegistry
+from penstock.runtime.status import Drained as Drained
+from penstock.runtime.status import Health as Health
+from penstock.runtime.stop_signal import StopSignal as StopSignal
 from penstock.vocabulary.keys import Item as Item
 from penstock.vocabulary.keys import KeyChain as KeyChain
 from penstock.vocabulary.layout import Layout as Layout

@@ -111,7 +111,7 @@ class FakeEngine:
             )
         )
         self.rank = penstock.open_rank(self.config, rank=0, kv=list(self.kv), layout=layout)
-        self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
+        self.offload = penstock.open_offload(self.config, ranks=[self.rank.facts])
         self.pool = FakePool(pool)
         self.tables: dict[str, list[list[int]]] = {}
         self.scheduler = SchedulerConnector(

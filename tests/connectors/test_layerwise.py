@@ -12,7 +12,7 @@ from penstock.connectors.base.layerwise import LOADS_MAX, LayerwiseScheduler, jo
 from penstock.connectors.base.pins import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 
 TOKENS, LAYERS, POOL = 4, 3, 64
 NAMES = {f"model.layers.{number}.attn": number for number in range(LAYERS)}
@@ -52,7 +52,7 @@ class Layered:
         )
         self.kv = [np.zeros((POOL, TOKENS, 8), dtype=np.float32) for _ in range(LAYERS)]
         self.rank = penstock.open_rank(self.config, rank=0, kv=self.kv)
-        self.offload = penstock.open_offload_owner(self.config, ranks=[self.rank.facts])
+        self.offload = penstock.open_offload(self.config, ranks=[self.rank.facts])
         self.withheld: list[tuple[str, list[int], int]] = []
         self.tables: dict[str, list[list[int]]] = {}
         self.scheduled: dict[str, Any] = {}
@@ -129,7 +129,7 @@ class Layered:
         """Flips a bit, in host memory, of a block that the step is about to load."""
         (copy, *_) = decode_plan(step.told.early[0]).copies
         slot = int(copy.source_slots[block])
-        host: Any = self.rank.carrier.stores[1]
+        host: Any = self.rank.executor.stores[1]
         rows_of(host, slot)[5] ^= 1
 
 

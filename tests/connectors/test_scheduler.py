@@ -145,7 +145,7 @@ def test_an_aborted_load_is_told_as_received_all_the_same(engine: Any, make_requ
 
 def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_request: Any) -> None:
     engine.run(make_request("first", PROMPT))
-    host = engine.rank.carrier.stores[1]
+    host = engine.rank.executor.stores[1]
     again = make_request("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
@@ -168,7 +168,7 @@ def test_49176_a_load_that_fails_again_and_again_is_given_up(
 ) -> None:
     """A request whose loads fail for ever must still be answered."""
     again = make_request("again", PROMPT)
-    host = engine.rank.carrier.stores[1]
+    host = engine.rank.executor.stores[1]
 
     claims = []
     for attempt in range(LOAD_ATTEMPTS + 1):
@@ -268,7 +268,7 @@ def test_with_several_groups_a_failed_load_fails_its_request(
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7, groups=2), matched)
     told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
-    (buffer,) = engine.rank.carrier.stores[1].blocks([0]).buffers.values()
+    (buffer,) = engine.rank.executor.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
     engine.worker.after_forward(told)
@@ -286,7 +286,7 @@ def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_reque
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7), matched)
     told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
-    (buffer,) = engine.rank.carrier.stores[1].blocks([0]).buffers.values()
+    (buffer,) = engine.rank.executor.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
     working.after_forward(told)

@@ -81,7 +81,7 @@ def begin_load(engine: Any, request: Any) -> list[int]:
 
 def damage(engine: Any, block: int) -> None:
     """Changes one block in host memory."""
-    blocks = engine.rank.carrier.stores[1].blocks([block])
+    blocks = engine.rank.executor.stores[1].blocks([block])
     (buffer,) = blocks.buffers.values()
     buffer[block * blocks.layout.block_bytes] ^= 1
 

@@ -25,7 +25,7 @@ from penstock.connectors.base.layerwise import LayerwiseScheduler
 from penstock.connectors.base.pins import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 from penstock.vocabulary.layers import GroupKind
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 64, 2, 16, 32, 3
@@ -71,7 +71,7 @@ class Replay:
         config = engine.fit_config(penstock.parse_config(toml), layerwise=True)
         tier = tier_of(engine, self.kv, lambda name: f"replayed {name}")
         self.rank = penstock.open_rank(config, rank=0, kv=tier)
-        offload = penstock.open_offload_owner(config, ranks=[self.rank.facts])
+        offload = penstock.open_offload(config, ranks=[self.rank.facts])
         self.scheduler = SchedulerConnector(
             config,
             offload,
@@ -143,7 +143,7 @@ class Replay:
 
     def make_late(self) -> None:
         """On a GPU: has the load of the last layer begin only after a long wait."""
-        mover: Any = self.rank.carrier.movers[HUB, DEVICE]
+        mover: Any = self.rank.executor.movers[HUB, DEVICE]
         if self.rows.device.type == "cpu":
             return
         calls, (part, *_) = mover._calls, mover._parts[-1]
@@ -162,7 +162,7 @@ class Replay:
         """Flips a bit, in host memory, of the second block that is about to be loaded."""
         (copy, *_) = decode_plan(told.early[0]).copies
         slot = int(copy.source_slots[1])
-        blocks = self.rank.carrier.stores[HUB].blocks([slot])  # type: ignore[union-attr]
+        blocks = self.rank.executor.stores[HUB].blocks([slot])  # type: ignore[union-attr]
         (buffer,) = blocks.buffers.values()
         plane = blocks.layout.groups[0].layers[0].planes[0]
         buffer[plane.offset + slot * plane.block_stride + 5] ^= 1

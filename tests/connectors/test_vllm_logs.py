@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.connectors.vllm.logs import log, log_into_vllm
-from penstock.runtime.health import HealthLog
+from penstock.runtime.status import HealthLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

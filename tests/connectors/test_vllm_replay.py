@@ -96,7 +96,7 @@ class Replay:
         )
         tier = tier_of(engine, self.model.kv, lambda name: f"replayed {name}")
         self.rank = penstock.open_rank(config, rank=0, kv=tier)
-        offload = penstock.open_offload_owner(config, ranks=[self.rank.facts])
+        offload = penstock.open_offload(config, ranks=[self.rank.facts])
         self.scheduler = SchedulerConnector(
             config, offload, Pins(pool), null_block=0, window_groups=()
         )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.fixtures.arena_damage import Damageable
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ class Engine:
         tier = TensorTier.of([group], block_tokens=TOKENS)
         device = CudaTier(tier, layerwise=layerwise)
         self.cache = penstock.open(penstock.parse_config(CONFIG), kv=device)
-        (store,) = self.cache._driver.crew.carrier.stores[1:]
+        (store,) = self.cache._driver.links.executor.stores[1:]
         assert isinstance(store, HostTier)
         self.host = store
         self.random = np.random.default_rng(3)

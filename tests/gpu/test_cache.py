@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.movers.cuda.calls import CompiledCalls
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def host(self) -> HostTier:
-        (store,) = self.cache._driver.crew.carrier.stores[1:]
+        (store,) = self.cache._driver.links.executor.stores[1:]
         assert isinstance(store, HostTier)
         return store
 
@@ -371,7 +371,7 @@ def test_a_rank_on_a_gpu_carries_out_the_plans_of_its_owner() -> None:
     config = penstock.parse_config(CONFIG)
     tensors, tier = make_kv()
     rank = penstock.open_rank(config, rank=0, kv=tier)
-    owner = penstock.open_owner(config, ranks=[rank.facts])
+    owner = penstock.open(config, ranks=[rank.facts])
     stream = torch.cuda.Stream()
     tokens = list(range(9))
     lease = owner.acquire(tokens)
@@ -387,16 +387,16 @@ def test_a_rank_on_a_gpu_carries_out_the_plans_of_its_owner() -> None:
     deadline = time.monotonic() + DEADLINE_S
     while owner.busy:
         owner.step()
-        plan = owner.take_plan()
+        plan = owner.ranks.take_plan()
         if plan is not None:
             rank.take(plan)
         report = rank.step()
         if report is not None:
-            owner.hear(report)
+            owner.ranks.receive(report)
         assert time.monotonic() < deadline
 
     assert owner.statistics().tiers[1].ready == 2
-    host = rank.carrier.stores[1]
+    host = rank.executor.stores[1]
     assert isinstance(host, HostTier)
     packed = host.arena.bytes[host.blocks_offset :].reshape(-1, host.slot_bytes)
     block_bytes = tier.layout.block_bytes

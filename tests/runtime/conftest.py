@@ -18,11 +18,13 @@ import penstock
 from penstock.cache.states import LeaseState
 from penstock.config import parse_config
 from penstock.machine import effects as ef
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.crew import LocalCrew
+from penstock.runtime.base import Driven
+from penstock.runtime.cache import Cache
+from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
-from penstock.runtime.managed import Cache
 from penstock.runtime.offload import Offload
+from penstock.runtime.rank_facts import Agreement
+from penstock.runtime.rank_links import LocalLink
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.memory import MemoryTier
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.departed import Miss
     from penstock.config import Config
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
     MakeEngine = Callable[..., "Engine"]
     MakeWorld = Callable[..., "World"]
@@ -79,6 +81,12 @@ def configure(
     )
 
 
+def drive(config: Config, driver: Driver, device_slots: tuple[int, ...]) -> Driven:
+    """What a cache is opened on, with its one rank in this process."""
+    agreement = Agreement(settings=config.cache, device_slots=device_slots, off=())
+    return Driven(config, agreement, driver)
+
+
 class Turn(NamedTuple):
     """What a request found."""
 
@@ -105,10 +113,11 @@ class Engine:
         ]
         self.driver = Driver(
             self.config.cache,
-            LocalCrew(Carrier([self.device, *self.tiers], Algorithm.XXH3)),
+            LocalLink(CopyExecutor([self.device, *self.tiers], Algorithm.XXH3)),
             clock=lambda: self.now,
         )
-        self.cache = Cache(self.config, self.driver)
+        slots = (self.config.cache.device.slot_count,)
+        self.cache = Cache(drive(self.config, self.driver, slots))
 
     def turn(
         self, prompt: Sequence[int], output: Sequence[int] = (), *, salt: str = "", **wishes: Any
@@ -165,7 +174,7 @@ class Engine:
 
     def step_a_block(self) -> None:
         """A step whose budget is too small for anything: each mover copies one block."""
-        self.cache._desk.hear(self.driver.step(budget_bytes=0))
+        self.cache.step(budget_bytes=0)
 
     def spoil(self, tier: int) -> None:
         """Flips a bit of every block in a lower tier."""
@@ -194,7 +203,7 @@ class Engine:
         self.settle()
         self.cache.audit()
         statistics = self.cache.statistics()
-        assert statistics.leases == len(self.cache._desk.leases) == 0
+        assert statistics.leases == len(self.cache._leases) == 0
         assert statistics.operations_running == statistics.operations_ending == 0
         for tier in statistics.tiers:
             assert tier.free + tier.ready == tier.slots
@@ -222,9 +231,10 @@ class World:
         sizes = layout.buffer_bytes.values()
         self.device = ArrayTier(layout, [np.zeros(size, dtype=np.uint8) for size in sizes])
         self.lower = [MemoryTier(layout, tier.slot_count) for tier in config.cache.tiers]
-        crew = LocalCrew(Carrier([self.device, *self.lower], Algorithm.XXH3))
-        driver = Driver(config.cache, crew, clock=lambda: self.now)
-        self.offload = Offload(driver, [group.block_count for group in layout.groups])
+        link = LocalLink(CopyExecutor([self.device, *self.lower], Algorithm.XXH3))
+        driver = Driver(config.cache, link, clock=lambda: self.now)
+        slots = tuple(group.block_count for group in layout.groups)
+        self.offload = Offload(drive(config, driver, slots))
         self.content = draw_blocks(layout, 6, seed=1)
         write_slots(self.device, range(6), self.content)
 
@@ -270,9 +280,7 @@ class Fleet:
         drawn = np.random.default_rng(seed)
         self.kv = [drawn.random((8, BLOCK_TOKENS, CHANNELS)) for _ in range(ranks)]
         self.ranks = [self.open_rank(rank) for rank in range(ranks)]
-        self.owner = penstock.open_offload_owner(
-            self.config, ranks=[rank.facts for rank in self.ranks]
-        )
+        self.owner = penstock.open_offload(self.config, ranks=[rank.facts for rank in self.ranks])
 
     def open_rank(self, rank: int, **wishes: Any) -> penstock.Rank:
         return penstock.open_rank(self.config, rank=rank, kv=self.kv[rank], **wishes)
@@ -284,7 +292,7 @@ class Fleet:
     def plan(self, *ranks: int) -> bytes | None:
         """A step of the owner: its plan goes to these ranks, or to all of them."""
         self.owner.step()
-        plan = self.owner.take_plan()
+        plan = self.owner.ranks.take_plan()
         if plan is not None:
             for rank in ranks or range(len(self.ranks)):
                 self.ranks[rank].take(plan)
@@ -296,7 +304,7 @@ class Fleet:
         for rank in self.ranks:
             report = rank.step()
             if report is not None:
-                self.owner.hear(report)
+                self.owner.ranks.receive(report)
 
     def settle(self) -> list[ef.Ended | ef.Settled]:
         """Steps until nothing is under way; returns what ended."""

@@ -83,8 +83,8 @@ def calls_of(cache: penstock.Cache, lease: penstock.Lease) -> dict[str, Callable
         "step": cache.step,
         "computed": lambda: cache.computed(1, 1.0),
         "wait": lambda: cache.wait(0.0),
-        "take_plan": cache.take_plan,
-        "hear": lambda: cache.hear(b""),
+        "take_plan": cache.ranks.take_plan,
+        "hear": lambda: cache.ranks.receive(b""),
         "drain": cache.drain,
         "grow": lambda: lease.grow(5),
         "commit": lambda: lease.commit([1]),
@@ -420,7 +420,7 @@ def test_an_interrupt_leaves_the_books_right_or_every_later_call_says_why(
         outcomes.append(expect_whole_or_refused(engine, lease))
         engine.cache.close()
         # Memory is given back whatever happened, and nothing is left to copy.
-        assert not engine.driver.crew.carrier.busy  # type: ignore[attr-defined]
+        assert not engine.driver.links.executor.busy  # type: ignore[attr-defined]
         line += 1 if line < 40 else 7
     assert len(outcomes) > 10
 

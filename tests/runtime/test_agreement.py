@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.runtime.facts import RankFacts, TierFacts
+from penstock.runtime.rank_facts import RankFacts, TierFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ def facts(rank: int, **changed: Any) -> RankFacts:
 
 def test_the_least_of_the_ranks_counts() -> None:
     ranks = [facts(0, tier_slots=20, device_slots=(9,)), facts(1, tier_slots=12, device_slots=(7,))]
-    owner = penstock.open_offload_owner(config(), ranks=ranks)
+    owner = penstock.open_offload(config(), ranks=ranks)
     keys = config().key_chain().extend(range(4))
 
     assert [tier.slots for tier in owner.statistics().tiers] == [12]
@@ -55,13 +55,13 @@ def test_the_least_of_the_ranks_counts() -> None:
 
 
 def test_facts_may_come_in_any_order() -> None:
-    penstock.open_offload_owner(config(3), ranks=[facts(2), facts(0), facts(1)])
+    penstock.open_offload(config(3), ranks=[facts(2), facts(0), facts(1)])
 
 
 @pytest.mark.parametrize("numbers", [[], [0], [0, 0], [1, 2], [0, 1, 2]])
 def test_every_rank_must_be_there_once(numbers: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"cache.ranks: is 2, but there are facts of ranks"):
-        penstock.open_offload_owner(config(), ranks=[facts(number) for number in numbers])
+        penstock.open_offload(config(), ranks=[facts(number) for number in numbers])
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_every_rank_must_be_there_once(numbers: list[int]) -> None:
 )
 def test_ranks_that_do_not_fit_are_refused(changed: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        penstock.open_offload_owner(config(), ranks=[facts(0), facts(1, **changed)])
+        penstock.open_offload(config(), ranks=[facts(0), facts(1, **changed)])
 
 
 def test_a_rank_with_fewer_blocks_than_are_managed_is_refused() -> None:
     managed = config(settings="blocks = 8")
 
     with pytest.raises(ConfigError, match="is 8, must be at most 6, the device blocks of rank 1"):
-        penstock.open_owner(managed, ranks=[facts(0), facts(1, device_slots=(6,))])
+        penstock.open(managed, ranks=[facts(0), facts(1, device_slots=(6,))])
 
 
 @pytest.mark.parametrize(
     ("opener", "settings", "other"),
     [
-        (penstock.open_owner, "", "use penstock.open_offload_owner"),
-        (penstock.open_offload_owner, "blocks = 8", "or use penstock.open_owner"),
+        (penstock.open, "", "use penstock.open_offload"),
+        (penstock.open_offload, "blocks = 8", "or use penstock.open"),
     ],
 )
 def test_the_wrong_way_in_names_the_other(
@@ -108,7 +108,7 @@ def test_operations_that_no_plan_could_carry_are_refused() -> None:
     slots = (8,) * 256
 
     with pytest.raises(ConfigError, match=r"operation_blocks_max: is 65536, must be at most 16"):
-        penstock.open_offload_owner(
+        penstock.open_offload(
             wide, ranks=[facts(0, device_slots=slots), facts(1, device_slots=slots)]
         )
 
@@ -129,7 +129,7 @@ def test_ranks_that_share_memory_must_hold_equal_bytes() -> None:
     other = facts(1, shares=True)
 
     with pytest.raises(ConfigError, match=r"the forms of rank 0 \(\w+\) and rank 1 \(0+\) differ"):
-        penstock.open_offload_owner(shared, ranks=[first.facts, other])
+        penstock.open_offload(shared, ranks=[first.facts, other])
 
 
 def test_a_rank_that_shares_memory_needs_the_descriptor() -> None:
@@ -145,19 +145,19 @@ def test_ranks_that_should_share_memory_and_do_not_are_refused() -> None:
     other = penstock.open_rank(shared, rank=1, kv=kv(), arenas=theirs.arenas)
 
     with pytest.raises(ConfigError, match=r"lies in 'memfd .*' on rank 0 and in 'memfd .*' on"):
-        penstock.open_offload_owner(shared, ranks=[ours.facts, other.facts])
+        penstock.open_offload(shared, ranks=[ours.facts, other.facts])
 
 
 def test_a_writer_comes_back_with_the_memory_that_the_others_have() -> None:
     shared = config(settings=EQUAL)
     writer = penstock.open_rank(shared, rank=0, kv=kv())
     reader = penstock.open_rank(shared, rank=1, kv=kv(), arenas=writer.arenas)
-    owner = penstock.open_offload_owner(shared, ranks=[writer.facts, reader.facts])
-    owner.rank_lost(0, "killed")
+    owner = penstock.open_offload(shared, ranks=[writer.facts, reader.facts])
+    owner.ranks.lose(0, "killed")
 
     with pytest.raises(ConfigError, match="they do not share it"):
-        owner.rank_back(penstock.open_rank(shared, rank=0, kv=kv()).facts)
-    owner.rank_back(penstock.open_rank(shared, rank=0, kv=kv(), arenas=reader.arenas).facts)
+        owner.ranks.rejoin(penstock.open_rank(shared, rank=0, kv=kv()).facts)
+    owner.ranks.rejoin(penstock.open_rank(shared, rank=0, kv=kv(), arenas=reader.arenas).facts)
 
     assert owner.health().ok
 
@@ -171,7 +171,7 @@ def test_a_writer_without_memory_has_none_to_share(monkeypatch: pytest.MonkeyPat
     writer = penstock.open_rank(shared, rank=0, kv=kv())
     reader = penstock.open_rank(shared, rank=1, kv=kv(), arenas=writer.arenas)
 
-    owner = penstock.open_offload_owner(shared, ranks=[writer.facts, reader.facts])
+    owner = penstock.open_offload(shared, ranks=[writer.facts, reader.facts])
 
     (reason,) = owner.health().reasons
     assert reason.startswith("tier host is off: rank 0: no arena of")
@@ -183,21 +183,21 @@ def test_a_rank_that_does_not_write_has_nothing_below_the_hub() -> None:
     memory = [np.full((8, 4, 3), 1.0 + at) for at in range(2)]
     writer = penstock.open_rank(shared, rank=0, kv=memory[0])
     reader = penstock.open_rank(shared, rank=1, kv=memory[1], arenas=writer.arenas)
-    owner = penstock.open_offload_owner(shared, ranks=[writer.facts, reader.facts])
+    owner = penstock.open_offload(shared, ranks=[writer.facts, reader.facts])
     keys = shared.key_chain().extend(range(8))
 
     owner.save(keys, [0, 1], cause="save")
     for _ in range(10):
         owner.step()
-        plan = owner.take_plan()
+        plan = owner.ranks.take_plan()
         for rank in (writer, reader):
             if plan is not None:
                 rank.take(plan)
             report = rank.step()
             if report is not None:
-                owner.hear(report)
+                owner.ranks.receive(report)
 
-    assert reader.carrier.stores[2] is None
+    assert reader.executor.stores[2] is None
     assert (reader.busy, reader.step()) == (False, None)
     assert not owner.busy
     assert [tier.ready for tier in owner.statistics().tiers] == [2, 2]
@@ -210,7 +210,7 @@ def test_a_rank_that_does_not_write_cannot() -> None:
 
     second = penstock.open_rank(shared, rank=1, kv=kv(), arenas=first.arenas)
 
-    store = second.carrier.stores[1]
+    store = second.executor.stores[1]
     assert store is not None
     with pytest.raises(ValueError, match="read-only"):
         store.blocks([0]).buffers[0][0] = 1

@@ -180,7 +180,7 @@ def test_a_plan_that_nobody_took_is_something_to_do(make_fleet: MakeFleet) -> No
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
 
     waiting = fleet.owner.wait(time.monotonic() + PATIENCE_S)
-    fleet.owner.take_plan()
+    fleet.owner.ranks.take_plan()
 
     assert waiting
     assert not fleet.owner.wait(time.monotonic() + 0.01)
@@ -189,7 +189,7 @@ def test_a_plan_that_nobody_took_is_something_to_do(make_fleet: MakeFleet) -> No
 def test_an_operation_whose_time_is_over_is_something_to_do(make_fleet: MakeFleet) -> None:
     fleet: Fleet = make_fleet(settings="operation_timeout_s = 0.05")
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
-    fleet.owner.take_plan()
+    fleet.owner.ranks.take_plan()
 
     woken = fleet.owner.wait(time.monotonic() + PATIENCE_S)
     fleet.owner.step()

@@ -9,7 +9,7 @@ import numpy as np
 import penstock
 from penstock.cache.ledger import Purpose
 from penstock.machine.effects import Copy
-from penstock.runtime.copy_log import COPIES_KEPT, CopyLog
+from penstock.runtime.status import COPIES_KEPT, CopyLog
 from penstock.vocabulary.ids import Key, OperationId
 
 BLOCK = 4

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lab.fixtures.arena_damage import Damageable
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
 DAMAGED = 1000
 PROMPTS, BLOCKS = 250, 8

@@ -16,8 +16,8 @@ from penstock.cache.departed import MissReason
 from penstock.errors import ConfigError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.table import mover_between
-from penstock.runtime import carrier
-from penstock.runtime.facts import TierFacts
+from penstock.runtime import copy_executor
+from penstock.runtime.rank_facts import TierFacts
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
@@ -126,7 +126,7 @@ def test_a_tier_that_one_rank_lacks_is_off_for_all(make_fleet: MakeFleet) -> Non
     fleet: Fleet = make_fleet(ranks=2)
     ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
 
-    owner = penstock.open_offload_owner(fleet.config, ranks=ranks)
+    owner = penstock.open_offload(fleet.config, ranks=ranks)
 
     assert owner.health().reasons == ("tier host is off: rank 1: cannot pin",)
     assert owner.save(fleet.keys(2), [0, 1], cause="save").operations == ()
@@ -135,11 +135,11 @@ def test_a_tier_that_one_rank_lacks_is_off_for_all(make_fleet: MakeFleet) -> Non
 def test_a_tier_is_on_again_when_the_rank_comes_back_with_it(make_fleet: MakeFleet) -> None:
     fleet: Fleet = make_fleet(ranks=2)
     ranks = [fleet.ranks[0].facts, without(fleet.ranks[1], "cannot pin")]
-    fleet.owner = penstock.open_offload_owner(fleet.config, ranks=ranks)
+    fleet.owner = penstock.open_offload(fleet.config, ranks=ranks)
 
-    fleet.owner.rank_lost(1, "restarted by the operator")
+    fleet.owner.ranks.lose(1, "restarted by the operator")
     fleet.ranks[1] = fleet.open_rank(1)
-    fleet.owner.rank_back(fleet.ranks[1].facts)
+    fleet.owner.ranks.rejoin(fleet.ranks[1].facts)
     fleet.owner.save(fleet.keys(2), [0, 1], cause="save")
     fleet.settle()
 
@@ -153,8 +153,8 @@ def test_a_rank_that_comes_back_without_a_tier_switches_it_off(make_fleet: MakeF
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
 
-    fleet.owner.rank_lost(1, "killed")
-    fleet.owner.rank_back(without(fleet.open_rank(1), "cannot pin"))
+    fleet.owner.ranks.lose(1, "killed")
+    fleet.owner.ranks.rejoin(without(fleet.open_rank(1), "cannot pin"))
 
     assert fleet.owner.health().reasons == ("tier host is off: rank 1: cannot pin",)
     assert fleet.owner.lookup(keys).miss.reason is MissReason.TIER_OFF
@@ -170,8 +170,8 @@ def test_a_tier_that_went_with_one_rank_does_not_settle_what_another_still_copie
     fleet.owner.load(keys, [5, 6], cause="load")
     fleet.plan()
 
-    fleet.owner.rank_lost(1, "killed")
-    fleet.owner.rank_back(without(fleet.open_rank(1), "cannot pin"))
+    fleet.owner.ranks.lose(1, "killed")
+    fleet.owner.ranks.rejoin(without(fleet.open_rank(1), "cannot pin"))
 
     # Rank 0 has the load in hand, and may write into slots 5 and 6 at any moment.
     (ended,) = fleet.owner.poll()
@@ -179,7 +179,7 @@ def test_a_tier_that_went_with_one_rank_does_not_settle_what_another_still_copie
     assert not ended.settled
     report = fleet.ranks[0].step()
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
     assert fleet.owner.poll() == [ef.Settled(operation=ended.operation)]
     fleet.owner.audit()
 
@@ -193,7 +193,7 @@ def no_way(monkeypatch: pytest.MonkeyPatch) -> None:
             raise UnavailableError("cannot register: out of memory")
         return mover_between(source, target, algorithm)
 
-    monkeypatch.setattr(carrier, "mover_between", refuse)
+    monkeypatch.setattr(copy_executor, "mover_between", refuse)
 
 
 def arenas() -> set[str]:
@@ -252,7 +252,7 @@ def test_memory_is_registered_no_more_before_it_is_given_back() -> None:
     address = host.arena.address
     made = arenas() - before
 
-    hands = carrier.Carrier([device, host], Algorithm.XXH3)
+    hands = copy_executor.CopyExecutor([device, host], Algorithm.XXH3)
 
     assert device.forgotten == (address,)
     assert hands.stores == (device, None)

@@ -31,7 +31,7 @@ def test_a_step_spends_its_budget_on_loads_before_saves(make_engine: MakeEngine)
         engine.run(saving, tokens(12, 500))
         waiting = engine.cache.acquire(prompt)
 
-        engine.cache._desk.hear(engine.driver.step(budget_bytes=3 * block_bytes))
+        engine.cache.step(budget_bytes=3 * block_bytes)
 
         # The save was there first, but nobody waits for it; it gets on by a block at least.
         assert waiting.state is LeaseState.READY
@@ -74,7 +74,7 @@ def test_a_load_takes_as_many_steps_as_its_budget_says(engine: Engine, budget_bl
 
     steps = 0
     while lease.state is LeaseState.LOADING:
-        engine.cache._desk.hear(engine.driver.step(budget_bytes=budget_bytes))
+        engine.cache.step(budget_bytes=budget_bytes)
         steps += 1
 
     assert steps == -(-5 // max(1, budget_blocks))

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.runtime.base import BaseCache
 from penstock.runtime.engine_steps import EngineSteps
-from penstock.runtime.watched import Watched
 from tests.runtime.conftest import Engine, Fleet, World, configure
 
 if TYPE_CHECKING:
@@ -118,7 +118,14 @@ class Scene:
         lease = self.lease
         told = (lease.state, lease.token_count, lease.cached_tokens, lease.block_table.tolist())
         rank = self.rank
-        return [*frozen, told, len(self.offload._told), rank.busy, rank._last_plan, rank._finishing]
+        return [
+            *frozen,
+            told,
+            len(self.offload._results),
+            rank.busy,
+            rank._last_plan,
+            rank._finishing,
+        ]
 
 
 def case(
@@ -161,31 +168,31 @@ CASES: dict[str, Case] = {
     "Lease.preempt": case(lambda s: s.released.preempt),
     "Lease.release": case(lambda s: s.released.release),
     "Pin.unpin": case(lambda s: s.pin.unpin),
-    "Watched.statistics": case(lambda s: s.cache.statistics),
-    "Watched.story": case(lambda s: s.cache.story, of=text),
-    "Watched.copies": case(lambda s: s.cache.copies),
-    "Watched.take_kv_events": case(lambda s: s.cache.take_kv_events),
-    "Watched.kv_snapshot": case(lambda s: s.cache.kv_snapshot),
-    "Watched.audit": case(lambda s: s.cache.audit),
-    "Watched.health": case(lambda s: s.cache.health),
-    "Watched.supervised_by": case(lambda s: s.cache.supervised_by, supervisor=lambda _: Looks()),
-    "Watched.adopt_thread": case(lambda s: s.cache.adopt_thread),
-    "Watched.step": case(lambda s: s.cache.step),
-    "Watched.computed": case(
+    "BaseCache.statistics": case(lambda s: s.cache.statistics),
+    "BaseCache.story": case(lambda s: s.cache.story, of=text),
+    "BaseCache.copies": case(lambda s: s.cache.copies),
+    "BaseCache.take_kv_events": case(lambda s: s.cache.take_kv_events),
+    "BaseCache.kv_snapshot": case(lambda s: s.cache.kv_snapshot),
+    "BaseCache.audit": case(lambda s: s.cache.audit),
+    "BaseCache.health": case(lambda s: s.cache.health),
+    "BaseCache.supervised_by": case(lambda s: s.cache.supervised_by, supervisor=lambda _: Looks()),
+    "BaseCache.adopt_thread": case(lambda s: s.cache.adopt_thread),
+    "BaseCache.step": case(lambda s: s.cache.step, budget_bytes=lambda _: 1),
+    "BaseCache.computed": case(
         lambda s: s.cache.computed, token_count=lambda _: 5, seconds=lambda _: 1.0
     ),
     # A copy is under way, and a descriptor is readable: whatever the deadline, it does not wait.
-    "Watched.wait": case(
+    "BaseCache.wait": case(
         lambda s: s.offload.wait, deadline=lambda s: s.world.now, descriptors=lambda _: ()
     ),
-    "Watched.take_plan": case(lambda s: s.owner.take_plan),
-    "Watched.hear": case(lambda s: s.owner.hear, report=lambda _: b"no report"),
-    "Watched.rank_lost": case(lambda s: s.owner.rank_lost, rank=lambda _: 7, why=text),
-    "Watched.rank_back": case(
-        lambda s: s.owner.rank_back, facts=lambda s: s.rank.facts, channel=lambda _: None
+    "RankRegistry.take_plan": case(lambda s: s.owner.ranks.take_plan),
+    "RankRegistry.receive": case(lambda s: s.owner.ranks.receive, report=lambda _: b"no report"),
+    "RankRegistry.lose": case(lambda s: s.owner.ranks.lose, rank=lambda _: 7, why=text),
+    "RankRegistry.rejoin": case(
+        lambda s: s.owner.ranks.rejoin, facts=lambda s: s.rank.facts, channel=lambda _: None
     ),
-    "Watched.drain": case(lambda s: s.owner.drain),
-    "Watched.close": case(lambda s: s.cache.close, timeout_s=lambda _: 0.0),
+    "BaseCache.drain": case(lambda s: s.owner.drain),
+    "BaseCache.close": case(lambda s: s.cache.close, timeout_s=lambda _: 0.0),
     "Offload.lookup": case(
         lambda s: s.offload.lookup,
         "keys",
@@ -246,7 +253,7 @@ CASES: dict[str, Case] = {
     ),
 }
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
-"""Public to the desk that hands leases out and to a rank that ends, and to nobody else."""
+"""Public to the cache that made the lease and to a rank that ends, and to nobody else."""
 
 
 class Looks:
@@ -265,7 +272,7 @@ class Stage:
 def public_calls() -> dict[str, inspect.Signature]:
     found: dict[str, inspect.Signature] = {}
     owners: list[type] = [penstock.Cache, penstock.Offload, penstock.Lease, penstock.Pin]
-    for owner in (Watched, *owners, penstock.Rank, EngineSteps):
+    for owner in (BaseCache, *owners, penstock.RankRegistry, penstock.Rank, EngineSteps):
         for name, member in vars(owner).items():
             if inspect.isfunction(member) and not name.startswith("_"):
                 found[f"{owner.__name__}.{name}"] = inspect.signature(member)

@@ -36,8 +36,8 @@ CASES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         penstock.open_rank,
         {"config": OFFLOAD, "rank": 0, "kv": np.zeros((8, 4, 3)), "arenas": None, **NOTHING},
     ),
-    (penstock.open_owner, {"config": MANAGED, "ranks": facts(MANAGED), "channels": None}),
-    (penstock.open_offload_owner, {"config": OFFLOAD, "ranks": facts(OFFLOAD), "channels": None}),
+    (penstock.open, {"config": MANAGED, "ranks": facts(MANAGED), "channels": None}),
+    (penstock.open_offload, {"config": OFFLOAD, "ranks": facts(OFFLOAD), "channels": None}),
     (penstock.load_config, {"path": "nowhere.toml"}),
     (penstock.parse_config, {"text": "no TOML", "source": ""}),
 ]

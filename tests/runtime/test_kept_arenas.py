@@ -18,7 +18,7 @@ import pytest
 import penstock
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
-from penstock.runtime.links import meet
+from penstock.runtime.rank_links import meet
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.spec import OnFailure, ProcessSpec
 from penstock.testing.channel_suite import soon
@@ -55,7 +55,7 @@ class Fleet:
         met = [self.meet() for _ in range(ranks)]
         met.sort(key=lambda each: each[0].rank)
         self.facts = [facts for facts, _ in met]
-        self.owner = penstock.open_offload_owner(
+        self.owner = penstock.open_offload(
             self.config, ranks=self.facts, channels=[channel for _, channel in met]
         )
         stack.callback(self.owner.close)
@@ -107,7 +107,7 @@ def test_after_kill_9_the_blocks_of_a_rank_are_hits_again(stack: ExitStack) -> N
     os.kill(fleet.pids[1], signal.SIGKILL)
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
-    fleet.owner.rank_back(facts, channel=channel)  # type: ignore[arg-type]
+    fleet.owner.ranks.rejoin(facts, channel=channel)  # type: ignore[arg-type]
 
     assert facts.life != fleet.facts[1].life
     assert facts.tiers[0].memory == fleet.facts[1].tiers[0].memory
@@ -131,7 +131,7 @@ def test_what_was_being_written_when_it_died_is_no_hit(stack: ExitStack) -> None
     fleet.step_until(lambda: not fleet.owner.health().ok)
     facts, channel = fleet.meet()
 
-    fleet.owner.rank_back(facts, channel=channel)  # type: ignore[arg-type]
+    fleet.owner.ranks.rejoin(facts, channel=channel)  # type: ignore[arg-type]
 
     (ended,) = (each for each in fleet.settle() if isinstance(each, ef.Ended))
     assert (ended.outcome.value, ended.failure) == ("failed", "rank 0 is lost")

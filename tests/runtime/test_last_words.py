@@ -12,8 +12,7 @@ import pytest
 import penstock
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
-from penstock.runtime.links import serve
-from penstock.runtime.rank import STEP_BUDGET_BYTES
+from penstock.runtime.rank import STEP_BUDGET_BYTES, serve
 from penstock.transport.inproc import channel_pair
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def test_the_last_report_says_how_copies_ended(
 
     report = rank.finish(timeout_s)
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
 
     told, failure, settled = outcome_of(fleet.owner)
     assert (told, bool(failure), settled) == (outcome, outcome == "failed", True)
@@ -82,7 +81,7 @@ def test_a_served_rank_that_is_asked_to_stop_is_heard_before_its_channel_ends(
     )
     rank = penstock.open_rank(config, rank=0, kv=np.zeros((8, BLOCK_BYTES), dtype=np.uint8))
     near, far = channel_pair("owner", "rank 0")
-    owner = penstock.open_offload_owner(config, ranks=[rank.facts], channels=[near])
+    owner = penstock.open_offload(config, ranks=[rank.facts], channels=[near])
     owner.save(config.key_chain().extend(range(32)), list(range(8)), cause="last")
     owner.step()
 

@@ -11,9 +11,9 @@ import pytest
 
 import penstock
 from penstock.errors import PeerError
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.facts import TierFacts
-from penstock.runtime.plans import Plan, decode_plan, decode_report, encode_plan
+from penstock.runtime.copy_executor import CopyExecutor
+from penstock.runtime.messages import Plan, decode_plan, decode_report, encode_plan
+from penstock.runtime.rank_facts import TierFacts
 from penstock.transport.base import Item
 from penstock.transport.inproc import channel_pair
 from penstock.vocabulary.checksums import Algorithm
@@ -47,7 +47,7 @@ class Engine:
         self.config = penstock.parse_config(settings)
         self.ranks = [self.open_rank(number) for number in range(RANKS)]
         self.channels = [channel_pair() for _ in self.ranks] if linked else []
-        self.cache = penstock.open_owner(
+        self.cache = penstock.open(
             self.config,
             ranks=[rank.facts for rank in self.ranks],
             channels=[near for near, _ in self.channels] if linked else None,
@@ -77,30 +77,30 @@ def test_an_order_from_before_its_time_is_not_carried_out_by_a_new_life() -> Non
     engine = Engine()
     engine.order_a_copy()
     newcomer = engine.open_rank(1)
-    engine.cache.rank_back(newcomer.facts)
+    engine.cache.ranks.rejoin(newcomer.facts)
 
-    plan = engine.cache.take_plan()
+    plan = engine.cache.ranks.take_plan()
     assert plan is not None
     engine.ranks[0].take(plan)
     newcomer.take(plan)
 
     assert len(decode_plan(plan).copies) == 1
-    assert engine.ranks[0].carrier.busy
-    assert not newcomer.carrier.busy
+    assert engine.ranks[0].executor.busy
+    assert not newcomer.executor.busy
 
 
 def test_what_is_not_carried_out_is_reported_as_failed() -> None:
     engine = Engine()
     engine.order_a_copy()
     newcomer = engine.open_rank(1)
-    engine.cache.rank_back(newcomer.facts)
-    plan = engine.cache.take_plan()
+    engine.cache.ranks.rejoin(newcomer.facts)
+    plan = engine.cache.ranks.take_plan()
     assert plan is not None
     newcomer.take(plan)
 
     report = newcomer.step()
     assert report is not None
-    engine.cache.hear(report)
+    engine.cache.ranks.receive(report)
 
     (moved,) = decode_report(report).moved
     assert moved.failure == "it was for another life of rank 1"
@@ -112,19 +112,19 @@ def test_orders_from_before_and_after_a_return_travel_in_plans_of_their_own() ->
     engine = Engine()
     engine.order_a_copy()
     newcomer = engine.open_rank(1)
-    engine.cache.rank_back(newcomer.facts)
+    engine.cache.ranks.rejoin(newcomer.facts)
     with engine.cache.acquire(range(100, 105)) as lease:
         lease.commit(range(100, 105))
 
-    plans = [engine.cache.take_plan(), engine.cache.take_plan(), engine.cache.take_plan()]
+    plans = [engine.cache.ranks.take_plan() for _ in range(3)]
 
     assert plans[0] is not None
     assert plans[1] is not None
     assert plans[2] is None
     newcomer.take(plans[0])
-    assert not newcomer.carrier.busy
+    assert not newcomer.executor.busy
     newcomer.take(plans[1])
-    assert newcomer.carrier.busy
+    assert newcomer.executor.busy
 
 
 def test_a_plan_that_waits_in_a_channel_is_not_carried_out_by_a_new_life() -> None:
@@ -132,20 +132,20 @@ def test_a_plan_that_waits_in_a_channel_is_not_carried_out_by_a_new_life() -> No
     engine.order_a_copy()
     newcomer = engine.open_rank(1)
     near, far = channel_pair()
-    engine.cache.rank_back(newcomer.facts, channel=near)
+    engine.cache.ranks.rejoin(newcomer.facts, channel=near)
 
     engine.cache.step()
 
     while far.ready:
         newcomer.take(far.receive().frame)  # type: ignore[union-attr]
-    assert not newcomer.carrier.busy
+    assert not newcomer.executor.busy
 
 
 def test_a_plan_says_for_which_life_of_every_rank_it_is() -> None:
     engine = Engine()
     engine.order_a_copy()
 
-    plan = engine.cache.take_plan()
+    plan = engine.cache.ranks.take_plan()
 
     assert plan is not None
     assert decode_plan(plan).lives == [rank.facts.life for rank in engine.ranks]
@@ -174,7 +174,7 @@ def test_nothing_is_begun_any_more_once_a_close_has_cancelled_everything(
         return True
 
     begun = engine.cache.statistics().operations_started
-    monkeypatch.setattr(engine.cache._driver.crew, "wait", wait)
+    monkeypatch.setattr(engine.cache._driver.links, "wait", wait)
     drained = engine.cache.close()
 
     assert begun == 2
@@ -189,10 +189,10 @@ def test_an_order_from_before_its_time_may_name_what_a_new_life_does_not_have() 
     whole = engine.open_rank(1)
     off = [TierFacts(name=tier.name, slot_count=16, off="no memory") for tier in settings.tiers]
     facts = msgspec.structs.replace(whole.facts, tiers=tuple(off))
-    hands = Carrier([whole.carrier.stores[0], None], Algorithm.XXH3)
-    newcomer = penstock.Rank(hands, facts, arenas={})
-    engine.cache.rank_back(facts)
-    plan = engine.cache.take_plan()
+    executor = CopyExecutor([whole.executor.stores[0], None], Algorithm.XXH3)
+    newcomer = penstock.Rank(executor, facts, arenas={})
+    engine.cache.ranks.rejoin(facts)
+    plan = engine.cache.ranks.take_plan()
     assert plan is not None
 
     newcomer.take(plan)

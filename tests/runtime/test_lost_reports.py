@@ -9,9 +9,9 @@ import pytest
 
 from penstock.cache.ledger import Outcome
 from penstock.machine import effects as ef
-from penstock.runtime import crew
-from penstock.runtime.inquiry import ASK_S, GRACE_S, Numbers
-from penstock.runtime.plans import NAME_BYTES_MAX, decode_plan
+from penstock.runtime import rank_links
+from penstock.runtime.acknowledgements import ASK_S, GRACE_S, SequenceNumbers
+from penstock.runtime.messages import NAME_BYTES_MAX, decode_plan
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def step(fleet: Fleet, *, losing: int | None = None) -> None:
     for number, rank in enumerate(fleet.ranks):
         report = rank.step()
         if report is not None and number != losing:
-            fleet.owner.hear(report)
+            fleet.owner.ranks.receive(report)
 
 
 def outcomes(fleet: Fleet) -> list[tuple[Outcome, str, bool]]:
@@ -79,7 +79,7 @@ def test_what_a_rank_still_has_in_hand_is_not_given_up(make_fleet: MakeFleet) ->
     fleet.plan()
     report = rank.step(budget_bytes=0)  # A block: the first of them is through.
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
     fleet.owner.step()
     clock.now += GRACE_S
     fleet.plan()
@@ -88,7 +88,7 @@ def test_what_a_rank_still_has_in_hand_is_not_given_up(make_fleet: MakeFleet) ->
     while rank.busy:
         report = rank.step(budget_bytes=0)
         if report is not None:
-            fleet.owner.hear(report)
+            fleet.owner.ranks.receive(report)
         told += outcomes(fleet)
 
     assert [outcome for outcome, _, _ in told] == [Outcome.DONE, Outcome.FAILED, Outcome.DONE]
@@ -105,15 +105,15 @@ def test_a_report_that_was_overtaken_is_not_lost(make_fleet: MakeFleet) -> None:
         assert report is not None
         reports.append(report)
     for report in (reports[2], reports[0]):
-        fleet.owner.hear(report)
+        fleet.owner.ranks.receive(report)
     fleet.owner.step()
     clock.now += GRACE_S / 2
 
-    fleet.owner.hear(reports[1])
+    fleet.owner.ranks.receive(reports[1])
     clock.now += GRACE_S
     fleet.owner.step()
 
-    assert fleet.owner.take_plan() is None
+    assert fleet.owner.ranks.take_plan() is None
     assert fleet.owner.statistics().reports_lost == 0
     assert [outcome for outcome, _, _ in outcomes(fleet)] == [Outcome.DONE] * 3
 
@@ -169,12 +169,12 @@ def test_an_idle_owner_wakes_for_the_gap_that_was_seen_first(make_fleet: MakeFle
     [([], 0), ([1], 0), ([2], 1), ([3, 1], 1), ([5], 4), ([3, 1, 2], 0), ([1, 1, 3, 3], 1)],
 )
 def test_numbers_know_what_is_missing(came: list[int], missing: int) -> None:
-    numbers = Numbers()
+    numbers = SequenceNumbers()
     for number in came:
         numbers.add(number)
 
     assert numbers.missing == missing
-    assert numbers.forgive() == missing
+    assert numbers.skip_missing() == missing
     assert numbers.missing == 0
 
 
@@ -182,16 +182,16 @@ def test_a_plan_has_a_bound_whatever_it_is_made_of(
     make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet: Fleet = make_fleet(ranks=1)
-    monkeypatch.setattr(crew, "PLAN_BYTES", 10 * NAME_BYTES_MAX)
-    outbox = fleet.owner._driver.crew._outbox  # type: ignore[attr-defined]
+    monkeypatch.setattr(rank_links, "PLAN_BYTES", 10 * NAME_BYTES_MAX)
+    queue = fleet.owner._driver.links._queue  # type: ignore[attr-defined]
     names = [OperationId(7, 0, number) for number in range(1, 26)]
     for name in names:
-        outbox.put(ef.Abandon(operation=name))
-        outbox.ask(name)
-        outbox.ask(name)  # A question that waits is not asked twice.
+        queue.put(ef.Abandon(operation=name))
+        queue.ask(name)
+        queue.ask(name)  # A question that waits is not asked twice.
 
     plans = []
-    while (plan := outbox.take_plan()) is not None:
+    while (plan := queue.take_plan()) is not None:
         plans.append(decode_plan(plan))
 
     assert [len(plan.abandoned) for plan in plans] == [10, 10, 5, 0, 0]

@@ -22,20 +22,20 @@ class Engine:
     def __init__(self) -> None:
         self.kv = [np.zeros((8, 4, 2)) for _ in range(2)]
         self.ranks = [self.open_rank(rank) for rank in range(2)]
-        self.cache = penstock.open_owner(CONFIG, ranks=[rank.facts for rank in self.ranks])
+        self.cache = penstock.open(CONFIG, ranks=[rank.facts for rank in self.ranks])
 
     def open_rank(self, rank: int) -> penstock.Rank:
         return penstock.open_rank(CONFIG, rank=rank, kv=self.kv[rank])
 
     def step(self) -> None:
         self.cache.step()
-        plan = self.cache.take_plan()
+        plan = self.cache.ranks.take_plan()
         for rank in self.ranks:
             if plan is not None:
                 rank.take(plan)
             report = rank.step()
             if report is not None:
-                self.cache.hear(report)
+                self.cache.ranks.receive(report)
 
     def settle(self) -> None:
         for _ in range(1000):
@@ -85,14 +85,14 @@ def test_a_lost_rank_takes_leases_with_it_and_requests_wait_for_its_return() -> 
     engine.turn(PROMPT)
     lease = engine.cache.acquire(PROMPT)
 
-    engine.cache.rank_lost(1, "killed")
+    engine.cache.ranks.lose(1, "killed")
     lost = lease.state
     lease.release()
     with pytest.raises(UnavailableError, match="rank 1"):
         engine.cache.acquire(PROMPT)
     engine.kv[1][:] = 0
     engine.ranks[1] = engine.open_rank(1)
-    engine.cache.rank_back(engine.ranks[1].facts)
+    engine.cache.ranks.rejoin(engine.ranks[1].facts)
 
     assert lost is LeaseState.LOST
     assert engine.turn(PROMPT) == 0

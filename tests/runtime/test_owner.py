@@ -14,8 +14,8 @@ from penstock.cache.ledger import BlockFault, Outcome
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.base import Moved
-from penstock.runtime import crew
-from penstock.runtime.plans import RankReport, decode_plan, encode_report
+from penstock.runtime import rank_links
+from penstock.runtime.messages import RankReport, decode_plan, encode_report
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Fleet, MakeFleet
@@ -48,7 +48,7 @@ def test_a_block_is_ready_when_the_last_rank_has_written_it(make_fleet: MakeFlee
     for rank in (2, 0, 1):
         report = fleet.ranks[rank].step()
         assert report is not None
-        fleet.owner.hear(report)
+        fleet.owner.ranks.receive(report)
         ready.append(fleet.owner.lookup(keys).ready)
 
     assert ready == [0, 0, 2]
@@ -64,12 +64,12 @@ def test_a_slow_rank_holds_up_what_it_has_to_do_and_nothing_else(make_fleet: Mak
 
     report = quick.step()
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
     ready = []
     while slow.busy:
         report = slow.step(budget_bytes=0)
         if report is not None:
-            fleet.owner.hear(report)
+            fleet.owner.ranks.receive(report)
         ready.append([fleet.owner.lookup(keys).ready for keys in chains])
 
     assert not quick.busy
@@ -90,13 +90,13 @@ class Post:
         owner = self.fleet.owner
         for _ in range(400):
             owner.step()
-            plan = owner.take_plan()
+            plan = owner.ranks.take_plan()
             self.plans += [] if plan is None else [plan]
             for rank in range(len(self.taken)):
                 self.let_work(rank)
             self.chance.shuffle(self.reports)
             while self.reports and self.chance.random() < 0.6:
-                owner.hear(self.reports.pop())
+                owner.ranks.receive(self.reports.pop())
             if not (owner.busy or self.reports):
                 return
         raise AssertionError("copies are still under way after 400 steps")
@@ -151,7 +151,7 @@ def test_a_cancelled_operation_settles_when_every_rank_has_stopped(make_fleet: M
     for rank in fleet.ranks:
         report = rank.step()
         assert report is not None
-        fleet.owner.hear(report)
+        fleet.owner.ranks.receive(report)
         told.append(fleet.owner.poll())
 
     assert isinstance(ended, ef.Ended)
@@ -164,7 +164,7 @@ def test_corrupt_bytes_on_one_rank_are_a_miss_on_all(make_fleet: MakeFleet) -> N
     keys = fleet.keys(3)
     fleet.owner.save(keys, [0, 1, 2], cause="save")
     fleet.settle()
-    host = fleet.ranks[1].carrier.stores[1]
+    host = fleet.ranks[1].executor.stores[1]
     assert host is not None
     host.blocks([0]).buffers[0].reshape(16, -1)[1, 0] ^= 1
 
@@ -184,10 +184,10 @@ def test_a_plan_does_not_grow_without_bound(
     (rank,) = fleet.ranks
     for number in range(7):
         fleet.owner.save(fleet.keys(8, first=64 * number), range(8), cause="x" * 1000)
-    monkeypatch.setattr(crew, "PLAN_BYTES", 10_000)
+    monkeypatch.setattr(rank_links, "PLAN_BYTES", 10_000)
 
     plans = []
-    while (plan := fleet.owner.take_plan()) is not None:
+    while (plan := fleet.owner.ranks.take_plan()) is not None:
         plans.append(plan)
         rank.take(plan)
 
@@ -196,7 +196,7 @@ def test_a_plan_does_not_grow_without_bound(
     while rank.busy:
         report = rank.step()
         assert report is not None
-        fleet.owner.hear(report)
+        fleet.owner.ranks.receive(report)
     assert len(fleet.owner.poll()) == 7
 
 
@@ -211,9 +211,9 @@ def test_a_lost_rank_fails_what_it_had_to_do_and_shows_in_health(make_fleet: Mak
     fleet.plan()
     report = fleet.ranks[0].step()
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
 
-    fleet.owner.rank_lost(1, "killed by signal 9")
+    fleet.owner.ranks.lose(1, "killed by signal 9")
 
     assert healthy == penstock.Health(ok=True)
     assert fleet.owner.health() == penstock.Health(
@@ -233,10 +233,10 @@ def test_a_rank_that_is_back_works_with_empty_memory(make_fleet: MakeFleet) -> N
     keys = fleet.keys(2)
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
-    fleet.owner.rank_lost(1, "killed")
+    fleet.owner.ranks.lose(1, "killed")
 
     fleet.ranks[1] = fleet.open_rank(1)
-    fleet.owner.rank_back(fleet.ranks[1].facts)
+    fleet.owner.ranks.rejoin(fleet.ranks[1].facts)
 
     # Its half of every block went with it.
     found = fleet.owner.lookup(keys)
@@ -254,11 +254,11 @@ def test_a_tier_whose_memory_was_kept_keeps_its_blocks(make_fleet: MakeFleet) ->
     fleet.owner.save(keys, [0, 1], cause="save")
     fleet.settle()
     old = fleet.ranks[1]
-    fleet.owner.rank_lost(1, "killed")
+    fleet.owner.ranks.lose(1, "killed")
 
     fleet.ranks[1] = fleet.open_rank(1, arenas=old.arenas)
     old.close()
-    fleet.owner.rank_back(fleet.ranks[1].facts)
+    fleet.owner.ranks.rejoin(fleet.ranks[1].facts)
     fleet.owner.load(keys, [6, 7], cause="load")
     (ended,) = fleet.settle()
 
@@ -272,9 +272,9 @@ def test_what_an_earlier_life_says_is_not_heard(make_fleet: MakeFleet) -> None:
     fleet: Fleet = make_fleet(ranks=2)
     keys = fleet.keys(2)
     old = fleet.ranks[1]
-    fleet.owner.rank_lost(1, "no answer")
+    fleet.owner.ranks.lose(1, "no answer")
     fleet.ranks[1] = fleet.open_rank(1)
-    fleet.owner.rank_back(fleet.ranks[1].facts)
+    fleet.owner.ranks.rejoin(fleet.ranks[1].facts)
     fleet.owner.save(keys, [0, 1], cause="save")
     plan = fleet.plan()
     assert plan is not None
@@ -284,8 +284,8 @@ def test_what_an_earlier_life_says_is_not_heard(make_fleet: MakeFleet) -> None:
     ghost, report = old.step(), fleet.ranks[0].step()
     assert ghost is not None
     assert report is not None
-    fleet.owner.hear(ghost)
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(ghost)
+    fleet.owner.ranks.receive(report)
 
     assert fleet.owner.lookup(keys).ready == 0
     assert fleet.owner.health().ok
@@ -301,9 +301,9 @@ def test_a_rank_that_started_anew_without_a_word_is_lost(make_fleet: MakeFleet) 
 
     report = fleet.ranks[1].step()
     assert report is not None
-    fleet.owner.hear(report)
+    fleet.owner.ranks.receive(report)
 
-    assert fleet.owner.health().reasons == ("rank 1 is lost: it started anew without a word",)
+    assert fleet.owner.health().reasons == ("rank 1 is lost: it restarted without saying so",)
     (ended,) = fleet.owner.poll()
     assert isinstance(ended, ef.Ended)
     assert ended.outcome is Outcome.FAILED
@@ -311,21 +311,21 @@ def test_a_rank_that_started_anew_without_a_word_is_lost(make_fleet: MakeFleet) 
 
 def test_a_life_that_was_lost_does_not_come_back(make_fleet: MakeFleet) -> None:
     fleet: Fleet = make_fleet(ranks=2)
-    fleet.owner.rank_lost(1, "no answer")
+    fleet.owner.ranks.lose(1, "no answer")
 
     with pytest.raises(PeerError, match="must be another than the one that was lost"):
-        fleet.owner.rank_back(fleet.ranks[1].facts)
+        fleet.owner.ranks.rejoin(fleet.ranks[1].facts)
 
     assert not fleet.owner.health().ok
 
 
 def test_a_rank_is_back_only_with_as_much_as_before(make_fleet: MakeFleet) -> None:
     fleet: Fleet = make_fleet(ranks=2)
-    fleet.owner.rank_lost(1, "killed")
+    fleet.owner.ranks.lose(1, "killed")
     fleet.kv[1] = fleet.kv[1][:6].copy()
 
     with pytest.raises(ConfigError, match="6 blocks in KV group 0 on rank 1, must have 8"):
-        fleet.owner.rank_back(fleet.open_rank(1).facts)
+        fleet.owner.ranks.rejoin(fleet.open_rank(1).facts)
 
 
 def test_ranks_that_there_are_not_are_refused(make_fleet: MakeFleet) -> None:
@@ -333,9 +333,9 @@ def test_ranks_that_there_are_not_are_refused(make_fleet: MakeFleet) -> None:
     third = make_fleet(ranks=3).ranks[2]
 
     with pytest.raises(ValueError, match="rank is 2, must be from 0 to 1"):
-        fleet.owner.rank_lost(2, "killed")
+        fleet.owner.ranks.lose(2, "killed")
     with pytest.raises(ValueError, match="rank is 2, must be from 0 to 1"):
-        fleet.owner.rank_back(third.facts)
+        fleet.owner.ranks.rejoin(third.facts)
 
 
 # ---------------------------------------------------------------- strangers
@@ -356,9 +356,9 @@ def test_two_engines_on_one_machine_share_nothing(make_fleet: MakeFleet) -> None
     report = theirs.ranks[0].step()
     assert report is not None
     with pytest.raises(PeerError, match="a report is for owner"):
-        ours.owner.hear(report)
+        ours.owner.ranks.receive(report)
 
-    theirs.owner.hear(report)
+    theirs.owner.ranks.receive(report)
     for fleet in (ours, theirs):
         before = [kv[:2].copy() for kv in fleet.kv]
         fleet.settle()
@@ -375,7 +375,7 @@ def test_a_report_that_cannot_be_read_is_refused(make_fleet: MakeFleet, message:
     fleet: Fleet = make_fleet()
 
     with pytest.raises(PeerError, match="a report"):
-        fleet.owner.hear(message)
+        fleet.owner.ranks.receive(message)
 
     assert fleet.owner.health().ok
 
@@ -389,24 +389,37 @@ def test_faults_at_blocks_that_there_are_not_are_refused(make_fleet: MakeFleet) 
     )
 
     with pytest.raises(PeerError, match="rank 0 reports a fault at position 2"):
-        fleet.owner.hear(message)
+        fleet.owner.ranks.receive(message)
 
     fleet.settle()
     assert fleet.owner.lookup(fleet.keys(2)).ready == 2
 
 
-@pytest.mark.parametrize(
-    ("call", "arguments"),
-    [("take_plan", ()), ("hear", (b"",)), ("rank_lost", (0, "x")), ("rank_back", (None,))],
-)
-def test_a_cache_with_its_rank_in_this_process_has_no_plans(
-    call: str, arguments: tuple[object, ...]
-) -> None:
+def test_a_cache_with_its_rank_in_this_process_has_no_ranks_elsewhere() -> None:
     config = penstock.parse_config(
         'version = 1\nmodel.name = "none"\ncache = { block_tokens = 4, blocks = 8 }\n'
     )
-    with (
-        penstock.open(config, kv=np.zeros((8, 4))) as cache,
-        pytest.raises(ValueError, match=f"{call}: the .* this process"),
-    ):
-        getattr(cache, call)(*arguments)
+    with penstock.open(config, kv=np.zeros((8, 4))) as cache:
+        assert len(cache.ranks) == 0
+        assert cache.ranks.take_plan() is None
+        with pytest.raises(PeerError, match="the one rank of this cache is this process"):
+            cache.ranks.receive(b"")
+        with pytest.raises(ValueError, match="the one rank of this cache is this process"):
+            cache.ranks.lose(0, "x")
+
+
+@pytest.mark.parametrize("part", ["kv", "layout", "keeper"])
+def test_memory_is_given_to_ranks_and_not_to_their_owner(part: str, make_fleet: MakeFleet) -> None:
+    fleet: Fleet = make_fleet(ranks=1)
+    given = {part: np.zeros((8, 4))}
+
+    with pytest.raises(ValueError, match=f"{part} belongs to a rank: give it to open_rank"):
+        penstock.open_offload(fleet.config, ranks=[fleet.ranks[0].facts], **given)
+
+
+def test_channels_lead_to_ranks_elsewhere() -> None:
+    config = penstock.parse_config(
+        'version = 1\nmodel.name = "none"\ncache = { block_tokens = 4, blocks = 8 }\n'
+    )
+    with pytest.raises(ValueError, match="channels lead to ranks in other processes"):
+        penstock.open(config, kv=np.zeros((8, 4)), channels=[])

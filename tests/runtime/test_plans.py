@@ -16,8 +16,10 @@ from penstock.cache.ledger import BlockFault, Purpose
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
-from penstock.runtime.framing import MESSAGE_BYTES_MAX, TEXT_MAX, VERSION
-from penstock.runtime.plans import (
+from penstock.runtime.messages import (
+    MESSAGE_BYTES_MAX,
+    TEXT_MAX,
+    VERSION,
     Plan,
     RankReport,
     copy_bytes,

@@ -14,8 +14,8 @@ import penstock
 from penstock.cache.ledger import Purpose
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
-from penstock.runtime.facts import TierFacts
-from penstock.runtime.plans import Plan, decode_report, encode_plan
+from penstock.runtime.messages import Plan, decode_report, encode_plan
+from penstock.runtime.rank_facts import TierFacts
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 import penstock
 from penstock.cache.ledger import Outcome
 from penstock.machine import effects as ef
-from penstock.runtime.links import meet
+from penstock.runtime.rank_links import meet
 from penstock.testing.channel_suite import soon
 from penstock.testing.peer_process import PeerProcess, peer_process
 from penstock.transport.zeromq import Listener
@@ -33,7 +33,7 @@ STEPS_MAX = 2000
 RANK = """
 import hashlib, socket, sys, time
 import numpy as np, penstock
-from penstock.runtime.links import serve
+from penstock.runtime.rank import serve
 from penstock.transport.zeromq import connect
 
 text, number, seed, mode, fd = sys.argv[1:]
@@ -127,10 +127,10 @@ def settle(owner: penstock.Offload, ranks: list[RankProcess]) -> list[ef.Ended |
     """Steps as an engine does: the plan goes out with the step, reports come back."""
     for _ in range(STEPS_MAX):
         owner.step()
-        plan = owner.take_plan()
+        plan = owner.ranks.take_plan()
         for report in [rank.step(plan) for rank in ranks]:
             if report is not None:
-                owner.hear(report)
+                owner.ranks.receive(report)
         if not owner.busy:
             owner.audit()
             return owner.poll()
@@ -145,7 +145,7 @@ def test_ranks_in_processes_get_back_what_they_gave(count: int) -> None:
     config = penstock.parse_config(config_of(count))
     keys = keys_of(config, 3)
     with rank_processes(count) as ranks:
-        owner = penstock.open_offload_owner(config, ranks=[rank.facts for rank in ranks])
+        owner = penstock.open_offload(config, ranks=[rank.facts for rank in ranks])
         owner.save(keys, [4, 1, 2], cause="save")
         settle(owner, ranks)
         for rank in ranks:
@@ -164,18 +164,18 @@ def test_a_killed_rank_fails_its_operations_and_works_again_when_it_is_back() ->
     config = penstock.parse_config(config_of(2))
     keys = keys_of(config, 3)
     with rank_processes(2) as ranks, rank_process(config_of(2), 1, 99) as successor:
-        owner = penstock.open_offload_owner(config, ranks=[rank.facts for rank in ranks])
+        owner = penstock.open_offload(config, ranks=[rank.facts for rank in ranks])
         owner.save(keys, [0, 1, 2], cause="save")
-        plan = owner.take_plan()
+        plan = owner.ranks.take_plan()
         report = ranks[0].step(plan)
         assert report is not None
-        owner.hear(report)
+        owner.ranks.receive(report)
 
         ranks[1].peer.kill()
-        owner.rank_lost(1, "killed by SIGKILL")
+        owner.ranks.lose(1, "killed by SIGKILL")
         (ended,) = owner.poll()
         lost = owner.health()
-        owner.rank_back(successor.facts)
+        owner.ranks.rejoin(successor.facts)
         ranks[1] = successor
         owner.save(keys, [0, 1, 2], cause="again")
         (saved,) = settle(owner, ranks)
@@ -195,7 +195,7 @@ def test_two_engines_at_once_share_nothing() -> None:
     with rank_processes(2) as ours, ExitStack() as stack:
         theirs = [stack.enter_context(rank_process(config_of(2), n, 50 + n)) for n in range(2)]
         engines = [
-            (penstock.open_offload_owner(config, ranks=[rank.facts for rank in ranks]), ranks)
+            (penstock.open_offload(config, ranks=[rank.facts for rank in ranks]), ranks)
             for ranks in (ours, theirs)
         ]
         for owner, _ in engines:
@@ -224,18 +224,18 @@ def test_ranks_with_equal_bytes_share_memory_that_one_of_them_writes() -> None:
         socket.send_fds(near, [b"arena"], [fd])
         with near, far, rank_process(text, 1, 7, mode="take", peer=far) as reader:
             os.close(fd)
-            owner = penstock.open_offload_owner(config, ranks=[writer.facts, reader.facts])
+            owner = penstock.open_offload(config, ranks=[writer.facts, reader.facts])
             owner.save(keys, [0, 1, 2], cause="save")
             owner.step()
-            plan = owner.take_plan()
+            plan = owner.ranks.take_plan()
             # The reader has nothing to write, and says so at once.
             told = reader.step(plan)
             assert told is not None
-            owner.hear(told)
+            owner.ranks.receive(told)
             ready = owner.lookup(keys).ready
             report = writer.step(plan)
             assert report is not None
-            owner.hear(report)
+            owner.ranks.receive(report)
 
             for rank in (writer, reader):
                 rank.peer.tell("wipe")
@@ -269,7 +269,7 @@ def served(count: int) -> Iterator[tuple[penstock.Offload, list[RankProcess], Li
             rank.peer.tell(f"serve {listener.address}")
             channels.append(accept(listener))
             facts.append(meet(channels[-1], deadline=soon()))
-        with penstock.open_offload_owner(config, ranks=facts, channels=channels) as owner:
+        with penstock.open_offload(config, ranks=facts, channels=channels) as owner:
             yield owner, ranks, listener
 
 
@@ -321,7 +321,7 @@ def test_a_rank_that_is_killed_while_it_serves_is_noticed_and_replaced() -> None
         assert successor.facts
         successor.peer.tell(f"serve {listener.address}")
         channel = accept(listener)
-        owner.rank_back(meet(channel, deadline=soon()), channel=channel)
+        owner.ranks.rejoin(meet(channel, deadline=soon()), channel=channel)
         owner.save(keys, [0, 1, 2], cause="again")
         (saved,) = finish(owner)
 

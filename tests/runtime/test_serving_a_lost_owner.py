@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import penstock
-from penstock.runtime.links import serve
+from penstock.runtime.rank import serve
 from penstock.transport.inproc import channel_pair
 
 if TYPE_CHECKING:

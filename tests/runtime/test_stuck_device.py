@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.table import mover_between
-from penstock.runtime import carrier
+from penstock.runtime import copy_executor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def between(read: SlotStore, write: SlotStore, algorithm: Algorithm) -> Device:
         return Device(mover_between(read, write, algorithm))
 
-    monkeypatch.setattr(carrier, "mover_between", between)
+    monkeypatch.setattr(copy_executor, "mover_between", between)
     Device.stuck = True
     yield
     Device.stuck = False
@@ -134,15 +134,15 @@ def test_a_close_gives_nothing_back_that_the_device_may_still_touch() -> None:
     assert (drained.cancelled, drained.unsettled) == (1, 1)
     assert not drained.clean
     assert not offload.health().ok
-    local = offload._driver.crew
-    assert local.carrier.stores != ()  # type: ignore[attr-defined]
+    local = offload._driver.links
+    assert local.copy_executor.stores != ()  # type: ignore[attr-defined]
 
 
 def test_a_rank_whose_device_is_stuck_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     rank = penstock.open_rank(CONFIG, rank=0, kv=np.zeros((8, 4, 16)))
-    owner = penstock.open_offload_owner(CONFIG, ranks=[rank.facts])
+    owner = penstock.open_offload(CONFIG, ranks=[rank.facts])
     owner.save(CONFIG.key_chain().extend(range(8)), [0, 1], cause="save")
-    plan = owner.take_plan()
+    plan = owner.ranks.take_plan()
     assert plan is not None
     rank.take(plan)
 

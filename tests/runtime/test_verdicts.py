@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock.cache.states import LeaseState
 from penstock.errors import LeaseError
-from penstock.runtime.leases import Verdict
+from penstock.runtime.lease import Verdict
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Engine, MakeEngine
@@ -61,7 +61,7 @@ def test_a_lease_that_is_lost_rolls_back_everything(engine: Engine) -> None:
     lease = engine.cache.acquire(PROMPT)
     lease.join()
 
-    engine.cache._desk.hear(engine.driver.lose_rank(0, "it is gone"))
+    engine.cache._deliver(engine.driver.lose_rank(0, "it is gone"))
 
     assert lease.state is LeaseState.LOST
     assert lease.take_verdict() is Verdict.ROLL_BACK

@@ -17,7 +17,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
     from tests.runtime.conftest import Engine, MakeEngine
 
 RUNNING_MAX = 4
@@ -63,7 +63,7 @@ class Workload:
             self.suffer()
             budget_blocks = self.random.choice((0, 1, 3, 100))
             budget_bytes = budget_blocks * self.engine.device.layout.block_bytes
-            self.engine.cache._desk.hear(self.engine.driver.step(budget_bytes=budget_bytes))
+            self.engine.cache.step(budget_bytes=budget_bytes)
             if self.started % 20 == 0:
                 self.engine.cache.audit()
         for request in [*self.running]:

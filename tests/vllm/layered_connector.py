@@ -24,7 +24,7 @@ from tampered_connector import tamper, zero_on_device
 from penstock.cache.ledger import Purpose
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 
 if TYPE_CHECKING:
     from penstock.connectors.base.scheduler import StepPlan
@@ -47,12 +47,12 @@ class LayeredWorking(WorkerConnector):
         # Blocks hold whatever somebody else left there: nothing is right by chance.
         for load in self.loads:
             for slot in load.target_slots[0].tolist():
-                zero_on_device(self._rank.carrier.stores[0], 0, [slot])
+                zero_on_device(self._rank.executor.stores[0], 0, [slot])
         if self.word not in {"", "device", "late", "astray"} and self._rank.facts.rank == 0:
             # Each slot once, however many requests load it.
             places = {tuple(load.source_slots.tolist()[1:3]) for load in self.loads}
             for place in places:
-                tamper(self._rank.carrier.stores[1], self.word, *place)
+                tamper(self._rank.executor.stores[1], self.word, *place)
         self._layerwise._wait_s = 0.0 if self.word == "late" else 30.0
         return super().before_forward(told, by_layer=by_layer)
 
@@ -63,7 +63,7 @@ class LayeredWorking(WorkerConnector):
         if self.word == "device":
             for load in self.loads:
                 for group, slots in enumerate(load.target_slots.tolist()):
-                    zero_on_device(self._rank.carrier.stores[0], group, slots)
+                    zero_on_device(self._rank.executor.stores[0], group, slots)
 
     def _end_joined(self) -> None:
         before = set(self._received.invalid_blocks)

@@ -1,6 +1,6 @@
 """Proof that the offload layer fits an engine that owns its device blocks: a vLLM connector.
 
-The scheduler's half owns the metadata (`open_offload_owner`), the worker's half executes
+The scheduler's half owns the metadata (`open_offload`), the worker's half executes
 (`open_rank`). Plans ride on vLLM's connector metadata, reports on its worker metadata, facts
 about the ranks on its handshake. Slots are vLLM's own block ids; whole blocks move.
 
@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import penstock
 from penstock.cache.ledger import Purpose
-from penstock.runtime.plans import decode_plan, decode_report
+from penstock.runtime.messages import decode_plan, decode_report
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -129,7 +129,7 @@ class Scheduling:
 
     def hear(self, reports: list[bytes]) -> None:
         for report in reports:
-            self.offload.hear(report)
+            self.offload.ranks.receive(report)
         for told in self.offload.poll():
             if getattr(told, "settled", True):
                 self.pool.free_blocks(self.pinned.pop(told.operation, []))
@@ -184,7 +184,7 @@ class ProofConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Facts]) -> None:
         facts = [metadata[rank].facts for rank in sorted(metadata)]
-        self.scheduling.offload = penstock.open_offload_owner(self.scheduling.config, ranks=facts)
+        self.scheduling.offload = penstock.open_offload(self.scheduling.config, ranks=facts)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         self.scheduling.pool = kv_cache_manager.block_pool
@@ -203,7 +203,7 @@ class ProofConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         self.scheduling.save(scheduler_output)
         self.scheduling.offload.step()
-        return Plan(self.scheduling.offload.take_plan())
+        return Plan(self.scheduling.offload.ranks.take_plan())
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta

@@ -14,14 +14,14 @@ from typing import Any
 from proof_connector import ProofConnector, Working
 
 from penstock.cache.ledger import Purpose
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 
 
 class SabotagedWorking(Working):
     def step(self, plan: bytes | None) -> None:
         copies = decode_plan(plan).copies if plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD]
-        device, host = self.rank.carrier.stores
+        device, host = self.rank.executor.stores
         word = Path(os.environ["PENSTOCK_TAMPER"])
         asked = word.read_text() if word.exists() else ""
         if asked == "flip":

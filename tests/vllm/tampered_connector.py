@@ -34,7 +34,7 @@ from penstock.cache.ledger import Purpose
 from penstock.connectors.base.pins import Pins
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 
 if TYPE_CHECKING:
     from penstock.connectors.base.scheduler import StepPlan
@@ -63,7 +63,7 @@ class TamperedWorker(WorkerConnector):
         plan = told.plan if told is not None else None
         copies = decode_plan(plan).copies if word and plan is not None else []
         loads = [copy for copy in copies if copy.purpose is Purpose.LOAD and len(copy.keys) > 2]
-        device, host = self._rank.carrier.stores
+        device, host = self._rank.executor.stores
         for load in loads:
             # One rank is enough: a block that is wrong on one is wrong.
             if word != "device" and self._rank.facts.rank == 0:

@@ -23,7 +23,7 @@ from lab.bench.interference.plan import IDLE_SHARE
 from lab.bench.interference.slow_rank import BLOCK_TOKENS, START_S, slow_config
 from penstock.bench.measure import summarize
 from penstock.errors import InvariantViolation, UnavailableError
-from penstock.runtime.links import meet
+from penstock.runtime.rank_links import meet
 from penstock.transport.zeromq import Listener
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _engine(delay_s: float) -> Iterator[tuple[penstock.Cache, int]]:
         if channel is None:
             raise UnavailableError(f"the rank's process did not come within {START_S:g} s")
         facts = meet(channel, deadline=deadline)
-        cache = penstock.open_owner(slow_config(), ranks=[facts], channels=[channel])
+        cache = penstock.open(slow_config(), ranks=[facts], channels=[channel])
         stack.callback(cache.close)
         yield cache, process.pid
 

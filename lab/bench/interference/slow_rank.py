@@ -2,7 +2,7 @@
 
     python -m lab.bench.interference.slow_rank ADDRESS DELAY_S
 
-It does what `penstock.runtime.links.serve` does, but begins with the copies of a plan that loads
+It does what `penstock.runtime.rank.serve` does, but begins with the copies of a plan that loads
 blocks only so many seconds after the plan came. Meanwhile it waits on its channel, as a rank
 does that has nothing to do.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 import penstock
 from penstock.cache.ledger import Purpose
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 from penstock.transport.base import Empty, Item
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import connect

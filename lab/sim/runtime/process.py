@@ -1,6 +1,6 @@
 """The process of one rank: a production `Rank`, and the turns it takes when something arrives.
 
-A turn is what `links.serve` does between two waits: take plans in, copy a little, report.
+A turn is what `rank.serve` does between two waits: take plans in, copy a little, report.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.ways import Post
 from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.facts import RankFacts, TierFacts
-from penstock.runtime.links import send_all, take_plans
-from penstock.runtime.plans import decode_plan, decode_report
-from penstock.runtime.rank import Rank
+from penstock.runtime.copy_executor import CopyExecutor
+from penstock.runtime.messages import decode_plan, decode_report
+from penstock.runtime.rank import Rank, take_plans
+from penstock.runtime.rank_facts import RankFacts, TierFacts
+from penstock.runtime.rank_links import send_all
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Copy
 
 
-class WatchedCarrier(Carrier):
-    """The hands of one life of a rank: they touch what was begun in its own time alone."""
+class WatchedExecutor(CopyExecutor):
+    """The copies of one life of a rank: none that an earlier life was told to make."""
 
     born = 0
     """Operations up to this number are not its affair: the owner has given up on them here."""
@@ -63,9 +63,9 @@ class RankProcess:
         lower = [
             None if tier in lacking else store for tier, store in enumerate(memory.lower, start=HUB)
         ]
-        self.carrier = WatchedCarrier([memory.device, *lower], ALGORITHM)
-        self.carrier.born = world.books.ledger.started
-        self.rank = Rank(self.carrier, _facts(world, number, memory, lacking), arenas={})
+        self.executor = WatchedExecutor([memory.device, *lower], ALGORITHM)
+        self.executor.born = world.books.ledger.started
+        self.rank = Rank(self.executor, _facts(world, number, memory, lacking), arenas={})
         self.last_report: bytes | None = None
         self._world = world
         self._block_bytes = memory.layout.block_bytes
@@ -125,7 +125,7 @@ class RankProcess:
             self._post_reports()
         else:
             self._send_reports(self.channel)
-        if self.carrier.busy:
+        if self.executor.busy:
             self.wake()
 
     def _listen(self, channel: SimChannel) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.machine.effects import Abandon, Copy
     from penstock.machine.events import Report
-    from penstock.runtime.plans import RankReport
+    from penstock.runtime.messages import RankReport
 
 
 class RuntimeJob(Job):

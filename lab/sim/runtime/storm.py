@@ -11,7 +11,7 @@ from lab.sim.storm import Storm
 from penstock.cache.ledger import BlockFault
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
-from penstock.runtime.plans import RankReport, encode_report
+from penstock.runtime.messages import RankReport, encode_report
 from penstock.transport.base import BacklogError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class RuntimeStorm(Storm):
         world = self._runtime
         if rank in world.ranks.lost or world.closing or world.ranks.processes[rank].alive:
             return
-        world.facade.rank_lost(rank, "its process is seen dead")
+        world.facade.ranks.lose(rank, "its process is seen dead")
 
     def bury(self, rank: int) -> None:
         """The owner knows of a loss: a new process comes in a while."""
@@ -121,7 +121,7 @@ class RuntimeStorm(Storm):
             (b"", b"R", b"R\x01\xff", b"P\x01\x90", self._rng.randbytes(40))
         )
         try:
-            world.facade.hear(nonsense)
+            world.facade.ranks.receive(nonsense)
         except PeerError:
             world.check_unchanged()
         else:

@@ -2,7 +2,7 @@
 
     RuntimeWorld(seed).run()
 
-Real here: driver, crews, plans and reports as bytes, ranks, carriers, movers, tiers and sums.
+Real here: driver, links, plans and reports as bytes, ranks, copy executors, movers, tiers and sums.
 Simulated: the clock, the channels and messages, processes and their deaths. Engines, texts and
 checkers are those of the cache's worlds; every event of the machine is checked in the same way.
 
@@ -27,14 +27,13 @@ from penstock.errors import UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.machine import CacheMachine
-from penstock.runtime.agreement import agree
-from penstock.runtime.crew import LocalCrew, RemoteCrew
+from penstock.runtime.base import Driven
+from penstock.runtime.cache import Cache
 from penstock.runtime.driver import Driver
-from penstock.runtime.links import LinkedCrew
-from penstock.runtime.managed import Cache
+from penstock.runtime.messages import decode_report
 from penstock.runtime.offload import Offload
-from penstock.runtime.plans import decode_report
-from penstock.runtime.returning import Muster
+from penstock.runtime.rank_facts import agree
+from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +60,7 @@ class WatchedMachine(CacheMachine):
         return self.last
 
 
-class WatchedCrew(LinkedCrew):
+class WatchedLinks(ChannelLinks):
     """Ranks behind channels, for whom the world goes on while the owner waits."""
 
     world: RuntimeWorld
@@ -71,7 +70,7 @@ class WatchedCrew(LinkedCrew):
         return self.world.live_until(self._heard, deadline)
 
     def _heard(self) -> bool:
-        return bool(self._outbox) or any(link.channel.ready for link in self._links.values())
+        return bool(self._queue) or any(link.channel.ready for link in self._links.values())
 
 
 class RuntimeWorld(World):
@@ -91,7 +90,9 @@ class RuntimeWorld(World):
 
     def run(self) -> None:
         """Lives the world to its end; losses that it makes itself are not worth a log line."""
-        logs = [logging.getLogger(f"penstock.runtime.{name}") for name in ("health", "inquiry")]
+        logs = [
+            logging.getLogger(f"penstock.runtime.{name}") for name in ("status", "acknowledgements")
+        ]
         levels = [log.level for log in logs]
         for log in logs:
             log.setLevel(logging.ERROR)
@@ -117,7 +118,7 @@ class RuntimeWorld(World):
         return self.storm
 
     def _open(self) -> None:
-        """The owner meets its ranks, as `penstock.open_owner` does."""
+        """The owner meets its ranks, as `penstock.open` with `ranks` does."""
         config = Config(
             model=ModelSettings(name="simulated"),
             cache=self.weather.settings,
@@ -125,28 +126,24 @@ class RuntimeWorld(World):
         )
         facts = [process.facts for process in self.ranks.processes]
         agreement = agree(config, facts)
-        crew: LocalCrew | RemoteCrew | LinkedCrew
+        links: LocalLink | MessageLinks | ChannelLinks
         match self.ways.way:
             case Way.HERE:
-                crew = LocalCrew(self.ranks.processes[0].carrier)
+                links = LocalLink(self.ranks.processes[0].executor)
             case Way.MESSAGES:
-                crew = RemoteCrew(facts, self.incarnation)
+                links = MessageLinks(facts, self.incarnation)
             case Way.CHANNELS:
                 ends = [self._connect(process) for process in self.ranks.processes]
-                crew = WatchedCrew(facts, ends, self.incarnation)
-                crew.world = self
+                links = WatchedLinks(facts, ends, self.incarnation)
+                links.world = self
         self.driver = Driver(
-            self.weather.settings, crew, incarnation=self.incarnation, clock=lambda: self.now
+            self.weather.settings, links, incarnation=self.incarnation, clock=lambda: self.now
         )
         self.driver.machine = self.machine
-        muster = None
-        if not isinstance(crew, LocalCrew):
-            muster = Muster(config, agreement, self.driver, crew, facts)
+        elsewhere = () if isinstance(links, LocalLink) else facts
+        driven = Driven(config, agreement, self.driver, elsewhere)
         self.facade: Cache | Offload
-        if self.weather.managed:
-            self.facade = Cache(config, self.driver, muster)
-        else:
-            self.facade = Offload(self.driver, agreement.device_slots, muster)
+        self.facade = Cache(driven) if self.weather.managed else Offload(driven)
 
     # ---------------------------------------------------------------- for everybody in it
 
@@ -167,7 +164,7 @@ class RuntimeWorld(World):
         told = decode_report(report)
         if told.life != self.ranks.processes[told.rank].facts.life:
             self.note("report from an earlier life")
-        self.facade.hear(report)
+        self.facade.ranks.receive(report)
         self.call_owner()
 
     def process_gone(self, rank: int) -> None:
@@ -177,9 +174,9 @@ class RuntimeWorld(World):
     def connect_again(self, process: RankProcess) -> None:
         """A rank that was started anew tells its facts."""
         if self.ways.way is Way.CHANNELS:
-            self.facade.rank_back(process.facts, channel=self._connect(process))
+            self.facade.ranks.rejoin(process.facts, channel=self._connect(process))
         else:
-            self.facade.rank_back(process.facts)
+            self.facade.ranks.rejoin(process.facts)
 
     def call_owner(self) -> None:
         """There is something for the owner: its next turn comes soon."""
@@ -211,10 +208,10 @@ class RuntimeWorld(World):
 
     def _ask_in_time(self) -> None:
         """An owner with nothing to do wakes when its ranks are to be asked something."""
-        inquiry = self.driver.inquiry
-        if inquiry is None:
+        missing_reports = self.driver.missing_reports
+        if missing_reports is None:
             return
-        due = inquiry.next_due(self.machine.operations)
+        due = missing_reports.next_due(self.machine.operations)
         if due < self._due_at:
             self._due_at = due
             self.after(max(0.0, due - self.now), self._wake_owner)
@@ -226,7 +223,7 @@ class RuntimeWorld(World):
     def _post_plans(self) -> None:
         if self.ways.way is not Way.MESSAGES:
             return
-        while (plan := self.facade.take_plan()) is not None:
+        while (plan := self.facade.ranks.take_plan()) is not None:
             for process in self.ranks.processes:
                 if not process.post.send(process.take, plan, in_order=True):
                     self.note("plan lost")
@@ -297,7 +294,7 @@ class RuntimeWorld(World):
                 raise SimulationError("liveness", f"rank {process.number} outlives its owner")
             if process.alive:
                 process.end("the owner closed")
-                if process.carrier.busy:
+                if process.executor.busy:
                     raise SimulationError("drain", f"rank {process.number} is closed, but copies")
         for job in self.ranks.open.values():
             if not job.ended:

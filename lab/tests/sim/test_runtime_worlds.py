@@ -12,13 +12,12 @@ from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.weather import Way
 from lab.sim.scenarios import Scenario
 from penstock.runtime import rank as rank_module
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.crew import Lost
+from penstock.runtime.acknowledgements import LostRank, MissingReports
+from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
-from penstock.runtime.inquiry import Inquiry
-from penstock.runtime.links import LinkedCrew
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.messages import decode_plan
 from penstock.runtime.rank import Rank
+from penstock.runtime.rank_links import ChannelLinks
 from penstock.vocabulary.cell_span import CellSpan
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.machine.events import Report
-    from penstock.runtime.plans import Plan
+    from penstock.runtime.messages import Plan
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import Key
 
@@ -91,13 +90,13 @@ def test_a_world_with_plenty_has_no_faults() -> None:
 
 def plant_unnoticed_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose channel has failed is not told as lost."""
-    collect = LinkedCrew.collect
+    collect = ChannelLinks.collect
 
-    def collect_reports(self: LinkedCrew, *, budget_bytes: int) -> Iterator[Report | Lost]:
+    def collect_reports(self: ChannelLinks, *, budget_bytes: int) -> Iterator[Report | LostRank]:
         heard = collect(self, budget_bytes=budget_bytes)
-        return (each for each in heard if not isinstance(each, Lost))
+        return (each for each in heard if not isinstance(each, LostRank))
 
-    monkeypatch.setattr(LinkedCrew, "collect", collect_reports)
+    monkeypatch.setattr(ChannelLinks, "collect", collect_reports)
 
 
 def plant_orders_of_an_earlier_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +123,13 @@ def plant_plans_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_lost_plans_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that comes up in a plan is forgotten by one rank in the middle of it."""
-    submit = Carrier.submit
+    submit = CopyExecutor.submit
 
-    def submit_some(self: Carrier, copy: object) -> None:
+    def submit_some(self: CopyExecutor, copy: object) -> None:
         if getattr(copy, "operation").sequence % 7:  # noqa: B009 - of whatever kind
             submit(self, copy)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Carrier, "submit", submit_some)
+    monkeypatch.setattr(CopyExecutor, "submit", submit_some)
 
 
 def plant_blind_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +156,7 @@ def plant_careless_close(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_owner_that_never_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report that is lost is not missed by anybody."""
-    monkeypatch.setattr(Inquiry, "due", lambda *_: ())
+    monkeypatch.setattr(MissingReports, "due", lambda *_: ())
 
 
 PLANTED = [

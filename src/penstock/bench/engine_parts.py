@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.bench.engine_plan import ChatPlan, DecodePlan, HitPlan, LatencyPlan
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
 
 FOUND_SHARE = 0.98

@@ -152,13 +152,13 @@ class Engine:
     def step(self) -> list[Output]:
         """Lets copies advance and computes a step, if anything can run."""
         for report in self._workers.take_reports():
-            self.cache.hear(report)
+            self.cache.ranks.receive(report)
         self.cache.step()
         self.scheduler.hear_handoffs()
         loading = self.scheduler.count(Phase.LOADING)
         step = self.scheduler.plan()
         outputs = self.scheduler.take_outputs()
-        plan = None if self.copies_here else self.cache.take_plan()
+        plan = self.cache.ranks.take_plan()
         self.idle = not (outputs or step or plan or self._flying)
         if step is not None:
             self._flying.append(_Flight(step, time.monotonic()))

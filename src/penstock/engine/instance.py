@@ -388,7 +388,7 @@ def build_engine(
             listener, ranks=spec.ranks, deadline=deadline, progress=progress
         )
     handoffs = handoffs_of(spec, architecture, None)
-    cache = penstock.open_owner(spec.config, ranks=facts)
+    cache = penstock.open(spec.config, ranks=facts)
     scheduler = _scheduler(spec, cache, handoffs)
     return Engine(scheduler, RemoteWorkers(channels), handoffs), architecture
 

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.engine.steps import Step, StepResult
 from penstock.errors import PeerError, UnavailableError
-from penstock.runtime.facts import RankFacts
+from penstock.runtime.rank_facts import RankFacts
 from penstock.transport.base import FRAME_BYTES_MAX, Item
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import connect

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 if TYPE_CHECKING:
-    from penstock.runtime.leases import Lease
+    from penstock.runtime.lease import Lease
 
 TOKENS_MAX = 1 << 20
 

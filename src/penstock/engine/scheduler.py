@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.engine.batch import Span
-    from penstock.runtime.leases import Lease
-    from penstock.runtime.managed import Cache
+    from penstock.runtime.cache import Cache
+    from penstock.runtime.lease import Lease
 
 
 COMMITTED_BLOCKS = 4

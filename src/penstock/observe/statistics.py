@@ -9,7 +9,7 @@ import msgspec
 
 # msgspec reads the annotations when statistics arrive, so these imports must be real.
 from penstock.machine.statistics import CacheStatistics  # noqa: TC001
-from penstock.runtime.health import Health  # noqa: TC001
+from penstock.runtime.status import Health  # noqa: TC001
 
 
 class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):

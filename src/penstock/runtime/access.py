@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 NOBODY = 0
 """No thread has this number."""
 _CALLS = frozenset(
-    f"penstock.runtime.{name}" for name in ("managed", "leases", "offload", "watched", "rank")
+    f"penstock.runtime.{name}"
+    for name in ("cache", "lease", "offload", "base", "rank", "rank_registry")
 )
 """Where calls begin: if one of them is already on the stack, a call comes from within another."""
 

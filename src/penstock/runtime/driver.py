@@ -29,12 +29,9 @@ from penstock.machine.events import (
 )
 from penstock.machine.machine import CacheMachine
 from penstock.runtime.access import Access
-from penstock.runtime.copy_log import CopyLog
-from penstock.runtime.crew import Lost
-from penstock.runtime.health import HealthLog
-from penstock.runtime.inquiry import Inquiry
+from penstock.runtime.acknowledgements import LostRank, MissingReports
 from penstock.runtime.rank import STEP_BUDGET_BYTES
-from penstock.runtime.shutdown import Drained
+from penstock.runtime.status import CopyLog, Drained, HealthLog
 from penstock.vocabulary.arguments import as_time
 
 if TYPE_CHECKING:
@@ -42,8 +39,8 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import CacheSettings
     from penstock.machine.statistics import CacheStatistics
-    from penstock.runtime.crew import Crew
-    from penstock.runtime.health import Health
+    from penstock.runtime.rank_links import RankLinks
+    from penstock.runtime.status import Health
 
 _WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
 """What is worth waiting for at the end: it keeps blocks that would be lost."""
@@ -64,7 +61,7 @@ class Driver:
     def __init__(
         self,
         settings: CacheSettings,
-        crew: Crew,
+        links: RankLinks,
         *,
         incarnation: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -74,9 +71,12 @@ class Driver:
         self.machine = CacheMachine(settings, incarnation=incarnation)
         self.access = Access("the cache")
         """Who may call it now; asked where its engine's calls come in, not here."""
-        self.crew = crew
-        self.inquiry = None if crew.roll is None else Inquiry(crew.roll.heard)
-        """What ranks elsewhere are asked when a report of theirs did not come."""
+        self.links = links
+        acknowledgements = links.acknowledgements
+        self.missing_reports = (
+            None if acknowledgements is None else MissingReports(acknowledgements.received)
+        )
+        """What ranks are asked when a report of theirs did not come; `None` if none can be lost."""
         self.ready_s: dict[str, float] = {}
         """How long it took until each tier below the device could be used, by its name."""
         self.copies = CopyLog(self.machine.tier_names)
@@ -99,7 +99,7 @@ class Driver:
         return health.and_also(ended) if ended else health
 
     def fail_health(self, thing: str, why: str) -> None:
-        """Something that the cache depends on is lost; it is told once."""
+        """Notes that something the cache depends on is lost; it is logged once."""
         self._health.fail(thing, why)
 
     def statistics(self) -> CacheStatistics:
@@ -107,7 +107,7 @@ class Driver:
         found = self.machine.statistics()
         return msgspec.structs.replace(
             found,
-            reports_lost=0 if self.inquiry is None else self.inquiry.reports_lost,
+            reports_lost=0 if self.missing_reports is None else self.missing_reports.reports_lost,
             tiers=tuple(
                 msgspec.structs.replace(tier, ready_s=self.ready_s.get(tier.name))
                 for tier in found.tiers
@@ -115,7 +115,7 @@ class Driver:
         )
 
     def deadline(self, timeout_s: float | None) -> float | None:
-        """The time so many seconds from now, on the machine's clock."""
+        """The time `timeout_s` from now, on the machine's clock."""
         return None if timeout_s is None else self._clock() + timeout_s
 
     def as_time(self, name: str, value: object) -> float:
@@ -133,46 +133,46 @@ class Driver:
         """Gives the machine an event; returns the effects that are for the engine."""
         if self._closed is not None:
             raise UnavailableError("the cache is closed")
-        told: list[ef.Effect] = []
+        effects: list[ef.Effect] = []
         now = self._clock()
         for effect in self.machine.handle(event, now):
             match effect:
                 case ef.Copy():
                     self.copies.begin(effect, now)
-                    self.crew.order(effect)
+                    self.links.order(effect)
                 case ef.Abandon():
-                    self.crew.order(effect)
+                    self.links.order(effect)
                 case ef.Drop():
                     pass  # Tiers in memory keep no headers that would have to be struck out.
                 case _:
-                    told.append(effect)
+                    effects.append(effect)
         if self.copies.has_running:
-            self.copies.look(self.machine.operations, now)
-        return told
+            self.copies.end_all_but(self.machine.operations, now)
+        return effects
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
-        """Lets local copies advance by at most `budget_bytes`, and hears what ranks report.
+        """Lets local copies advance by at most `budget_bytes`, and takes what ranks report.
 
         Returns the effects for the engine.
         """
-        told = self.handle(Tick())
+        effects = self.handle(Tick())
         self._ask()
-        told += self._exchange(budget_bytes)
-        return told
+        effects += self._exchange(budget_bytes)
+        return effects
 
-    def hear(self, heard: Sequence[Report | Lost]) -> list[ef.Effect]:
-        """Takes in what a rank has told.
+    def take_reports(self, reports: Sequence[Report | LostRank]) -> list[ef.Effect]:
+        """Takes what a rank has reported.
 
         Raises:
             PeerError: it names blocks that an operation does not have; nothing was changed.
         """
-        for each in heard:
+        for each in reports:
             if isinstance(each, Report):
                 self._require_sense(each)
-        told: list[ef.Effect] = []
-        for each in heard:
-            told += self._take_in(each)
-        return told
+        effects: list[ef.Effect] = []
+        for each in reports:
+            effects += self._take_report(each)
+        return effects
 
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
         """Waits until there is something to do, or until `deadline`: then False.
@@ -181,46 +181,46 @@ class Driver:
             UnavailableError: the device does not end its copies; `health` says so from now on.
         """
         due = self.next_due()
-        found = self._wait_for_crew(min(deadline, due), descriptors)
+        found = self._wait_for_ranks(min(deadline, due), descriptors)
         return found or self._clock() >= due
 
-    def _wait_for_crew(self, deadline: float, descriptors: Sequence[int]) -> bool:
+    def _wait_for_ranks(self, deadline: float, descriptors: Sequence[int]) -> bool:
         try:
-            return self.crew.wait(deadline, descriptors=descriptors)
+            return self.links.wait(deadline, descriptors=descriptors)
         except UnavailableError as error:
             self._health.fail(STUCK, str(error))
             raise
 
     def lose_rank(self, rank: int, why: str) -> list[ef.Effect]:
         """A rank is dead: what it had to do has failed, and device blocks are gone."""
-        told = self.handle(RankLost(rank=rank))
+        effects = self.handle(RankLost(rank=rank))
         self._health.fail(f"rank {rank} is lost", why)
-        return told
+        return effects
 
     def regain_rank(self, rank: int) -> list[ef.Effect]:
         """A rank is there again, with empty device memory."""
-        told = self.handle(RankBack(rank=rank))
+        effects = self.handle(RankBack(rank=rank))
         self._health.mend(f"rank {rank} is lost")
-        return told
+        return effects
 
     def switch_tier_off(self, tier: int, why: str) -> list[ef.Effect]:
         """A tier cannot be used; what ranks still copy there keeps its slots until they report."""
-        told = self.handle(TierOff(tier=tier, fenced=False, why=why))
+        effects = self.handle(TierOff(tier=tier, fenced=False, why=why))
         self._health.fail(f"tier {self._name(tier)} is off", why)
-        return told
+        return effects
 
     def switch_tier_on(self, tier: int, *, kept: bool) -> list[ef.Effect]:
         """A tier can be used again, with its bytes or without."""
-        told = self.handle(TierOn(tier=tier, kept=kept))
+        effects = self.handle(TierOn(tier=tier, kept=kept))
         self._health.mend(f"tier {self._name(tier)} is off")
-        return told
+        return effects
 
     def drain(self) -> list[ef.Effect]:
         """Cancels what nobody will use any more: all copies but those that write blocks down."""
         return self._cancel(lambda purpose: purpose not in _WRITES)
 
-    def close(self, timeout_s: float, *, hear: Callable[[list[ef.Effect]], None]) -> Drained:
-        """Drains, fences, releases; `hear` gets the effects for the engine on the way.
+    def close(self, timeout_s: float, *, deliver: Callable[[list[ef.Effect]], None]) -> Drained:
+        """Drains, fences, releases; `deliver` gets the effects for the engine on the way.
 
         A second call changes nothing and returns the same. Where the books cannot be relied on
         the copies are cut short, and memory and channels are given back all the same.
@@ -233,28 +233,28 @@ class Driver:
             drained = Drained(finished=0, cancelled=copies, unsettled=0)
         else:
             with self.access:
-                drained = self._drain(timeout_s, hear)
+                drained = self._drain(timeout_s, deliver)
         self.access.close()
         try:
-            self.crew.release()
+            self.links.release()
         except UnavailableError as error:
             # Its memory stays: the device may still write to it.
             self._health.fail(STUCK, str(error))
         self._closed = drained
         return drained
 
-    def _drain(self, timeout_s: float, hear: Callable[[list[ef.Effect]], None]) -> Drained:
+    def _drain(self, timeout_s: float, deliver: Callable[[list[ef.Effect]], None]) -> Drained:
         """Lets copies end until the deadline, cuts the rest short, and says how many."""
         before = self.machine.operations_ended
         deadline = self._clock() + timeout_s
-        hear(self.drain())
-        self._run_until(deadline, hear)
+        deliver(self.drain())
+        self._run_until(deadline, deliver)
         cut_short = sum(
             operation.purpose in _WRITES for operation in self.machine.running_operations()
         )
-        hear(self._cancel(lambda _: True))
+        deliver(self._cancel(lambda _: True))
         # What was cancelled settles when its ranks say so: a message each way.
-        self._fence(max(deadline, self._clock() + FENCE_S), hear)
+        self._fence(max(deadline, self._clock() + FENCE_S), deliver)
         after = self.machine.operations_ended
         ended = {outcome: after[outcome] - before[outcome] for outcome in Outcome}
         failed = ended[Outcome.FAILED] + ended[Outcome.EXPIRED]
@@ -272,41 +272,41 @@ class Driver:
         """When time alone gives us something to do."""
         due = self.machine.next_deadline()
         asks_at = math.inf
-        if self.inquiry is not None:
-            asks_at = self.inquiry.next_due(self.machine.operations)
+        if self.missing_reports is not None:
+            asks_at = self.missing_reports.next_due(self.machine.operations)
         return asks_at if due is None else min(due, asks_at)
 
     def _ask(self) -> None:
         """Asks ranks about what they should have reported on by now."""
-        if self.inquiry is not None:
+        if self.missing_reports is not None:
             operations = self.machine.operations
-            for operation in self.inquiry.due(operations, self._clock()):
-                self.crew.ask(operation)
+            for operation in self.missing_reports.due(operations, self._clock()):
+                self.links.ask(operation)
 
     def _exchange(self, budget_bytes: int) -> list[ef.Effect]:
-        """Hears what ranks report, and sends them what was ordered."""
-        told: list[ef.Effect] = []
-        for heard in self.crew.collect(budget_bytes=budget_bytes):
-            if isinstance(heard, Report):
+        """Takes what ranks report, and sends them what was ordered."""
+        effects: list[ef.Effect] = []
+        for report in self.links.collect(budget_bytes=budget_bytes):
+            if isinstance(report, Report):
                 self._health.mend(STUCK)
-            told += self._take_in(self._sense_of(heard))
-        self.crew.dispatch()
-        return told
+            effects += self._take_report(self._checked(report))
+        self.links.dispatch()
+        return effects
 
-    def _take_in(self, heard: Report | Lost) -> list[ef.Effect]:
-        if isinstance(heard, Report):
-            return self.handle(heard)
-        return self.lose_rank(heard.rank, heard.why)
+    def _take_report(self, report: Report | LostRank) -> list[ef.Effect]:
+        if isinstance(report, Report):
+            return self.handle(report)
+        return self.lose_rank(report.rank, report.why)
 
-    def _sense_of(self, heard: Report | Lost) -> Report | Lost:
-        """The same; of a report that makes no sense, that its rank is lost."""
-        if isinstance(heard, Report):
+    def _checked(self, report: Report | LostRank) -> Report | LostRank:
+        """The report, or the loss of its rank where the report makes no sense."""
+        if isinstance(report, Report):
             try:
-                self._require_sense(heard)
+                self._require_sense(report)
             except PeerError as error:
-                self.crew.drop(heard.rank)
-                return Lost(heard.rank, str(error))
-        return heard
+                self.links.drop(report.rank)
+                return LostRank(report.rank, str(error))
+        return report
 
     def _require_sense(self, report: Report) -> None:
         operation = self.machine.operations.get(report.operation)
@@ -320,31 +320,31 @@ class Driver:
                 )
 
     def _cancel(self, wanted: Callable[[Purpose], bool]) -> list[ef.Effect]:
-        told: list[ef.Effect] = []
+        effects: list[ef.Effect] = []
         for operation in self.machine.running_operations():
             if wanted(operation.purpose):
-                told += self.handle(Cancel(operation=operation.id))
-        return told
+                effects += self.handle(Cancel(operation=operation.id))
+        return effects
 
-    def _run_until(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
+    def _run_until(self, deadline: float, deliver: Callable[[list[ef.Effect]], None]) -> None:
         """Steps for as long as copies are under way and end by our steps alone."""
         with suppress(UnavailableError):  # The device is stuck: `health` says so.
-            while self.crew.own_way and self.busy and self._clock() < deadline:
-                hear(self.step())
+            while self.links.self_driven and self.busy and self._clock() < deadline:
+                deliver(self.step())
                 if self.busy:
                     self.wait(deadline)
 
-    def _fence(self, deadline: float, hear: Callable[[list[ef.Effect]], None]) -> None:
-        """Hears ranks until none of them has anything in hand.
+    def _fence(self, deadline: float, deliver: Callable[[list[ef.Effect]], None]) -> None:
+        """Takes reports until no rank has anything in hand.
 
         The time does not go on for the machine: with a tick it would have more blocks written
         down to keep free slots, and nobody would be left to say how that ended.
         """
         with suppress(UnavailableError):  # The device is stuck: `health` says so.
-            while self.crew.own_way and self.busy and self._clock() < deadline:
-                hear(self._exchange(STEP_BUDGET_BYTES))
+            while self.links.self_driven and self.busy and self._clock() < deadline:
+                deliver(self._exchange(STEP_BUDGET_BYTES))
                 if self.busy:
-                    self._wait_for_crew(deadline, ())
+                    self._wait_for_ranks(deadline, ())
 
     def _name(self, tier: int) -> str:
         return self.machine.tier_names[tier]

@@ -1,7 +1,11 @@
 """The tiers below the device, built as the configuration says.
 
-A new kind of tier adds a row to `BUILDERS`. The one rule: a refusal names the setting as the
-file spells it, such as `tiers[0].gib`, whichever layer found the fault.
+A new kind of tier adds a row to `BUILDERS`. A refusal names the setting as the file spells it, such
+as `tiers[0].gib`, whichever layer found the fault.
+
+Host memory may outlive its rank, if a supervisor keeps its descriptors (`KeptArenas`): the next
+life of the rank maps it again, its pages are there already, and an owner that lived on finds its
+blocks. A kept arena is used only where it fits to the byte; otherwise a new one replaces it.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ if TYPE_CHECKING:
 
     from penstock.cache.settings import CacheSettings, TierSettings
     from penstock.config import Config, TierKind
-    from penstock.runtime.kept_arenas import KeptArenas
+    from penstock.supervisor.keeper import Keeper
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.layout import Layout
+
 
 logger = logging.getLogger(__name__)
 
@@ -234,3 +239,30 @@ def _spelled_as_in_the_file(error: ConfigError, order: _Order) -> ConfigError:
 
 BUILDERS: dict[str, Callable[[_Order], SlotStore]] = {"memory": _memory, "host": _host}
 """How a tier of each kind is made."""
+
+
+class KeptArenas(NamedTuple):
+    """What is kept for one rank."""
+
+    keeper: Keeper
+    rank: int
+
+    def descriptor(self, tier: int) -> int | None:
+        """The arena of a tier, if an earlier life had one kept."""
+        return self.keeper.kept(self._name(tier))
+
+    def keep(self, tier: int, fd: int) -> None:
+        """Has a new arena kept; if that fails, the next life of the rank starts empty."""
+        try:
+            self.keeper.keep(self._name(tier), fd)
+        except UnavailableError as error:
+            logger.warning(
+                "arena not kept: rank=%d tier=%d cause=%s; a restart will find it empty",
+                self.rank,
+                tier,
+                error,
+            )
+
+    def _name(self, tier: int) -> str:
+        # By number: the keeper rejects some names that tiers may have.
+        return f"arena.{self.rank}.{tier}"

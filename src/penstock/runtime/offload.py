@@ -13,6 +13,7 @@ The engine may reuse device slots it named in `load` or `save` when the operatio
 from __future__ import annotations
 
 import reprlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from penstock.errors import CapacityError
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
-from penstock.runtime.watched import Watched
+from penstock.runtime.base import BaseCache
 from penstock.vocabulary.arguments import (
     as_array,
     as_int,
@@ -40,28 +41,26 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from penstock.machine.statistics import HubCounts
-    from penstock.runtime.driver import Driver
-    from penstock.runtime.returning import Muster
+    from penstock.runtime.base import Driven
     from penstock.vocabulary.ids import Key
 
 
 POLL_MAX = 4096
-"""A call of `poll` tells at most so much, so that a step has a bound: far more than one ends."""
-TOLD_MAX = 65_536
-"""So much may wait to be polled; then nothing more is begun. An engine that never polls would
-never learn which of its slots are quiet."""
+"""How many results a call of `poll` returns, so that a step has a bound: far more than one ends."""
+RESULTS_MAX = 65_536
+"""How many results may wait to be polled; with more, nothing is begun. An engine that never polls
+would never learn which of its slots are quiet."""
 
 
-class Offload(Watched):
+class Offload(BaseCache):
     """The tiers below an engine's own device blocks."""
 
-    def __init__(
-        self, driver: Driver, slot_counts: Sequence[int], muster: Muster | None = None
-    ) -> None:
-        super().__init__(driver, muster)
-        self._slot_counts = slot_counts
+    def __init__(self, driven: Driven) -> None:
+        self._results: list[ef.Ended | ef.Settled] = []
+        """What has ended since the last `poll`."""
+        super().__init__(driven, partial(_keep_results, self._results))
+        self._slot_counts = driven.agreement.device_slots
         """How many device slots each KV group has."""
-        self._told: list[ef.Ended | ef.Settled] = []
 
     def lookup(
         self, keys: Sequence[Key], *, last: ef.Found | None = None, held: int = 0
@@ -72,7 +71,7 @@ class Offload(Watched):
             keys: The blocks, in token order.
             last: The answer to an earlier call for the same keys: only what has changed since
                 is looked at. Blocks that were ready are still so as long as none was lost.
-            held: So many leading blocks lie on the engine's device already: they are not
+            held: How many leading blocks lie on the engine's device already: they are not
                 counted when loading is compared with computing.
 
         Raises:
@@ -89,7 +88,7 @@ class Offload(Watched):
         return self._ask(ev.Lookup(keys=keys, start=start, held=held, again=again), ef.Found)
 
     def _known(self, last: ef.Found | None) -> tuple[int, bool]:
-        """So many leading blocks are ready by an earlier answer, and whether it advised against."""
+        """How many leading blocks are ready by an earlier answer; whether it was to recompute."""
         if last is None:
             return 0, False
         if type(last) is not ef.Found:
@@ -143,7 +142,7 @@ class Offload(Watched):
             parent: The key of the block before the first one, if there is one.
             tenant: Who pays.
             priority: Blocks of lower priority leave first.
-            ttl_s: Blocks are the first to leave once so many seconds have passed.
+            ttl_s: After this many seconds the blocks are the first to leave.
             deadline: On the monotonic clock; after it the save has expired.
 
         Raises:
@@ -192,31 +191,32 @@ class Offload(Watched):
                 f"operation is {reprlib.repr(operation)}, must be one of Started.operations"
             )
         with self._access:
-            self._hear(self._driver.handle(ev.Cancel(operation=operation)))
+            self._deliver(self._driver.handle(ev.Cancel(operation=operation)))
 
     def poll(self, *, most: int = POLL_MAX) -> list[ef.Ended | ef.Settled]:
         """What has ended since the last call, oldest first: each operation once.
 
         Args:
-            most: So many at a time; the rest comes with the next call.
+            most: How many at a time; the rest comes with the next call.
 
         Raises:
             ValueError: it is no number of results.
         """
         most = as_int("most", most)
         with self._access:
-            told, self._told = self._told[:most], self._told[most:]
-        return told
+            results = self._results[:most]
+            del self._results[:most]
+        return results
 
     def reset(self, why: str) -> None:
         """Voids everything below the device."""
         why = as_text("why", why)
         with self._access:
-            self._hear(self._driver.handle(ev.Reset(why=why)))
+            self._deliver(self._driver.handle(ev.Reset(why=why)))
 
     def __repr__(self) -> str:
         counts = f"{len(self._driver.machine.operations)} copies under way"
-        return f"<penstock.Offload: {counts}, {self._tell_tiers()}>"
+        return f"<penstock.Offload: {counts}, {self._describe_tiers()}>"
 
     def _deadline(self, deadline: float | None) -> float | None:
         return None if deadline is None else self._driver.as_time("deadline", deadline)
@@ -251,11 +251,12 @@ class Offload(Watched):
 
     def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
         with self._access:
-            if len(self._told) > TOLD_MAX and kind is ef.Started:
+            if len(self._results) > RESULTS_MAX and kind is ef.Started:
                 raise CapacityError(tier="results to poll", wanted=1, available=0)
-            told = self._driver.handle(event)
-            self._hear(told)
-            return ef.answer(told, kind)
+            effects = self._driver.handle(event)
+            self._deliver(effects)
+            return ef.answer(effects, kind)
 
-    def _hear(self, told: list[ef.Effect]) -> None:
-        self._told += [effect for effect in told if isinstance(effect, ef.Ended | ef.Settled)]
+
+def _keep_results(results: list[ef.Ended | ef.Settled], effects: list[ef.Effect]) -> None:
+    results += [effect for effect in effects if isinstance(effect, ef.Ended | ef.Settled)]

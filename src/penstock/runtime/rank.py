@@ -4,15 +4,17 @@
     rank.take(plan)                                            # bytes from the owner
     report = rank.step()                                       # bytes for the owner, or None
 
-Plans come with the engine's own step message, or over a channel (`links.serve`). The one rule:
-whatever order, grouping or repetition plans and steps come in, every copy is carried out once
-and reported once.
+Plans come with the engine's own step message, or over a channel (`serve`). The one rule: whatever
+order, grouping or repetition plans and steps come in, every copy is carried out once and reported
+once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from penstock.cache.ledger import Purpose
@@ -21,8 +23,10 @@ from penstock.cache.settings import DEVICE
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
 from penstock.runtime.access import Access
-from penstock.runtime.plans import RankReport, decode_plan, encode_report
-from penstock.runtime.shutdown import Drained
+from penstock.runtime.messages import RankReport, decode_plan, encode_report
+from penstock.runtime.rank_links import RETRY_S, send_all
+from penstock.runtime.status import Drained
+from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_bytes,
@@ -42,33 +46,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.machine.effects import Copy
-    from penstock.runtime.carrier import Carrier
-    from penstock.runtime.facts import RankFacts
-    from penstock.runtime.plans import Plan
+    from penstock.runtime.copy_executor import CopyExecutor
+    from penstock.runtime.messages import Plan
+    from penstock.runtime.rank_facts import RankFacts
     from penstock.transport.base import Channel
     from penstock.vocabulary.ids import OperationId
 
 logger = logging.getLogger(__name__)
 
 STEP_BUDGET_BYTES = 64 << 20
-"""A step copies at most so much: about ten milliseconds of one core's memory bandwidth."""
+"""A step copies at most this much: about ten milliseconds of one core's memory bandwidth."""
+LAST_REPORT_S = 1.0
+"""How long a rank that ends tries to send its last report, beside the time it may drain."""
 
 
 class Rank:
     """The tiers and movers of one rank, driven by the plans of its owner."""
 
     def __init__(
-        self, carrier: Carrier, facts: RankFacts, *, arenas: Mapping[str, int], writes: bool = True
+        self,
+        executor: CopyExecutor,
+        facts: RankFacts,
+        *,
+        arenas: Mapping[str, int],
+        writes: bool = True,
     ) -> None:
         self.facts = facts
-        """What the owner must know: hand it to `open_owner` or `open_offload_owner`."""
+        """What the owner must know: give it to `open` or `open_offload` as one of `ranks`."""
         self.arenas = arenas
         """The descriptor of each host tier, by name, for ranks that share it."""
-        self.carrier = carrier
-        self.steps = carrier.steps
+        self.executor = executor
+        self.steps = executor.steps
         """What the engine tells and asks around its steps on this rank."""
         self.served = False
-        """Whether a channel has been served for it, which is done once: see `links.serve`."""
+        """Whether a channel has been served for it, which is done once: see `serve`."""
         self._writes = writes
         self._owner: int | None = None
         self._last_plan = 0
@@ -84,7 +95,7 @@ class Rank:
     @property
     def busy(self) -> bool:
         """Whether copies are under way, or there is something to report."""
-        return bool(self._ended) or self.carrier.busy
+        return bool(self._ended) or self.executor.busy
 
     def take(self, plan: bytes) -> None:
         """Takes a plan in; its work is done in `step`. A plan it has seen before is left alone.
@@ -123,11 +134,11 @@ class Rank:
                 failure = f"it was for another life of rank {self.facts.rank}"
                 self._ended.append(Moved(copy.operation, failure=failure))
             elif self._is_mine(copy):
-                self.carrier.submit(copy)
+                self.executor.submit(copy)
             else:
                 self._ended.append(Moved(copy.operation))
         for operation in decoded.abandoned:
-            self.carrier.abandon(operation)
+            self.executor.abandon(operation)
         if ours:
             self._answer(decoded.asked)
 
@@ -141,7 +152,7 @@ class Rank:
         budget_bytes = as_int("budget_bytes", budget_bytes)
         with self._access:
             moved, self._ended = self._ended, []
-            moved += self.carrier.collect(budget_bytes=budget_bytes)
+            moved += self.executor.collect(budget_bytes=budget_bytes)
             return self._report(moved) if moved else None
 
     def wait(
@@ -163,7 +174,7 @@ class Rank:
         deadline = as_time("deadline", deadline, opened_at=self._opened_at, now=now)
         descriptors = as_descriptors("descriptors", descriptors)
         channels = as_waitables("channels", channels)
-        if self._ended or self.carrier.wait(deadline):
+        if self._ended or self.executor.wait(deadline):
             return True
         ready = wait_any(channels, descriptors, deadline=deadline)
         return bool(ready.channels or ready.descriptors)
@@ -186,11 +197,11 @@ class Rank:
         deadline = time.monotonic() + timeout_s
         moved, self._ended = self._ended, []
         before = len(moved)
-        while self.carrier.busy and time.monotonic() < deadline:
-            self.carrier.wait(deadline)
-            moved += self.carrier.collect(budget_bytes=STEP_BUDGET_BYTES)
+        while self.executor.busy and time.monotonic() < deadline:
+            self.executor.wait(deadline)
+            moved += self.executor.collect(budget_bytes=STEP_BUDGET_BYTES)
         self._finished += len(moved) - before
-        cut_short = self.carrier.fence()
+        cut_short = self.executor.fence()
         self._cut_short += len(cut_short)
         # A mover tells of what was abandoned without a failure: whoever abandoned it knows. Here
         # the owner does not, and must not take half a copy for a whole one.
@@ -217,10 +228,10 @@ class Rank:
                 with self._access:
                     self._finish(timeout_s)
             self._access.close()
-            self.carrier.close()
+            self.executor.close()
         except UnavailableError as error:
             logger.error("rank not released: rank=%d cause=%s", self.facts.rank, error)  # noqa: TRY400
-            unsettled = self.carrier.copy_count
+            unsettled = self.executor.copy_count
         self._access.close()
         self._closed = Drained(
             finished=self._finished, cancelled=self._cut_short + unsettled, unsettled=unsettled
@@ -258,7 +269,7 @@ class Rank:
         """Says of what it does not have in hand that it failed: that may have been told before."""
         told_next = {each.operation for each in self._ended}
         for operation in asked:
-            if operation not in told_next and not self.carrier.has(operation):
+            if operation not in told_next and not self.executor.has(operation):
                 failure = f"the report of rank {self.facts.rank} on it was lost"
                 self._ended.append(Moved(operation, failure=failure))
 
@@ -288,7 +299,7 @@ class Rank:
 
     def _require_sense(self, plan: Plan) -> None:
         for copy in filter(self._is_mine, plan.copies):
-            if (copy.source, copy.target) not in self.carrier.movers:
+            if (copy.source, copy.target) not in self.executor.movers:
                 raise PeerError(
                     f"operation {copy.operation} copies from tier {copy.source} to tier "
                     f"{copy.target}: rank {self.facts.rank} has no way between them"
@@ -316,3 +327,94 @@ class Rank:
                     f"operation {copy.operation} names slots from {row.min()} to {row.max()} in "
                     f"tier {tier}, must be from {least} to {count - 1}"
                 )
+
+
+def serve(
+    channel: Channel,
+    rank: Rank,
+    *,
+    until: float,
+    descriptors: Sequence[int] = (),
+    drain_s: float = 0.0,
+) -> str:
+    """Executes what arrives on a channel, in the process of a rank; returns why it ended.
+
+    It ends when the owner closes the channel or is lost, at `until` on the monotonic clock, or
+    when one of `descriptors` can be read, such as that of a `StopSignal`. Where the owner is
+    still there it hears the end: copies may end for `drain_s`, the rest is cut short, and the
+    last report is sent. The rank stays open, but is not served again: close it, and the channel.
+
+    Raises:
+        PeerError: the owner said what makes no sense to this rank. As with any other error here,
+            the channel is closed: the owner must not wait for a rank that does nothing more.
+        UnavailableError: the device does not end its copies.
+        ValueError: the rank was served before.
+    """
+    if rank.served:
+        raise ValueError(
+            f"rank {rank.facts.rank} was served before, must be opened anew: its owner has given "
+            "up on this life of it"
+        )
+    rank.served = True
+    with ExitStack() as undo:
+        undo.callback(channel.close)
+        why, reports = _serve(channel, rank, until, descriptors)
+        if why in _OWN_ENDS:
+            _send_last_reports(channel, rank, reports, drain_s)
+        undo.pop_all()
+    return why
+
+
+STOPPED = "it was asked to stop"
+OVER = "its time was over"
+_OWN_ENDS = frozenset({STOPPED, OVER})
+"""After these the owner is still there, and gets the last reports."""
+
+
+def _serve(
+    channel: Channel, rank: Rank, until: float, descriptors: Sequence[int]
+) -> tuple[str, deque[bytes]]:
+    """Why it ended, and the reports that were not sent yet."""
+    reports = deque([rank.facts.to_bytes()])
+    while True:
+        ended = take_plans(channel, rank)
+        if ended:
+            return ended, reports
+        report = rank.step()
+        if report is not None:
+            reports.append(report)
+        try:
+            retry_at = until if send_all(channel, reports) else time.monotonic() + RETRY_S
+        except UnavailableError:
+            continue  # What has happened to the owner, the next `receive` tells.
+        rank.wait(min(until, retry_at), channels=[channel], descriptors=descriptors)
+        if wait_any((), descriptors, deadline=None).descriptors:
+            return STOPPED, reports
+        if time.monotonic() >= until:
+            return OVER, reports
+
+
+def _send_last_reports(channel: Channel, rank: Rank, reports: deque[bytes], drain_s: float) -> None:
+    """Drains and fences, and sends the reports that are left."""
+    deadline = time.monotonic() + drain_s + LAST_REPORT_S
+    last = rank.finish(drain_s)
+    if last is not None:
+        reports.append(last)
+    with suppress(UnavailableError):  # The owner is lost, and needs to hear nothing.
+        while not send_all(channel, reports) and time.monotonic() < deadline:
+            # No descriptor tells when there is room; the channel's own may, and costs nothing.
+            wait_any([channel], (), deadline=min(deadline, time.monotonic() + RETRY_S))
+
+
+def take_plans(channel: Channel, rank: Rank) -> str:
+    """Hands what has arrived to a rank; returns why nothing more will come, if so."""
+    while True:
+        match channel.receive():
+            case Item(frame):
+                rank.take(frame)
+            case Empty():
+                return ""
+            case Closed():
+                return "the owner closed the channel"
+            case Failed(cause):
+                return f"the owner is lost: {cause}"

@@ -28,7 +28,7 @@ from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.observe.metrics import ServerMetrics
-from penstock.runtime.signals import StopSignal
+from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
 from penstock.serve.http import HttpServer, address_of, raise_descriptor_limit

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 import penstock
-from penstock.runtime.links import serve
+from penstock.runtime.rank import serve
 from penstock.supervisor.keeper import keeper
 from penstock.transport.zeromq import connect
 

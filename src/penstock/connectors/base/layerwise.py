@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from penstock.connectors.base.statistics import GIVEN_UP
 from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S
-from penstock.runtime.carrier import DEVICE_SHARE
-from penstock.runtime.plans import decode_plan
+from penstock.runtime.copy_executor import DEVICE_SHARE
+from penstock.runtime.messages import decode_plan
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.vocabulary.checksums import Algorithm
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from penstock.connectors.base.scheduler import RequestLoad, StepPlan
     from penstock.movers.base import Moved
-    from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
+    from penstock.runtime.rank_facts import RankFacts
     from penstock.vocabulary.ids import OperationId
 
     Withhold = Callable[[str, Sequence[int], int], None]
@@ -201,7 +201,7 @@ class LayerwiseWorker:
         for operation, slots in self._slots_of.items():
             self._invalid |= set(slots)
             self._given_up.add(operation)
-            self._rank.carrier.abandon(operation)
+            self._rank.executor.abandon(operation)
         if self._slots_of:
             log.error("%d loads given up: cause=%s", len(self._slots_of), GIVEN_UP)
             self._slots_of.clear()

@@ -296,7 +296,7 @@ class SchedulerConnector:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)
         joined = self._joins.take() if self._joins is not None else ()
-        early = tuple(iter(self._offload.take_plan, None)) if joined else ()
+        early = tuple(iter(self._offload.ranks.take_plan, None)) if joined else ()
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
             if tracked is not None and tracked.arriving[1] and not tracked.joins:
@@ -320,7 +320,7 @@ class SchedulerConnector:
         # One more step after the last copy has ended: then the tiers have seen its end.
         self._has_work = self._offload.busy
         loads, self._starting = tuple(self._starting), []
-        plan = self._offload.take_plan()
+        plan = self._offload.ranks.take_plan()
         if plan is None and not loads and not joined:
             return None
         return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
@@ -331,7 +331,7 @@ class SchedulerConnector:
             self._speed.end()
         for report in reports:
             self._has_work = self._changed = True
-            self._offload.hear(report)
+            self._offload.ranks.receive(report)
         ended = self._offload.poll()
         if self._announcer is not None:
             self._announcer.note(self._offload.take_kv_events())

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.machine.effects import Ended
-    from penstock.runtime.facts import RankFacts
     from penstock.machine.statistics import HubCounts
+    from penstock.runtime.rank_facts import RankFacts
     from penstock.vocabulary.ids import Key
 
 log = logging.getLogger("penstock.connectors")

@@ -22,7 +22,7 @@ from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
 from penstock.connectors.base.layerwise import LayerwiseWorker
 from penstock.movers.base import WAIT_S
-from penstock.runtime.plans import decode_plan, decode_report, encode_report
+from penstock.runtime.messages import decode_plan, decode_report, encode_report
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.vocabulary.checksums import Algorithm
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from penstock.connectors.base.scheduler import StepPlan
     from penstock.movers.base import Moved
-    from penstock.runtime.facts import RankFacts
     from penstock.runtime.rank import Rank
+    from penstock.runtime.rank_facts import RankFacts
     from penstock.vocabulary.ids import OperationId
 
 

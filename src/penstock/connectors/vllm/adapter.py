@@ -54,8 +54,8 @@ from penstock.connectors.vllm.logs import log, log_into_vllm, log_off
 from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
 from penstock.errors import ConfigError, UnavailableError
-from penstock.runtime.facts import RankFacts
-from penstock.runtime.opening import WRITER, open_offload_owner, open_rank
+from penstock.runtime.open import WRITER, open_offload, open_rank
+from penstock.runtime.rank_facts import RankFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -164,7 +164,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         ranks = [RankFacts.from_bytes(told.facts) for told in metadata.values() if told.facts]
         try:
-            offload = open_offload_owner(self._config, ranks=ranks)
+            offload = open_offload(self._config, ranks=ranks)
         except ConfigError as error:
             self._run_without(str(error))
             return

@@ -1,12 +1,12 @@
 """From a configuration and the engine's memory to a running cache.
 
-| opens                | here                                     | elsewhere          |
-|----------------------|------------------------------------------|--------------------|
-| `open`               | the owner and its one rank               |                    |
-| `open_offload`       | the same, for an engine that offloads    |                    |
-| `open_rank`          | one rank of several                      | the owner          |
-| `open_owner`         | the owner                                | its ranks          |
-| `open_offload_owner` | the same, for an engine that offloads    | its ranks          |
+| call                            | the device blocks are managed by | the ranks are           |
+|---------------------------------|----------------------------------|-------------------------|
+| `open(config, kv=…)`            | Penstock                         | one, this process       |
+| `open(config, ranks=…)`         | Penstock                         | other processes         |
+| `open_offload(config, kv=…)`    | the engine                       | one, this process       |
+| `open_offload(config, ranks=…)` | the engine                       | other processes         |
+| `open_rank(config, …)`          |                                  | this process is one     |
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError, UnavailableError
-from penstock.runtime.agreement import agree
-from penstock.runtime.carrier import Carrier
-from penstock.runtime.crew import LocalCrew, RemoteCrew
+from penstock.runtime.base import Driven
+from penstock.runtime.cache import Cache
+from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.device import device_tier, kv_dtype_of
 from penstock.runtime.driver import Driver, draw_incarnation
-from penstock.runtime.facts import RankFacts, TierFacts, slowest_ready_s
-from penstock.runtime.kept_arenas import KeptArenas
-from penstock.runtime.links import LinkedCrew
-from penstock.runtime.lower_tiers import build_lower_tiers
-from penstock.runtime.managed import Cache
+from penstock.runtime.lower_tiers import KeptArenas, build_lower_tiers
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
-from penstock.runtime.returning import Muster
+from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
+from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,
@@ -49,9 +46,10 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.runtime.agreement import Agreement
     from penstock.runtime.device import Kv
     from penstock.runtime.lower_tiers import LowerTiers
+    from penstock.runtime.rank_facts import Agreement
+    from penstock.runtime.rank_links import RankLinks
     from penstock.supervisor.keeper import Keeper
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Channel
@@ -63,57 +61,70 @@ WRITER = 0
 def open(  # noqa: A001 - read as penstock.open, which is what it does
     config: Config | Path | str,
     *,
-    kv: Kv,
+    kv: Kv | None = None,
     layout: Layout | None = None,
     keeper: Keeper | None = None,
+    ranks: Sequence[RankFacts] | None = None,
+    channels: Sequence[Channel] | None = None,
 ) -> Cache:
-    """Opens a cache that manages the device blocks in `kv`.
+    """Opens a cache that manages the engine's device blocks.
+
+    Give `kv` where the engine has one rank, in this process, and `ranks` where its ranks are
+    other processes.
 
     Args:
-        config: A configuration, or the path of a TOML file with one.
+        config: A configuration, or the path of a TOML file with one; the same for all ranks.
         kv: The engine's KV: arrays or tensors, one or one a layer, blocks along the first axis;
             or a `TensorTier`.
         layout: How the blocks lie in `kv`; without it a block is opaque bytes.
         keeper: Who keeps the memory of host tiers for the next life of this process, where a
-            supervisor does: `keeping.keeper()`. What they hold is not known in that life; the
+            supervisor does: `keeper.keeper()`. What they hold is not known in that life; the
             time to make them is saved.
+        ranks: The facts of every rank, in any order: each rank was opened by `open_rank`.
+        channels: The way to each of `ranks`, in the same order. Without it, plans and reports
+            travel with the engine's own messages: `cache.ranks`.
 
     Raises:
-        ConfigError: the configuration is wrong, or does not fit the memory or the machine.
+        ConfigError: the configuration is wrong, or does not fit the memory, the machine or the
+            ranks.
         UnavailableError: the machine does not give a required tier the memory it needs.
-        ValueError: the memory cannot be used, or does not fit the layout.
+        ValueError: the memory cannot be used, or does not fit the layout; or arguments for one
+            rank in this process and for ranks in others are mixed.
     """
     config = _read(config)
-    _require_managed(config, "penstock.open_offload")
+    _require_managed(config)
+    if ranks is not None:
+        _require_no_memory(kv, layout, keeper)
+        return Cache(_drive_others(config, ranks, channels))
     _require_parts(layout, None, keeper)
-    _require_one_rank(config)
-    if not config.model.kv_dtype:
+    _require_one_rank(config, channels)
+    if kv is not None and not config.model.kv_dtype:
         model = replace(config.model, kv_dtype=kv_dtype_of(kv, layout))
         config = replace(config, model=model)
-    rank = open_rank(config, rank=0, kv=kv, layout=layout, keeper=keeper)
-    return Cache(config, _drive_here(agree(config, [rank.facts]), rank))
+    return Cache(_drive_here(config, _open_rank(config, 0, kv, layout, None, keeper)))
 
 
 def open_offload(
     config: Config | Path | str,
     *,
-    kv: Kv,
+    kv: Kv | None = None,
     layout: Layout | None = None,
     keeper: Keeper | None = None,
+    ranks: Sequence[RankFacts] | None = None,
+    channels: Sequence[Channel] | None = None,
 ) -> Offload:
-    """Opens the tiers below the device blocks in `kv`, which the engine manages itself.
+    """Opens the tiers below device blocks that the engine manages itself.
 
-    Raises:
-        ConfigError: the configuration is wrong, or does not fit the memory or the machine.
-        UnavailableError: the machine does not give a required tier the memory it needs.
-        ValueError: the memory cannot be used, or does not fit the layout.
+    The arguments, and what it raises, are those of `open`.
     """
     config = _read(config)
-    _require_offload(config, "penstock.open")
-    _require_one_rank(config)
-    rank = open_rank(config, rank=0, kv=kv, layout=layout, keeper=keeper)
-    agreement = agree(config, [rank.facts])
-    return Offload(_drive_here(agreement, rank), agreement.device_slots)
+    _require_offload(config)
+    if ranks is not None:
+        _require_no_memory(kv, layout, keeper)
+        return Offload(_drive_others(config, ranks, channels))
+    _require_parts(layout, None, keeper)
+    _require_one_rank(config, channels)
+    return Offload(_drive_here(config, _open_rank(config, 0, kv, layout, None, keeper)))
 
 
 def open_rank(
@@ -135,7 +146,7 @@ def open_rank(
         arenas: Descriptors of host tiers that exist already, by name. With `cache.equal_ranks`
             every rank but the first needs them: they are `arenas` of the first rank.
         keeper: Who keeps the memory of host tiers for the next life of this rank, where a
-            supervisor does: `keeping.keeper()`. An owner that lived on finds its blocks again.
+            supervisor does: `keeper.keeper()`. An owner that lived on finds its blocks again.
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the memory or the machine.
@@ -147,30 +158,41 @@ def open_rank(
     rank = as_int("rank", rank, low=-INT_MAX)
     _require_parts(layout, arenas, keeper)
     _require_rank(config, rank, arenas)
+    return _open_rank(config, rank, kv, layout, arenas, keeper)
+
+
+def _open_rank(
+    config: Config,
+    rank: int,
+    kv: Kv | None,
+    layout: Layout | None,
+    arenas: Mapping[str, int] | None,
+    keeper: Keeper | None,
+) -> Rank:
     device, algorithm = device_tier(config, kv, layout)
     writes = not config.equal_ranks or rank == WRITER
     kept = KeptArenas(keeper, rank) if keeper is not None and writes else None
     lower = build_lower_tiers(config, device.layout, arenas=arenas, writes=writes, kept=kept)
     stores = [device, *lower.stores]
-    carrier = Carrier(stores, algorithm, device_wait_s=config.device_wait_s)
+    executor = CopyExecutor(stores, algorithm, device_wait_s=config.device_wait_s)
     try:
-        _require_required(config, carrier.refused)
+        _require_required(config, executor.refused)
     except UnavailableError:
-        carrier.close()
+        executor.close()
         raise
-    facts = _facts(config, rank, device.layout, lower, carrier)
+    facts = _facts(config, rank, device.layout, lower, executor)
     shared = {tier.name for tier in facts.tiers if not tier.off}
     made = {name: fd for name, fd in lower.arenas.items() if name in shared}
-    return Rank(carrier, facts, arenas=made, writes=writes)
+    return Rank(executor, facts, arenas=made, writes=writes)
 
 
 def _facts(
-    config: Config, rank: int, layout: Layout, lower: LowerTiers, carrier: Carrier
+    config: Config, rank: int, layout: Layout, lower: LowerTiers, executor: CopyExecutor
 ) -> RankFacts:
     """What the owner must know of a rank that was just opened."""
     life = draw_incarnation()
-    algorithm = carrier.algorithm
-    off = {**carrier.refused, **lower.off}
+    algorithm = executor.algorithm
+    off = {**executor.refused, **lower.off}
     return RankFacts(
         rank=rank,
         life=life,
@@ -178,7 +200,7 @@ def _facts(
         block_bytes=layout.block_bytes,
         cell_count=len(layout.cells),
         device_slots=tuple(group.block_count for group in layout.groups),
-        tiers=_tier_facts(lower, off, life, carrier.connect_s),
+        tiers=_tier_facts(lower, off, life, executor.connect_s),
         algorithm=algorithm.value,
         form=Form(layout=layout, checksum=algorithm).fingerprint,
         shares=config.equal_ranks,
@@ -201,82 +223,33 @@ def _tier_facts(
     )
 
 
-def open_owner(
-    config: Config | Path | str,
-    *,
-    ranks: Sequence[RankFacts],
-    channels: Sequence[Channel] | None = None,
-) -> Cache:
-    """Opens a cache that manages the device blocks of ranks elsewhere.
-
-    Args:
-        config: The same as the ranks'.
-        ranks: The facts of every rank, in any order.
-        channels: The way to each of them, in the same order. Without, plans and reports travel
-            with the engine's own messages: `take_plan` and `hear`.
-
-    Raises:
-        ConfigError: the ranks do not fit the configuration or each other.
-    """
-    config = _read(config)
-    _require_managed(config, "penstock.open_offload_owner")
-    ranks = _as_ranks(ranks)
-    agreement = agree(config, ranks)
-    driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
-    return Cache(config, driver, muster)
-
-
-def open_offload_owner(
-    config: Config | Path | str,
-    *,
-    ranks: Sequence[RankFacts],
-    channels: Sequence[Channel] | None = None,
-) -> Offload:
-    """Opens the tiers below the device blocks of ranks elsewhere, which the engine manages.
-
-    Args:
-        config: The same as the ranks'.
-        ranks: The facts of every rank, in any order.
-        channels: The way to each of them, as for `open_owner`.
-
-    Raises:
-        ConfigError: the ranks do not fit the configuration or each other.
-    """
-    config = _read(config)
-    _require_offload(config, "penstock.open_owner")
-    ranks = _as_ranks(ranks)
-    agreement = agree(config, ranks)
-    driver, muster = _drive_elsewhere(config, agreement, ranks, channels)
-    return Offload(driver, agreement.device_slots, muster)
-
-
-def _drive_here(agreement: Agreement, rank: Rank) -> Driver:
-    driver = Driver(agreement.settings, LocalCrew(rank.carrier))
+def _drive_here(config: Config, rank: Rank) -> Driven:
+    agreement = agree(config, [rank.facts])
+    driver = Driver(agreement.settings, LocalLink(rank.executor))
     driver.ready_s = slowest_ready_s([rank.facts])
     _switch_off(driver, agreement)
-    return driver
+    return Driven(config, agreement, driver)
 
 
-def _drive_elsewhere(
-    config: Config,
-    agreement: Agreement,
-    ranks: Sequence[RankFacts],
-    channels: Sequence[Channel] | None,
-) -> tuple[Driver, Muster]:
+def _drive_others(
+    config: Config, ranks: Sequence[RankFacts], channels: Sequence[Channel] | None
+) -> Driven:
+    ranks = _as_ranks(ranks)
+    agreement = agree(config, ranks)
     if channels is not None:
         channels = as_channels("channels", channels)
     if channels is not None and len(channels) != len(ranks):
         raise ValueError(f"channels are {len(channels)}, must be {len(ranks)}, one for each rank")
     incarnation = draw_incarnation()
-    crew: RemoteCrew | LinkedCrew
+    links: RankLinks
     if channels is None:
-        crew = RemoteCrew(ranks, incarnation)
+        links = MessageLinks(ranks, incarnation)
     else:
-        crew = LinkedCrew(ranks, channels, incarnation)
-    driver = Driver(agreement.settings, crew, incarnation=incarnation)
+        links = ChannelLinks(ranks, channels, incarnation)
+    driver = Driver(agreement.settings, links, incarnation=incarnation)
     driver.ready_s = slowest_ready_s(ranks)
     _switch_off(driver, agreement)
-    return driver, Muster(config, agreement, driver, crew, ranks)
+    return Driven(config, agreement, driver, ranks)
 
 
 def _switch_off(driver: Driver, agreement: Agreement) -> None:
@@ -333,26 +306,36 @@ def _as_ranks(ranks: Sequence[RankFacts]) -> tuple[RankFacts, ...]:
     return found
 
 
-def _require_one_rank(config: Config) -> None:
+def _require_one_rank(config: Config, channels: object) -> None:
+    if channels is not None:
+        raise ValueError("channels lead to ranks in other processes: give their facts as ranks=")
     if config.cache.rank_count != 1:
         raise ConfigError(
             "cache.ranks",
             f"is {config.cache.rank_count}, must be 1 where owner and rank are one process; for "
-            "several use penstock.open_rank and penstock.open_owner",
+            "several use penstock.open_rank, and give the facts of the ranks as ranks=",
         )
 
 
-def _require_managed(config: Config, other: str) -> None:
+def _require_no_memory(kv: object, layout: object, keeper: object) -> None:
+    for name, value in (("kv", kv), ("layout", layout), ("keeper", keeper)):
+        if value is not None:
+            raise ValueError(f"{name} belongs to a rank: give it to open_rank, not with ranks=")
+
+
+def _require_managed(config: Config) -> None:
     if config.cache.device is None:
-        raise ConfigError("cache.blocks", f"is 0: the engine manages its own blocks; use {other}")
+        raise ConfigError(
+            "cache.blocks", "is 0: the engine manages its own blocks; use penstock.open_offload"
+        )
 
 
-def _require_offload(config: Config, other: str) -> None:
+def _require_offload(config: Config) -> None:
     if config.cache.device is not None:
         raise ConfigError(
             "cache.blocks",
             f"is {config.cache.device.slot_count}: these blocks would be managed; leave it out, "
-            f"or use {other}",
+            "or use penstock.open",
         )
 
 

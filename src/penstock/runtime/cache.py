@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -21,8 +22,8 @@ from xxhash import xxh3_64_intdigest
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.books import PRIORITY_MAX
-from penstock.runtime.leases import Desk, Lease
-from penstock.runtime.watched import Watched
+from penstock.runtime.base import BaseCache
+from penstock.runtime.lease import Lease, deliver_changes
 from penstock.vocabulary.arguments import as_flag, as_int, as_seconds, as_text, as_tuple
 from penstock.vocabulary.keys import Item, as_token_array
 
@@ -34,19 +35,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.config import Config
+    from penstock.runtime.base import Driven
     from penstock.runtime.driver import Driver
-    from penstock.runtime.returning import Muster
+    from penstock.runtime.lease import Leases
     from penstock.vocabulary.ids import PinId
     from penstock.vocabulary.keys import Tokens
 
 
-class Cache(Watched):
+class Cache(BaseCache):
     """A prefix cache over the engine's device blocks and the tiers below them."""
 
-    def __init__(self, config: Config, driver: Driver, muster: Muster | None = None) -> None:
-        super().__init__(driver, muster)
-        self._config = config
-        self._desk = Desk(driver)
+    def __init__(self, driven: Driven) -> None:
+        self._leases: Leases = {}
+        super().__init__(driven, partial(deliver_changes, self._leases))
+        self._config = driven.config
         self._request_next = 1
 
     @property
@@ -81,7 +83,7 @@ class Cache(Watched):
             load: Whether blocks may be brought up from lower tiers.
             store: Whether what is computed may be cached.
             priority: Blocks of lower priority leave first.
-            ttl_s: Blocks are the first to leave once so many seconds have passed.
+            ttl_s: After this many seconds its blocks are the first to leave.
             load_timeout_s: Blocks that have not arrived by then are computed instead.
 
         Raises:
@@ -111,9 +113,9 @@ class Cache(Watched):
             else self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s)),
         )
         with self._access:
-            granted = ef.answer(self._desk.handle(event), ef.Granted)
+            granted = ef.answer(self._handle(event), ef.Granted)
             self._request_next += not request
-            return Lease(self._desk, granted, event.request, prompt, items, chain)
+            return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
 
     def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
         """Keeps the full blocks of a prefix from leaving, cached already or not.
@@ -126,14 +128,14 @@ class Cache(Watched):
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(tokens)
         with self._access:
-            told = self._driver.handle(ev.Pin(keys=chain.keys))
-            return Pin(self._driver, ef.answer(told, ef.Pinned), len(chain.keys))
+            effects = self._driver.handle(ev.Pin(keys=chain.keys))
+            return Pin(self._driver, ef.answer(effects, ef.Pinned), len(chain.keys))
 
     def reset(self, why: str) -> None:
         """Voids everything cached, as after a change of weights; running leases go on."""
         why = as_text("why", why)
         with self._access:
-            self._desk.handle(ev.Reset(why=why))
+            self._handle(ev.Reset(why=why))
 
     def change_weights(self, version: str) -> None:
         """The model has other weights: all that is cached is void, and new keys say so.
@@ -146,17 +148,19 @@ class Cache(Watched):
         model = replace(self._config.model, weights_version=as_text("version", version))
         config = replace(self._config, model=model)
         with self._access:
-            self._desk.handle(ev.Reset(why=f"weights are now {version}"))
+            self._handle(ev.Reset(why=f"weights are now {version}"))
             self._config = config
 
     def __repr__(self) -> str:
         machine = self._driver.machine
         model = self._config.model.name
         counts = f"{len(machine.open_requests())} leases, {machine.pin_count} pins"
-        return f"<penstock.Cache of {model!r}: {counts}, {self._tell_tiers()}>"
+        return f"<penstock.Cache of {model!r}: {counts}, {self._describe_tiers()}>"
 
-    def _hear(self, told: list[ef.Effect]) -> None:
-        self._desk.hear(told)
+    def _handle(self, event: ev.Event) -> list[ef.Effect]:
+        effects = self._driver.handle(event)
+        self._deliver(effects)
+        return effects
 
 
 class Pin:

@@ -1,22 +1,18 @@
-"""What every cache can be asked and told by its engine, whichever way the engine uses it.
+"""What `Cache` and `Offload` have in common: steps, waiting, health, statistics, the end.
 
-Questions change nothing. The rest is about the ranks that carry out its copies: where they are
-elsewhere, plans go out and reports come in; where the cache comes to its end, so do they.
+Questions change nothing. No call waits but `wait` and `close`.
 """
 
 from __future__ import annotations
 
-import reprlib
 import warnings
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.machine.events import Computed
-from penstock.runtime.crew import LocalCrew, RemoteCrew
-from penstock.runtime.facts import RankFacts
-from penstock.runtime.links import LinkedCrew
+from penstock.runtime.rank import STEP_BUDGET_BYTES
+from penstock.runtime.rank_links import LocalLink
+from penstock.runtime.rank_registry import RankRegistry
 from penstock.vocabulary.arguments import (
-    as_bytes,
     as_descriptors,
     as_int,
     as_key,
@@ -26,25 +22,24 @@ from penstock.vocabulary.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import Self
 
-    from penstock.machine import effects as ef
+    from penstock.config import Config
+    from penstock.machine.effects import Effect
     from penstock.machine.kv_events import KvEvent, Snapshot
     from penstock.machine.statistics import CacheStatistics
-    from penstock.runtime.copy_log import CopyTimes
     from penstock.runtime.driver import Driver
     from penstock.runtime.engine_steps import EngineSteps
-    from penstock.runtime.health import Health
-    from penstock.runtime.returning import Muster
-    from penstock.runtime.shutdown import Drained
-    from penstock.transport.base import Channel, Failed
+    from penstock.runtime.rank_facts import Agreement, RankFacts
+    from penstock.runtime.status import CopyTimes, Drained, Health
+    from penstock.transport.base import Failed
     from penstock.vocabulary.ids import Key
 
 
 NAMED_MAX = 8
-"""So many requests are named in a warning."""
+"""How many requests a warning names."""
 
 
 class Supervises(Protocol):
@@ -55,18 +50,33 @@ class Supervises(Protocol):
         ...
 
 
-class Watched(ABC):
-    """A cache that tells what it does, and whose ranks may be elsewhere."""
+class Driven(NamedTuple):
+    """What a cache is opened on."""
 
-    def __init__(self, driver: Driver, muster: Muster | None = None) -> None:
-        self._driver = driver
-        self._access = driver.access
-        self._muster = muster
+    config: Config
+    agreement: Agreement
+    driver: Driver
+    ranks: Sequence[RankFacts] = ()
+    """The ranks in other processes."""
+
+
+class BaseCache:
+    """A cache of either kind, over ranks in this process or in others."""
+
+    def __init__(self, driven: Driven, deliver: Callable[[list[Effect]], None]) -> None:
+        self._driver = driven.driver
+        self._access = driven.driver.access
+        self._deliver = deliver
+        """Takes the effects that are meant for the engine."""
+        self._ranks = RankRegistry(
+            driven.config, driven.agreement, driven.driver, driven.ranks, deliver
+        )
         self._supervisor: Supervises | None = None
 
-    @abstractmethod
-    def _hear(self, told: list[ef.Effect]) -> None:
-        """Takes in what is meant for the engine."""
+    @property
+    def ranks(self) -> RankRegistry:
+        """The ranks in other processes: their plans, reports, losses and returns."""
+        return self._ranks
 
     @property
     def busy(self) -> bool:
@@ -74,17 +84,14 @@ class Watched(ABC):
         return self._driver.busy
 
     @property
-    def steps(self) -> EngineSteps:
-        """What the engine tells and asks around its steps, where its one rank is here.
+    def steps(self) -> EngineSteps | None:
+        """What the engine calls around its steps; `None` where its ranks are other processes.
 
-        Raises:
-            ValueError: the ranks are elsewhere, and each has its own `steps`.
+        Each of those has its own: `Rank.steps`.
         """
         self._access.require()
-        crew = self._driver.crew
-        if isinstance(crew, LocalCrew):
-            return crew.carrier.steps
-        raise ValueError("steps are those of a rank, must be asked for where it is: Rank.steps")
+        links = self._driver.links
+        return links.executor.steps if isinstance(links, LocalLink) else None
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes, as a frozen value."""
@@ -157,10 +164,18 @@ class Watched(ABC):
         """
         self._access.adopt()
 
-    def step(self) -> None:
-        """Moves blocks and deals with deadlines; call it once per engine iteration."""
+    def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> None:
+        """Moves blocks and deals with deadlines; call it once per engine iteration.
+
+        Args:
+            budget_bytes: How much is copied in this process at most, but one block by each mover.
+
+        Raises:
+            ValueError: the budget is no number of bytes.
+        """
+        budget_bytes = as_int("budget_bytes", budget_bytes)
         with self._access:
-            self._hear(self._driver.step())
+            self._deliver(self._driver.step(budget_bytes=budget_bytes))
 
     def computed(self, token_count: int, seconds: float) -> None:
         """The engine computed the KV of so many tokens, and it took so long.
@@ -174,7 +189,7 @@ class Watched(ABC):
         token_count = as_int("token_count", token_count, low=1)
         seconds = as_seconds("seconds", seconds)
         with self._access:
-            self._hear(self._driver.handle(Computed(token_count=token_count, seconds=seconds)))
+            self._deliver(self._driver.handle(Computed(token_count=token_count, seconds=seconds)))
 
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
         """Waits until there is something to do, or `deadline` on the monotonic clock.
@@ -195,56 +210,6 @@ class Watched(ABC):
         watched = as_descriptors("descriptors", descriptors)
         return self._driver.wait(deadline, descriptors=watched)
 
-    def take_plan(self) -> bytes | None:
-        """What ranks elsewhere are to do: once a step, for the message that they all get.
-
-        Raises:
-            ValueError: the ranks are not reached by the engine's own messages.
-        """
-        with self._access:
-            return self._remote("take_plan").take_plan()
-
-    def hear(self, report: bytes) -> None:
-        """Takes in what a rank elsewhere has done: each of its reports, in whatever order.
-
-        Raises:
-            PeerError: it is no report of such a rank; nothing was changed.
-            ValueError: the ranks are not reached by the engine's own messages.
-        """
-        report = as_bytes("report", report)
-        with self._access:
-            self._hear(self._driver.hear(self._remote("hear").roll.read(report)))
-
-    def rank_lost(self, rank: int, why: str) -> None:
-        """A rank's process is seen dead: what it had to do has failed.
-
-        Raises:
-            ValueError: there is no such rank elsewhere.
-        """
-        rank, why = as_int("rank", rank), as_text("why", why)
-        with self._access:
-            self._hear(self._require_muster("rank_lost").lose(rank, why))
-
-    def rank_back(self, facts: RankFacts, *, channel: Channel | None = None) -> None:
-        """A rank was opened anew, with empty device memory.
-
-        Args:
-            facts: What it has now.
-            channel: The way to it, where ranks are reached over channels.
-
-        Raises:
-            ConfigError: it does not fit the cache as it was opened.
-            PeerError: it is the life that was lost, and not a new one.
-            ValueError: there is no such rank elsewhere.
-        """
-        muster = self._require_muster("rank_back")
-        if not isinstance(facts, RankFacts):
-            raise ValueError(f"facts is {reprlib.repr(facts)}, must be the RankFacts of the rank")  # noqa: TRY004
-        if channel is not None:
-            require_methods("channel", channel, "Channel", "send", "receive")
-        with self._access:
-            self._hear(muster.welcome(facts, channel))
-
     def drain(self) -> None:
         """Cancels every copy but those that write blocks down; those go on with each step.
 
@@ -252,7 +217,7 @@ class Watched(ABC):
         then closes. `close` does both where it can.
         """
         with self._access:
-            self._hear(self._driver.drain())
+            self._deliver(self._driver.drain())
 
     def close(self, timeout_s: float = 0.0) -> Drained:
         """Drains, fences, releases, in this order; a second call changes nothing.
@@ -264,7 +229,7 @@ class Watched(ABC):
         """
         timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
         open_leases = self._open_leases()
-        drained = self._driver.close(timeout_s, hear=self._hear)
+        drained = self._driver.close(timeout_s, deliver=self._deliver)
         if open_leases:
             # Afterwards: where warnings are errors, the cache is closed all the same.
             warnings.warn(
@@ -288,26 +253,14 @@ class Watched(ABC):
             self.close()
 
     def _open_leases(self) -> str:
-        """Who still holds blocks of a cache that is not closed."""
+        """The requests that still hold blocks, unless the cache is closed already."""
         if not self._access.usable:
             return ""
         requests = [repr(request) for request in self._driver.machine.open_requests()]
         more = f" and {len(requests) - NAMED_MAX} more" if len(requests) > NAMED_MAX else ""
         return ", ".join(requests[:NAMED_MAX]) + more
 
-    def _tell_tiers(self) -> str:
+    def _describe_tiers(self) -> str:
         sizes = self._driver.machine.tier_sizes()
-        told = ", ".join(f"{name} {slot_count}" for name, slot_count in sizes.items())
-        return f"blocks: {told}; {self._access.state}"
-
-    def _remote(self, call: str) -> RemoteCrew:
-        crew = self._driver.crew
-        if isinstance(crew, RemoteCrew):
-            return crew
-        way = "over channels" if isinstance(crew, LinkedCrew) else "in this process"
-        raise ValueError(f"{call}: the ranks of this cache are reached {way}, not by messages")
-
-    def _require_muster(self, call: str) -> Muster:
-        if self._muster is None:
-            raise ValueError(f"{call}: the one rank of this cache is this process")
-        return self._muster
+        tiers = ", ".join(f"{name} {slot_count}" for name, slot_count in sizes.items())
+        return f"blocks: {tiers}; {self._access.state}"

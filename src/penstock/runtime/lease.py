@@ -1,7 +1,7 @@
-"""Leases as the engine sees them, and the desk where they are handed out.
+"""Leases as the engine sees them.
 
-A lease knows its tokens and their keys; the machine knows its blocks. Every change goes
-through the desk to the machine first, and is taken in here when the machine has agreed.
+A lease knows its tokens and their keys; the machine knows its blocks. Every change goes to the
+machine first, and is made here when the machine has accepted it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from penstock.vocabulary.keys import KeyChain, as_token_array
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import TypeAlias
 
     from numpy.typing import NDArray
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from penstock.runtime.driver import Driver
     from penstock.vocabulary.ids import LeaseId, OperationId
     from penstock.vocabulary.keys import Item, Tokens
+
+    Leases: TypeAlias = dict[LeaseId, ref["Lease"]]
 
 
 class Verdict(Enum):
@@ -42,32 +45,13 @@ class Verdict(Enum):
     """Blocks were not what their keys name: what was computed beyond `cached_tokens` is void."""
 
 
-class Desk:
-    """The open leases of one cache, and the way to its machine."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
-        self.access = driver.access
-        self.leases: dict[LeaseId, ref[Lease]] = {}
-        """Not kept alive by this: who drops a lease without releasing it is warned."""
-
-    def handle(self, event: ev.Event) -> list[ef.Effect]:
-        """Gives the machine an event and tells the leases what it means for them."""
-        told = self.driver.handle(event)
-        self.hear(told)
-        return told
-
-    def hear(self, told: list[ef.Effect]) -> None:
-        """Tells leases what became of the copies they waited for."""
-        for effect in told:
-            if isinstance(effect, ef.LeaseChanged) and effect.lease in self.leases:
-                lease = self.leases[effect.lease]()
-                if lease is not None:
-                    lease.change(effect)
-
-    def loads_of(self, lease: LeaseId) -> tuple[OperationId, ...]:
-        """The loads onto the device that a lease waits for, if it waits for nothing else."""
-        return self.driver.machine.loads_of(lease)
+def deliver_changes(leases: Leases, effects: list[ef.Effect]) -> None:
+    """Tells leases what became of the copies they waited for."""
+    for effect in effects:
+        if isinstance(effect, ef.LeaseChanged) and effect.lease in leases:
+            lease = leases[effect.lease]()
+            if lease is not None:
+                lease.change(effect)
 
 
 class Lease:
@@ -78,7 +62,8 @@ class Lease:
 
     def __init__(
         self,
-        desk: Desk,
+        driver: Driver,
+        leases: Leases,
         granted: ef.Granted,
         request: str,
         prompt: NDArray[np.uint32],
@@ -91,21 +76,25 @@ class Lease:
         self.block_table = _copied(granted.table)
         """Device slots in token order: a copy of what the cache knows, and read-only."""
         self.cached_tokens = granted.cached_tokens
-        """So many leading tokens need not be computed."""
+        """How many leading tokens are cached."""
         self.cached_by_tier = granted.cached_by_tier
         """Tokens found in each tier, device first."""
         self.miss: Miss = granted.miss
         """Why no more was found."""
         self.token_count = granted.cached_tokens
-        """So many leading tokens have their KV."""
-        self._desk = desk
+        """How many leading tokens have their KV: cached or computed."""
+        self._driver = driver
+        self._access = driver.access
+        self._leases = leases
+        """The open leases of the cache. It keeps none alive: a lease that is dropped without
+        release warns."""
         self._prompt = prompt
         self._items = items
         self._chain = chain
         self._published = granted.cached_tokens // chain.block_tokens
         self._joined: int | None = None
         self.state = granted.state
-        desk.leases[self.id] = ref(self)
+        leases[self.id] = ref(self)
 
     def join(self) -> None:
         """The engine's next step computes on what this lease's loads bring, as they bring it.
@@ -117,9 +106,9 @@ class Lease:
             LeaseError: there are no loads to join: the lease waits for something else, or for
                 nothing.
         """
-        with self._desk.access:
+        with self._access:
             self._require_open()
-            if not self._desk.loads_of(self.id):
+            if not self._driver.machine.loads_of(self.id):
                 raise LeaseError(
                     f"lease {self.id} of {self.request!r} is {self.state.name}, must be LOADING "
                     "and wait for loads alone to be joined"
@@ -133,7 +122,7 @@ class Lease:
         After `ROLL_BACK` the request computes again from `cached_tokens` on, or, where the lease
         is `LOST`, from the beginning with another one.
         """
-        self._desk.access.require()
+        self._access.require()
         if self.state is LeaseState.LOADING:
             return Verdict.HOLD
         joined, self._joined = self._joined, None
@@ -146,8 +135,8 @@ class Lease:
 
         What they bring may be computed on before it is `READY`: see `EngineSteps`.
         """
-        self._desk.access.require()
-        return self._desk.loads_of(self.id)
+        self._access.require()
+        return self._driver.machine.loads_of(self.id)
 
     def grow(self, token_count: int) -> None:
         """Takes room for `token_count` tokens in all.
@@ -156,15 +145,15 @@ class Lease:
         then be `LOADING` for a moment.
 
         Raises:
-            NeverFitsError: the device has fewer blocks than so many tokens need.
+            NeverFitsError: the device has fewer blocks than `token_count` tokens need.
             CapacityError: there is no room now; nothing was changed.
             LeaseError: the lease is not ready.
             ValueError: it is no number of tokens.
         """
         token_count = as_int("token_count", token_count)
-        with self._desk.access:
-            told = self._handle(ev.Grow(lease=self.id, token_count=token_count))
-            grown = ef.answer(told, ef.Grown)
+        with self._access:
+            effects = self._handle(ev.Grow(lease=self.id, token_count=token_count))
+            grown = ef.answer(effects, ef.Grown)
             if grown.table is not self._table:
                 self._take_table(grown.table)
             self.state = grown.state
@@ -177,7 +166,7 @@ class Lease:
             ValueError: the tokens are not those of the prompt, or there is no room for them.
         """
         added = as_token_array(tokens)
-        with self._desk.access:
+        with self._access:
             self._require_open()
             start = self.token_count
             known = self._prompt[start : start + len(added)]
@@ -193,7 +182,7 @@ class Lease:
             ValueError: the prompt is shorter, or was computed further already.
         """
         token_count = as_int("token_count", token_count)
-        with self._desk.access:
+        with self._access:
             self._require_open()
             if token_count > len(self._prompt):
                 raise ValueError(
@@ -209,13 +198,13 @@ class Lease:
             ValueError: the name is no str.
         """
         request = as_text("request", request)
-        with self._desk.access:
-            told = self._handle(ev.Fork(lease=self.id, request=request))
-            granted = ef.answer(told, ef.Granted)
+        with self._access:
+            effects = self._handle(ev.Fork(lease=self.id, request=request))
+            granted = ef.answer(effects, ef.Granted)
             computed = self._prompt[: self.token_count]
             items = tuple(item for item in self._items if item.position < self.token_count)
             chain = self._forked_chain(computed, items)
-            return Lease(self._desk, granted, request, computed, items, chain)
+            return Lease(self._driver, self._leases, granted, request, computed, items, chain)
 
     def preempt(self) -> None:
         """Gives the blocks back for now; they are written down, to be found on return."""
@@ -235,7 +224,7 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         # With a cache that is closed or broken there is nothing left to release.
-        if self.state is not LeaseState.RELEASED and self._desk.access.usable:
+        if self.state is not LeaseState.RELEASED and self._access.usable:
             self.release()
 
     def __repr__(self) -> str:
@@ -247,8 +236,8 @@ class Lease:
 
     def __del__(self) -> None:
         # Nothing is released here: a step in flight may still use the blocks.
-        if self.state is not LeaseState.RELEASED and self._desk.access.usable:
-            self._desk.leases.pop(self.id, None)
+        if self.state is not LeaseState.RELEASED and self._access.usable:
+            self._leases.pop(self.id, None)
             warnings.warn(
                 f"lease {self.id} of request {self.request!r} was dropped without release or "
                 f"preempt: its {len(self.block_table)} blocks stay taken until the cache is closed",
@@ -298,20 +287,22 @@ class Lease:
 
     def _handle(self, event: ev.Event) -> list[ef.Effect]:
         self._require_open()
-        return self._desk.handle(event)
+        effects = self._driver.handle(event)
+        deliver_changes(self._leases, effects)
+        return effects
 
     def _end(self, event: ev.Event) -> None:
-        with self._desk.access:
+        with self._access:
             self._handle(event)
             self.state = LeaseState.RELEASED
-            del self._desk.leases[self.id]
+            del self._leases[self.id]
 
     def _take_table(self, table: NDArray[np.int32]) -> None:
         self._table = table
         self.block_table = _copied(table)
 
     def change(self, change: ef.LeaseChanged) -> None:
-        """Takes in what became of the copies it waited for; called by its desk."""
+        """Takes the end of the copies it waited for; called by its cache."""
         self.state = change.state
         self._take_table(change.table)
         self.miss = change.miss

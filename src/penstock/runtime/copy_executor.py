@@ -1,10 +1,10 @@
-"""The hands of one rank: its tiers, and the movers that carry blocks between them.
+"""Executes the copies of one rank: its tiers, and the movers between them.
 
-    carrier.submit(copy)
-    for moved in carrier.collect(budget_bytes=…): ...
+    executor.submit(copy)
+    for moved in executor.collect(budget_bytes=…): ...
 
-It decides nothing. The one rule: a copy that was submitted is told once by `collect`, and from
-then on nothing here touches its slots.
+It decides nothing. The one rule: `collect` returns each submitted copy once, and from then on
+nothing here touches its slots.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class RegistersHosts(Protocol):
         ...
 
 
-class _Hand:
-    """A mover, and whether its copies go on by themselves: asked once, and not in every step."""
+class _MoverState:
+    """A mover, and whether a device makes its copies: found out once, not in every step."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.device = mover if isinstance(mover, WaitsForDevice) else None
 
 
-class Carrier:
+class CopyExecutor:
     """The tiers and movers of one rank. A tier that is `None` cannot be used here."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Carrier:
         self.connect_s: dict[int, float] = {}
         """How long it took to have the device's copies reach each tier, by its index."""
         self._movers = self._connect()
-        self._hands = [_Hand(mover) for mover in self._movers.values()]
+        self._states = [_MoverState(mover) for mover in self._movers.values()]
         self.steps = EngineSteps(self._movers)
         """What the engine tells and asks around its steps."""
         self._device_wait_s = device_wait_s
@@ -121,12 +121,12 @@ class Carrier:
         Every mover gets on by a block at least, whatever the budget: else a steady stream of
         loads would leave saves, and the slots of abandoned copies, waiting for ever.
         """
-        for hand in self._hands:
-            if not hand.mover.busy:
+        for state in self._states:
+            if not state.mover.busy:
                 continue
             # A device copies by itself: submitting a byte costs far less than copying it.
-            cheaper = 1 if hand.device is None else DEVICE_SHARE
-            moved, spent = hand.mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
+            cheaper = 1 if state.device is None else DEVICE_SHARE
+            moved, spent = state.mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
             budget_bytes -= spent // cheaper
             for ended in moved:
                 self._waits_since = None
@@ -142,8 +142,8 @@ class Carrier:
         Raises:
             UnavailableError: the device has ended none of them for `device_wait_s`.
         """
-        busy = [hand for hand in self._hands if hand.mover.busy]
-        waiting = [hand.device for hand in busy if hand.device is not None]
+        busy = [state for state in self._states if state.mover.busy]
+        waiting = [state.device for state in busy if state.device is not None]
         if waiting and len(waiting) == len(busy):
             self._wait_for(waiting[0], deadline)
         return bool(busy)
@@ -160,13 +160,13 @@ class Carrier:
             self.abandon(operation)
         self._waits_since = None
         while self._mover_of:
-            if not any(hand.mover.busy for hand in self._hands):
+            if not any(state.mover.busy for state in self._states):
                 # A call was interrupted before its mover had them: nothing copies them.
                 lost, self._mover_of = self._mover_of, {}
                 return moved + [Moved(each, failure="it was never begun") for each in lost]
-            for hand in self._hands:
-                if hand.device is not None and hand.mover.busy:
-                    self._wait_for(hand.device, math.inf)
+            for state in self._states:
+                if state.device is not None and state.mover.busy:
+                    self._wait_for(state.device, math.inf)
             moved += self.collect(budget_bytes=0)
         return moved
 
@@ -196,7 +196,7 @@ class Carrier:
         for each in (*self._movers.values(), *self.stores):
             _give_back(each)
         self.steps.close()
-        self._movers, self._hands = {}, []
+        self._movers, self._states = {}, []
         self.stores = ()
 
     def _connect(self) -> dict[tuple[int, int], Mover]:

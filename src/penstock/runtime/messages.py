@@ -1,21 +1,25 @@
-"""Plans and reports as bytes: all that an owner and its ranks say to each other.
+"""Messages between the owner of a cache and its ranks, as bytes.
 
-    owner ── plan: copies, abandoned and asked operations ──→ every rank
-    owner ←── report: what has ended ──────────────────────── each rank
+| letter | message                                     | from, to                |
+|--------|---------------------------------------------|-------------------------|
+| `F`    | facts: what a rank has (`RankFacts`)        | rank to owner, at first |
+| `P`    | plan: copies, abandoned and asked operations | owner to every rank     |
+| `R`    | report: what has ended                      | each rank to the owner  |
 
-Slots travel as little-endian 32-bit integers and keys as one string of bytes, so a plan costs
-about as much as copying it. Deadlines stay with the owner: its clock means nothing elsewhere, and
-what comes too late it abandons. So do drops: no tier of a rank keeps headers to strike out.
+A message is a letter, the version of the format, and a MessagePack value. Slots travel as
+little-endian 32-bit integers and keys as one string of bytes, so encoding a plan costs about as
+much as copying it. Deadlines stay with the owner, whose clock means nothing elsewhere: it abandons
+what takes too long.
 
-The one rule: every copy of a plan is reported once, by its operation's name, by every rank.
-Where that report was lost, the owner asks: a rank that has nothing to do with an operation any
-more says so.
+The one rule: bytes are read as exactly what the other side sent, or raise `PeerError` and nothing
+has changed. Every rank reports every copy of a plan once, by the name of its operation; where that
+report was lost, the owner asks, and a rank that does not have the operation any more says so.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +28,8 @@ from penstock.cache.ledger import BlockFault, Purpose  # noqa: TC001 - msgspec r
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
-from penstock.runtime.framing import TEXT_MAX, frames_of, short
+from penstock.transport.base import FRAME_BYTES_MAX
+from penstock.vocabulary.frames import FrameCodec
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -35,6 +40,15 @@ if TYPE_CHECKING:
 
     from penstock.vocabulary.ids import Key
 
+
+VERSION = 2
+MESSAGE_BYTES_MAX = FRAME_BYTES_MAX
+"""A longer message is refused: it would not fit into a frame of a channel."""
+TEXT_MAX = 1000
+"""Causes and failures are for people to read, and are cut to so many characters."""
+
+ValueT = TypeVar("ValueT")
+
 ROW_BYTES_MAX = 128 + 4 * TEXT_MAX
 """What a copy costs on the wire beside its keys and slots, at most."""
 NAME_BYTES_MAX = 19
@@ -44,6 +58,13 @@ _SLOT = np.dtype("<i4")
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+
+
+def frames_of(
+    letter: bytes, name: str, decoder: msgspec.msgpack.Decoder[ValueT]
+) -> FrameCodec[ValueT]:
+    """The codec of one kind of message; `name` is what its errors call the message."""
+    return FrameCodec(decoder, version=VERSION, bytes_max=MESSAGE_BYTES_MAX, mark=letter, name=name)
 
 
 class Plan(NamedTuple):
@@ -258,3 +279,8 @@ def _slots(operation: OperationId, raw: bytes, groups: int, count: int) -> NDArr
         )
     slots = np.frombuffer(raw, dtype=_SLOT).astype(np.int32, copy=False)
     return slots.reshape(groups, count) if groups else slots
+
+
+def short(text: str) -> str:
+    """A text as it may travel: cut to `TEXT_MAX`, without what cannot be encoded."""
+    return text[:TEXT_MAX].encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,10 @@
-"""What the ranks of one engine must have in common, and what the cache may count on.
+"""What each rank has, and what the ranks of one engine must have in common.
+
+    facts = rank.facts                       # in the process of the rank
+    message = facts.to_bytes()               # by whatever way the engine has
+    RankFacts.from_bytes(message)            # where the owner is
+
+Facts describe one life of a rank: a rank that restarts has another `life`, and new facts.
 
 | must agree                                   | the least counts             |
 |----------------------------------------------|------------------------------|
@@ -6,26 +12,92 @@
 | summed, the tiers and their order; the form, | slots of each tier           |
 | where ranks share memory                     |                              |
 
-The one rule: a refusal names both ranks and both values.
+A refusal names both ranks and both values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
 
 from penstock.errors import ConfigError
-from penstock.runtime.framing import MESSAGE_BYTES_MAX
-from penstock.runtime.plans import ROW_BYTES_MAX
+from penstock.runtime.messages import MESSAGE_BYTES_MAX, ROW_BYTES_MAX, frames_of
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from penstock.cache.settings import CacheSettings
     from penstock.config import Config
-    from penstock.runtime.facts import RankFacts
 
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class TierFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tier below the device, on one rank."""
+
+    name: str
+    slot_count: Positive
+    memory: str = ""
+    """Names the memory that the slots lie in: equal for as long as the bytes are kept, even if
+    the rank starts anew, and for all ranks that share them."""
+    off: str = ""
+    """Why it cannot be used here; empty if it can."""
+    ready_s: Seconds = 0.0
+    """From its beginning until blocks could be copied to it: made or mapped, and registered."""
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rank has, as far as the owner must know it."""
+
+    rank: Count
+    life: Count
+    """64 random bits, drawn when the rank was opened."""
+    block_tokens: Positive
+    block_bytes: Positive
+    """Bytes of a block on this rank."""
+    cell_count: Positive
+    """Sums that a block on this rank carries."""
+    device_slots: Annotated[tuple[Positive, ...], msgspec.Meta(min_length=1)]
+    """Device blocks of each KV group."""
+    tiers: tuple[TierFacts, ...]
+    """The tiers below the device, nearest first."""
+    algorithm: str
+    """How cells are summed."""
+    form: bytes
+    """The fingerprint of the form in which copies lie: equal where ranks hold equal bytes."""
+    shares: bool = False
+    """Whether it shares its host memory with the other ranks, which hold equal bytes."""
+
+    def to_bytes(self) -> bytes:
+        """The facts as a message."""
+        return _frames.encode(self)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> RankFacts:
+        """The facts that a message tells.
+
+        Raises:
+            PeerError: the message is something else, of another version, or damaged.
+        """
+        return _frames.decode(message)
+
+
+def slowest_ready_s(ranks: Iterable[RankFacts]) -> dict[str, float]:
+    """How long each tier took until it could be used, on the rank that took longest."""
+    found: dict[str, float] = {}
+    for facts in ranks:
+        for tier in facts.tiers:
+            found[tier.name] = max(tier.ready_s, found.get(tier.name, 0.0))
+    return found
+
+
+_frames = frames_of(b"F", "a message with facts", msgspec.msgpack.Decoder(RankFacts))
 
 LIFE_BYTES = 9
 """What the life of a rank takes in a plan, at most."""

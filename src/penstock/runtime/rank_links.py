@@ -1,0 +1,410 @@
+"""How the owner of a cache reaches the ranks of its engine.
+
+| links          | ranks                | plans and reports travel                     |
+|----------------|----------------------|----------------------------------------------|
+| `LocalLink`    | one, in this process | not at all: its movers are called            |
+| `MessageLinks` | any number, anywhere | with the engine's own messages, as bytes     |
+| `ChannelLinks` | any number, anywhere | over channels of the runtime                 |
+
+Over channels the rank speaks first, with its facts:
+
+    rank's process:      serve(channel, rank, until=…)                  # penstock.runtime.rank
+    owner's process:     facts = [meet(channel, deadline=…) for channel in channels]
+                         cache = penstock.open(config, ranks=facts, channels=channels)
+
+The one rule: a rank that is silent, lost or talks nonsense is reported as such, never taken for
+one that has nothing to report. The end of a channel is the end of a rank: the owner fails what the
+rank had to do, and takes nothing more from that life of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import PeerError, UnavailableError
+from penstock.machine.effects import Copy
+from penstock.machine.events import Report
+from penstock.runtime.acknowledgements import Acknowledgements, LostRank
+from penstock.runtime.messages import NAME_BYTES_MAX, Plan, copy_bytes, encode_plan
+from penstock.runtime.rank_facts import RankFacts
+from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
+from penstock.transport.waiting import wait_any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.machine.effects import Abandon
+    from penstock.runtime.copy_executor import CopyExecutor
+    from penstock.transport.base import Channel
+    from penstock.vocabulary.ids import OperationId
+
+PLAN_BYTES = 4 << 20
+"""A plan ends when it has about this size; the next one goes on. A step message should not grow
+without bound, but a single copy may be larger than this."""
+BACKLOG_PLANS_MAX = 4096
+"""Plans that may wait for a rank which takes none, beside those in its channel: minutes of an
+engine's steps. With more than this the rank counts as lost."""
+FRAMES_MAX = 1024
+"""A step takes at most this many frames from one channel, so that it ends."""
+RETRY_S = 0.05
+"""How soon a send is tried again when a channel is full: no descriptor tells when there is room.
+A channel is full only after a thousand messages that the other end did not take."""
+
+
+class RankLinks(Protocol):
+    """The ranks of one engine."""
+
+    @property
+    def acknowledgements(self) -> Acknowledgements | None:
+        """Which reports have come; `None` where none can be lost."""
+        ...
+
+    def order(self, effect: Copy | Abandon) -> None:
+        """Has every rank start or abandon a copy; returns at once."""
+        ...
+
+    def ask(self, operation: OperationId) -> None:
+        """Has every rank say whether it still has an operation in hand."""
+        ...
+
+    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:
+        """What ranks have reported since the last call; local copies advance meanwhile."""
+        ...
+
+    def dispatch(self) -> None:
+        """Sends what was ordered, unless the engine's messages carry it."""
+        ...
+
+    def take_plan(self) -> bytes | None:
+        """The next plan that the engine's messages have to carry, if there is one."""
+        ...
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
+        """Waits until there is something to do, or until `deadline`: then False.
+
+        Raises:
+            UnavailableError: the device in this process does not end its copies.
+        """
+        ...
+
+    def drop(self, rank: int) -> None:
+        """Ends the link to a rank that is lost."""
+        ...
+
+    @property
+    def self_driven(self) -> bool:
+        """Whether copies end by calling `collect` and `dispatch`, without the engine's messages."""
+        ...
+
+    def release(self) -> None:
+        """Gives back memory and channels.
+
+        Raises:
+            UnavailableError: the device in this process does not end its copies, which may still
+                touch the memory: nothing is given back.
+        """
+        ...
+
+
+class LocalLink:
+    """The one rank of an engine that runs in the owner's process."""
+
+    self_driven = True
+    acknowledgements = None
+
+    def __init__(self, executor: CopyExecutor) -> None:
+        self.executor = executor
+
+    def order(self, effect: Copy | Abandon) -> None:
+        """Hands a copy to its mover, or abandons it there."""
+        if isinstance(effect, Copy):
+            self.executor.submit(effect)
+        else:
+            self.executor.abandon(effect.operation)
+
+    def ask(self, operation: OperationId) -> None:
+        """Nothing: no report can be lost."""
+
+    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:
+        """Lets the movers work, and reports what has ended."""
+        # Most steps of an engine find nothing under way, and should not pay for it.
+        return self._work(budget_bytes) if self.executor.busy else iter(())
+
+    def _work(self, budget_bytes: int) -> Iterator[Report | LostRank]:
+        for ended in self.executor.collect(budget_bytes=budget_bytes):
+            yield Report(
+                operation=ended.operation, rank=0, faults=ended.faults, failure=ended.failure
+            )
+
+    def dispatch(self) -> None:
+        """Nothing has to be sent."""
+
+    def take_plan(self) -> bytes | None:
+        """No plan: copies are submitted at once."""
+        return None
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
+        """Returns at once where the CPU has copies to make; else waits for device or descriptors.
+
+        Raises:
+            UnavailableError: the device does not end its copies.
+        """
+        if self.executor.wait(deadline):
+            return True
+        return bool(wait_any((), descriptors, deadline=deadline).descriptors)
+
+    def drop(self, rank: int) -> None:
+        """Nothing: this process is the rank."""
+
+    def release(self) -> None:
+        """Fences the movers and gives the tiers back."""
+        self.executor.close()
+
+
+class PlanQueue:
+    """What ranks have to do, in order, as plans of bounded size."""
+
+    def __init__(self, acknowledgements: Acknowledgements) -> None:
+        self._acknowledgements = acknowledgements
+        self._orders: deque[tuple[Copy | Abandon, tuple[int, ...]]] = deque()
+        """With the lives of the ranks at that time: later lives do not carry them out."""
+        self._asked: dict[OperationId, None] = {}
+        """In order, each once, however often it is asked for until the next plan is taken."""
+        self._sequence = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._orders or self._asked)
+
+    def ask(self, operation: OperationId) -> None:
+        """Adds a question to the next plan."""
+        self._asked[operation] = None
+
+    def put(self, effect: Copy | Abandon) -> None:
+        """Adds an order. The machine bounds what is under way, and so this queue."""
+        self._orders.append((effect, self._acknowledgements.lives))
+
+    def take_plan(self) -> bytes | None:
+        """The next plan, if there is anything to do."""
+        if not self:
+            return None
+        copies: list[Copy] = []
+        abandoned: list[OperationId] = []
+        size = 0
+        lives = self._orders[0][1] if self._orders else self._acknowledgements.lives
+        while self._orders and size < PLAN_BYTES:
+            effect, ordered_for = self._orders[0]
+            if ordered_for != lives:
+                break
+            if isinstance(effect, Copy):
+                size += copy_bytes(effect)
+                if copies and size > PLAN_BYTES:
+                    break
+                copies.append(effect)
+            else:
+                size += NAME_BYTES_MAX
+                abandoned.append(effect.operation)
+            self._orders.popleft()
+        asked = self._take_asked(PLAN_BYTES - size)
+        self._sequence += 1
+        incarnation = self._acknowledgements.incarnation
+        return encode_plan(Plan(incarnation, self._sequence, copies, abandoned, lives, asked))
+
+    def _take_asked(self, room_bytes: int) -> list[OperationId]:
+        """The questions, once no order is left: they come after the copies they are about."""
+        if self._orders:
+            return []
+        taken = list(islice(self._asked, max(1, room_bytes // NAME_BYTES_MAX)))
+        for operation in taken:
+            del self._asked[operation]
+        return taken
+
+
+class MessageLinks:
+    """Ranks that the engine's own messages reach, once a step."""
+
+    self_driven = False
+
+    def __init__(self, ranks: Sequence[RankFacts], incarnation: int) -> None:
+        self.acknowledgements = Acknowledgements(ranks, incarnation)
+        self._queue = PlanQueue(self.acknowledgements)
+
+    def order(self, effect: Copy | Abandon) -> None:
+        """Puts it into the next plan."""
+        self._queue.put(effect)
+
+    def ask(self, operation: OperationId) -> None:
+        """Puts the question into a next plan."""
+        self._queue.ask(operation)
+
+    def take_plan(self) -> bytes | None:
+        """The next plan for every rank, if there is anything to do."""
+        return self._queue.take_plan()
+
+    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:  # noqa: ARG002
+        """Nothing: the engine hands reports over itself."""
+        return iter(())
+
+    def dispatch(self) -> None:
+        """Nothing: the engine takes the plan itself."""
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
+        """Returns at once while a plan waits to be taken."""
+        return bool(self._queue) or bool(wait_any((), descriptors, deadline=deadline).descriptors)
+
+    def drop(self, rank: int) -> None:
+        """Nothing: reports of the lost life are ignored once the rank is back."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+class ChannelLinks:
+    """Ranks that channels of the runtime reach."""
+
+    self_driven = True
+
+    def __init__(
+        self, ranks: Sequence[RankFacts], channels: Sequence[Channel], incarnation: int
+    ) -> None:
+        self.acknowledgements = Acknowledgements(ranks, incarnation)
+        self._queue = PlanQueue(self.acknowledgements)
+        self._links = {
+            facts.rank: _Link(channel) for facts, channel in zip(ranks, channels, strict=True)
+        }
+
+    def order(self, effect: Copy | Abandon) -> None:
+        """Puts it into the next plan."""
+        self._queue.put(effect)
+
+    def ask(self, operation: OperationId) -> None:
+        """Puts the question into a next plan."""
+        self._queue.ask(operation)
+
+    def take_plan(self) -> bytes | None:
+        """No plan for the engine: `dispatch` sends them."""
+        return None
+
+    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:  # noqa: ARG002
+        """What has arrived from the ranks, without waiting."""
+        for rank, link in list(self._links.items()):
+            yield from self._receive(rank, link)
+
+    def dispatch(self) -> None:
+        """Sends what was ordered to every rank that is there."""
+        while (plan := self._queue.take_plan()) is not None:
+            for link in self._links.values():
+                link.backlog.append(plan)
+        for link in self._links.values():
+            link.send()
+
+    def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
+        """Returns at once while a plan waits to be sent; else waits until a rank speaks."""
+        if self._queue:
+            return True
+        channels = [link.channel for link in self._links.values()]
+        retry_at = time.monotonic() + RETRY_S
+        full = any(link.backlog for link in self._links.values()) and retry_at < deadline
+        ready = wait_any(channels, descriptors, deadline=retry_at if full else deadline)
+        return full or bool(ready.channels or ready.descriptors)
+
+    def drop(self, rank: int) -> None:
+        """Closes the channel to a rank that is lost."""
+        link = self._links.pop(rank, None)
+        if link is not None:
+            link.channel.close()
+
+    def join(self, rank: int, channel: Channel) -> None:
+        """Reaches a rank that is back by this channel."""
+        self.drop(rank)
+        self._links[rank] = _Link(channel)
+
+    def release(self) -> None:
+        """Closes the channels: ranks see it, fence what they have, and end."""
+        for rank in list(self._links):
+            self.drop(rank)
+
+    def _receive(self, rank: int, link: _Link) -> Iterator[Report | LostRank]:
+        received: list[Report | LostRank]
+        for _ in range(FRAMES_MAX):
+            match link.channel.receive():
+                case Item(frame):
+                    received = self._read(rank, frame)
+                case Empty():
+                    break
+                case Closed():
+                    received = [LostRank(rank, "it closed its channel")]
+                case Failed(cause):
+                    received = [LostRank(rank, cause)]
+            yield from self._drop_lost(received)
+            if rank not in self._links:
+                return
+        if len(link.backlog) > BACKLOG_PLANS_MAX:
+            yield from self._drop_lost([LostRank(rank, f"{len(link.backlog)} plans wait for it")])
+
+    def _read(self, rank: int, frame: bytes) -> list[Report | LostRank]:
+        try:
+            received = self.acknowledgements.read(frame)
+        except PeerError as error:
+            return [LostRank(rank, str(error))]
+        for each in received:
+            if each.rank != rank:
+                # Checked now: when a channel ends, the wrong rank would be taken for dead.
+                problem = f"its channel brings a report of rank {each.rank}"
+                return [LostRank(rank, f"{problem}, must bring those of rank {rank}")]
+        return received
+
+    def _drop_lost(self, received: list[Report | LostRank]) -> Iterator[Report | LostRank]:
+        for each in received:
+            if isinstance(each, LostRank):
+                self.drop(each.rank)
+            yield each
+
+
+class _Link:
+    """The channel to one rank, and the plans it has not taken yet."""
+
+    __slots__ = ("backlog", "channel")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.backlog: deque[bytes] = deque()
+
+    def send(self) -> None:
+        # What is wrong with a channel, the next `receive` reports.
+        with suppress(UnavailableError):
+            send_all(self.channel, self.backlog)
+
+
+def meet(channel: Channel, *, deadline: float) -> RankFacts:
+    """Receives the facts of the rank at the other end of a channel.
+
+    Raises:
+        PeerError: the rank sent something else.
+        UnavailableError: nothing came before `deadline`, or the rank is gone.
+    """
+    match channel.receive(deadline=deadline):
+        case Item(frame):
+            return RankFacts.from_bytes(frame)
+        case Empty():
+            raise UnavailableError(
+                f"the rank behind channel {channel.name!r} told no facts in time"
+            )
+        case Closed():
+            raise UnavailableError(f"the rank behind channel {channel.name!r} closed it")
+        case Failed(cause):
+            raise UnavailableError(f"the rank behind channel {channel.name!r} is lost: {cause}")
+
+
+def send_all(channel: Channel, frames: deque[bytes]) -> bool:
+    """Sends frames for as long as the channel takes them; whether it took all."""
+    while frames:
+        try:
+            channel.send(frames[0])
+        except BacklogError:
+            return False
+        frames.popleft()
+    return True
