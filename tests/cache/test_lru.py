@@ -58,10 +58,6 @@ def test_recency_decides_among_blocks_of_one_priority(shelf: Shelf) -> None:
     assert shelf.drain() == [2, 4, 1, 3]
 
 
-def test_everything_is_admitted(shelf: Shelf) -> None:
-    assert shelf.policy.admit(b"any key", label=3)
-
-
 def test_the_queue_stays_bounded_however_often_blocks_are_hit() -> None:
     policies: list[LruPolicy] = []
 

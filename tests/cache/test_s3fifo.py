@@ -188,10 +188,6 @@ def test_a_block_keeps_its_place_while_it_is_in_use(shelf: Shelf) -> None:
     assert shelf.drain() == [1, 2]
 
 
-def test_everything_is_admitted(shelf: Shelf) -> None:
-    assert shelf.policy.admit(b"any key", label=3)
-
-
 def test_the_queues_stay_bounded_however_often_blocks_are_hit(shelf: Shelf) -> None:
     shelf.enter(*range(8), priority=0)
 

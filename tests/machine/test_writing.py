@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.cache.eviction import POLICIES, LruPolicy
+from penstock.cache.eviction import POLICIES
 from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
 from penstock.machine import events as ev
 
 if TYPE_CHECKING:
-    from penstock.vocabulary.ids import Key
     from tests.machine.conftest import Driver, MakeDriver
 
 LOW: dict[str, Any] = {"low_watermark": 0.5, "high_watermark": 0.75}
@@ -176,25 +175,6 @@ def test_a_save_never_evicts_the_block_it_follows(make_driver: MakeDriver) -> No
 
 def test_leading_blocks_are_saved_first_when_room_is_short(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8, host=2)
-
-    driver.store("abcd")
-
-    assert driver.cached_in("host") == {"a", "ab"}
-    assert driver.machine.statistics().saves_refused == 2
-
-
-class PickyPolicy(LruPolicy):
-    """Admits no block whose word has more than two letters."""
-
-    def admit(self, key: Key, *, label: int) -> bool:
-        return super().admit(key, label=label) and len(key.lstrip(b".")) <= 2
-
-
-def test_a_policy_may_refuse_blocks_and_those_that_follow_them(make_driver: MakeDriver) -> None:
-    driver = make_driver(device=8, host=8)
-    host = driver.books.tier(1)
-    host.policy = PickyPolicy(8, host.standing)
-    host.policy.resize(driver.books.nodes.capacity)
 
     driver.store("abcd")
 

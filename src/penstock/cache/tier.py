@@ -115,13 +115,13 @@ class Tier:
         self._count_children(nodes, 1)
         if keys is None:
             keys = self.nodes.keys_of(nodes.tolist())
-        self.policy.add(nodes, keys, tick=tick, label=0)
+        self.policy.add(nodes, keys, tick=tick)
         for tenant, count in self._tenants_of(nodes):
             self.used_by[tenant] = self.used_by.get(tenant, 0) + count
             if tenant in self._quota_policies:
                 own = self.nodes.tenant[nodes] == tenant
                 own_keys = [key for key, mine in zip(keys, own.tolist(), strict=True) if mine]
-                self._quota_policies[tenant].add(nodes[own], own_keys, tick=tick, label=0)
+                self._quota_policies[tenant].add(nodes[own], own_keys, tick=tick)
 
     def displace(self, nodes: NDArray[np.int32], *, evicted: bool) -> None:
         """Forgets where the blocks of `nodes` lie; their slots are the caller's affair.

@@ -79,7 +79,7 @@ class Counters:
     """Evicted in a hurry, before they could be written back."""
     blocks_corrupt: int = 0
     saves_refused: int = 0
-    """Blocks not written down: no room, over quota, not admitted."""
+    """Blocks not written down: no room, over quota."""
     reports_late: int = 0
     """Reports on operations that are not in the ledger: duplicates, or from an earlier life."""
     leases_lost: int = 0

@@ -125,18 +125,17 @@ def take_room(
     A tenant over its quota gets no more room here than its own blocks leave. Blocks before
     the given ones, and those `beside` them, are not evicted for it.
     """
-    admitted = _admitted(books, tier, nodes)
     # Held while room is made, or a block might evict the one it follows.
-    before = books.nodes.parent[admitted]
+    before = books.nodes.parent[nodes]
     before = before[before != NOWHERE]
     near = before if beside is None else np.concatenate((before, beside))
     near = _once_each(near[tier.slot_of[near] != NOWHERE])
     tier.pool.hold(tier.slot_of[near])
     # Counted as if they lay here already, or a block without a copy might be forgotten now.
-    books.nodes.copy_count[admitted] += 1
+    books.nodes.copy_count[nodes] += 1
     taken = [nodes[:0]]
     slots = [nodes[:0]]
-    for chain in _chains(books, admitted):
+    for chain in _chains(books, nodes):
         tenants = books.nodes.tenant[chain]
         for run in _cut(chain, tenants[1:] != tenants[:-1]):
             count = _make_room_below(books, tier, run, now, cause)
@@ -145,7 +144,7 @@ def take_room(
             tier.place(taken[-1], slots[-1], tick=books.tick)
             if count < len(run):
                 break  # What follows in this chain could not be reached.
-    books.nodes.copy_count[admitted] -= 1
+    books.nodes.copy_count[nodes] -= 1
     tier.pool.unhold(tier.slot_of[near])
     tier.offer(near)
     chosen = np.concatenate(taken)
@@ -244,12 +243,3 @@ def _write_back(
     if gone:
         books.evict(tier, gone, MissReason.EVICTED, now, "watermark")
     tier.offer(staying)
-
-
-def _admitted(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The leading blocks that the tier's policy lets in."""
-    keys = books.nodes.keys_of(nodes.tolist())
-    for position, key in enumerate(keys):
-        if not tier.policy.admit(key, label=0):
-            return nodes[:position]
-    return nodes

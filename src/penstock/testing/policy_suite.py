@@ -50,7 +50,7 @@ class Shelf:
         self._tick += 1
         keys = [f"{name}{node}".encode() for node in nodes]
         self._keys.update(zip(nodes, keys, strict=True))
-        self.policy.add(np.array(nodes, dtype=np.int32), keys, tick=self._tick, label=0)
+        self.policy.add(np.array(nodes, dtype=np.int32), keys, tick=self._tick)
         if priority is not None:
             self.let_leave(*nodes, priority=priority)
 
@@ -157,12 +157,9 @@ class PolicySuite(ABC):
         """`None` is the answer, not an error."""
         assert self.make_shelf().policy.pop() is None
 
-    def test_a_policy_has_a_name_and_answers_whether_it_admits(self) -> None:
-        """Both are shown and used as they are."""
-        policy = self.make_shelf().policy
-
-        assert policy.name
-        assert isinstance(policy.admit(b"key", label=0), bool)
+    def test_a_policy_has_a_name(self) -> None:
+        """It is shown with every block that the policy evicted."""
+        assert self.make_shelf().policy.name
 
     def test_a_block_that_was_never_offered_stays(self) -> None:
         """Entering is not leaving: the block is in use until the tier says otherwise."""

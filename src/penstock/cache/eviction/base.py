@@ -7,9 +7,8 @@ no longer leave are not withdrawn one by one: the policy asks for the block's st
 its turn comes, and drops it from the queue then. So a hit on a prompt of ten thousand
 blocks costs the policy two array writes.
 
-A policy may refuse a block (`admit`), keep ghosts (`forget` says which blocks were evicted,
-by key), and tell classes of blocks apart (`label`, given by whoever saved the block). Time
-is the logical clock `tick`, one for each event the cache handles.
+A policy may keep ghosts: `forget` says which blocks were evicted, by key. Time is the logical
+clock `tick`, one for each event the cache handles.
 """
 
 from __future__ import annotations
@@ -34,11 +33,7 @@ class EvictionPolicy(Protocol):
 
     name: str
 
-    def admit(self, key: Key, *, label: int) -> bool:
-        """Whether a block should enter the tier at all."""
-        ...
-
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int, label: int) -> None:
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:
         """These blocks entered the tier."""
         ...
 

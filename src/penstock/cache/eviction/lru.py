@@ -60,11 +60,7 @@ class LruPolicy:
         other._arrays = self._arrays
         return other
 
-    def admit(self, key: Key, *, label: int) -> bool:  # noqa: ARG002
-        """Everything is admitted."""
-        return True
-
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int, label: int) -> None:  # noqa: ARG002
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """Entering counts as a use."""
         self._used[nodes] = tick
 

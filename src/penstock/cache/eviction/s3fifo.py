@@ -79,11 +79,7 @@ class S3FifoPolicy:
         other._arrays = self._arrays
         return other
 
-    def admit(self, key: Key, *, label: int) -> bool:  # noqa: ARG002
-        """Everything is admitted: the small queue is the filter."""
-        return True
-
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int, label: int) -> None:  # noqa: ARG002
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """New blocks enter the small queue, returning ones the main queue."""
         self._count[nodes] = 0
         self._where[nodes] = _SMALL
