@@ -77,7 +77,7 @@ def test_the_files_on_the_architecture_page_exist() -> None:
 ELSEWHERE = {
     "movers/cuda/mover.py": "needs a GPU",
     "movers/table.py": "is asked when the cache is opened",
-    "runtime/plans.py": "needs a rank in another process",
+    "runtime/messages.py": "needs a rank in another process",
     "runtime/rank.py": "needs a rank in another process",
 }
 """Files of the first walk that a cache with its one rank in the same process does not visit."""

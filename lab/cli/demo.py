@@ -12,7 +12,7 @@ from rich.console import Console
 import penstock
 from lab.demo import run_demo
 from lab.demo.result import REASONS_IN_WORDS
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cli.conventions import ExitStatus, JsonOption, SeedOption, write_json
 from penstock.cli.demo_table import PIPED_WIDTH, print_section, table_of
 

@@ -18,7 +18,7 @@ from lab.demo.engine import Request, ToyEngine
 from lab.demo.result import Act, Demonstration, TierTraffic, in_words
 from lab.demo.toy_model import ToyModel, device_arrays, device_layout
 from lab.demo.watching import Router, WatchedTier
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.settings import HUB
 from penstock.config import parse_config
 from penstock.runtime.base import Driven

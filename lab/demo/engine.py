@@ -20,7 +20,7 @@ from penstock.cache.states import LeaseState
 from penstock.errors import CapacityError, InvariantViolation
 
 if TYPE_CHECKING:
-    from penstock.cache.departed import Miss
+    from penstock.cache.explain import Miss
     from penstock.runtime.cache import Cache
     from penstock.runtime.lease import Lease
 

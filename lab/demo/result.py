@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 
 if TYPE_CHECKING:
     from lab.demo.engine import Grant
-    from penstock.cache.departed import Miss
+    from penstock.cache.explain import Miss
     from penstock.machine.statistics import CacheStatistics
 
 REASONS_IN_WORDS = {

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Purpose
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import PenstockError
 from penstock.machine import events as ev

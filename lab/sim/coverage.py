@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.cache.ledger import Outcome, Purpose
+from penstock.cache.operations import Outcome, Purpose
 from penstock.cache.states import TABLES
 from penstock.machine import events as ev
 

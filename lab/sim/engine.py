@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import Gate
 from penstock.errors import CapacityError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from lab.sim.managed import Request
     from lab.sim.world import World
-    from penstock.cache.departed import Miss
+    from penstock.cache.explain import Miss
     from penstock.machine.effects import Effect
     from penstock.vocabulary.ids import Key, PinId
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lab.sim.checkers import SimulationError
 from lab.sim.engine import Engine
 from lab.sim.weather import Plenty
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LeaseState

@@ -17,9 +17,9 @@ import numpy as np
 
 from lab.sim.checkers import SimulationError
 from lab.sim.engine import Engine
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import Outcome, Purpose
+from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Outcome, Purpose
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import events as ev

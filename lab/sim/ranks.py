@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import Claims, SimulationError
-from penstock.cache.ledger import BlockFault, Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import SlotState
 from penstock.machine.events import Report

@@ -13,7 +13,7 @@ import numpy as np
 from lab.sim.checkers import SimulationError
 from lab.sim.telling import describe
 from lab.sim.weather import AMPLE_SLOTS
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import LeaseState, SlotState
 from penstock.errors import LeaseError, UnavailableError

@@ -4,11 +4,11 @@
 such as the supervisor, is part of the package without loading NumPy and the cache.
 """
 
-from penstock.cache.departed import Miss as Miss
-from penstock.cache.departed import MissReason as MissReason
-from penstock.cache.ledger import BlockFault as BlockFault
-from penstock.cache.ledger import Outcome as Outcome
-from penstock.cache.ledger import Purpose as Purpose
+from penstock.cache.explain import Miss as Miss
+from penstock.cache.explain import MissReason as MissReason
+from penstock.cache.operations import BlockFault as BlockFault
+from penstock.cache.operations import Outcome as Outcome
+from penstock.cache.operations import Purpose as Purpose
 from penstock.cache.states import LeaseState as LeaseState
 from penstock.config import Config as Config
 from penstock.config import load_config as load_config

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.movers.memcpy import MemcpyMover
 from penstock.testing.mover_suite import (
     CheckingMoverSuite,

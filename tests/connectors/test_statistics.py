@@ -162,7 +162,7 @@ def test_a_load_that_takes_too_long_is_a_timeout(
     late = driver._clock() + engine.config.cache.operation_timeout_s + 1
 
     engine.scheduler.plan_step({}, engine.tables.__getitem__)
-    engine.offload._hear(driver.machine.handle(ev.Tick(), late))
+    engine.offload._deliver(driver.machine.handle(ev.Tick(), late))
     engine.scheduler.apply_reports(())
     taken = engine.scheduler.take_statistics()
 

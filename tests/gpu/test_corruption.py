@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
 from penstock.testing.mover_suite import make_copy

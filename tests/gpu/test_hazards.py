@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover

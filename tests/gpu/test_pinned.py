@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.pinned import RegisteredHost, register

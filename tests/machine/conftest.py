@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from penstock.cache.ledger import BlockFault, Purpose
+    from penstock.cache.operations import BlockFault, Purpose
     from penstock.machine.books import Books
     from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
@@ -49,7 +49,7 @@ class Driver:
         self.copies: dict[OperationId, ef.Copy] = {}
         """Copies that some rank has not reported on, oldest first."""
         self._unreported: dict[OperationId, set[int]] = {}
-        self._past: list[tuple[ev.Event, float]] = []
+        self.past: list[tuple[ev.Event, float]] = []
         self._requests = 0
 
     @property
@@ -74,7 +74,7 @@ class Driver:
     # ---------------------------------------------------------------- events
 
     def handle(self, event: ev.Event) -> list[ef.Effect]:
-        self._past.append((event, self.now))
+        self.past.append((event, self.now))
         self.effects = self.machine.handle(event, self.now)
         audit(self.books)
         for copy in self.told(ef.Copy):
@@ -211,7 +211,7 @@ class Driver:
     def leaving_order(self, tier: int = 0) -> list[str]:
         """The blocks of a tier in the order in which they would leave, asked of a replay."""
         replay = CacheMachine(self.books.settings, incarnation=INCARNATION)
-        for event, now in self._past:
+        for event, now in self.past:
             with suppress(PenstockError, ValueError):
                 replay.handle(event, now)
         victims: list[int] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
 from penstock.cache.states import LeaseState, OperationState, SlotState
 from penstock.errors import InvariantViolation
@@ -16,8 +16,7 @@ from penstock.machine.audit import audit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.cache.leases import Lease
-    from penstock.machine.books import Books
+    from penstock.machine.books import Books, LeaseRecord
     from tests.machine.conftest import Driver, MakeDriver
 
 
@@ -44,11 +43,11 @@ def slot(books: Books, word: str) -> int:
     return int(books.device.slot_of[node(books, word)])
 
 
-def running(books: Books) -> Lease:
+def running(books: Books) -> LeaseRecord:
     return next(lease for lease in books.leases.values() if lease.state is LeaseState.READY)
 
 
-def waiting(books: Books) -> Lease:
+def waiting(books: Books) -> LeaseRecord:
     return next(lease for lease in books.leases.values() if lease.state is LeaseState.LOADING)
 
 

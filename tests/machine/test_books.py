@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.departed import MissReason
 from penstock.cache.eviction import POLICIES
-from penstock.cache.ledger import Purpose
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import Purpose
 from penstock.cache.settings import TierSettings
 from penstock.errors import CapacityError, InvariantViolation
 from penstock.machine import effects as ef

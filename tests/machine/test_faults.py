@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import Outcome, Purpose
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import Outcome, Purpose
 from penstock.cache.states import LeaseState
 from penstock.errors import UnavailableError
 from penstock.machine import effects as ef

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.rates import STEPS_TO_TELL
 from penstock.cache.settings import Gate
 from penstock.cache.states import LeaseState

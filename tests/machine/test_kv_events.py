@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings
 from penstock.machine import events as ev
 from penstock.machine.kv_events import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation
 from penstock.machine import effects as ef
 from penstock.machine import events as ev

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import TierSettings
 from penstock.machine import events as ev
 

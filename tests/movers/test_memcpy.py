@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.memcpy import MemcpyMover
 from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.memcpy import MemcpyMover
 from penstock.movers.packing import load_parts_library
 from penstock.testing.mover_suite import keys_of, make_copy, poll_until_idle

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import stateful as hs
 from hypothesis import strategies as st
 
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import FREE, LeaseState
 from penstock.errors import CapacityError, UnavailableError

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
 from penstock.errors import InvariantViolation, PenstockError
@@ -22,7 +22,7 @@ from penstock.vocabulary.ids import LeaseId, OperationId, PinId
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.cache.leases import Lease
+    from penstock.machine.books import LeaseRecord
     from penstock.vocabulary.ids import Key
 
 BLOCK_TOKENS = 2
@@ -118,7 +118,7 @@ class Author:
         fork = ev.Fork(lease=lease.id, request="fork")
         return self.random.choice([*ends, *ends, *[commit] * 5, grow, fork])
 
-    def commit(self, lease: Lease) -> ev.Event:
+    def commit(self, lease: LeaseRecord) -> ev.Event:
         room = len(lease.table) * BLOCK_TOKENS
         token_count = self.random.randint(lease.token_count, room)
         prompt = self.prompts.get(lease.id, "") + "b" * 20

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from penstock.cache.departed import Miss
+    from penstock.cache.explain import Miss
     from penstock.config import Config
     from penstock.runtime.lease import Lease
 
@@ -203,7 +203,7 @@ class Engine:
         self.settle()
         self.cache.audit()
         statistics = self.cache.statistics()
-        assert statistics.leases == len(self.cache._leases) == 0
+        assert statistics.leases == 0
         assert statistics.operations_running == statistics.operations_ending == 0
         for tier in statistics.tiers:
             assert tier.free + tier.ready == tier.slots

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.errors import ConfigError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.table import mover_between

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
 from penstock.machine.events import Acquire, Release, Report, Tick

@@ -22,6 +22,8 @@ OFFLOAD = penstock.parse_config(
     'tiers = [{ name = "host", kind = "memory", blocks = 16 }]\n'
 )
 NOTHING = {"layout": None, "keeper": None}
+HERE = {**NOTHING, "ranks": None, "channels": None}
+ELSEWHERE = {**NOTHING, "kv": None, "channels": None}
 
 
 def facts(config: penstock.Config) -> list[penstock.RankFacts]:
@@ -30,14 +32,14 @@ def facts(config: penstock.Config) -> list[penstock.RankFacts]:
 
 
 CASES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (penstock.open, {"config": MANAGED, "kv": np.zeros((8, 4, 3)), **NOTHING}),
-    (penstock.open_offload, {"config": OFFLOAD, "kv": np.zeros((8, 4, 3)), **NOTHING}),
+    (penstock.open, {"config": MANAGED, "kv": np.zeros((8, 4, 3)), **HERE}),
+    (penstock.open_offload, {"config": OFFLOAD, "kv": np.zeros((8, 4, 3)), **HERE}),
     (
         penstock.open_rank,
         {"config": OFFLOAD, "rank": 0, "kv": np.zeros((8, 4, 3)), "arenas": None, **NOTHING},
     ),
-    (penstock.open, {"config": MANAGED, "ranks": facts(MANAGED), "channels": None}),
-    (penstock.open_offload, {"config": OFFLOAD, "ranks": facts(OFFLOAD), "channels": None}),
+    (penstock.open, {"config": MANAGED, "ranks": facts(MANAGED), **ELSEWHERE}),
+    (penstock.open_offload, {"config": OFFLOAD, "ranks": facts(OFFLOAD), **ELSEWHERE}),
     (penstock.load_config, {"path": "nowhere.toml"}),
     (penstock.parse_config, {"text": "no TOML", "source": ""}),
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cache.ledger import Outcome
+from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
 from penstock.runtime import rank_links
 from penstock.runtime.acknowledgements import ASK_S, GRACE_S, SequenceNumbers

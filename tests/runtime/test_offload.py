@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import BlockFault, Outcome, Purpose
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.machine import effects as ef
 from penstock.testing.tier_suite import LAYOUTS, read_slots, write_slots
 

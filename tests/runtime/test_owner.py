@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.cache.departed import MissReason
-from penstock.cache.ledger import BlockFault, Outcome
+from penstock.cache.explain import MissReason
+from penstock.cache.operations import BlockFault, Outcome
 from penstock.errors import ConfigError, PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.base import Moved

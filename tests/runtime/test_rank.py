@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.runtime.messages import Plan, decode_report, encode_plan

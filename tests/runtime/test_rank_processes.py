@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.cache.ledger import Outcome
+from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
 from penstock.runtime.rank_links import meet
 from penstock.testing.channel_suite import soon

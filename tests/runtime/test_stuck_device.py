@@ -135,7 +135,7 @@ def test_a_close_gives_nothing_back_that_the_device_may_still_touch() -> None:
     assert not drained.clean
     assert not offload.health().ok
     local = offload._driver.links
-    assert local.copy_executor.stores != ()  # type: ignore[attr-defined]
+    assert local.executor.stores != ()  # type: ignore[attr-defined]
 
 
 def test_a_rank_whose_device_is_stuck_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

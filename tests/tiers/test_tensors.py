@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.cache.ledger import Purpose  # noqa: E402 - torch may be absent
+from penstock.cache.operations import Purpose  # noqa: E402 - torch may be absent
 from penstock.movers.memcpy import MemcpyMover  # noqa: E402
 from penstock.testing.mover_suite import LIFE, keys_of, make_copy, poll_until_idle  # noqa: E402
 from penstock.testing.tier_suite import read_slots  # noqa: E402

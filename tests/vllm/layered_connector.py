@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tampered_connector import tamper, zero_on_device
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.connectors.vllm.adapter import PenstockConnector
 from penstock.runtime.messages import decode_plan

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import penstock
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.runtime.messages import decode_plan, decode_report
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from proof_connector import ProofConnector, Working
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.runtime.messages import decode_plan
 
 

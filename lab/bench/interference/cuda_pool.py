@@ -24,7 +24,7 @@ from lab.bench.interference.pool import (
     sums_hold,
 )
 from lab.bench.interference.traffic import UNLIMITED, Freight, Traffic
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier

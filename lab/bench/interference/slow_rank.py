@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import penstock
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.runtime.messages import decode_plan
 from penstock.transport.base import Empty, Item
 from penstock.transport.waiting import wait_any

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.cache.ledger import Purpose
+    from penstock.cache.operations import Purpose
     from penstock.movers.base import Mover
 
 UNLIMITED = 1 << 40

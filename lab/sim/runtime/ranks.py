@@ -13,7 +13,7 @@ from lab.sim.ranks import Job, Ranks
 from lab.sim.runtime.memory import RankMemory
 from lab.sim.runtime.process import RankProcess
 from lab.sim.runtime.weather import Way
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import DEVICE, HUB
 from penstock.vocabulary.checksums import life_salt
 

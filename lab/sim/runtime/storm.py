@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lab.sim.checkers import SimulationError
 from lab.sim.runtime.weather import Way
 from lab.sim.storm import Storm
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
 from penstock.runtime.messages import RankReport, encode_report

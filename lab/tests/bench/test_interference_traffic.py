@@ -21,7 +21,7 @@ from lab.bench.interference.pool import (
 from lab.bench.interference.sides import Alone, AtBoundaries, BlockingThreads, PollingThread
 from lab.bench.interference.traffic import Freight, Traffic
 from lab.bench.interference.windows import run_window
-from penstock.cache.ledger import BlockFault, Purpose
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.errors import InvariantViolation
 from penstock.movers.memcpy import MemcpyMover
 from penstock.tiers.arrays import ArrayTier

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab.cli.app import run
-from penstock.machine import copying, machine
+from penstock.machine import copies, machine
 from penstock.machine.audit import audit
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def test_json_to_standard_output_comes_alone(capsys: pytest.CaptureFixture[str])
 def test_a_planted_bug_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(copying, "_give_back", lambda *_: None)
+    monkeypatch.setattr(copies, "_give_back", lambda *_: None)
 
     status = run(["sim", "--seeds", "5"])
 

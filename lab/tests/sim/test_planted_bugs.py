@@ -16,16 +16,16 @@ from lab.sim.campaign import DEFECTS, Failure, failure_of
 from lab.sim.world import World
 from penstock.cache.states import OperationMove, OperationState
 from penstock.cache.tier import Tier
-from penstock.machine import copying, leasing, machine, offloading, releasing
+from penstock.machine import acquire, copies, leases, machine, offload
 from penstock.machine.events import Report
-from penstock.machine.finding import Finding, find
+from penstock.machine.matching import Finding, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from penstock.cache.ledger import Operation
+    from penstock.cache.operations import Operation
     from penstock.machine.books import Books
     from penstock.vocabulary.ids import Key
 
@@ -46,17 +46,17 @@ def first_failure(*, audited: bool) -> Failure | None:
 
 def plant_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that ends forgets to let go of its last slot."""
-    drop_slots = releasing.drop_slots
+    drop_slots = leases.drop_slots
 
     def drop_all_but_one(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
         drop_slots(books, device, slots[:-1])
 
-    monkeypatch.setattr(releasing, "drop_slots", drop_all_but_one)
+    monkeypatch.setattr(leases, "drop_slots", drop_all_but_one)
 
 
 def plant_early_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is given up lets go of its target slots, though ranks may still write there."""
-    decide = copying.decide
+    decide = copies.decide
 
     def decide_and_let_go(
         books: Books, operation: Operation, move: OperationMove, now: float, *, failure: str
@@ -64,10 +64,10 @@ def plant_early_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
         decide(books, operation, move, now, failure=failure)
         tier = books.tiers[operation.target]
         if tier is not None:
-            copying._let_go(books, tier, operation.target_slots)
+            copies._let_go(books, tier, operation.target_slots)
             operation.target_slots = operation.target_slots[:0]
 
-    monkeypatch.setattr(copying, "decide", decide_and_let_go)
+    monkeypatch.setattr(copies, "decide", decide_and_let_go)
 
 
 def plant_head_first_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def plant_lost_result_on_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             books.counters.reports_late += 1
         else:
-            copying.report(books, event, now)
+            copies.report(books, event, now)
 
     monkeypatch.setitem(machine._HANDLERS, Report, report_of_this_epoch)
 
@@ -107,8 +107,8 @@ def plant_matchable_before_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         operation = books.ledger.operations.get(event.operation)
         fine = not event.faults and not event.failure
         if operation is not None and operation.state is OperationState.RUNNING and fine:
-            copying._fill_targets(books, operation, np.arange(len(operation.keys)), now)
-        copying.report(books, event, now)
+            copies._fill_targets(books, operation, np.arange(len(operation.keys)), now)
+        copies.report(books, event, now)
 
     monkeypatch.setitem(machine._HANDLERS, Report, report_and_fill)
 
@@ -119,8 +119,8 @@ def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_nothing(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
         return find(books, keys[:0], deepest=deepest)
 
-    monkeypatch.setattr(leasing, "find", find_nothing)
-    monkeypatch.setattr(offloading, "find", find_nothing)
+    monkeypatch.setattr(acquire, "find", find_nothing)
+    monkeypatch.setattr(offload, "find", find_nothing)
 
 
 def plant_gate_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +130,13 @@ def plant_gate_without_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
         below = np.flatnonzero(source)
         return int(below[0]) if len(below) else len(source)
 
-    monkeypatch.setattr(leasing, "worth_loading", nothing_from_below)
-    monkeypatch.setattr(offloading, "worth_loading", nothing_from_below)
+    monkeypatch.setattr(acquire, "worth_loading", nothing_from_below)
+    monkeypatch.setattr(offload, "worth_loading", nothing_from_below)
 
 
 def plant_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines pass, and nobody is told."""
-    monkeypatch.setattr(copying, "expire", lambda _books, _now: None)
+    monkeypatch.setattr(copies, "expire", lambda _books, _now: None)
 
 
 PLANTED = [

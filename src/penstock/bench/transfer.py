@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from penstock.bench.measure import interleave, summarize
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.movers.cuda.layers import LayerLoadMover

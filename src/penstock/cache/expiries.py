@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 NEVER = float("-inf")
 """The time of a node that has none."""
 _NOTED_MIN = 64
-"""So many nodes are noted before sorting is worth a thought."""
+"""With fewer nodes than this, nothing is sorted again."""
 _NOBODY = np.empty(0, dtype=np.int32)
 """No nodes."""
 _GLANCE = 256
-"""So many sorted nodes are looked at in one go."""
+"""How many sorted nodes are looked at in one go."""
 
 
 class Expiries:

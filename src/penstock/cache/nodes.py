@@ -3,7 +3,7 @@
 A *node* is a small number that stands for a known block. It exists while a copy of the
 block lies in some tier, or while a node that follows it exists: a block whose last copy was
 lost from the middle of a chain stays as a *hollow* node, so that the blocks below it can be
-matched again as soon as somebody computes it anew.
+matched again as soon as it is computed again.
 
 What concerns many blocks at once is kept in arrays, one entry a node, and blocks that were
 added together get neighbouring numbers. So a prompt of ten thousand known blocks costs a few
@@ -111,7 +111,7 @@ class NodeTable:
         """Finds a known block whose successor is unknown, and the nodes that lead to it.
 
         Returns `None` if its chain does not reach back to the first key: then some block
-        between is missing, and only looking up one key after the other tells which.
+        between is missing, and only looking up one key after the other finds which.
         """
         known, unknown, node = -1, len(keys), NOWHERE
         while unknown - known > 1:

@@ -1,16 +1,31 @@
-"""How fast blocks travel and tokens are computed, from the last few times either happened.
+"""How fast blocks are copied and tokens computed, and whether a step may wait for a load.
 
-A rate is a *moving median*: of an odd, small number of samples, so that one copy that waited
-for a busy disk, or one step that compiled a kernel, does not turn a decision.
+A rate is a *moving median* of an odd, small number of samples, so that one copy that waited for a
+busy disk, or one step that compiled a kernel, does not turn a decision. What was measured long ago
+does not count: a hop that was slow once would otherwise never be used, and so never be measured,
+again.
 
-The one rule that must not break: what was measured long ago is not believed. A hop that was
-slow once would otherwise never be used, and so never be measured, again.
+A request whose layers are still arriving may join a step (`joins_step`):
+
+    layer     0      1      2      3
+    arrives   ──┤    ──────┤ ──────────┤ ─────────────┤
+    needed    │      │      │      │                        the step alone
+              └stall ┘
+
+A step waits for a layer that is not there, and needs everything after it that much later. A long
+load must not hold up the requests that decode in the same step, so it joins only when all its
+waits together are a small share of the step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 SAMPLE_COUNT = 31
 """Odd, so that the median is a sample; at a few samples a second, it follows within seconds."""
@@ -113,7 +128,7 @@ class HopMeter:
         self._asked += block_count
 
     def end(self, block_count: int, now: float, *, whole: bool) -> None:
-        """Every rank is through with a copy; how long one took that is not whole tells nothing."""
+        """Notes that every rank has ended a copy; one that failed in part is not measured."""
         overdue = self._asked_by_tick[0] > self._over
         self._over += block_count
         if whole:
@@ -147,3 +162,40 @@ class HopMeter:
         self._since = now
         self._arrived = 0
         self._overdue = False
+
+
+STALL_SHARE_MAX = 0.05
+
+
+def stall_s(arrivals_s: Sequence[float], needs_s: Sequence[float]) -> float:
+    """How long a step that begins now waits for its layers, all in all.
+
+    Args:
+        arrivals_s: In how many seconds each layer is there; 0 if it is.
+        needs_s: How long after its beginning the step, if it never waits, needs each layer.
+
+    Raises:
+        ValueError: the two differ in length.
+    """
+    if len(arrivals_s) != len(needs_s):
+        raise ValueError(f"{len(arrivals_s)} layers arrive, {len(needs_s)} are needed")
+    # Once it has waited for one layer, the step needs every later one that much later.
+    late = (there - wanted for there, wanted in zip(arrivals_s, needs_s, strict=True))
+    return max(0.0, max(late, default=0.0))
+
+
+def joins_step(
+    arrivals_s: Sequence[float],
+    needs_s: Sequence[float],
+    *,
+    step_s: float,
+    stall_share_max: float = STALL_SHARE_MAX,
+) -> bool:
+    """Whether the step would wait for at most `stall_share_max` of its own length.
+
+    Raises:
+        ValueError: `step_s` is not positive, or the layers do not match.
+    """
+    if not step_s > 0:
+        raise ValueError(f"step_s is {step_s}, must be more than 0")
+    return stall_s(arrivals_s, needs_s) <= stall_share_max * step_s

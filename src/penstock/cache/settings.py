@@ -33,12 +33,12 @@ EVICTION_POLICIES = tuple(POLICIES)
 
 
 class Gate(Enum):
-    """Whether blocks below the device are loaded where computing them would be quicker."""
+    """How the cache decides whether blocks below the device are loaded or computed again."""
 
     MEASURED = "measured"
-    """No: measured rates decide; without any, blocks are loaded."""
+    """By measured rates: whatever is quicker. Without any, blocks are loaded."""
     OFF = "off"
-    """Yes: whatever is found is loaded."""
+    """Not at all: everything that is found is loaded."""
 
 
 class WriteKind(Enum):
@@ -131,15 +131,15 @@ class CacheSettings:
     rank_count: int = 1
     group_count: int = 1
     operation_blocks_max: int = 256
-    """An operation moves at most so many blocks, so that its end is never far."""
+    """How many blocks an operation moves at most, so that it ends soon."""
     operation_timeout_s: float = 30.0
     """An operation without a deadline of its own expires after this."""
     departed_count: int = 65_536
-    """Of so many blocks that left, the reason is remembered."""
+    """Of how many blocks that left the reason is remembered."""
     story_count: int = 4_096
-    """Of so many happenings, the story is kept."""
+    """How many entries the history keeps."""
     event_count: int = 8_192
-    """So many KV events wait for a reader; then the oldest go, and a snapshot is due."""
+    """How many KV events wait for a reader; with more, the oldest go and a snapshot is due."""
     pin_share: float = 0.5
     """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
     load_gate: Gate = Gate.MEASURED
@@ -151,7 +151,7 @@ class CacheSettings:
     """A rate is believed for so long after its last sample. Long enough for a lull between
     requests, short enough that a tier which was slow for a while is soon tried again."""
     block_bytes: int = 0
-    """Bytes of a block on one rank, to tell rates in bytes; 0 where they are not known."""
+    """Bytes of a block on one rank, to give rates in bytes; 0 where they are not known."""
 
     def __post_init__(self) -> None:
         if self.device is None and not self.tiers:

@@ -11,7 +11,7 @@ A slot, whatever the tier:
                   ├──────────────┴─condemn→ DOOMED ─discard→ FREE
                   └─discard→ FREE
 
-*DOOMED* is the state that makes reuse safe: nobody may read the slot any more, but a copy
+*DOOMED* is the state that makes reuse safe: nothing may read the slot any more, but a copy
 may still write to it, so it is not free either.
 """
 
@@ -42,7 +42,7 @@ class SlotState(IntEnum):
     LEAVING = 3
     """A ready block that is being written to a lower tier so that its slot can be freed."""
     DOOMED = 4
-    """Bytes nobody may read, in a slot that something may still write to or hold."""
+    """Bytes that must not be read, in a slot that something may still write to or hold."""
 
 
 class SlotMove(IntEnum):
@@ -73,7 +73,7 @@ class OperationState(IntEnum):
     """How far an operation is."""
 
     RUNNING = 0
-    """Ranks are at work, and somebody wants the result."""
+    """Ranks are at work, and the result is wanted."""
     ENDING = 1
     """Its outcome is known, but some rank may still touch its slots."""
     ENDED = 2

@@ -33,7 +33,7 @@ ANY_TENANT = "*"
 
 
 _LONG_RUN = 8
-"""From so many blocks on, looking at them all at once is cheaper than one after the other."""
+"""With at least this many blocks, an array operation is cheaper than a loop."""
 
 
 class Room(NamedTuple):
@@ -42,7 +42,7 @@ class Room(NamedTuple):
     victims: list[int]
     """Nodes that were set aside."""
     own_count: int
-    """So many leading victims go because their tenant is over its quota."""
+    """How many leading victims go because their tenant is over its quota."""
     slot_count: int
     """Slots that could be taken once the victims are gone: no more than were wanted."""
 

@@ -1,8 +1,8 @@
 """The whole state of one engine's cache, and the few verbs that keep its books straight.
 
-Everything here belongs to one owner and is changed only inside `CacheMachine.handle`.
-The modules beside this one (`leasing`, `copying`, `writing`, `finding`, `faults`) are the
-parts of that owner's mind; they share these books and nothing else.
+It is changed only inside `CacheMachine.handle`. The modules beside this one (`acquire`, `leases`,
+`copies`, `writes`, `matching`, `offload`, `faults`) handle its events; they share these books and
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.departed import Departed, Departure, MissReason
 from penstock.cache.expiries import Expiries
-from penstock.cache.history import History
-from penstock.cache.ledger import Ledger
+from penstock.cache.explain import Departed, Departure, History, Miss, MissReason
 from penstock.cache.nodes import NOWHERE, NodeTable
+from penstock.cache.operations import Ledger
 from penstock.cache.settings import DEVICE, HUB, CacheSettings
-from penstock.cache.states import DOOMED, FILLING, LEAVING
+from penstock.cache.states import DOOMED, FILLING, LEASE_TABLE, LEAVING, LeaseMove, LeaseState
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
 from penstock.machine.effects import Drop, Effect
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.cache.leases import Lease
-    from penstock.cache.ledger import Operation
+    from penstock.cache.operations import Operation
     from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
 PRIORITY_MAX = int(np.iinfo(np.int16).max)
@@ -41,13 +39,13 @@ FIRST_TO_LEAVE = -PRIORITY_MAX - 1
 """The priority of blocks whose time to live has passed: below any that can be asked for."""
 
 _TENANTS_MIN = 64
-"""So many tenants are remembered in any case."""
+"""How many tenants are remembered in any case."""
 _STORY_LENGTH = 20
-"""So many happenings go with a defect that concerns no block in particular."""
+"""How much of the history goes with a defect that concerns no block in particular."""
 _CONTENT_LIMIT = 4096
+"""How many prompts' first blocks are remembered, each with its namespaces."""
 _NAMESPACE_LIMIT = 64
-"""Of so many namespaces each: who asks from a further one is told what is true of the first."""
-"""Of so many prompts' first blocks, the namespaces are remembered."""
+"""How many namespaces are remembered for each; further ones are not."""
 
 
 def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float | None) -> None:
@@ -87,6 +85,54 @@ class Counters:
     """Found below the device, but quicker to compute."""
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class LeaseRecord:
+    """What one request holds: one list of device slots, wherever the blocks came from.
+
+    Some of the blocks are *published*: they have a key, and others may match them. The rest is the
+    request's own until it commits.
+    """
+
+    id: LeaseId
+    request: str
+    tenant: int
+    epoch: int
+    """Blocks computed before a reset are not published after it."""
+    table: NDArray[np.int32]
+    """Device slots in token order."""
+    matched_blocks: int
+    """How many leading blocks were found rather than computed."""
+    token_count: int
+    """How many leading tokens have their KV, or will have it when the loads arrive."""
+    published_blocks: int
+    """How many leading blocks have been offered to the index."""
+    tail_key: Key | None
+    """The key of the last published block."""
+    frontier: Key | None
+    """The key this request will publish next, where it is known."""
+    store: bool = True
+    priority: int = 0
+    ttl_s: float | None = None
+    namespace: bytes = b""
+    content: int = 0
+    miss: Miss = field(default_factory=lambda: Miss(reason=MissReason.NONE))
+    """Why no more was found."""
+    state: LeaseState = LeaseState.READY
+    waiting: set[OperationId] = field(default_factory=set)
+    """The copies it waits for."""
+    twins: list[int] = field(default_factory=list)
+    """Slots of blocks that another request published first; held, so that the blocks this
+    request publishes after them stay reachable."""
+
+    def move(self, move: LeaseMove) -> None:
+        """Changes the state by the table."""
+        self.state = LEASE_TABLE.after(self.state, move, subject=f"lease of {self.request!r}")
+
+    def append(self, slots: NDArray[np.int32]) -> None:
+        """Adds slots at the end of the table."""
+        self.table = np.concatenate((self.table, slots))
+
+
 class Books:
     """State of the cache of one engine."""
 
@@ -100,7 +146,7 @@ class Books:
         """By index; the device is `None` when the engine manages its own slots."""
         self.ledger = Ledger(incarnation)
         self.rates = Rates(settings)
-        self.leases: dict[LeaseId, Lease] = {}
+        self.leases: dict[LeaseId, LeaseRecord] = {}
         self.lease_next = 1
         self.pins: dict[PinId, tuple[Key, ...]] = {}
         self.pin_next = 1
@@ -137,7 +183,7 @@ class Books:
         self.expiries = Expiries()
         self.expiries.resize(self.nodes.capacity)
         self._tenants_max = _TENANTS_MIN
-        """So many are remembered before those are forgotten that nothing is left of."""
+        """With more tenants than this, those without blocks are forgotten."""
         self._tenants_free: list[int] = []
 
     # ---------------------------------------------------------------- finding things
@@ -176,7 +222,7 @@ class Books:
             return self.lower_tiers()[:1]
         return self.lower_tiers()[1:] if index == HUB else []
 
-    def lease(self, lease_id: LeaseId) -> Lease:
+    def lease(self, lease_id: LeaseId) -> LeaseRecord:
         """A lease that has not ended.
 
         Raises:
@@ -422,7 +468,7 @@ class Books:
         if len(self.contents) > _CONTENT_LIMIT:
             del self.contents[next(iter(self.contents))]
 
-    def aim(self, lease: Lease, frontier: Key | None) -> None:
+    def aim(self, lease: LeaseRecord, frontier: Key | None) -> None:
         """Notes which block a lease will publish next."""
         if lease.frontier is not None:
             left = self.frontiers[lease.frontier] - 1

@@ -2,7 +2,7 @@
 
 | effects                                    | for                                              |
 |--------------------------------------------|--------------------------------------------------|
-| `Granted Grown Pinned Found Started`       | whoever sent the event: its answer               |
+| `Granted Grown Pinned Found Started`       | the sender of the event: its answer              |
 | `Copy Abandon Drop`                        | the drivers: work to carry out on every rank      |
 | `Ended Settled LeaseChanged`               | the engine: what became of what it waits for      |
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.cache.departed import Miss
-    from penstock.cache.ledger import BlockFault, Outcome, Purpose
+    from penstock.cache.explain import Miss
+    from penstock.cache.operations import BlockFault, Outcome, Purpose
     from penstock.cache.states import LeaseState
     from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
@@ -65,13 +65,13 @@ class Found(Effect, frozen=True, kw_only=True):
     """What of a chain lies below the device."""
 
     ready: int
-    """So many leading blocks can be loaded now."""
+    """How many leading blocks can be loaded now."""
     pending: int
-    """So many after them are on their way, or would be if somebody asked for them."""
+    """How many after them are on their way, or wait for a `Prefetch`."""
     below: int
-    """So many of the pending ones wait below the hub for a `Prefetch`."""
+    """How many of the pending ones wait below the hub for a `Prefetch`."""
     worth: int
-    """So many leading blocks, ready or pending, are quicker to load than to compute."""
+    """How many leading blocks, ready or pending, are quicker to load than to compute."""
     miss: Miss
     """Why there are no more, or no more that are worth loading."""
     losses: int
@@ -117,7 +117,7 @@ class Drop(Effect, frozen=True, kw_only=True):
 
 
 class Ended(Effect, frozen=True, kw_only=True):
-    """The outcome of an operation, told once."""
+    """The outcome of an operation; sent once."""
 
     operation: OperationId
     purpose: Purpose

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.cache.ledger import BlockFault
+    from penstock.cache.operations import BlockFault
     from penstock.vocabulary.ids import Key, LeaseId, OperationId, PinId
 
 
@@ -56,21 +56,21 @@ class Acquire(Event, frozen=True, kw_only=True):
 
 
 class Grow(Event, frozen=True, kw_only=True):
-    """A lease needs room for so many tokens in all. Answer: `Grown`."""
+    """A lease needs room for `token_count` tokens in all. Answer: `Grown`."""
 
     lease: LeaseId
     token_count: int
 
 
 class Commit(Event, frozen=True, kw_only=True):
-    """The KV of so many tokens in all is computed on every rank and in every group."""
+    """The KV of `token_count` tokens in all is computed on every rank and in every group."""
 
     lease: LeaseId
     token_count: int
     keys: Sequence[Key]
     """Of the blocks that are full now and were not before."""
     frontier: Key | None = None
-    """The key that will come next, where the prompt already tells."""
+    """The key that will come next, where the prompt says so."""
 
 
 class Fork(Event, frozen=True, kw_only=True):
@@ -109,9 +109,9 @@ class Lookup(Event, frozen=True, kw_only=True):
 
     keys: Sequence[Key]
     start: int = 0
-    """So many leading keys are known to be ready."""
+    """How many leading keys are known to be ready."""
     held: int = 0
-    """So many leading blocks lie on the engine's device already."""
+    """How many leading blocks lie on the engine's device already."""
     again: bool = False
     """Whether it was said already that some are quicker to compute: it is not counted twice."""
 
@@ -167,7 +167,7 @@ class Report(Event, frozen=True, kw_only=True):
 
 
 class Computed(Event, frozen=True, kw_only=True):
-    """The engine has computed the KV of so many tokens, and it took so long."""
+    """The engine has computed the KV of `token_count` tokens in `seconds`."""
 
     token_count: int
     seconds: float

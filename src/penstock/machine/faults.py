@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
-from penstock.machine import copying, releasing
+from penstock.machine import copies, leases
 from penstock.machine.events import Report
 
 if TYPE_CHECKING:
-    from penstock.cache.ledger import Operation
+    from penstock.cache.operations import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Discovered, RankBack, RankLost, Reset, TierOff, TierOn
@@ -33,9 +33,9 @@ def reset(books: Books, event: Reset, now: float) -> None:
     for lease in list(books.leases.values()):
         books.aim(lease, None)
         if lease.state is LeaseState.LOADING:
-            releasing.lose(books, lease, now)
+            leases.lose(books, lease, now)
     for operation in books.ledger.running():
-        copying.decide(books, operation, OperationMove.CANCEL, now, failure="reset")
+        copies.decide(books, operation, OperationMove.CANCEL, now, failure="reset")
     for tier in books.owned_tiers():
         _empty(books, tier, MissReason.RESET, now, "reset")
     books.foreign.clear()
@@ -53,12 +53,12 @@ def rank_lost(books: Books, event: RankLost, now: float) -> None:
     books.lost_ranks.add(event.rank)
     books.history.add(now, "rank lost", f"rank {event.rank}")
     for lease in list(books.leases.values()):
-        releasing.lose(books, lease, now)
+        leases.lose(books, lease, now)
     for operation in list(books.ledger.operations.values()):
         if event.rank in operation.waiting_ranks:
             failure = f"rank {event.rank} is lost"
             report = Report(operation=operation.id, rank=event.rank, failure=failure)
-            copying.report(books, report, now)
+            copies.report(books, report, now)
     device = books.tiers[DEVICE]
     if device is not None:
         _empty(books, device, MissReason.LOST, now, f"rank {event.rank}")
@@ -80,11 +80,11 @@ def tier_off(books: Books, event: TierOff, now: float) -> None:
     failure = f"tier {tier.name} is off"
     for operation in _operations_of(books, tier):
         if operation.state is OperationState.RUNNING:
-            copying.decide(books, operation, OperationMove.FAIL, now, failure=failure)
+            copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
         if event.fenced:
             for rank in sorted(operation.waiting_ranks):
                 report = Report(operation=operation.id, rank=rank, failure=failure)
-                copying.report(books, report, now)
+                copies.report(books, report, now)
 
 
 def tier_on(books: Books, event: TierOn, now: float) -> None:
@@ -94,14 +94,14 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
         for operation in _operations_of(books, tier):
             if operation.state is OperationState.RUNNING:
                 failure = f"tier {tier.name} lost its bytes"
-                copying.decide(books, operation, OperationMove.FAIL, now, failure=failure)
+                copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
         _empty(books, tier, MissReason.LOST, now, tier.name)
     tier.on = True
     books.history.add(now, "tier on", tier.name)
 
 
 def discovered(books: Books, event: Discovered, now: float) -> None:
-    """Blocks lie in a tier that nobody here wrote: after a restart, or by another engine."""
+    """Blocks lie in a tier that this cache did not write: a restart, or another engine."""
     tier = _lower_tier(books, event.tier)
     if event.foreign:
         books.foreign.update(dict.fromkeys(event.keys, tier.index))
@@ -131,7 +131,7 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         found = np.array(nodes, dtype=np.int32)
         tier.pool.fill(np.array(slots, dtype=np.int32))
         tier.offer(found)
-        copying.announce(books, tier, found)
+        copies.announce(books, tier, found)
         books.history.add(now, "discovered", tier.name, list(event.keys))
 
 

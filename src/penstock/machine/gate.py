@@ -6,7 +6,7 @@
 The prefix with the least sum is taken. It can only end where the tier changes: within one
 tier every further block costs the same and saves the same.
 
-A load costs at least the wait for the end of a step, which no rate tells: one that saves less
+A load costs at least the wait for the end of a step, which no rate shows: one that saves less
 than `load_tokens_min`, or than the engine prefills in `LOAD_WAIT_S`, is not made.
 
 | not measured, or not lately | what follows                                             |
@@ -32,7 +32,7 @@ from penstock.cache.settings import DEVICE, HUB, Gate
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.cache.ledger import Operation
+    from penstock.cache.operations import Operation
     from penstock.cache.settings import CacheSettings
     from penstock.machine.books import Books
     from penstock.machine.events import Computed
@@ -82,7 +82,7 @@ class Rates:
 
 
 def computed(books: Books, event: Computed, now: float) -> None:
-    """The engine tells how long prefill took."""
+    """Takes how long the engine's prefill took."""
     if event.token_count < 1:
         raise ValueError(f"token_count is {event.token_count}, must be at least 1")
     if not 0 < event.seconds < math.inf:
@@ -105,7 +105,7 @@ def worth_loading(books: Books, source: NDArray[np.int8], now: float) -> int:
 
 
 def _floor_tokens(books: Books, now: float) -> float:
-    """A load has to save so many tokens."""
+    """How many tokens a load has to save."""
     settings = books.settings
     if settings.load_tokens_min or settings.load_gate is Gate.OFF:
         return settings.load_tokens_min
@@ -139,7 +139,7 @@ def _load_s(
 def _hop_s(
     books: Books, source: int, target: int, block_counts: NDArray[np.intp], now: float
 ) -> NDArray[np.float64]:
-    """How long so many blocks take over a hop, behind what is queued there."""
+    """How long blocks take over a hop, behind what is queued there."""
     meter = books.rates.hops[source, target]
     blocks_per_s = meter.bound.value(now)
     if blocks_per_s is None:

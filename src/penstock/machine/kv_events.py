@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 KEYS_PER_EVENT = 64
-"""Waiting events may hold so many keys each, on average; beyond it the oldest go."""
+"""How many keys the waiting events may hold each, on average; with more, the oldest go."""
 
 
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -59,7 +59,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventLog:
-    """The last events, until somebody takes them."""
+    """The last events, until they are taken."""
 
     def __init__(self, limit: int) -> None:
         self._events: deque[KvEvent] = deque()

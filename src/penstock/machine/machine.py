@@ -2,8 +2,8 @@
 
     effects = machine.handle(event, now)
 
-A wrong event raises before anything has changed. The books are private: whoever drives the
-machine asks its questions here. Nothing waits, reads a clock or does I/O: the same events in
+A wrong event raises before anything has changed. The books are private: the driver asks
+the questions here. Nothing waits, reads a clock or does I/O: the same events in
 the same order give the same effects.
 """
 
@@ -12,31 +12,19 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
-from penstock.machine import (
-    copying,
-    faults,
-    gate,
-    growing,
-    leasing,
-    offloading,
-    pinning,
-    publishing,
-    releasing,
-    writing,
-)
+from penstock.machine import acquire, copies, faults, gate, leases, offload, writes
 from penstock.machine import events as ev
-from penstock.machine.audit import audit
+from penstock.machine.audit import audit, freeze
 from penstock.machine.books import Books
-from penstock.machine.freezing import freeze
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
-    from penstock.cache.ledger import Operation, Outcome
+    from penstock.cache.operations import Operation, Outcome
     from penstock.cache.settings import CacheSettings
     from penstock.machine.effects import Effect
     from penstock.machine.kv_events import KvEvent, Snapshot
@@ -146,7 +134,7 @@ class CacheMachine:
     @property
     def tier_names(self) -> tuple[str, ...]:
         """The name of each tier, device first."""
-        # Where an engine keeps its own device blocks, the first tier is nobody's.
+        # Where an engine manages its own device blocks, the first tier is `None`.
         return tuple("device" if tier is None else tier.name for tier in self._books.tiers)
 
     def tier_sizes(self) -> dict[str, int]:
@@ -191,47 +179,47 @@ class CacheMachine:
         books = self._books
         while books.agenda:
             operation, bad_slots = books.agenda.pop(0)
-            releasing.after_operation(books, operation, bad_slots, now)
-            writing.after_operation(books, operation, now)
+            leases.after_operation(books, operation, bad_slots, now)
+            writes.after_operation(books, operation, now)
 
 
 def _tick(books: Books, _event: ev.Tick, now: float) -> None:
-    copying.expire(books, now)
+    copies.expire(books, now)
     books.rates.tick()
     books.expire_blocks(now)
     for tier in books.owned_tiers():
-        writing.keep_watermark(books, tier, now)
+        writes.keep_watermark(books, tier, now)
 
 
 def _cancel(books: Books, event: ev.Cancel, now: float) -> None:
     operation = books.ledger.operations.get(event.operation)
     if operation is not None and operation.state is OperationState.RUNNING:
-        copying.decide(books, operation, OperationMove.CANCEL, now, failure="cancelled")
+        copies.decide(books, operation, OperationMove.CANCEL, now, failure="cancelled")
 
 
 def _release(books: Books, event: ev.Release, now: float) -> None:
-    releasing.release(books, event.lease, now, returning=False)
+    leases.release(books, event.lease, now, returning=False)
 
 
 def _preempt(books: Books, event: ev.Preempt, now: float) -> None:
-    releasing.release(books, event.lease, now, returning=True)
+    leases.release(books, event.lease, now, returning=True)
 
 
 _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
-    ev.Acquire: leasing.acquire,
-    ev.Grow: growing.grow,
-    ev.Commit: publishing.commit,
-    ev.Fork: growing.fork,
+    ev.Acquire: acquire.acquire,
+    ev.Grow: leases.grow,
+    ev.Commit: leases.commit,
+    ev.Fork: leases.fork,
     ev.Release: _release,
     ev.Preempt: _preempt,
-    ev.Pin: pinning.pin,
-    ev.Unpin: pinning.unpin,
-    ev.Lookup: offloading.lookup,
-    ev.Load: offloading.load,
-    ev.Save: offloading.save,
-    ev.Prefetch: offloading.prefetch,
+    ev.Pin: leases.pin,
+    ev.Unpin: leases.unpin,
+    ev.Lookup: offload.lookup,
+    ev.Load: offload.load,
+    ev.Save: offload.save,
+    ev.Prefetch: offload.prefetch,
     ev.Cancel: _cancel,
-    ev.Report: copying.report,
+    ev.Report: copies.report,
     ev.Computed: gate.computed,
     ev.RankLost: faults.rank_lost,
     ev.RankBack: faults.rank_back,

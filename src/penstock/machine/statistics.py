@@ -97,7 +97,7 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_computed_instead: int
     """Tokens that were found below the device, but were quicker to compute than to load."""
     prefill_tokens_per_s: float | None
-    """The moving median of what the engine told; `None` where it told nothing lately."""
+    """The moving median of what the engine reported; `None` without a recent report."""
     hops: tuple[HopStatistics, ...]
     tiers: tuple[TierStatistics, ...]
 

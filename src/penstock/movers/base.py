@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from penstock.cache.ledger import BlockFault
+    from penstock.cache.operations import BlockFault
     from penstock.machine.effects import Copy
     from penstock.vocabulary.ids import OperationId
 

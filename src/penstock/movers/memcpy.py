@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.movers.base import Moved
 from penstock.movers.packing import Packing, load_parts_library
 from penstock.tiers.base import KeepsSums

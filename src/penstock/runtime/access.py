@@ -6,7 +6,7 @@
 
 `thread` is the number of the thread that may call; it is `NOBODY` while a call is under way, and
 for good once the cache is closed, was broken off, or is seen from a forked child. So one comparison
-of two integers tells all of it.
+of two integers answers all of it.
 
 The one rule: a call that ends by anything but a refusal (an interrupt, say) has left its work
 half done. Nothing that depends on it is done any more: every later call says so.

@@ -25,7 +25,7 @@ from penstock.runtime.messages import decode_report
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.cache.ledger import Operation
+    from penstock.cache.operations import Operation
     from penstock.runtime.rank_facts import RankFacts
     from penstock.vocabulary.ids import OperationId
 
@@ -108,7 +108,7 @@ class Acknowledgements:
         if life == self._life[rank] or life in self._earlier[rank]:
             raise PeerError(
                 f"rank {rank} is back as life {life:016x}, must be another than the one that was "
-                "lost: open the rank anew, which fences what the old one was told"
+                "lost: open the rank anew, which fences what the old one had to do"
             )
         self._earlier[rank].append(self._life[rank])
         self._life[rank] = life

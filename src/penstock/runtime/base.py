@@ -178,10 +178,10 @@ class BaseCache:
             self._deliver(self._driver.step(budget_bytes=budget_bytes))
 
     def computed(self, token_count: int, seconds: float) -> None:
-        """The engine computed the KV of so many tokens, and it took so long.
+        """Reports that the engine computed the KV of `token_count` tokens in `seconds`.
 
         Decides, with the measured speed of copies, whether blocks below the device are loaded
-        or computed again. For steps that mostly prefill: a decode step tells nothing of it.
+        or computed again. For steps that mostly prefill: a decode step says nothing about it.
 
         Raises:
             ValueError: there were no tokens, or it took no time.
@@ -222,7 +222,7 @@ class BaseCache:
     def close(self, timeout_s: float = 0.0) -> Drained:
         """Drains, fences, releases, in this order; a second call changes nothing.
 
-        Copies that write blocks down may end for so many seconds; all others are cancelled at
+        Copies that write blocks down may end for `timeout_s`; all others are cancelled at
         once. After it nothing touches the engine's blocks on this rank any more, the memory of
         the tiers is given back, and channels are closed. Leases that are still open are named in
         a `ResourceWarning`. A cache whose books cannot be relied on is closed as well.

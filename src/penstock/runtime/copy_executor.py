@@ -78,10 +78,10 @@ class CopyExecutor:
         self._movers = self._connect()
         self._states = [_MoverState(mover) for mover in self._movers.values()]
         self.steps = EngineSteps(self._movers)
-        """What the engine tells and asks around its steps."""
+        """What the engine calls around its steps."""
         self._device_wait_s = device_wait_s
         self._waits_since: float | None = None
-        """Since when somebody has waited for the device without seeing any of its copies end."""
+        """When the wait for the device began that has not seen any of its copies end."""
         self._mover_of: dict[OperationId, Mover] = {}
 
     @property
@@ -100,7 +100,7 @@ class CopyExecutor:
         return len(self._mover_of)
 
     def has(self, operation: OperationId) -> bool:
-        """Whether a copy is under way that `collect` will tell of."""
+        """Whether a copy is under way, which `collect` will return."""
         return operation in self._mover_of
 
     def submit(self, copy: Copy) -> None:
@@ -110,13 +110,13 @@ class CopyExecutor:
         mover.submit(copy)
 
     def abandon(self, operation: OperationId) -> None:
-        """The copy is not wanted any more: it ends early, and is told all the same."""
+        """Ends a copy early; `collect` returns it all the same."""
         mover = self._mover_of.get(operation)
         if mover is not None:
             mover.abandon(operation)
 
     def collect(self, *, budget_bytes: int) -> Iterator[Moved]:
-        """Moves blocks for at most `budget_bytes`, and tells what has ended.
+        """Moves blocks for at most `budget_bytes`, and returns what has ended.
 
         Every mover gets on by a block at least, whatever the budget: else a steady stream of
         loads would leave saves, and the slots of abandoned copies, waiting for ever.

@@ -9,7 +9,7 @@
 | a `CudaTier`, to choose layer-wise loads     | as it is      | mix64               |
 
 Another kind of device is a row of `ALGORITHMS`, and movers to and from it. torch is not imported
-here unless an engine has: whoever hands tensors over has done so.
+here unless the engine has imported it, which it has if it gives us tensors.
 """
 
 from __future__ import annotations

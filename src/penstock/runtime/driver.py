@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.cache.ledger import Outcome, Purpose
+from penstock.cache.operations import Outcome, Purpose
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.events import (
@@ -216,7 +216,7 @@ class Driver:
         return effects
 
     def drain(self) -> list[ef.Effect]:
-        """Cancels what nobody will use any more: all copies but those that write blocks down."""
+        """Cancels all copies but those that write blocks down."""
         return self._cancel(lambda purpose: purpose not in _WRITES)
 
     def close(self, timeout_s: float, *, deliver: Callable[[list[ef.Effect]], None]) -> Drained:
@@ -338,7 +338,7 @@ class Driver:
         """Takes reports until no rank has anything in hand.
 
         The time does not go on for the machine: with a tick it would have more blocks written
-        down to keep free slots, and nobody would be left to say how that ended.
+        down to keep free slots, and no rank would be left to report how that ended.
         """
         with suppress(UnavailableError):  # The device is stuck: `health` says so.
             while self.links.self_driven and self.busy and self._clock() < deadline:

@@ -66,7 +66,7 @@ class FillsLayers(Protocol):
 
 @runtime_checkable
 class CallsDevice(Protocol):
-    """A mover that tells a device what to do, by compiled calls where they can be had."""
+    """A mover that submits work to a device, by compiled calls where there are any."""
 
     @property
     def without(self) -> str:
@@ -96,7 +96,7 @@ class EngineSteps:
         stream = as_int("stream", stream)
         if slots is not None:
             slots = as_array("slots", slots)
-        for mover in self._knowing[:1]:  # It tells the others of its device.
+        for mover in self._knowing[:1]:  # The movers of one device share it.
             mover.step_submitted(stream, slots)
 
     @property

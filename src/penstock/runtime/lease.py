@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.cache.departed import Miss
+    from penstock.cache.explain import Miss
     from penstock.runtime.driver import Driver
     from penstock.vocabulary.ids import LeaseId, OperationId
     from penstock.vocabulary.keys import Item, Tokens

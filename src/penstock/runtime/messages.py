@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.cache.ledger import BlockFault, Purpose  # noqa: TC001 - msgspec reads them
+from penstock.cache.operations import BlockFault, Purpose  # noqa: TC001 - msgspec reads them
 from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved
@@ -45,7 +45,7 @@ VERSION = 2
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX
 """A longer message is refused: it would not fit into a frame of a channel."""
 TEXT_MAX = 1000
-"""Causes and failures are for people to read, and are cut to so many characters."""
+"""Causes and failures are for people to read, and are cut to this many characters."""
 
 ValueT = TypeVar("ValueT")
 
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
     copies, and reports that they failed: the owner has given up on them there."""
     asked: Sequence[OperationId] = ()
     """Operations that the owner has waited for too long. A rank that does not have one in hand
-    reports that it failed there: what it told before did not arrive."""
+    reports that it failed there: its report did not arrive."""
 
 
 class RankReport(NamedTuple):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cache.departed import MissReason
+from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.errors import CapacityError
 from penstock.machine import effects as ef
@@ -176,7 +176,7 @@ class Offload(BaseCache):
         return self._ask(event, ef.Started)
 
     def hub_counts(self) -> HubCounts:
-        """The first tier below the device as it is now; `statistics` tells all, and costs more."""
+        """The first tier below the device as it is now; `statistics` has more, and costs more."""
         self._access.require()
         return self._driver.machine.hub_counts()
 

@@ -17,8 +17,8 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
@@ -77,7 +77,7 @@ class Rank:
         """The descriptor of each host tier, by name, for ranks that share it."""
         self.executor = executor
         self.steps = executor.steps
-        """What the engine tells and asks around its steps on this rank."""
+        """What the engine calls around its steps on this rank."""
         self.served = False
         """Whether a channel has been served for it, which is done once: see `serve`."""
         self._writes = writes
@@ -124,13 +124,13 @@ class Rank:
         self._require_place(decoded)
         ours = not decoded.lives or decoded.lives[self.facts.rank] == self.facts.life
         if ours:
-            # What an earlier life was told may name tiers that this one does not have.
+            # A plan for an earlier life may name tiers that this one does not have.
             self._require_sense(decoded)
         self._owner = decoded.incarnation
         self._last_plan = decoded.sequence
         for copy in decoded.copies:
             if not ours:
-                # The owner has given up on it here: the slots may be somebody else's by now.
+                # The owner has given up on it here: the slots may belong to other blocks by now.
                 failure = f"it was for another life of rank {self.facts.rank}"
                 self._ended.append(Moved(copy.operation, failure=failure))
             elif self._is_mine(copy):
@@ -203,8 +203,8 @@ class Rank:
         self._finished += len(moved) - before
         cut_short = self.executor.fence()
         self._cut_short += len(cut_short)
-        # A mover tells of what was abandoned without a failure: whoever abandoned it knows. Here
-        # the owner does not, and must not take half a copy for a whole one.
+        # A mover returns an abandoned copy without a failure, for the caller who abandoned it. Here
+        # the owner did not, and must not take half a copy for a whole one.
         failure = f"rank {self.facts.rank} ended before it was made"
         moved += [each._replace(failure=each.failure or failure) for each in cut_short]
         return self._report(moved) if moved else None
@@ -213,9 +213,8 @@ class Rank:
         """Drains, fences, releases: copies may end for so long, the rest is cut short.
 
         After it nothing touches the engine's memory any more. A second call changes nothing.
-        What ended last is not told: an owner that is to hear of it gets the report of `finish`
-        before. Where the device does not end its copies nothing is released, and `unsettled`
-        says how many they are.
+        What ended last is not reported: send the owner the report of `finish` before. Where the
+        device does not end its copies nothing is released, and `unsettled` counts them.
         """
         timeout_s = as_seconds("timeout_s", timeout_s, zero=True)
         if self._closed is not None:
@@ -266,10 +265,10 @@ class Rank:
         return f"<penstock.Rank {facts.rank}: blocks: device {blocks}{tiers}; {self._access.state}>"
 
     def _answer(self, asked: Sequence[OperationId]) -> None:
-        """Says of what it does not have in hand that it failed: that may have been told before."""
-        told_next = {each.operation for each in self._ended}
+        """Reports that operations it does not have failed; it may have reported them before."""
+        reported_next = {each.operation for each in self._ended}
         for operation in asked:
-            if operation not in told_next and not self.executor.has(operation):
+            if operation not in reported_next and not self.executor.has(operation):
                 failure = f"the report of rank {self.facts.rank} on it was lost"
                 self._ended.append(Moved(operation, failure=failure))
 
@@ -277,8 +276,8 @@ class Rank:
         assert self._owner is not None
         self._last_report += 1
         facts = self.facts
-        told = RankReport(facts.rank, facts.life, self._owner, self._last_report, moved)
-        return encode_report(told)
+        report = RankReport(facts.rank, facts.life, self._owner, self._last_report, moved)
+        return encode_report(report)
 
     def _is_mine(self, copy: Copy) -> bool:
         """Whether it is not another rank's part to write into the memory that all of them share."""
@@ -341,8 +340,8 @@ def serve(
 
     It ends when the owner closes the channel or is lost, at `until` on the monotonic clock, or
     when one of `descriptors` can be read, such as that of a `StopSignal`. Where the owner is
-    still there it hears the end: copies may end for `drain_s`, the rest is cut short, and the
-    last report is sent. The rank stays open, but is not served again: close it, and the channel.
+    still there, copies may end for `drain_s`, the rest is cut short, and the last report is sent.
+    The rank stays open, but is not served again: close it, and the channel.
 
     Raises:
         PeerError: the owner said what makes no sense to this rank. As with any other error here,
@@ -386,7 +385,7 @@ def _serve(
         try:
             retry_at = until if send_all(channel, reports) else time.monotonic() + RETRY_S
         except UnavailableError:
-            continue  # What has happened to the owner, the next `receive` tells.
+            continue  # The next `receive` returns what has happened to the owner.
         rank.wait(min(until, retry_at), channels=[channel], descriptors=descriptors)
         if wait_any((), descriptors, deadline=None).descriptors:
             return STOPPED, reports
@@ -400,9 +399,9 @@ def _send_last_reports(channel: Channel, rank: Rank, reports: deque[bytes], drai
     last = rank.finish(drain_s)
     if last is not None:
         reports.append(last)
-    with suppress(UnavailableError):  # The owner is lost, and needs to hear nothing.
+    with suppress(UnavailableError):  # The owner is lost, and needs no report.
         while not send_all(channel, reports) and time.monotonic() < deadline:
-            # No descriptor tells when there is room; the channel's own may, and costs nothing.
+            # No descriptor says when there is room; the channel's own may, and costs nothing.
             wait_any([channel], (), deadline=min(deadline, time.monotonic() + RETRY_S))
 
 

@@ -75,12 +75,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether it shares its host memory with the other ranks, which hold equal bytes."""
 
     def to_bytes(self) -> bytes:
-        """The facts as a message."""
+        """Encodes the facts as a message."""
         return _frames.encode(self)
 
     @classmethod
     def from_bytes(cls, message: bytes) -> RankFacts:
-        """The facts that a message tells.
+        """Reads the facts from a message.
 
         Raises:
             PeerError: the message is something else, of another version, or damaged.

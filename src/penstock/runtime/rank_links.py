@@ -51,7 +51,7 @@ engine's steps. With more than this the rank counts as lost."""
 FRAMES_MAX = 1024
 """A step takes at most this many frames from one channel, so that it ends."""
 RETRY_S = 0.05
-"""How soon a send is tried again when a channel is full: no descriptor tells when there is room.
+"""How soon a send is tried again when a channel is full: no descriptor says when there is room.
 A channel is full only after a thousand messages that the other end did not take."""
 
 

@@ -42,7 +42,7 @@ class HealthLog:
 
     @property
     def health(self) -> Health:
-        """The state as it is."""
+        """The state now, with all reasons."""
         reasons = tuple(f"{thing}: {why}" for thing, why in self._reasons.items())
         return Health(ok=not reasons, reasons=reasons)
 
@@ -53,7 +53,7 @@ class HealthLog:
             self._reasons[thing] = why
 
     def mend(self, thing: str) -> None:
-        """It is in order again."""
+        """Notes that it works again."""
         if self._reasons.pop(thing, None) is not None:
             logger.warning("recovered: %s", thing)
 

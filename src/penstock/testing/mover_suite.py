@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
-from penstock.cache.ledger import BlockFault, Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import BlockFault, Purpose
 from penstock.machine.effects import Copy
 from penstock.movers.base import Moved, Mover
 from penstock.testing.seeds import failing_seed

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _STALE_MIN = 64
-"""So many entries are not worth looking through."""
+"""A queue with fewer entries than this is not cleaned up."""
 
 
 class _Arrays:

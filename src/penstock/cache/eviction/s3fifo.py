@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 _SMALL, _MAIN = 0, 1
 _COUNT_MAX = 3
 _SMALL_SHARE = 10
-"""The small queue gets one slot in so many (the paper's tenth)."""
+"""The small queue gets one slot in this many (the paper's tenth)."""
 
 _Entry = tuple[int, int, int]
 
 
 _STALE_MIN = 64
-"""So many entries are not worth looking through."""
+"""A queue with fewer entries than this is not cleaned up."""
 
 
 class _Arrays:

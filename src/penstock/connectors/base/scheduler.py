@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.ledger import Outcome, Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Outcome, Purpose
 from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
 from penstock.connectors.base.statistics import TransferCounts
 from penstock.machine.effects import Ended

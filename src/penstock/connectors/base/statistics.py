@@ -25,7 +25,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from penstock.cache.ledger import BlockFault, Outcome
+from penstock.cache.operations import BlockFault, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from penstock.cache.ledger import Purpose
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Purpose
 from penstock.connectors.base.layerwise import LayerwiseWorker
 from penstock.movers.base import WAIT_S
 from penstock.runtime.messages import decode_plan, decode_report, encode_report

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from penstock.cache.joining import joins_step
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
+from penstock.cache.rates import joins_step
 from penstock.movers.cuda import kernels
 from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.chunks import chunk_tables, layer_spans

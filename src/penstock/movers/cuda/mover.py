@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.cache.ledger import BlockFault
+from penstock.cache.operations import BlockFault
 from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.link import Link
 from penstock.movers.cuda.packer import Packer

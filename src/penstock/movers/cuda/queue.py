@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from penstock.cache.ledger import Purpose
+from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S, Moved
 from penstock.movers.cuda.bell import Bell
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from penstock.cache.ledger import BlockFault
+    from penstock.cache.operations import BlockFault
     from penstock.machine.effects import Copy
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.runs import Road

@@ -1,0 +1,319 @@
+"""Leases, from the first match of a prompt to the release of its last block.
+
+`acquire` is all or nothing: the matched blocks are held first, so that making room cannot
+take them, and if room cannot be had everything is as it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.explain import Miss, MissReason
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Operation, Purpose
+from penstock.cache.settings import DEVICE, HUB
+from penstock.cache.states import FILLING, LEAVING, READY, LeaseMove
+from penstock.errors import CapacityError, NeverFitsError, UnavailableError
+from penstock.machine import copies, writes
+from penstock.machine.books import LeaseRecord, require_sound_wishes
+from penstock.machine.effects import Granted
+from penstock.machine.gate import worth_loading
+from penstock.machine.matching import Finding, explain, explain_first, find
+from penstock.vocabulary.ids import LeaseId
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+    from penstock.machine.events import Acquire
+    from penstock.vocabulary.ids import Key
+
+
+def acquire(books: Books, event: Acquire, now: float) -> None:
+    """Matches a prompt over all tiers, pins what was found, and takes room for the rest."""
+    block_tokens = books.settings.block_tokens
+    device = books.device
+    _check_acquire(books, event)
+    block_count = -(-event.token_count // block_tokens)
+    if block_count > device.pool.slot_count:
+        books.counters.requests_refused += 1
+        raise NeverFitsError(tier=device.name, wanted=block_count, available=device.pool.slot_count)
+    tenant = books.tenant(event.tenant)
+    found, miss, computed_instead = _match(books, event, now)
+    here = found.source == DEVICE
+    held = device.slot_of[found.nodes[here]]
+    wanted = block_count - len(held)
+    device.pool.hold(held)
+    available = books.make_room(device, wanted, tenant, now, event.request)
+    if available < wanted:
+        device.pool.unhold(held)
+        device.offer_slots(held)
+        books.counters.requests_refused += 1
+        raise CapacityError(tier=device.name, wanted=wanted, available=available)
+
+    slots = device.pool.take(wanted)
+    device.pool.hold(slots)
+    table = np.empty(block_count, dtype=np.int32)
+    matched = len(found.nodes)
+    table[:matched][here] = held
+    arriving = np.flatnonzero(~here)
+    table[arriving] = slots[: len(arriving)]
+    table[matched:] = slots[len(arriving) :]
+    lease = LeaseRecord(
+        id=LeaseId(books.lease_next),
+        request=event.request,
+        tenant=tenant,
+        epoch=books.ledger.epoch,
+        table=table,
+        matched_blocks=matched,
+        token_count=matched * block_tokens,
+        published_blocks=matched,
+        tail_key=event.keys[matched - 1] if matched else None,
+        frontier=None,
+        store=event.store,
+        priority=event.priority,
+        ttl_s=event.ttl_s,
+        namespace=event.namespace,
+        content=event.content,
+        miss=miss,
+    )
+    books.lease_next += 1
+    books.leases[lease.id] = lease
+    _use(books, found, event, now)
+    _rejoin(device, found.nodes[here], held)
+    _bring(books, lease, found, arriving, event, now)
+    _share_loads(books, lease, held)
+    if lease.waiting:
+        lease.move(LeaseMove.LOAD)
+    if event.store and matched < len(event.keys):
+        books.aim(lease, event.keys[matched])
+    books.counters.tokens_computed_instead += computed_instead * block_tokens
+    _account(books, lease, found, miss, event, now)
+
+
+def _check_acquire(books: Books, event: Acquire) -> None:
+    block_tokens = books.settings.block_tokens
+    if type(event.token_count) is not int or event.token_count < 1:
+        raise ValueError(f"token_count is {event.token_count}: a request has at least one token")
+    if len(event.keys) != event.token_count // block_tokens:
+        raise ValueError(
+            f"{len(event.keys)} keys for {event.token_count} tokens: "
+            f"one for each full block of {block_tokens} tokens is needed"
+        )
+    require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
+    if not books.healthy:
+        lost = ", ".join(map(str, sorted(books.lost_ranks)))
+        raise UnavailableError(f"rank {lost} is lost: no block can be filled on every rank")
+
+
+def _match(books: Books, event: Acquire, now: float) -> tuple[Finding, Miss, int]:
+    """What a request gets, why no more, and how many blocks it had better compute."""
+    # At least one token is left to compute, in a block of the request's own.
+    full = (event.token_count - 1) // books.settings.block_tokens
+    useful = event.keys[:full] if event.reuse else ()
+    found = find(books, useful, deepest=len(books.tiers) if event.load else DEVICE)
+    miss = _why(books, event, useful, len(found.nodes))
+    found, miss = _fit_into_hub(books, found, miss)
+    return _pass_gate(books, found, miss, now)
+
+
+def _why(books: Books, event: Acquire, useful: Sequence[Key], found: int) -> Miss:
+    if not event.reuse:
+        return Miss(reason=MissReason.OPTED_OUT)
+    miss = explain(books, useful, found)
+    return explain_first(books, miss, event.content, event.namespace)
+
+
+def _fit_into_hub(books: Books, found: Finding, miss: Miss) -> tuple[Finding, Miss]:
+    """Blocks below the hub travel through it; without room there, the match ends earlier."""
+    below = np.flatnonzero(found.source > HUB)
+    if not len(below):
+        return found, miss
+    hub = books.tier(HUB)
+    # Everything of this prompt that lies in the hub stays there while room is made.
+    mine = hub.slot_of[found.nodes]
+    mine = mine[mine != NOWHERE]
+    hub.pool.hold(mine)
+    room = hub.plan_room(len(below), None)
+    hub.put_back(room.victims)
+    hub.pool.unhold(mine)
+    hub.offer_slots(mine)
+    if room.slot_count >= len(below):
+        return found, miss
+    length = int(below[room.slot_count])
+    cut = Finding(found.nodes[:length], found.source[:length])
+    return cut, Miss(reason=MissReason.NO_ROOM, block=length)
+
+
+def _pass_gate(books: Books, found: Finding, miss: Miss, now: float) -> tuple[Finding, Miss, int]:
+    """Blocks that are quicker to compute than to load end the match; returns how many."""
+    length = worth_loading(books, found.source, now)
+    left = len(found.nodes) - length
+    if not left:
+        return found, miss, 0
+    cut = Finding(found.nodes[:length], found.source[:length])
+    return cut, Miss(reason=MissReason.RECOMPUTE, block=length), left
+
+
+def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
+    """Counts the hit for every block and every tier it was found in."""
+    nodes = found.nodes
+    if not len(nodes):
+        return
+    books.nodes.hits[nodes] += 1
+    for tier in books.owned_tiers():
+        here = nodes[tier.slot_of[nodes] != NOWHERE]
+        if len(here):
+            tier.touch(here, tick=books.tick)
+    if event.priority or event.ttl_s is not None:
+        until = None if event.ttl_s is None else now + event.ttl_s
+        books.hint(nodes, event.priority, until)
+
+
+def _rejoin(tier: Tier, nodes: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+    """A block on its way out is matched again at once; its copy goes on, it stays."""
+    leaving = tier.pool.state[slots] == LEAVING
+    if leaving.any():
+        tier.keep(nodes[leaving])
+
+
+def _bring(
+    books: Books,
+    lease: LeaseRecord,
+    found: Finding,
+    arriving: NDArray[np.intp],
+    event: Acquire,
+    now: float,
+) -> None:
+    """Starts the copies of what is not on the device yet."""
+    if not len(arriving):
+        return
+    device = books.device
+    nodes = found.nodes[arriving]
+    targets = lease.table[arriving]
+    device.place(nodes, targets, tick=books.tick)
+    deadline = now + books.settings.operation_timeout_s
+    if event.deadline is not None:
+        deadline = event.deadline
+    for index in sorted(set(found.source[arriving].tolist())):
+        chosen = found.source[arriving] == index
+        source = books.tier(index)
+        if index == HUB:
+            started = _load_from_hub(
+                books, source, nodes[chosen], targets[chosen], deadline, lease.request
+            )
+        else:
+            started = stage(
+                books, source, nodes[chosen], targets[chosen], deadline, lease.request, now
+            )
+        copies.wait_for(books, started, {lease.id})
+
+
+def _load_from_hub(
+    books: Books,
+    hub: Tier,
+    nodes: NDArray[np.int32],
+    targets: NDArray[np.int32],
+    deadline: float,
+    cause: str,
+) -> list[Operation]:
+    """Loads what is in the hub; what is still on its way there is passed on when it arrives."""
+    slots = hub.slot_of[nodes]
+    _rejoin(hub, nodes, slots)
+    ready = hub.pool.state[slots] == READY
+    started = copies.start(
+        books,
+        Purpose.LOAD,
+        source=HUB,
+        target=DEVICE,
+        keys=books.nodes.keys_of(nodes[ready].tolist()),
+        source_slots=slots[ready],
+        target_slots=targets[ready],
+        deadline=deadline,
+        cause=cause,
+    )
+    onward = dict(zip(slots[~ready].tolist(), targets[~ready].tolist(), strict=True))
+    return started + (copies.pass_on(books, onward) if onward else [])
+
+
+def stage(
+    books: Books,
+    source: Tier,
+    nodes: NDArray[np.int32],
+    onward: NDArray[np.int32] | None,
+    deadline: float,
+    cause: str,
+    now: float,
+) -> list[Operation]:
+    """Brings blocks from below into the hub; the caller knows that there is room."""
+    hub = books.tier(HUB)
+    source_slots = source.slot_of[nodes]
+    source.pool.hold(source_slots)
+    parents = books.nodes.parent[nodes]
+    mine = hub.slot_of[np.concatenate((nodes, parents[parents != NOWHERE]))]
+    mine = np.unique(mine[mine != NOWHERE])
+    hub.pool.hold(mine)
+    books.make_room(hub, len(nodes), None, now, cause)
+    slots = hub.pool.take(len(nodes))
+    hub.pool.unhold(mine)
+    hub.offer_slots(mine)
+    hub.place(nodes, slots, tick=books.tick)
+    started = copies.start(
+        books,
+        Purpose.STAGE,
+        source=source.index,
+        target=HUB,
+        keys=books.nodes.keys_of(nodes.tolist()),
+        source_slots=source_slots,
+        target_slots=slots,
+        deadline=deadline,
+        cause=cause,
+        onward=onward,
+    )
+    source.pool.unhold(source_slots)
+    return started
+
+
+def _share_loads(books: Books, lease: LeaseRecord, held: NDArray[np.int32]) -> None:
+    """Waits for copies that other requests started into slots of this lease."""
+    pool = books.device.pool
+    filling = held[pool.state[held] == FILLING]
+    if not len(filling):
+        return
+    bringing = [
+        operation
+        for operation in books.ledger.running()
+        if operation.purpose in (Purpose.LOAD, Purpose.STAGE)
+    ]
+    copies.wait_for(books, bringing, {lease.id})
+
+
+def _account(
+    books: Books, lease: LeaseRecord, found: Finding, miss: Miss, event: Acquire, now: float
+) -> None:
+    block_tokens = books.settings.block_tokens
+    counters = books.counters
+    counters.requests += 1
+    counters.tokens_asked += event.token_count
+    by_tier = np.bincount(found.source, minlength=len(books.tiers)) * block_tokens
+    for index, tokens in enumerate(by_tier.tolist()):
+        counters.tokens_cached_by_tier[index] += tokens
+    counters.misses[miss.reason] += 1
+    keys = event.keys[: len(found.nodes)]
+    books.history.add(now, "acquired", event.request, keys, f"lease={lease.id} miss={miss}")
+    books.effects.append(
+        Granted(
+            lease=lease.id,
+            table=lease.table,
+            state=lease.state,
+            cached_tokens=lease.token_count,
+            cached_by_tier=tuple(by_tier.tolist()),
+            miss=miss,
+        )
+    )
+    writes.after_hit(books, found.nodes, now, event.request)

@@ -1,0 +1,245 @@
+"""Blocks on their way down, always before their slot is needed.
+
+| policy          | a block is written into a tier                                           |
+|-----------------|--------------------------------------------------------------------------|
+| `write_through` | when it becomes ready in the tier that feeds it                           |
+| `selective`     | when it was hit often enough                                              |
+| `write_back`    | when the feeding tier falls under its low watermark                       |
+
+Eviction on the hot path only changes metadata: it never waits for a copy.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.explain import Departure, MissReason
+from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Operation, Outcome, Purpose
+from penstock.cache.settings import DEVICE, WriteKind
+from penstock.cache.states import LEAVING, READY
+from penstock.machine import copies
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.cache.tier import Tier
+    from penstock.machine.books import Books
+
+
+def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+    """Blocks became ready in a tier: writes them through to the tiers it feeds."""
+    for tier in books.fed_by(feeder):
+        write = tier.settings.write
+        if write.kind is WriteKind.WRITE_THROUGH:
+            save(books, feeder, tier, _with_those_before(books, nodes), now, cause)
+        elif write.kind is WriteKind.SELECTIVE:
+            save(books, feeder, tier, nodes[books.nodes.hits[nodes] >= write.hits], now, cause)
+
+
+def _with_those_before(books: Books, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The blocks and all before the first: what the tier lost of them is written once more.
+
+    A block in a lower tier is of no use there without the blocks before it.
+    """
+    if not len(nodes):
+        return nodes
+    before = books.nodes.path_to(int(books.nodes.parent[nodes[0]]))
+    return np.concatenate((before[~np.isin(before, nodes)], nodes))
+
+
+def after_hit(books: Books, nodes: NDArray[np.int32], now: float, cause: str) -> None:
+    """Blocks were hit: some may have earned a copy further down."""
+    for feeder in books.owned_tiers():
+        for tier in books.fed_by(feeder.index):
+            write = tier.settings.write
+            if write.kind is WriteKind.SELECTIVE:
+                often = nodes[books.nodes.hits[nodes] >= write.hits]
+                save(books, feeder.index, tier, often, now, cause)
+
+
+def after_operation(books: Books, operation: Operation, now: float) -> None:
+    """Blocks that arrived below the device may go further down."""
+    if operation.target == DEVICE or operation.outcome not in (Outcome.DONE, Outcome.FAILED):
+        return
+    tier = books.tier(operation.target)
+    if not books.fed_by(tier.index):
+        return
+    slots = operation.target_slots
+    nodes = tier.pool.node[slots[tier.pool.state[slots] == READY]]
+    after_fill(books, tier.index, nodes[nodes != NOWHERE], now, operation.cause)
+
+
+def save(
+    books: Books,
+    feeder: int,
+    tier: Tier,
+    nodes: NDArray[np.int32],
+    now: float,
+    cause: str,
+    *,
+    purpose: Purpose = Purpose.SAVE,
+) -> NDArray[np.int32]:
+    """Writes blocks from a tier into one that it feeds, as many as there is room for.
+
+    Blocks that lie there already, or on their way, are left alone. Returns the blocks that
+    are being written.
+    """
+    source = books.tier(feeder)
+    if not (tier.on and source.on and books.healthy) or not len(nodes):
+        return nodes[:0]
+    absent = (tier.slot_of[nodes] == NOWHERE) & (source.slot_of[nodes] != NOWHERE)
+    nodes = nodes[absent]
+    readable = source.pool.state[source.slot_of[nodes]]
+    nodes = nodes[(readable == READY) | (readable == LEAVING)]
+    nodes, slots = take_room(books, tier, nodes, now, cause)
+    if len(nodes):
+        copies.start(
+            books,
+            purpose,
+            source=feeder,
+            target=tier.index,
+            keys=books.nodes.keys_of(nodes.tolist()),
+            source_slots=source.slot_of[nodes],
+            target_slots=slots,
+            deadline=now + books.settings.operation_timeout_s,
+            cause=cause,
+        )
+    return nodes
+
+
+def take_room(
+    books: Books,
+    tier: Tier,
+    nodes: NDArray[np.int32],
+    now: float,
+    cause: str,
+    *,
+    beside: NDArray[np.int32] | None = None,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Takes slots of a lower tier for blocks: of every chain as many leading ones as it can.
+
+    A tenant over its quota gets no more room here than its own blocks leave. Blocks before
+    the given ones, and those `beside` them, are not evicted for it.
+    """
+    # Held while room is made, or a block might evict the one it follows.
+    before = books.nodes.parent[nodes]
+    before = before[before != NOWHERE]
+    near = before if beside is None else np.concatenate((before, beside))
+    near = _once_each(near[tier.slot_of[near] != NOWHERE])
+    tier.pool.hold(tier.slot_of[near])
+    # Counted as if they lay here already, or a block without a copy might be forgotten now.
+    books.nodes.copy_count[nodes] += 1
+    taken = [nodes[:0]]
+    slots = [nodes[:0]]
+    for chain in _chains(books, nodes):
+        tenants = books.nodes.tenant[chain]
+        for run in _cut(chain, tenants[1:] != tenants[:-1]):
+            count = _make_room_below(books, tier, run, now, cause)
+            taken.append(run[:count])
+            slots.append(tier.pool.take(count))
+            tier.place(taken[-1], slots[-1], tick=books.tick)
+            if count < len(run):
+                break  # What follows in this chain could not be reached.
+    books.nodes.copy_count[nodes] -= 1
+    tier.pool.unhold(tier.slot_of[near])
+    tier.offer(near)
+    chosen = np.concatenate(taken)
+    books.counters.saves_refused += len(nodes) - len(chosen)
+    return chosen, np.concatenate(slots)
+
+
+def _chains(books: Books, nodes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """The blocks in groups that follow each other one by one."""
+    if not len(nodes):
+        return []
+    return _cut(nodes, books.nodes.parent[nodes[1:]] != nodes[:-1])
+
+
+def _cut(nodes: NDArray[np.int32], ends: NDArray[np.bool_]) -> list[NDArray[np.int32]]:
+    """The nodes in groups; `ends` says of each but the last whether it ends one."""
+    places = (ends.nonzero()[0] + 1).tolist()
+    if not places:
+        return [nodes]
+    return [nodes[first:end] for first, end in pairwise([0, *places, len(nodes)])]
+
+
+def _once_each(nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The nodes, sorted, each once: `np.unique` without what it does for masked arrays."""
+    if len(nodes) < 2:
+        return nodes
+    ordered = np.sort(nodes)
+    once: NDArray[np.int32] = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    return once
+
+
+def _make_room_below(
+    books: Books, tier: Tier, nodes: NDArray[np.int32], now: float, cause: str
+) -> int:
+    """Makes room for blocks of one tenant; returns for how many."""
+    tenant = int(books.nodes.tenant[nodes[0]])
+    over = tier.over_quota(tenant, len(nodes))
+    room = tier.plan_room(len(nodes), tenant, strict=True)
+    books.evict_planned(tier, room, now, cause)
+    if over > room.own_count:
+        departure = Departure(MissReason.OVER_QUOTA, tier.name, "", now)
+        books.departed.add(books.nodes.keys_of(nodes[room.slot_count :].tolist()), departure)
+    return room.slot_count
+
+
+def keep_watermark(books: Books, tier: Tier, now: float) -> None:
+    """Lets blocks leave a tier until enough slots are free, or soon will be.
+
+    Blocks that a lower tier should get first are written down before they go.
+    """
+    settings = tier.settings
+    free = tier.pool.free_count + tier.pool.leaving_count
+    if free >= settings.low_slots or not tier.on:
+        return
+    below = [
+        fed
+        for fed in books.fed_by(tier.index)
+        if fed.settings.write.kind is WriteKind.WRITE_BACK and fed.on and books.healthy
+    ]
+    budget = min(settings.high_slots - free, books.settings.operation_blocks_max)
+    going: list[int] = []
+    leaving: list[int] = []
+    while len(going) + len(leaving) < budget:
+        node = tier.pop_victim()
+        if node is None:
+            break
+        if any(fed.slot_of[node] == NOWHERE for fed in below):
+            tier.depart_victim(node)
+            leaving.append(node)
+        else:
+            going.append(node)
+    if going:
+        books.evict(tier, going, MissReason.EVICTED, now, "watermark")
+    if leaving:
+        _write_back(books, tier, below, leaving, now)
+
+
+def _write_back(
+    books: Books, tier: Tier, below: list[Tier], leaving: list[int], now: float
+) -> None:
+    """Writes leaving blocks into every tier that should have them; the first frees the slot."""
+    nodes = np.array(leaving, dtype=np.int32)
+    demoted = nodes[:0]
+    for fed in below:
+        # Room is given to leading blocks first, and a block is worth most with those before it.
+        rest = nodes[~np.isin(nodes, demoted)][::-1]
+        taken = save(books, tier.index, fed, rest, now, "watermark", purpose=Purpose.DEMOTE)
+        save(books, tier.index, fed, demoted, now, "watermark")
+        demoted = np.concatenate((demoted, taken))
+    staying = nodes[~np.isin(nodes, demoted)]
+    if not len(staying):
+        return
+    # No room below: what cannot be written down is dropped, or the tier would stay full.
+    tier.keep(staying)
+    gone = tier.set_aside_leaves(staying.tolist())
+    if gone:
+        books.evict(tier, gone, MissReason.EVICTED, now, "watermark")
+    tier.offer(staying)
