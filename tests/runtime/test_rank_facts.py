@@ -231,6 +231,12 @@ def test_descriptors_of_tiers_that_there_are_not_are_refused() -> None:
         penstock.open_rank(config(), rank=0, kv=kv(), arenas={"ghost": 0})
 
 
+@pytest.mark.parametrize("descriptor", [-1, "3", 1.5, 1 << 31])
+def test_a_descriptor_must_be_a_number_that_descriptors_have(descriptor: object) -> None:
+    with pytest.raises(ValueError, match=r"arenas\['host'\] is "):
+        penstock.open_rank(config(), rank=0, kv=kv(), arenas={"host": descriptor})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_must_be_one_of_those_configured(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank}, must be from 0 to 1"):

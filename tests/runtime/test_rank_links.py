@@ -16,6 +16,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.base import Moved
 from penstock.runtime import rank_links
+from penstock.runtime.acknowledgements import ASK_S, GRACE_S
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank import serve, take_plans
 from penstock.runtime.rank_links import meet, send_all
@@ -293,3 +294,27 @@ def test_the_engine_does_not_carry_what_channels_carry(linked: LinkedFleet) -> N
     linked.owner.save(linked.fleet.keys(1), [0], cause="save")
 
     assert linked.owner.ranks.take_plan() is None
+
+
+def test_a_rank_is_asked_over_its_channel_for_a_report_that_never_came(
+    make_fleet: MakeFleet,
+) -> None:
+    linked = LinkedFleet(make_fleet(ranks=2, settings="operation_timeout_s = 10.0"))
+    now = 1000.0
+    linked.owner._driver._clock = lambda: now
+    linked.owner.save(linked.fleet.keys(2), [0, 1], cause="lost")
+    linked.owner.step()
+    take_plans(linked.far[0], linked.fleet.ranks[0])
+    assert linked.fleet.ranks[0].step() is not None  # Its report is lost.
+    linked.work(1)
+    now += 10.0
+    linked.owner.step()
+    (expired,) = linked.owner.poll()
+    assert isinstance(expired, ef.Ended)
+    assert not expired.settled
+
+    now += max(GRACE_S, ASK_S)
+    settled = linked.settle()
+
+    assert [type(each) for each in settled] == [ef.Settled]
+    linked.owner.audit()

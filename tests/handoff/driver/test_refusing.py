@@ -285,3 +285,15 @@ def test_one_frame_of_another_version_from_a_peer_that_is_there_is_garbage(world
 
     assert sum(world.taking["decode/0"].refused.values()) == 1
     assert world.outcomes("decode") == {}
+
+
+def test_a_directory_finds_each_rank_by_its_name_and_refuses_others() -> None:
+    directory = directory_of(Shape(), lambda name: f"address of {name}")
+    names = [rank.name for rank in (*directory.prefill.ranks, *directory.decode.ranks)]
+
+    assert len(names) > 2
+    assert [directory.place_of(name).address for name in names] == [
+        f"address of {name}" for name in names
+    ]
+    with pytest.raises(ValueError, match="name is 'nobody', must be that of a rank"):
+        directory.place_of("nobody")
