@@ -17,6 +17,7 @@ of its operation, and ends as a counted miss.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -101,3 +102,19 @@ class InvariantViolation(PenstockError):  # noqa: N818 - a defect of ours, not a
         self.problem = problem
         self.story = story
         self.node = node
+
+
+SHOWN_CHARACTERS = 120
+
+
+def shown(value: object) -> str:
+    """A wrong value as a message quotes it: in JSON's spelling, and cut short where it is long."""
+    if isinstance(value, str | list):
+        value = value[: SHOWN_CHARACTERS + 1]
+    elif isinstance(value, int) and value.bit_length() > SHOWN_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value) if isinstance(value, str) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -13,7 +13,7 @@ GREEDY = TokenSampling(0.0, 1.0, 0, 0)
 
 
 def sample(logits: torch.Tensor, wishes: list[TokenSampling]) -> list[Sampled]:
-    return Choice(logits, wishes).tell()
+    return Choice(logits, wishes).read()
 
 
 def test_without_temperature_the_likeliest_token_is_taken() -> None:
@@ -161,7 +161,7 @@ def test_a_change_of_one_request_leaves_the_others_and_the_logits_alone() -> Non
 
 
 def test_tokens_that_are_known_are_scored() -> None:
-    found = scored(LOGITS, [3, 0], logprobs=2).tell()
+    found = scored(LOGITS, [3, 0], logprobs=2).read()
 
     assert [each.token for each in found] == [3, 0]
     assert found[0].logprob == pytest.approx(LOGITS[0].log_softmax(0)[3].item())
@@ -169,7 +169,7 @@ def test_tokens_that_are_known_are_scored() -> None:
 
 
 def test_each_row_needs_a_wish() -> None:
-    with pytest.raises(ValueError, match="1 wishes for 2 rows"):
+    with pytest.raises(ValueError, match="1 options for 2 rows"):
         sample(LOGITS, [GREEDY])
 
 

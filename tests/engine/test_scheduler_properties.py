@@ -70,7 +70,7 @@ class FakeWorkers:
                 before = stored(before, known)
                 self._kv[flat[at]] = before
             read.append([int(self._kv[place][0]) for place in flat])
-        sampled = [Sampled(chosen(read[draw.span], draw.wish), 0.0) for draw in step.draws]
+        sampled = [Sampled(chosen(read[draw.span], draw.sampling), 0.0) for draw in step.draws]
         for draw, each in zip(step.draws, sampled, strict=True):
             self._last[draw.answer] = each.token
         scored = [
@@ -110,7 +110,7 @@ def expected(request: Request, number: int) -> list[int]:
         values.append(stored(values[-1] if values else 0, token))
     said: list[int] = []
     while len(said) < request.max_tokens and STOP not in said:
-        said.append(chosen(values, answer.wish()))
+        said.append(chosen(values, answer.token_sampling()))
         answer.tokens.append(said[-1])
         values.append(stored(values[-1], said[-1]))
     return said

@@ -142,7 +142,7 @@ PrintConfigOption: TypeAlias = Annotated[
 ]
 
 
-def serve(  # noqa: PLR0913 - as many options as there are wishes
+def serve(  # noqa: PLR0913 - as many options as there are settings
     *,
     model: ModelOption = None,
     tp: TpOption = None,
@@ -180,18 +180,18 @@ def serve(  # noqa: PLR0913 - as many options as there are wishes
     require_extras()
     from penstock.serve.plan import ServeOptions  # noqa: PLC0415  (needs the extras)
 
-    wishes = ServeOptions(**said)
+    options = ServeOptions(**said)
     given = load_config(config) if config else None
     if print_config:
-        _print_settled(given, wishes)
+        _print_settled(given, options)
     else:
-        _serve(given, wishes)
+        _serve(given, options)
 
 
-def _print_settled(given: Config | None, wishes: ServeOptions) -> None:
+def _print_settled(given: Config | None, options: ServeOptions) -> None:
     from penstock.serve.plan import settle  # noqa: PLC0415  (needs the extras)
 
-    settled = settle(given, wishes)
+    settled = settle(given, options)
     print(settled.to_toml(), end="")
     if settled.serve is not None and settled.serve.api_key:
         print("penstock: serve.api_key is set, and not printed", file=sys.stderr)
@@ -206,7 +206,7 @@ def require_extras() -> None:
         )
 
 
-def _serve(given: Config | None, wishes: ServeOptions) -> None:
+def _serve(given: Config | None, options: ServeOptions) -> None:
     from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
     from penstock.serve.http import listen  # noqa: PLC0415
     from penstock.serve.plan import serves_http, settle  # noqa: PLC0415
@@ -214,18 +214,18 @@ def _serve(given: Config | None, wishes: ServeOptions) -> None:
 
     with ExitStack() as held:
         bound = None
-        if serves_http(given, wishes):
+        if serves_http(given, options):
             table = (given and given.serve) or ServeTable()
-            host = table.host if wishes.host is None else wishes.host
+            host = table.host if options.host is None else options.host
             # Before anything is loaded: that takes a while, and a port may be in use.
-            bound = listen(host, table.port if wishes.port is None else wishes.port)
+            bound = listen(host, table.port if options.port is None else options.port)
             held.enter_context(bound)
-        config = settle(given, wishes)
+        config = settle(given, options)
         assert config.serve is not None
         logs.set_up(config.serve.log_level, as_json=config.serve.log_json)
         key = find_key(config.serve)
         if bound is not None:
-            _warn_of_openness(config.serve, key, on_command_line=wishes.api_key is not None)
+            _warn_of_openness(config.serve, key, on_command_line=options.api_key is not None)
         with StartProgress(config) as progress:
             run(config, progress, bound, api_key=key)
 

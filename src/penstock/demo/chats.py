@@ -105,7 +105,7 @@ class Chat:
     questions: tuple[str, ...]
 
     def messages(self, answers: tuple[str, ...]) -> list[dict[str, str]]:
-        """What is sent for the next turn, after so many answers."""
+        """The messages of the next turn, after the given answers."""
         said = [{"role": "system", "content": self.system}]
         for question, answer in zip(self.questions, answers, strict=False):
             said += [
@@ -120,10 +120,10 @@ TURNS_MAX = 3
 
 
 def chats(count: int, *, turns: int) -> list[Chat]:
-    """So many conversations, the two system prompts in turn.
+    """`count` conversations, the two system prompts in turn.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are not that many.
     """
     if not 1 <= count <= CHATS_MAX:
         raise ValueError(f"chats is {count}, must be from 1 to {CHATS_MAX}")

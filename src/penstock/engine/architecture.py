@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.engine.fields import Fields, read_json, shown
-from penstock.errors import ConfigError
+from penstock.engine.fields import Fields, read_json
+from penstock.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -36,7 +36,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
     request: int
     start: int
-    """The position of the first of them: so many tokens have their KV."""
+    """The position of the first of them: the number of tokens before it, whose KV is there."""
     tokens: list[int]
     table: list[int]
     """Device blocks in token order, up to the last of these tokens."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 PREFILL_SHARE = 0.75
-"""A step of which so much is prompts tells how fast prompts are computed."""
+"""The speed of prompts is measured from steps of which at least this share is prompts."""
 
 
 class Workers(Protocol):
@@ -50,11 +50,11 @@ class Workers(Protocol):
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """What speaks for the ranks while nobody collects."""
+        """The channels to ranks in other processes, to wait on."""
         ...
 
     def take_reports(self) -> list[bytes]:
-        """What the ranks said about copies since the last call."""
+        """Reports of the ranks about copies since the last call."""
         ...
 
     @property
@@ -128,7 +128,7 @@ class Engine:
         self._finished = 0.0
         """When the last step was seen to have ended."""
         self.idle = False
-        """Whether the last `step` found nothing to do: only news or copies can change that."""
+        """Whether the last `step` found nothing to do: only messages or copies can change that."""
 
     @property
     def unfinished(self) -> int:
@@ -144,7 +144,7 @@ class Engine:
         self.scheduler.abort(request)
 
     def abort_all(self) -> None:
-        """Ends every request: nobody is there to be told of any."""
+        """Ends every request; nothing is returned for any of them."""
         self.scheduler.abort_all()
         if self.handoffs is not None:
             self.handoffs.delivered.clear()
@@ -154,7 +154,7 @@ class Engine:
         for report in self._workers.take_reports():
             self.cache.ranks.receive(report)
         self.cache.step()
-        self.scheduler.hear_handoffs()
+        self.scheduler.step_handoffs()
         loading = self.scheduler.count(Phase.LOADING)
         step = self.scheduler.plan()
         outputs = self.scheduler.take_outputs()
@@ -234,11 +234,11 @@ class Engine:
                 f"step {flight.step.number} was not computed within {self._step_timeout_s:g} s"
             )
         del self._flying[0]
-        self._tell_speed(flight, time.monotonic())
+        self._report_speed(flight, time.monotonic())
         return self.scheduler.finish(flight.step, result.sampled, result.scored)
 
-    def _tell_speed(self, flight: _Flight, now: float) -> None:
-        """Lets the cache know how fast prompts are computed, from steps that do little else."""
+    def _report_speed(self, flight: _Flight, now: float) -> None:
+        """Reports to the cache how fast prompts are computed, from steps that do little else."""
         # One that was handed over while another was computed began when that one ended.
         seconds = now - max(flight.began, self._finished)
         self._finished = now

@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, NoReturn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 JSON_BYTES_MAX = 256 << 20
 """Of a config, an index or a tokenizer's settings; the largest index of today has a few MB."""
-WORDS_SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
 
 
 class Fields:
@@ -79,15 +77,6 @@ class Fields:
         if value is None:
             self.refuse(name, "is missing")
         return value
-
-
-def shown(value: object) -> str:
-    """A wrong value for people to read: JSON's spelling, and not all of a long one."""
-    try:
-        text = json.dumps(value) if not isinstance(value, str) else repr(value)
-    except (TypeError, ValueError, RecursionError):
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= WORDS_SHOWN else f"{text[:WORDS_SHOWN]}…"
 
 
 def read_json(path: Path) -> Fields:

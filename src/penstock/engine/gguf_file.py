@@ -23,9 +23,9 @@ from penstock.engine.architecture import (
     WIDTH_MAX,
     Architecture,
 )
-from penstock.engine.fields import Fields, shown
+from penstock.engine.fields import Fields
 from penstock.engine.gguf_header import GgufHeader
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,8 +1,8 @@
 """The process of an instance: `python -m penstock.engine.instance SPEC`, SPEC a descriptor.
 
 It loads the model (or meets the ranks that do), dials the server, and then turns in one loop:
-take what the server says, compute a step, tell what came of it. When nothing can run it sleeps
-on its channels.
+read the server's messages, compute a step, send its results. When nothing can run it waits on
+its channels.
 
 A server that started it ends it. A server that it joined is dialled again when it is lost: its
 requests end, and what is cached stays.
@@ -56,17 +56,17 @@ logger = logging.getLogger(__name__)
 
 DIAL_S = 60.0
 REFUSED_S = 0.5
-"""A server that refused is asked again after so long."""
+"""The pause before a server that refused is dialled again."""
 DIAL_AGAIN_S = 5.0
-"""A server that an instance joins is dialled anew so often until it answers."""
+"""How long one attempt to dial a server may take, for an instance that joins it."""
 RANKS_S = 300.0
 """Loading a large model takes minutes; then something is wrong."""
 IDLE_S = 3600.0
-"""With nothing to do it looks up so often; everything else wakes it."""
+"""The longest wait of an idle instance; messages, ranks and signals wake it before."""
 DRAIN_S = 5.0
 EVENTS_A_MESSAGE = 512
 SLOW_SERVER_S = 1.0
-"""So often a server that has not taken what it was told is looked after."""
+"""The longest wait for a server that is slower than the instance."""
 
 
 class Instance:
@@ -89,8 +89,8 @@ class Instance:
         self._longest = min(architecture.positions, room)
         self._token_bytes = token_bytes_of(architecture, spec)
 
-    def tell_ready(self, model: str) -> None:
-        """Says what it can do; requests may come from now on."""
+    def send_ready(self, model: str) -> None:
+        """Tells the server what the instance can do; it sends requests from now on."""
         self._outbox.put(
             ms.InstanceReady(
                 model=model,
@@ -103,7 +103,7 @@ class Instance:
                 partner=self._spec.partner,
             )
         )
-        self._tell_what_is_cached()
+        self._send_cached_blocks()
 
     def run(self, stop: penstock.StopSignal) -> str:
         """Serves until the server is gone or the process is asked to stop; returns why.
@@ -181,8 +181,8 @@ class Instance:
         channel.close()
         return False
 
-    def _tell_what_is_cached(self) -> None:
-        """A server that comes later hears all of it, as if it had just been stored."""
+    def _send_cached_blocks(self) -> None:
+        """Sends a new server every cached block, as if it had just been stored."""
         cache = self._engine.cache
         cache.take_kv_events()  # What they tell is in the snapshot.
         found = cache.kv_snapshot()
@@ -474,7 +474,7 @@ def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -
 def _answer(spec: InstanceSpec, instance: Instance, stop: penstock.StopSignal) -> str:
     """Serves until it is asked to stop, or until a server that started it is gone."""
     while True:
-        instance.tell_ready(find_model(spec.model).name)
+        instance.send_ready(find_model(spec.model).name)
         if spec.joins:
             _announce(spec)
         try:
@@ -492,7 +492,7 @@ def _answer(spec: InstanceSpec, instance: Instance, stop: penstock.StopSignal) -
 
 
 def _announce(spec: InstanceSpec) -> None:
-    """Whoever started it has no other way to know."""
+    """Prints that the instance has joined; whoever started it reads this line."""
     sys.stdout.write(f"penstock: ready: {spec.name} has joined {spec.server}\n")
     sys.stdout.flush()
 

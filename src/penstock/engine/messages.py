@@ -33,7 +33,7 @@ What = Literal["statistics", "story", "timeline", "audit"]
 class InstanceMessage(
     msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True
 ):
-    """Something one side tells the other."""
+    """A message between a server and an instance."""
 
 
 class Submit(InstanceMessage, frozen=True, kw_only=True):
@@ -71,13 +71,13 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
 
 
 class Abort(InstanceMessage, frozen=True, kw_only=True):
-    """Nobody waits for a request any more."""
+    """Ends a request: its client is gone."""
 
     id: str
 
 
 class ComputeLocally(InstanceMessage, frozen=True, kw_only=True):
-    """Nobody else computes this request's prompt: do it yourself."""
+    """The instance computes the prompt of this request itself; no handoff will bring it."""
 
     id: str
 
@@ -98,7 +98,7 @@ class ResetCache(InstanceMessage, frozen=True, kw_only=True):
 
 
 class Ask(InstanceMessage, frozen=True, kw_only=True):
-    """Tell about yourself."""
+    """A question about the instance."""
 
     id: int
     what: What
@@ -107,7 +107,7 @@ class Ask(InstanceMessage, frozen=True, kw_only=True):
 
 
 class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
-    """A rank has read so many of its layers."""
+    """How many of its layers a rank has read."""
 
     rank: int
     layers: int

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.transport.base import Channel
 
 IDLE_S = 3600.0
-"""A rank with nothing to do looks up so often; everything else wakes it."""
+"""The longest wait of an idle rank; a message wakes it before."""
 
 
 class RemoteWorkers:

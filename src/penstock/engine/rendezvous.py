@@ -51,7 +51,7 @@ class MeetAt(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class RankLoading(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A rank has read so many of its layers."""
+    """How many of its layers a rank has read."""
 
     rank: int
     layers: int

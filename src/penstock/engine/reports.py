@@ -1,4 +1,4 @@
-"""What an instance tells about itself when it is asked: statistics, a story, its times.
+"""What an instance reports about itself when it is asked: statistics, a story, its times.
 
 Everything here is asked for, so it may cost a little; nothing here changes anything but the
 audit, which ends the instance if the books do not add up.

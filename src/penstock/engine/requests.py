@@ -52,7 +52,7 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int = 16
     min_tokens: int = 0
-    """No stop token is chosen before the answer has so many tokens."""
+    """No stop token is chosen before the answer has this many tokens."""
     answers: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
@@ -121,9 +121,9 @@ class Answer:
         self.shares = False
         """Whether its unfinished block may be another answer's as well, until it grows."""
         self.scheduled = 0
-        """The KV of so many tokens is computed, or will be by a step that is under way."""
+        """Leading tokens whose KV is computed, or will be by a step that is under way."""
         self.computed = 0
-        """The KV of so many tokens is computed, by steps that were seen to end."""
+        """Leading tokens whose KV was computed by steps that have ended."""
         self.unknown = 0
         """Tokens that a step under way will add."""
         self.flying = 0
@@ -133,13 +133,13 @@ class Answer:
         self.held = False
         """Whether a handoff reads its blocks, or fills them."""
         self.scored = 1 if request.scores_prompt and number == 0 else len(request.prompt)
-        """So many tokens of the prompt need not be scored any more; nothing precedes the first."""
+        """Leading tokens of the prompt that are scored; the first has no log-probability."""
         self.cached_by_tier: tuple[int, ...] = ()
         self.reason: Reason | None = None
 
     @property
     def name(self) -> str:
-        """For stories and logs."""
+        """The request's id, with the number of a further answer; for stories and logs."""
         return f"{self.request.id}#{self.number}" if self.number else self.request.id
 
     @property
@@ -162,8 +162,8 @@ class Answer:
         """Whether its next token depends on one that a step under way is choosing."""
         return self.unknown > 0 and self.request.sampling.needs_tokens
 
-    def wish(self) -> TokenSampling:
-        """How its next token is to be chosen."""
+    def token_sampling(self) -> TokenSampling:
+        """How its next token is chosen."""
         sampling = self.request.sampling
         seed = sampling.seed if sampling.seed is not None else hash((self.request.id, "seed"))
         # One number for each position and answer, so that a step that is computed again after

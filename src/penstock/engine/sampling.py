@@ -40,7 +40,7 @@ class Named:
         )
         self._numbers = _on_the_way_to_the_cpu(torch.cat([part.double() for part in parts], dim=1))
 
-    def tell(self) -> list[Sampled]:
+    def read(self) -> list[Sampled]:
         """What they are, once the device has got there."""
         told = []
         for count, numbers in zip(self._counts, self._numbers.tolist(), strict=True):
@@ -59,24 +59,24 @@ class Choice:
     `tokens` is what the next step may compute on without anybody having read it.
 
     Raises:
-        ValueError: there is not one wish for each row.
+        ValueError: there is not one option for each row.
     """
 
-    def __init__(self, logits: torch.Tensor, wishes: Sequence[TokenSampling]) -> None:
-        if logits.shape[0] != len(wishes):
-            raise ValueError(f"{len(wishes)} wishes for {logits.shape[0]} rows, must be one each")
+    def __init__(self, logits: torch.Tensor, options: Sequence[TokenSampling]) -> None:
+        if logits.shape[0] != len(options):
+            raise ValueError(f"{len(options)} options for {logits.shape[0]} rows, must be one each")
         plain = logits.float()
         scores = plain.log_softmax(dim=-1)
-        changed = _changed(plain, wishes)
+        changed = _changed(plain, options)
         self.tokens = (scores if changed is plain else changed).argmax(dim=-1)
-        for row, wish in enumerate(wishes):
-            if wish.temperature >= TEMPERATURE_MIN:
-                self.tokens[row] = _drawn(changed[row], wish)
-        self._named = Named(scores, self.tokens, [wish.logprobs for wish in wishes])
+        for row, option in enumerate(options):
+            if option.temperature >= TEMPERATURE_MIN:
+                self.tokens[row] = _drawn(changed[row], option)
+        self._named = Named(scores, self.tokens, [option.logprobs for option in options])
 
-    def tell(self) -> list[Sampled]:
+    def read(self) -> list[Sampled]:
         """What was chosen, once the device has got there."""
-        return self._named.tell()
+        return self._named.read()
 
 
 def scored(logits: torch.Tensor, targets: Sequence[int], *, logprobs: int) -> Named:
@@ -103,14 +103,14 @@ def _sent(
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def _changed(logits: torch.Tensor, wishes: Sequence[TokenSampling]) -> torch.Tensor:
+def _changed(logits: torch.Tensor, options: Sequence[TokenSampling]) -> torch.Tensor:
     """The logits as the requests want them; the same tensor if nobody wants anything."""
-    if all(wish.change is None for wish in wishes):
+    if all(option.change is None for option in options):
         return logits
     changed = logits.clone()
-    for row, wish in zip(changed, wishes, strict=True):
-        if wish.change is not None:
-            _change(row, wish.change)
+    for row, option in zip(changed, options, strict=True):
+        if option.change is not None:
+            _change(row, option.change)
     return changed
 
 
@@ -131,24 +131,24 @@ def _change(row: torch.Tensor, change: LogitChange) -> None:
         row[_sent(change.banned, torch.int64, device)] = -torch.inf
 
 
-def _drawn(logits: torch.Tensor, wish: TokenSampling) -> torch.Tensor:
+def _drawn(logits: torch.Tensor, option: TokenSampling) -> torch.Tensor:
     """One token by lot, of those that `min_p`, then `top_k`, then `top_p` leave."""
     # Less the largest, so that no temperature makes them overflow.
-    logits = (logits - logits.max()) / wish.temperature
-    if wish.min_p > 0:
+    logits = (logits - logits.max()) / option.temperature
+    if option.min_p > 0:
         probabilities = logits.softmax(dim=-1)
-        logits = logits.masked_fill(probabilities < wish.min_p * probabilities.max(), -torch.inf)
-    if 0 < wish.top_k < len(logits):
-        least = logits.topk(wish.top_k).values[-1]
+        logits = logits.masked_fill(probabilities < option.min_p * probabilities.max(), -torch.inf)
+    if 0 < option.top_k < len(logits):
+        least = logits.topk(option.top_k).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = logits.softmax(dim=-1)
-    if wish.top_p < 1:
+    if option.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
         # A token stays if those before it have not reached the share yet. The first always does,
         # also where the share is too small for a float.
-        left_out = ordered.cumsum(dim=-1) - ordered >= wish.top_p
+        left_out = ordered.cumsum(dim=-1) - ordered >= option.top_p
         left_out[0] = False
         ordered = ordered.masked_fill(left_out, 0)
         probabilities = torch.zeros_like(probabilities).scatter_(0, order, ordered)
-    generator = torch.Generator(device=logits.device).manual_seed(wish.seed)
+    generator = torch.Generator(device=logits.device).manual_seed(option.seed)
     return torch.multinomial(probabilities, 1, generator=generator)[0]

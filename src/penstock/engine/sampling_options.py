@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, and a token that was chosen: values without torch.
+"""Options of sampling, and a token that was sampled: values without torch.
 
 | value      | is                                                                    |
 |------------|-----------------------------------------------------------------------|
@@ -37,10 +37,10 @@ class Sampling:
     |--------------------|------------------------------------------------------------------|
     | temperature        | 0 takes the most likely token; the larger, the more random        |
     | top_p              | only the likeliest tokens that together have this probability     |
-    | top_k              | only so many of the likeliest tokens; 0: all                      |
+    | top_k              | the number of likeliest tokens to draw from; 0: all               |
     | min_p              | only tokens with this share of the likeliest one's probability    |
     | seed               | the same seed gives the same answer                               |
-    | logprobs           | so many alternatives are told with each token                     |
+    | logprobs           | alternatives that are returned with each token                    |
     | repetition_penalty | divides logits of tokens of the prompt and of the answer so far   |
     | presence_penalty   | is subtracted from logits of tokens of the answer so far          |
     | frequency_penalty  | the same, as often as a token is there                            |

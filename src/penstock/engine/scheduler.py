@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 COMMITTED_BLOCKS = 4
-"""So many blocks of an answer are committed together, or what there is at its end: a block by
+"""Blocks of an answer that are committed together, or what there is at its end: a block by
 itself costs its step a save of its own, and hardly anybody wants half an answer."""
 
 
@@ -83,7 +83,7 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._flying: deque[tuple[Step, list[int]]] = deque()
-        self._told: list[Output] = []
+        self._outputs: list[Output] = []
         self._ended: list[Lease] = []
         """Leases of answers that are over, which are to be given back."""
 
@@ -140,11 +140,11 @@ class Scheduler:
             answer = self._answers[number]
             if answer.phase is not Phase.ENDED:
                 self._end(answer, Reason.ABORTED)
-                self._tell(answer, None)
+                self._report(answer, None)
             elif answer.held:
                 # It is computed, and nobody comes for it.
                 self._handoffs.cancel(answer)
-        self._bury()
+        self._release_ended()
 
     def stop(self, request: str, number: int) -> None:
         """Ends one answer whose reader met a stop string."""
@@ -152,7 +152,7 @@ class Scheduler:
             answer = self._answers[arrival]
             if answer.number == number and answer.phase is not Phase.ENDED:
                 self._end(answer, Reason.STOP)
-        self._bury()
+        self._release_ended()
 
     def compute_here(self, request: str) -> None:
         """Nobody else computes a request's prompt, or goes on with it."""
@@ -162,22 +162,22 @@ class Scheduler:
             if answer.phase is Phase.CLAIMING:
                 self._handoffs.cancel(answer)
 
-    def hear_handoffs(self) -> None:
-        """Lets handoffs advance: who waited for one goes on, with its prompt or without."""
+    def step_handoffs(self) -> None:
+        """Lets handoffs advance; answers that waited for one continue, also if it failed."""
         for answer, tokens in self._handoffs.step():
             answer.held = False
             if answer.phase is Phase.CLAIMING:
                 self._resume(answer, tokens)
-        self._bury()
+        self._release_ended()
 
     def take_outputs(self) -> list[Output]:
-        """What was told since the last call: aborts, which no step tells."""
-        told, self._told = self._told, []
-        return told
+        """Outputs since the last call that no step returned: those of aborts."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def plan(self) -> Step | None:
         """The next step; `None` when enough are under way, or nothing can run."""
-        self._bury()
+        self._release_ended()
         if self.flying >= self.settings.steps_in_flight:
             return None
         self._wake()
@@ -224,7 +224,7 @@ class Scheduler:
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
         # Tokens are told first: a long lease takes a while to be given back, for which there is
         # time when the next step is planned, while another one is computed.
-        self._bury(keep_leases=bool(self._flying))
+        self._release_ended(keep_leases=bool(self._flying))
         return self.take_outputs()
 
     # Choosing what runs.
@@ -246,7 +246,7 @@ class Scheduler:
                 answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
             elif answer.phase is Phase.LOADING and answer.lease.state is LeaseState.READY:
                 self._begin(answer)
-        self._bury()
+        self._release_ended()
 
     def _begin(self, answer: Answer) -> None:
         """Its blocks are there: it can run, unless its prompt comes from elsewhere."""
@@ -255,7 +255,7 @@ class Scheduler:
         answer.scheduled = answer.computed = answer.lease.token_count
         if not self._handoffs.begin(answer):
             self._end(answer, Reason.ABORTED)
-            self._tell(answer, None)
+            self._report(answer, None)
 
     def _resume(self, answer: Answer, tokens: tuple[int, ...]) -> None:
         """A handoff is over: what it did not bring is computed here."""
@@ -363,7 +363,7 @@ class Scheduler:
             answer = chunk.answer
             if chunk.ends:
                 draws += [
-                    Draw(len(spans), sharer.arrival, sharer.wish())
+                    Draw(len(spans), sharer.arrival, sharer.token_sampling())
                     for sharer in self._sharers(answer)
                 ]
             if answer.held:
@@ -404,11 +404,11 @@ class Scheduler:
             self._publish(answer)
 
     def _scored(self, answer: Answer, position: int, found: Sequence[Sampled]) -> None:
-        """Tokens of a prompt are told as they are scored: one that is computed again twice."""
+        """Returns tokens of a prompt as they are scored; one that is computed twice comes twice."""
         if answer.phase is Phase.ENDED or not found:
             return
         answer.scored = max(answer.scored, position + len(found))
-        self._told.append(
+        self._outputs.append(
             Output(
                 request=answer.request.id,
                 answer=answer.number,
@@ -438,7 +438,7 @@ class Scheduler:
             self._end(answer, Reason.STOP)
         elif answer.generated - answer.unknown >= answer.request.max_tokens:
             self._end(answer, Reason.LENGTH)
-        self._tell(answer, token)
+        self._report(answer, token)
 
     def _fork(self, answer: Answer, origin: Answer) -> None:
         answer.cached_by_tier = origin.cached_by_tier
@@ -456,7 +456,7 @@ class Scheduler:
         if answer.held and reason is Reason.ABORTED:
             self._handoffs.cancel(answer)
 
-    def _bury(self, *, keep_leases: bool = False) -> None:
+    def _release_ended(self, *, keep_leases: bool = False) -> None:
         """Gives back the blocks of ended answers that no step touches any more."""
         for arrival, answer in list(self._answers.items()):
             if answer.phase is not Phase.ENDED or answer.flying or answer.unknown or answer.held:
@@ -472,9 +472,9 @@ class Scheduler:
         while self._ended and not keep_leases:
             self._ended.pop().release()
 
-    def _tell(self, answer: Answer, token: Sampled | None) -> None:
+    def _report(self, answer: Answer, token: Sampled | None) -> None:
         first = answer.generated - answer.unknown == 1
-        self._told.append(
+        self._outputs.append(
             Output(
                 request=answer.request.id,
                 answer=answer.number,

@@ -1,4 +1,4 @@
-"""What an instance has to tell its server, in order, and what it does when nobody listens."""
+"""Messages to the server, in order, kept until the server has room for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ServerLost(UnavailableError):  # noqa: N818 - what happened to a server
 
 
 class ServerOutbox:
-    """What the server is told, in order; what it has no room for waits here."""
+    """Messages to the server, in order; those it has no room for wait here."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

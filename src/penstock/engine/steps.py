@@ -27,7 +27,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     """Which of the step's spans."""
     answer: int
     """Which of the scheduler's answers."""
-    wish: TokenSampling
+    sampling: TokenSampling
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +36,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     handoff: str
     token_count: int
     cached: int
-    """So many leading tokens have their KV already."""
+    """Leading tokens whose KV is there already."""
     slots: list[int]
     """Where its blocks lie, from the first one on."""
     keys: list[bytes]
@@ -55,7 +55,7 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     targets: list[int]
     """What follows each of the span's tokens; nothing may be known to follow the last one."""
     logprobs: int
-    """So many alternatives are told with each."""
+    """Alternatives that are returned with each."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):

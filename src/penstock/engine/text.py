@@ -73,7 +73,7 @@ class Text:
 
         Args:
             text: The text.
-            longest: So many tokens are allowed; a text that has many more is not encoded whole.
+            longest: The most tokens that are allowed; a much longer text is not encoded whole.
             plain: Whether the text is plain, so that the model's own first token is added; a
                 conversation that its template put together has it already.
 
@@ -155,7 +155,7 @@ def _heavy(model: Path) -> Any:  # noqa: ANN401 - transformers has no types
 
 
 class AnswerText:
-    """The text of one answer as it grows: `add` tells what is new and certain.
+    """The text of one answer as it grows: `add` returns what is new and certain.
 
     A token may end in the middle of a character, and a stop string may begin at the end of what
     is known: both are held back until the next token decides.
@@ -165,7 +165,7 @@ class AnswerText:
         self._text = text
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
-        """The text of so many tokens is not searched for stop strings."""
+        """The text of this many leading tokens is not searched for stop strings."""
         self._searched = 0
         """Where the search for stop strings begins."""
         self._tokens: list[int] = []
@@ -174,7 +174,7 @@ class AnswerText:
         self._known = ""
         """Text of the settled tokens."""
         self._told = 0
-        """Characters that were told."""
+        """Characters that were returned."""
         self.stopped = False
         """Whether a stop string was met."""
 

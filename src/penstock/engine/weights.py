@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from penstock.engine.fields import read_json, shown
-from penstock.errors import ConfigError
+from penstock.engine.fields import read_json
+from penstock.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

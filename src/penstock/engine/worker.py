@@ -148,8 +148,8 @@ class Pending:
             return None
         return StepResult(
             self.number,
-            [] if self._choice is None else self._choice.tell(),
-            scored=[named.tell() for named in self._scores],
+            [] if self._choice is None else self._choice.read(),
+            scored=[named.read() for named in self._scores],
         )
 
 
@@ -203,7 +203,7 @@ class Worker:
             logits = self._forward(step, batch)
             choice = None
             if logits is not None and step.draws:
-                choice = Choice(logits[batch.drawn], [draw.wish for draw in step.draws])
+                choice = Choice(logits[batch.drawn], [draw.sampling for draw in step.draws])
             scores = [] if logits is None else _scores(logits, step, sheet)
             mark = lane.mark()
         if self.steps is not None:

@@ -50,22 +50,22 @@ class MetricRow(NamedTuple):
 
 def one(read: Callable[[InstanceStatistics], float | None]) -> Callable[..., Samples]:
     """Reads a metric that has no further labels."""
-    return lambda told: [((), read(told))]
+    return lambda stats: [((), read(stats))]
 
 
 def by_tier(read: Callable[[TierStatistics], float | None]) -> Callable[..., Samples]:
     """Reads a metric of each tier."""
-    return lambda told: [((tier.name,), read(tier)) for tier in told.cache.tiers]
+    return lambda stats: [((tier.name,), read(tier)) for tier in stats.cache.tiers]
 
 
 def by_hop(read: Callable[[HopStatistics], float | None]) -> Callable[..., Samples]:
     """Reads a metric of each pair of tiers between which blocks are copied."""
-    return lambda told: [((hop.source, hop.target), read(hop)) for hop in told.cache.hops]
+    return lambda stats: [((hop.source, hop.target), read(hop)) for hop in stats.cache.hops]
 
 
 def by_name(read: Callable[[InstanceStatistics], dict[str, int]]) -> Callable[..., Samples]:
     """Reads counts that have names."""
-    return lambda told: [((name,), count) for name, count in read(told).items()]
+    return lambda stats: [((name,), count) for name, count in read(stats).items()]
 
 
 _TIER = ("tier",)
@@ -77,176 +77,176 @@ METRICS = (
         GAUGE,
         "Answers by phase",
         by_name(
-            lambda told: {
-                "waiting": told.waiting,
-                "loading": told.loading,
-                "claiming": told.claiming,
-                "running": told.running,
+            lambda stats: {
+                "waiting": stats.waiting,
+                "loading": stats.loading,
+                "claiming": stats.claiming,
+                "running": stats.running,
             }
         ),
         ("phase",),
     ),
-    MetricRow("healthy", GAUGE, "1 if nothing is wrong", one(lambda told: told.health.ok)),
+    MetricRow("healthy", GAUGE, "1 if nothing is wrong", one(lambda stats: stats.health.ok)),
     MetricRow(
         "preemptions",
         COUNTER,
         "Answers that gave their blocks back",
-        one(lambda told: told.preemptions),
+        one(lambda stats: stats.preemptions),
     ),
     MetricRow(
         "handoffs",
         COUNTER,
         "Handoffs by how they ended",
-        by_name(lambda told: told.handoffs),
+        by_name(lambda stats: stats.handoffs),
         ("outcome",),
     ),
     MetricRow(
         "handed_bytes",
         COUNTER,
         "Bytes of KV that were handed over, or taken in",
-        one(lambda told: told.handed_bytes),
+        one(lambda stats: stats.handed_bytes),
     ),
     MetricRow(
         "handed_parts_verified",
         COUNTER,
         "Parts of handoffs whose checksums agreed",
-        one(lambda told: told.handed_parts_verified),
+        one(lambda stats: stats.handed_parts_verified),
     ),
     # The cache: requests.
     MetricRow(
         "cache_requests",
         COUNTER,
         "Requests that asked for their prefix",
-        one(lambda told: told.cache.requests),
+        one(lambda stats: stats.cache.requests),
     ),
     MetricRow(
         "cache_requests_refused",
         COUNTER,
         "Requests for which there was no room",
-        one(lambda told: told.cache.requests_refused),
+        one(lambda stats: stats.cache.requests_refused),
     ),
     MetricRow(
         "cache_misses",
         COUNTER,
         "Requests by why no more was found",
-        by_name(lambda told: told.cache.misses),
+        by_name(lambda stats: stats.cache.misses),
         ("why",),
     ),
     MetricRow(
         "cache_tokens_asked",
         COUNTER,
         "Prompt tokens that were asked for",
-        one(lambda told: told.cache.tokens_asked),
+        one(lambda stats: stats.cache.tokens_asked),
     ),
     MetricRow(
         "cache_tokens_not_delivered",
         COUNTER,
         "Tokens found whose blocks could not be brought to the device",
-        one(lambda told: told.cache.tokens_not_delivered),
+        one(lambda stats: stats.cache.tokens_not_delivered),
     ),
     MetricRow(
         "cache_tokens_computed_instead",
         COUNTER,
         "Tokens found, but quicker to compute than to load",
-        one(lambda told: told.cache.tokens_computed_instead),
+        one(lambda stats: stats.cache.tokens_computed_instead),
     ),
     MetricRow(
-        "cache_leases", GAUGE, "Requests that hold blocks", one(lambda told: told.cache.leases)
+        "cache_leases", GAUGE, "Requests that hold blocks", one(lambda stats: stats.cache.leases)
     ),
     MetricRow(
         "cache_leases_lost",
         COUNTER,
         "Requests whose blocks were lost while they held them",
-        one(lambda told: told.cache.leases_lost),
+        one(lambda stats: stats.cache.leases_lost),
     ),
-    MetricRow("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda told: told.cache.pins)),
+    MetricRow("cache_pins", GAUGE, "Prefixes that are pinned", one(lambda stats: stats.cache.pins)),
     # The cache: blocks.
     MetricRow(
         "cache_blocks_known",
         GAUGE,
         "Blocks in the index",
-        one(lambda told: told.cache.blocks_known),
+        one(lambda stats: stats.cache.blocks_known),
     ),
     MetricRow(
         "cache_blocks_hollow",
         GAUGE,
         "Blocks in the index without a copy, before cached ones",
-        one(lambda told: told.cache.blocks_hollow),
+        one(lambda stats: stats.cache.blocks_hollow),
     ),
     MetricRow(
         "cache_blocks_published",
         COUNTER,
         "Blocks that became available to others",
-        one(lambda told: told.cache.blocks_published),
+        one(lambda stats: stats.cache.blocks_published),
     ),
     MetricRow(
         "cache_blocks_twinned",
         COUNTER,
         "Blocks that two requests computed at the same time",
-        one(lambda told: told.cache.blocks_twinned),
+        one(lambda stats: stats.cache.blocks_twinned),
     ),
     MetricRow(
         "cache_blocks_corrupt",
         COUNTER,
         "Blocks whose sums did not agree",
-        one(lambda told: told.cache.blocks_corrupt),
+        one(lambda stats: stats.cache.blocks_corrupt),
     ),
     MetricRow(
         "cache_blocks_dropped_unsaved",
         COUNTER,
         "Blocks evicted before they were written down",
-        one(lambda told: told.cache.blocks_dropped_unsaved),
+        one(lambda stats: stats.cache.blocks_dropped_unsaved),
     ),
     MetricRow(
         "cache_saves_refused",
         COUNTER,
         "Blocks that no lower tier had room for",
-        one(lambda told: told.cache.saves_refused),
+        one(lambda stats: stats.cache.saves_refused),
     ),
     # The cache: copies.
     MetricRow(
         "cache_operations_started",
         COUNTER,
         "Copies that were begun",
-        one(lambda told: told.cache.operations_started),
+        one(lambda stats: stats.cache.operations_started),
     ),
     MetricRow(
         "cache_operations_ended",
         COUNTER,
         "Copies by how they ended",
-        by_name(lambda told: told.cache.operations_ended),
+        by_name(lambda stats: stats.cache.operations_ended),
         ("outcome",),
     ),
     MetricRow(
         "cache_operations_running",
         GAUGE,
         "Copies under way",
-        one(lambda told: told.cache.operations_running),
+        one(lambda stats: stats.cache.operations_running),
     ),
     MetricRow(
         "cache_operations_ending",
         GAUGE,
         "Copies given up whose slots may still be written to",
-        one(lambda told: told.cache.operations_ending),
+        one(lambda stats: stats.cache.operations_ending),
     ),
     MetricRow(
         "cache_reports_late",
         COUNTER,
         "Reports of ranks on copies that had ended",
-        one(lambda told: told.cache.reports_late),
+        one(lambda stats: stats.cache.reports_late),
     ),
     MetricRow(
         "cache_reports_lost",
         COUNTER,
         "Reports of ranks that never came",
-        one(lambda told: told.cache.reports_lost),
+        one(lambda stats: stats.cache.reports_lost),
     ),
     # What decides between loading and computing; absent while nothing was measured.
     MetricRow(
         "prefill_tokens_per_second",
         GAUGE,
         "Moving median of the speeds that the engine reported",
-        one(lambda told: told.cache.prefill_tokens_per_s),
+        one(lambda stats: stats.cache.prefill_tokens_per_s),
     ),
     MetricRow(
         "hop_tokens_per_second",
@@ -379,9 +379,9 @@ class _Instances:
         yield retries
         for row in METRICS:
             family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
-            for told in self._instances:
-                for labels, value in row.read(told):
+            for stats in self._instances:
+                for labels, value in row.read(stats):
                     # A rate that nobody knows is no zero.
                     if value is not None:
-                        family.add_metric([told.instance, *labels], value)
+                        family.add_metric([stats.instance, *labels], value)
             yield family

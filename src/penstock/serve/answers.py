@@ -32,7 +32,7 @@ class TokenRow:
     """None for the first token of a prompt: nothing precedes it."""
     alternatives: Sequence[tuple[int, float]]
     offset: int
-    """So many characters of the text come before it."""
+    """The number of characters of the text before it."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class AnswerPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What clients are told of the answers to one prompt."""
+    """What clients want of the answers to one prompt."""
 
     prompt: Sequence[int]
     answers: int = 1

@@ -31,10 +31,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.engine.defaults import Defaults
+from penstock.errors import shown
 from penstock.observe.statistics import InstanceStatistics
 from penstock.serve import errors
 from penstock.serve.encoder import Encoder
-from penstock.serve.fields import BadRequest, shown
+from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
 from penstock.serve.openai_requests import read_weights
 from penstock.serve.router import handoffs_of
@@ -150,19 +151,19 @@ class Server:
         asked = await asyncio.gather(
             *(link.ask("statistics") for link in self._router.ready), return_exceptions=True
         )
-        told = [
+        reported = [
             msgspec.json.decode(each, type=InstanceStatistics)
             for each in asked
             if isinstance(each, bytes)
         ]
-        text = self._metrics.text(told, retries=self._router.retries)
+        text = self._metrics.text(reported, retries=self._router.retries)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def cache(self, http: HttpRequest) -> Response:
         """`GET /cache`, or `GET /cache?instance=NAME`."""
         self._guard.require_key(http)
         name = http.query_params.get("instance", "")
-        return JSONResponse({"instances": await self._told("statistics", only=name)})
+        return JSONResponse({"instances": await self._ask_all("statistics", only=name)})
 
     async def story(self, http: HttpRequest) -> Response:
         """`GET /cache/story?request=NAME`."""
@@ -175,7 +176,10 @@ class Server:
         # Where prompts are computed for others, each attempt is a request of its own.
         names = [name, *handoffs_of(name)]
         found = [
-            line for each in names for told in await self._told("story", each) for line in told
+            line
+            for each in names
+            for reported in await self._ask_all("story", each)
+            for line in reported
         ]
         if not found:
             raise BadRequest(
@@ -190,7 +194,7 @@ class Server:
         """`GET /cache/timeline`, or `GET /cache/timeline?instance=NAME`."""
         self._guard.require_key(http)
         name = http.query_params.get("instance", "")
-        return JSONResponse({"instances": await self._told("timeline", only=name)})
+        return JSONResponse({"instances": await self._ask_all("timeline", only=name)})
 
     async def reset(self, http: HttpRequest) -> Response:
         """`POST /admin/reset`."""
@@ -213,10 +217,10 @@ class Server:
     async def audit(self, http: HttpRequest) -> Response:
         """`POST /admin/audit`: an instance whose books do not add up ends, with the story."""
         self._guard.require_admin(http)
-        told = await self._told("audit")
-        return JSONResponse({"in_order": [each["instance"] for each in told]})
+        reported = await self._ask_all("audit")
+        return JSONResponse({"in_order": [each["instance"] for each in reported]})
 
-    async def _told(self, what: What, of: str = "", *, only: str = "") -> list[Any]:
+    async def _ask_all(self, what: What, of: str = "", *, only: str = "") -> list[Any]:
         asked = [link for link in self._router.ready if only in ("", link.name)]
         return [json.loads(await link.ask(what, of)) for link in asked]
 

@@ -4,7 +4,7 @@ Tokenizers let other threads run while they work. Short texts and long ones have
 own, so that a short one never waits behind a long one. What is certainly too long is refused by
 its characters, before anything is encoded.
 
-The one rule: so many texts may wait, and no more.
+The one rule: the number of texts that wait is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.engine.text import Text
 
 LONG_CHARACTERS = 20_000
-"""A text of so many takes tens of milliseconds."""
+"""A text of this length takes tens of milliseconds."""
 WAITING_MAX = 256
 FoundT = TypeVar("FoundT")
 

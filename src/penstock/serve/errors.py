@@ -1,4 +1,4 @@
-"""What a client hears when something is wrong: OpenAI's shape, with a message that says what.
+"""Responses to what is wrong: OpenAI's shape, with a message that says what.
 
 | status | type                    | when                                                    |
 |--------|-------------------------|---------------------------------------------------------|

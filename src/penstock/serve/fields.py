@@ -7,8 +7,8 @@
 | not done here | passes with a value that asks for nothing, and is refused with any other  |
 | any other     | refused, with the nearest known name                                      |
 
-The one rule: a wish that would not be fulfilled is refused, never ignored. A client that asks for
-tools and silently gets none has been lied to.
+The one rule: an option that has no effect here is refused, never ignored. A client that asks for
+tools must not silently get none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-SHOWN_CHARACTERS = 120
+from penstock.errors import shown
+
 LABELS_MAX = 16
 
 Read = Callable[[str, Any], Any]
@@ -33,16 +34,6 @@ class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes sta
         super().__init__(message)
         self.param = param
         self.status = status
-
-
-def shown(value: object) -> str:
-    """A value as messages quote it, cut short where it is long."""
-    if isinstance(value, str | list):
-        value = value[: SHOWN_CHARACTERS + 1]
-    elif isinstance(value, int) and value.bit_length() > SHOWN_CHARACTERS:
-        return f"a number of {value.bit_length()} bits"
-    found = repr(value)
-    return found if len(found) <= SHOWN_CHARACTERS else f"{found[:SHOWN_CHARACTERS]}…"
 
 
 def refuse(name: str, value: object, right: str) -> NoReturn:

@@ -56,11 +56,11 @@ LINGER_S = 5.0
 WRITE_S = 60.0
 HEAD_BYTES_MAX = 64 * 1024
 LAST_S = 2.0
-"""What was told when the time was over may be sent for so long."""
+"""How long the last errors may take to be sent when the time for draining is over."""
 BACKLOG = 1024
 """Connections that wait in the kernel."""
 ACCEPTS_A_ROUND = 64
-"""asyncio accepts up to so many connections before any of them is counted."""
+"""The most connections that asyncio accepts before any of them is counted."""
 RESERVED_DESCRIPTORS = 256
 """For everything but HTTP: instances that come back, files, pipes, and one round of accepts."""
 _EVERY_S = 1.0

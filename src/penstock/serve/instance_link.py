@@ -1,7 +1,7 @@
 """The server's end of one instance: requests out, tokens in, on the server's event loop.
 
-The one rule: a request that was submitted hears its end. When the instance is lost, every
-request on it is told so at once.
+The one rule: every request that was submitted ends. When the instance is lost, all requests on
+it fail at once.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from penstock.engine.sampling_options import (
     REPETITION_MIN,
     TOP_K_MAX,
 )
+from penstock.errors import shown
 from penstock.serve.fields import (
     BadRequest,
     flag,
@@ -28,7 +29,6 @@ from penstock.serve.fields import (
     read_fields,
     read_object,
     refuse,
-    shown,
     whole,
     word,
 )
@@ -73,7 +73,7 @@ class TextRequest:
     include_usage: bool = False
     """Whether a stream ends with the usage."""
     logprobs: int | None = None
-    """So many alternatives are told with each token; `None`: no log-probabilities at all."""
+    """Alternatives that are returned with each token; `None`: no log-probabilities at all."""
     echo: bool = False
     """Whether the answer begins with the prompt."""
     priority: int = 0

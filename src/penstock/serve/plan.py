@@ -59,7 +59,7 @@ class ServeOptions:
     insecure: bool | None = None
 
 
-def settle(config: Config | None, wishes: ServeOptions) -> Config:
+def settle(config: Config | None, options: ServeOptions) -> Config:
     """Every setting in effect: from the file, if there is one, changed by the command line.
 
     Raises:
@@ -68,27 +68,27 @@ def settle(config: Config | None, wishes: ServeOptions) -> Config:
     """
     engine = _changed(
         (config and config.engine) or EngineTable(),
-        model=wishes.model,
-        role=wishes.role,
-        **_pair_of(wishes, config.engine if config else None),
-        prefill_at=wishes.prefill_at,
-        decode_at=wishes.decode_at,
-        dtype=wishes.dtype,
-        device=wishes.device,
+        model=options.model,
+        role=options.role,
+        **_pair_of(options, config.engine if config else None),
+        prefill_at=options.prefill_at,
+        decode_at=options.decode_at,
+        dtype=options.dtype,
+        device=options.device,
     )
     serve = _changed(
         (config and config.serve) or ServeTable(),
-        host=wishes.host,
-        port=wishes.port,
-        **_key_of(wishes),
-        drain_s=wishes.drain_s,
-        log_level=wishes.log_level,
-        log_json=wishes.log_json,
-        instances=wishes.instances,
-        router=wishes.router,
-        number=wishes.number,
-        secret_file=wishes.secret_file,
-        insecure=wishes.insecure,
+        host=options.host,
+        port=options.port,
+        **_key_of(options),
+        drain_s=options.drain_s,
+        log_level=options.log_level,
+        log_json=options.log_json,
+        instances=options.instances,
+        router=options.router,
+        number=options.number,
+        secret_file=options.secret_file,
+        insecure=options.insecure,
     )
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
@@ -96,47 +96,47 @@ def settle(config: Config | None, wishes: ServeOptions) -> Config:
     settled = config_of(model, config, dtype=engine.dtype)
     settled = replace(settled, engine=engine, serve=serve)
     # Read back, so that what the command line says is held to the same bounds as a file.
-    settled = parse_config(_sized(settled, wishes).to_toml())
+    settled = parse_config(_sized(settled, options).to_toml())
     assert settled.serve is not None
     settled = replace(settled, serve=replace(settled.serve, api_key=serve.api_key))
     _require_sense(settled, architecture)
     return settled
 
 
-def serves_http(config: Config | None, wishes: ServeOptions) -> bool:
+def serves_http(config: Config | None, options: ServeOptions) -> bool:
     """Whether this command answers clients, and not only those that join a router elsewhere."""
     engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
-    role = engine.role if wishes.role is None else wishes.role
-    router = (serve or ServeTable()).router if wishes.router is None else wishes.router
+    role = engine.role if options.role is None else options.role
+    router = (serve or ServeTable()).router if options.router is None else options.router
     return role == ROUTER or not router
 
 
-def _pair_of(wishes: ServeOptions, table: EngineTable | None) -> dict[str, int | None]:
+def _pair_of(options: ServeOptions, table: EngineTable | None) -> dict[str, int | None]:
     """Who names one role, or the ranks of one, leaves the other ranks single."""
-    role = wishes.role or (table.role if table else "")
+    role = options.role or (table.role if table else "")
     alone = role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
-    given = alone or wishes.prefill_tp is not None or wishes.decode_tp is not None
+    given = alone or options.prefill_tp is not None or options.decode_tp is not None
     return {
-        "prefill_tp": wishes.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
-        "decode_tp": wishes.decode_tp or (table and table.decode_tp) or (1 if given else None),
+        "prefill_tp": options.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
+        "decode_tp": options.decode_tp or (table and table.decode_tp) or (1 if given else None),
     }
 
 
-def _key_of(wishes: ServeOptions) -> dict[str, str | None]:
+def _key_of(options: ServeOptions) -> dict[str, str | None]:
     """Either way of giving a key takes the place of both in the file."""
-    if wishes.api_key is not None and wishes.api_key_file is not None:
+    if options.api_key is not None and options.api_key_file is not None:
         raise ConfigError(
             "--api-key", "is given beside --api-key-file, must be only one of the two"
         )
     for option, given in (
-        ("--api-key", wishes.api_key),
-        ("--api-key-file", wishes.api_key_file),
+        ("--api-key", options.api_key),
+        ("--api-key-file", options.api_key_file),
     ):
         if given == "":
             raise ConfigError(option, "is empty, must be left out to serve without a key")
-    if wishes.api_key is None and wishes.api_key_file is None:
+    if options.api_key is None and options.api_key_file is None:
         return {}
-    return {"api_key": wishes.api_key or "", "api_key_file": wishes.api_key_file or ""}
+    return {"api_key": options.api_key or "", "api_key_file": options.api_key_file or ""}
 
 
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
@@ -167,7 +167,7 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
 
 
 def _threaded(config: Config, ranks: int) -> Config:
-    """So many threads of torch that all ranks together have about one on each core."""
+    """The configuration with torch threads for each rank: about one on each core in total."""
     assert config.engine is not None
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
@@ -247,22 +247,22 @@ def _instance(
     )
 
 
-def _changed(table: TableT, **wishes: str | float | None) -> TableT:
-    given = {name: value for name, value in wishes.items() if value is not None}
+def _changed(table: TableT, **options: str | float | None) -> TableT:
+    given = {name: value for name, value in options.items() if value is not None}
     return replace(table, **given)  # type: ignore[arg-type]
 
 
-def _sized(config: Config, wishes: ServeOptions) -> Config:
+def _sized(config: Config, options: ServeOptions) -> Config:
     cache, kinds = config.cache, config.tier_kinds
     assert cache.device is not None
-    if wishes.blocks is not None:
-        cache = replace(cache, device=replace(cache.device, slot_count=wishes.blocks))
-    if wishes.block_tokens is not None:
-        cache = replace(cache, block_tokens=wishes.block_tokens)
-    if wishes.tp is not None:
-        cache = replace(cache, rank_count=wishes.tp)
-    if wishes.host_gib is not None:
-        cache, kinds = with_host_tier(cache, kinds, wishes.host_gib)
+    if options.blocks is not None:
+        cache = replace(cache, device=replace(cache.device, slot_count=options.blocks))
+    if options.block_tokens is not None:
+        cache = replace(cache, block_tokens=options.block_tokens)
+    if options.tp is not None:
+        cache = replace(cache, rank_count=options.tp)
+    if options.host_gib is not None:
+        cache, kinds = with_host_tier(cache, kinds, options.host_gib)
     return replace(config, cache=cache, tier_kinds=kinds)
 
 

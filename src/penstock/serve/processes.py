@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_S = 15.0
-"""An instance may end its step and drain its copies for so long."""
+"""How long an instance may take to end its step and drain its copies."""
 RANK_STOP_S = 5.0
-"""A rank ends with its instance; so long after it, it is killed."""
+"""A rank ends with its instance; after this time it is killed."""
 RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
 # The ranks of an instance are on one machine: their sums need not be seen outside.
 RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 LOAD_BLOCKS = 8
-"""A request under way weighs as much as so many cached blocks: a long queue outweighs a hit."""
+"""The cached blocks that a request under way outweighs: a long queue outweighs a hit."""
 GONE_LOAD = 4
-"""A pair whose prefill instance is gone counts as if it had so many more requests: others come
+"""A pair whose prefill instance is gone counts as if it had this many more requests: others come
 first, unless they are busier still, or have much less of the prefix."""
 EQUAL_BLOCKS = 1
 """Instances that differ by no more than this in what they need not compute count as equal: such
@@ -197,7 +197,7 @@ class Router:
         return [link.name for link in self.ready]
 
     def _welcome(self, link: InstanceLink) -> None:
-        """Tells an instance what it has missed, before it is sent any request."""
+        """Sends an instance the resets that it missed, before any request."""
         known, version = self._holdings_of(link).config.model.weights_version, self._weights_version
         other = version if known != version else ""
         if other or self._told.get(link.name, 0) < self._resets:

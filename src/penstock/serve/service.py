@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 
 class StartListener(Protocol):
-    """Who wants to know how the start goes on."""
+    """Is told how the start proceeds."""
 
     def loading(self, name: str, layers: int, of: int) -> None:
-        """A rank has read so many of its layers."""
+        """How many of its layers a rank has read."""
         ...
 
     def waiting(self, address: str, router: str) -> None:
@@ -87,7 +87,7 @@ class Service:
         assert config.engine is not None
         assert config.serve is not None
         self._expected = expected
-        """So many instances are started here; 0: whoever comes is from elsewhere."""
+        """Instances that this command starts; 0: all come from elsewhere."""
         self._audience = audience
         self._address = address
         self._announced = False

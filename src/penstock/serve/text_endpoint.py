@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from penstock.engine import messages as ms
+from penstock.errors import shown
 from penstock.serve import errors
 from penstock.serve.access_log import name_request, note_failure, note_tokens
 from penstock.serve.answers import AnswerFormat, AnswerOptions, AnswerPiece, AnswerReader, pieces_of
-from penstock.serve.fields import BadRequest, shown
+from penstock.serve.fields import BadRequest
 from penstock.serve.instance_link import InstanceLost, RequestRefusal
 from penstock.serve.openai_requests import TOKENS_DEFAULT, TextRequest, read_chat, read_completion
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class TextEndpoint:
-    """What clients ask for, as answers in the making."""
+    """Turns requests for text into responses."""
 
     def __init__(
         self,
@@ -267,7 +268,7 @@ class Admission:
         self.running = 0
 
     def refusal(self, count: int = 1) -> str:
-        """Why so many more are not taken now; empty if they are."""
+        """Why `count` more are not taken now; empty if they are."""
         if self.running + count <= self.limit:
             return ""
         return f"{self.running} requests are under way, at most {self.limit} may be"
@@ -429,7 +430,7 @@ class TextResponse:
 
 
 def _refused(refusal: RequestRefusal) -> Response:
-    """What a client hears of an instance's refusal."""
+    """The response to a request that an instance refused."""
     if refusal.kind == "busy":
         return errors.busy(str(refusal))
     field = str(refusal).partition(" ")[0]
