@@ -1,1 +1,4 @@
-"""Plain data structures for the block metadata of one engine: index, pools, eviction."""
+"""Data structures for the block metadata of one engine: index, slots, eviction, operations.
+
+Only the machine changes them.
+"""

@@ -1,1 +1,5 @@
-"""The brain of an engine's cache: events in, effects out, no I/O and no clock."""
+"""The state machine of one engine's cache: events in, effects out, no I/O and no clock.
+
+`machine` holds `CacheMachine`, which hands each event to the module that handles it: `acquire`,
+`leases`, `offload`, `copies`, `gate`, `faults`. All of them work on the state in `books`.
+"""
