@@ -31,7 +31,7 @@ def test_results_are_told_so_many_at_a_time(make_world: MakeWorld) -> None:
 def test_an_engine_that_never_polls_is_stopped_before_results_fill_its_memory(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload_module, "TOLD_MAX", 2)
+    monkeypatch.setattr(offload_module, "RESULTS_MAX", 2)
     world: World = make_world()
     for number in range(3):
         world.offload.save(keys(number), [number], cause=f"save {number}")

@@ -62,7 +62,7 @@ def test_only_the_last_ones_are_kept() -> None:
 
     for number in range(COPIES_KEPT + 5):
         log.begin(a_copy(number), now=float(number))
-        log.look((), now=number + 0.5)
+        log.end_all_but((), now=number + 0.5)
 
     kept = log.ended()
     assert len(kept) == COPIES_KEPT
