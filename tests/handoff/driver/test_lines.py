@@ -77,6 +77,20 @@ def test_a_line_is_open_for_both_and_carries_frames_both_ways(stack: ExitStack) 
     assert not near.send("nobody", b"lost")
 
 
+def test_a_line_that_opens_while_it_is_waited_for_wakes_the_waiter(stack: ExitStack) -> None:
+    near = listening(stack)
+    far = dialling(stack, near.address)
+
+    # One end does nothing but wait; no frame comes, for nobody greets it before it does.
+    deadline = soon()
+    while not wait_any(far.waitables, deadline=time.monotonic() + 0.01).channels:
+        assert time.monotonic() < deadline, "it slept through the opening"
+        near.receive()
+    far.receive()
+
+    assert far.opened() == ["scheduler"]
+
+
 def test_a_stranger_is_counted_and_not_heard(stack: ExitStack) -> None:
     near = listening(stack)
     stranger = dial(near.address, name="stranger")

@@ -50,6 +50,9 @@ class PartyDriver(Generic[MachineT]):
         self.lines = lines
         self.refused: Counter[str] = Counter()
         """What came and was not given to the machine, by reason."""
+        self.parts_moved = 0
+        """Parts of KV that were written and notified, or verified and put away."""
+        self.bytes_moved = 0
         self.unsent = 0
         """Messages for which there was no line, or no room on it."""
         self._clock = clock
@@ -70,9 +73,11 @@ class PartyDriver(Generic[MachineT]):
     def step(self) -> list[Ended]:
         """Does what there is to do, as far as a step goes; returns the handoffs that ended."""
         now = self._clock()
+        came = self.lines.receive()
+        # After it: a line that opened just now is not shown by any descriptor.
         for name in self.lines.opened():
             self._greet(name)
-        for name, frame in self.lines.receive():
+        for name, frame in came:
             self._hear(name, frame, now)
         self._work(now)
         due = self.machine.next_deadline()
@@ -104,6 +109,11 @@ class PartyDriver(Generic[MachineT]):
     def descriptors(self) -> list[int]:
         """What to wait for beside `lines.waitables`, for who does not use `wait`."""
         return [*self.lines.descriptors, *self._descriptors()]
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing areas, open and retired ones; decode ranks have them."""
+        return 0
 
     @property
     def has_work(self) -> bool:

@@ -84,6 +84,30 @@ class Lines(Protocol):
         ...
 
 
+class _Unopened:
+    """A channel whose opening has not been reported: that it is open is something to do.
+
+    A channel itself is ready only when a frame has come, and asking it may open it.
+    """
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: ZmqChannel) -> None:
+        self._channel = channel
+
+    @property
+    def ready(self) -> bool:
+        return self._channel.ready or self._channel.was_open
+
+    @property
+    def descriptor(self) -> int:
+        return self._channel.descriptor
+
+    @property
+    def alarm(self) -> float | None:
+        return self._channel.alarm
+
+
 class ZmqLines:
     """Lines over ZeroMQ, within a machine or between them.
 
@@ -165,7 +189,9 @@ class ZmqLines:
     def waitables(self) -> Sequence[Waitable]:
         """The listener, and the channels that were used since they were found empty."""
         channels: list[Waitable] = [
-            channel for name, channel in self._channels.items() if name not in self._quiet
+            channel if name in self._told else _Unopened(channel)
+            for name, channel in self._channels.items()
+            if name not in self._quiet
         ]
         return channels if self._listener is None else [*channels, self._listener]
 
