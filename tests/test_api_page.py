@@ -36,9 +36,16 @@ CLASSES: dict[str, type] = {
     "Rank": penstock.Rank,
     "RankFacts": penstock.RankFacts,
     "StopSignal": penstock.StopSignal,
+    "Handoff": penstock.Handoff,
+    "PrefillHandoff": penstock.PrefillHandoff,
+    "LocalPrefillHandoff": penstock.LocalPrefillHandoff,
+    "PrefillHandoffRank": penstock.PrefillHandoffRank,
+    "DecodeHandoff": penstock.DecodeHandoff,
+    "DecodeHandoffRank": penstock.DecodeHandoffRank,
     "CacheMachine": CacheMachine,
     "LLM": penstock.LLM,
 }
+COMMON = (BaseCache, penstock.Handoff, penstock.PrefillHandoff)
 NOT_FOR_ENGINES = {"Lease.change", "EngineSteps.close"}
 """Public to the cache that made the lease and to a rank that ends, and to nobody else."""
 
@@ -65,6 +72,8 @@ def true_signatures() -> dict[str, str]:
         penstock.open,
         penstock.open_offload,
         penstock.open_rank,
+        penstock.open_prefill,
+        penstock.open_decode,
         penstock.load_config,
         penstock.parse_config,
     ):
@@ -77,8 +86,9 @@ def true_signatures() -> dict[str, str]:
 
 def public_functions(owner: type) -> Iterator[tuple[str, object]]:
     for each in owner.__mro__:
-        # What `Cache` and `Offload` have in common is described once.
-        if each.__module__.split(".")[0] != "penstock" or (each is BaseCache is not owner):
+        # What several classes have in common is described once.
+        shared = each in COMMON and each is not owner
+        if each.__module__.split(".")[0] != "penstock" or shared:
             continue
         for name, member in vars(each).items():
             function = member.fget if isinstance(member, property) else member

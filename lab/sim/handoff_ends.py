@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from lab.sim.handoff import HandoffSimulation
@@ -63,7 +63,7 @@ def _check_drained(world: HandoffSimulation) -> None:
 def _check_useful(world: HandoffSimulation) -> None:
     for handoff in world.scene.prompts:
         outcome = world.decode_scheduler.ended.get((handoff, 1))
-        if outcome is not Outcome.DELIVERED:
+        if outcome is not HandoffOutcome.DELIVERED:
             raise SimulationError(
                 "usefulness", f"{handoff} was not delivered, though nothing was in the way"
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lab.worlds import deeds as do
 from lab.worlds.promises import check_blocks, check_slots, knows_life
 from lab.worlds.scene import DECODE, PREFILL
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from lab.sim.handoff import HandoffSimulation
@@ -140,12 +140,12 @@ class Engines:
             if knows_life(self._world.decode_scheduler, rank):
                 check_slots(rank, ended.handoff, ended.epoch, ended.outcome)
             self._world.give(name, do.Purge(ended.handoff, ended.epoch))
-        if ended.outcome is Outcome.WITHDRAWN or self._insists(ended):
+        if ended.outcome is HandoffOutcome.WITHDRAWN or self._insists(ended):
             self._world.after(self._while(), self.claim, ended.handoff, ended.epoch + 1)
 
     def _insists(self, ended: ef.Ended) -> bool:
         """Whether the engine tries once more what has failed, or was cancelled."""
-        if ended.outcome is Outcome.DELIVERED or ended.epoch >= EPOCH_MAX:
+        if ended.outcome is HandoffOutcome.DELIVERED or ended.epoch >= EPOCH_MAX:
             return False
         if self._rng.random() >= self._weather.insistence:
             return False

@@ -7,7 +7,7 @@ from typing import get_args
 from lab.sim.coverage import Kinds
 from lab.worlds import deeds as do
 from penstock.handoff.protocol.messages import AnyMessage, Ping, Pong, Refused
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 FAULT_KINDS = (
     "cancel by decode",
@@ -52,7 +52,7 @@ HANDOFF_KINDS = Kinds(
     copies=tuple(
         f"{side} {outcome.value}"
         for side in ("decode", "prefill")
-        for outcome in Outcome
+        for outcome in HandoffOutcome
         if f"{side} {outcome.value}" != "prefill withdrawn"
     ),
     has_tables=False,

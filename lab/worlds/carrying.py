@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.states import Outcome
+    from penstock.handoff.protocol.states import HandoffOutcome
 
 State = tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Carrying:
             channel: place[peer]
             for channel, (_, peer) in zip(self._channels, self.casting.routes, strict=True)
         }
-        self._ends: dict[tuple[int, int, int], tuple[tuple[str, int, Outcome], ...]] = {}
+        self._ends: dict[tuple[int, int, int], tuple[tuple[str, int, HandoffOutcome], ...]] = {}
         """What ended when a scheduler went from one local state to another."""
         self._carriers: dict[MoveKind, Callable[[list[int], Move], None]] = {
             MoveKind.POST: self._post,
@@ -219,7 +219,7 @@ class Carrying:
             self._do(after, rank, self.casting.deeds.of(do.Purge(handoff)))
 
     def _give_slots_back(
-        self, after: list[int], handoff: str, epoch: int, outcome: Outcome
+        self, after: list[int], handoff: str, epoch: int, outcome: HandoffOutcome
     ) -> None:
         scheduler = self._scheduler(self._decode_place, after[self._decode_place])
         for rank in self._decode_ranks:

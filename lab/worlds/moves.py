@@ -10,7 +10,7 @@ from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Fault
 from lab.worlds.prefill import Phase, PrefillRankActor
 from lab.worlds.schedulers import DecodeSchedulerActor, PrefillSchedulerActor
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -197,11 +197,15 @@ def _claims_of(actor: DecodeSchedulerActor) -> Iterator[do.Claim]:
         ]
         last = max(epochs, default=0)
         outcome = actor.ended.get((handoff, last))
-        if last == 0 or outcome is Outcome.WITHDRAWN or (last == 1 and _insists(actor, handoff)):
+        if (
+            last == 0
+            or outcome is HandoffOutcome.WITHDRAWN
+            or (last == 1 and _insists(actor, handoff))
+        ):
             yield do.Claim(handoff, last + 1)
 
 
 def _insists(actor: DecodeSchedulerActor, handoff: str) -> bool:
     """Whether the engine tries again after a failure, and may: nothing is left of the first try."""
-    failed = actor.ended.get((handoff, 1)) not in (None, Outcome.DELIVERED)
+    failed = actor.ended.get((handoff, 1)) not in (None, HandoffOutcome.DELIVERED)
     return actor.scene.insistent and failed and handoff not in actor.machine.claimed

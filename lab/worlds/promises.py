@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.explore.world import Violation
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from lab.worlds.actor import M
@@ -37,7 +37,7 @@ def check_blocks(rank: PrefillRankActor, handoff: str) -> None:
         raise Violation("given back", f"{rank.name} still reads the blocks of {handoff}")
 
 
-def check_slots(rank: DecodeRankActor, handoff: str, epoch: int, outcome: Outcome) -> None:
+def check_slots(rank: DecodeRankActor, handoff: str, epoch: int, outcome: HandoffOutcome) -> None:
     """Nothing of this rank writes to the slots any more, and what was delivered is there.
 
     Raises:
@@ -45,5 +45,5 @@ def check_slots(rank: DecodeRankActor, handoff: str, epoch: int, outcome: Outcom
     """
     if (handoff, epoch) in rank.touches():
         raise Violation("given back", f"{rank.name} still writes to the slots of {handoff}")
-    if outcome is Outcome.DELIVERED and not rank.has_all(handoff, epoch):
+    if outcome is HandoffOutcome.DELIVERED and not rank.has_all(handoff, epoch):
         raise Violation("content", f"{handoff} is delivered, but {rank.name} has not all of it")

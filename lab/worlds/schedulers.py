@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lab.worlds.scene import Scene
     from penstock.handoff.protocol.identity import Identity
     from penstock.handoff.protocol.names import Life
-    from penstock.handoff.protocol.states import Outcome
+    from penstock.handoff.protocol.states import HandoffOutcome
 
 Place = tuple[str, int]
 """A handoff and its epoch; on the prefill side the epoch is 0."""
@@ -34,7 +34,7 @@ class SchedulerActor(Actor[M]):
 
     open: set[Place]
     """Submitted in this life, and not ended."""
-    ended: dict[Place, Outcome]
+    ended: dict[Place, HandoffOutcome]
     """In this or an earlier life of the party."""
     died: set[Place]
     """Open when an earlier life ended."""
@@ -58,7 +58,7 @@ class SchedulerActor(Actor[M]):
     def _submit(self, place: Place) -> None:
         self.open.add(place)
 
-    def _end(self, place: Place, outcome: Outcome) -> None:
+    def _end(self, place: Place, outcome: HandoffOutcome) -> None:
         if place not in self.open:
             raise Violation(
                 "once", f"{self.name}: {place} ends as {outcome.value}, but is not open"

@@ -2,8 +2,10 @@
 
     cache = penstock.open("penstock.toml", kv=arrays)      # Penstock manages the device blocks
     offload = penstock.open_offload("penstock.toml", kv=arrays)      # the engine does
+    prefill = penstock.open_prefill(pair, kv=arrays)       # KV goes to another engine
+    decode = penstock.open_decode(pair, kv=arrays)         # KV comes from another engine
 
-docs/api.md describes both; everything an engine needs is exported here, from `exports.py`.
+docs/api.md describes them; everything an engine needs is exported here, from `exports.py`.
 
 The one rule: this file loads nothing. Every import of a part of the package runs it, and small
 processes such as the supervisor need none of the exports; those are loaded when the first of

@@ -11,7 +11,6 @@ import torch
 
 from penstock.config import parse_config
 from penstock.engine.instance import build_engine
-from penstock.engine.pairing import block_keys
 from penstock.engine.requests import Output, Phase, Request
 from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
@@ -194,8 +193,9 @@ def test_one_block_of_another_prompt_would_be_far_outside_the_bound(
         pair.finish()
         assert pair.prefill.handoffs is not None
         # What the sums are bound to is the same on both sides, and the blocks are not.
-        keys = block_keys(prompt, block_tokens=BLOCK, origin="\n")
-        monkeypatch.setattr(pair.prefill.handoffs, "_keys", lambda _: keys)
+        door = pair.prefill.handoffs.door
+        offer = door.offer
+        monkeypatch.setattr(door, "offer", lambda name, _, **rest: offer(name, prompt, **rest))
         pair.decode.cache.reset("to begin again")
         pair.decode.add(
             Request(id="mixed", prompt=prompt, handoff="mixed", max_tokens=6, sampling=TELLING)

@@ -26,7 +26,7 @@ from lab.worlds.prefill import PrefillRankActor
 from lab.worlds.scene import DECODE, PREFILL
 from lab.worlds.schedulers import PrefillSchedulerActor, SchedulerActor
 from lab.worlds.worlds import WORLDS, Small
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from lab.worlds.carrying import State
@@ -122,7 +122,7 @@ def is_delivered_after_resends(world: HandoffWorld, state: State) -> bool:
     """Whether a claim comes to a good end when all ask again in turn, and nobody gives up."""
     taken: Counter[Move] = Counter()
     for _ in range(200):
-        if Outcome.DELIVERED in scheduler_of(world, DECODE, state).ended.values():
+        if HandoffOutcome.DELIVERED in scheduler_of(world, DECODE, state).ended.values():
             return True
         usual = [move for move in world.moves(state) if move.fault == NO_FAULT]
         patient = [

@@ -12,7 +12,7 @@ from lab.sim.campaign import run_campaign, run_seeds
 from lab.sim.handoff import HandoffSimulation
 from lab.sim.scenarios import Scenario
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_calm_world_delivers_everything_however_bad_its_network() -> None:
 
     assert len(bad) > 5
     for world in bad:
-        assert set(world.decode_scheduler.ended.values()) == {Outcome.DELIVERED}
+        assert set(world.decode_scheduler.ended.values()) == {HandoffOutcome.DELIVERED}
 
 
 def test_the_command_runs_the_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

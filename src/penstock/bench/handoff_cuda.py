@@ -234,9 +234,9 @@ class CudaPair:
         name = self._begin()
         found = []
         for layer in range(LAYERS):
-            before, began = self.target.parts_taken, time.monotonic()
+            before, began = self.target.parts_moved, time.monotonic()
             self.source.progress(name, layer=layer, tokens=TOKENS)
-            self._until(lambda before=before: self.target.parts_taken > before)  # type: ignore[misc]
+            self._until(lambda before=before: self.target.parts_moved > before)  # type: ignore[misc]
             found.append(time.monotonic() - began)
         self._until(lambda: self._is_over(name))
         return statistics.median(found)

@@ -227,7 +227,7 @@ class SourceRank:
         keys = keys_of(name, shape.block_count)
         driver.admit(name, token_count=shape.tokens, slots=self.slots, keys=keys)
         self._until(lambda: name in driver.machine.wants.get("decode/0", {}))
-        cpu_s, parts = time.process_time(), driver.parts_written
+        cpu_s, parts = time.process_time(), driver.parts_moved
         began = ended = time.monotonic()
         if layer_s:
             ended = self._compute_by_layers(name, layer_s)
@@ -239,7 +239,7 @@ class SourceRank:
             began=began,
             ended=ended,
             cpu_s=time.process_time() - cpu_s,
-            parts=driver.parts_written - parts,
+            parts=driver.parts_moved - parts,
         )
 
     def _until(self, condition: Callable[[], bool]) -> None:
@@ -316,7 +316,7 @@ class TargetRank:
 
     def obey(self, order: dict[str, Any]) -> None:
         """Tells how much CPU time it has used."""
-        tell(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_taken)
+        tell(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_moved)
 
 
 def main() -> None:

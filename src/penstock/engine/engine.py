@@ -219,7 +219,7 @@ class Engine:
     def _end_handoffs(self) -> None:
         """Before blocks are given back: nothing is read from them or put into them after it."""
         if self.handoffs is not None:
-            self.handoffs.close()
+            self.handoffs.door.close()
 
     @property
     def _is_full(self) -> bool:

@@ -25,7 +25,6 @@ from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.devices import GIVE_UP_S, end_within
 from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.handed_ranks import handed_rank
 from penstock.engine.handoffs import handoffs_of
 from penstock.engine.loaded_rank import load_rank
 from penstock.engine.remote_workers import RemoteWorkers
@@ -228,11 +227,12 @@ class Instance:
         # From the first signal on it is always readable.
         descriptors = [] if stop.stopping else [stop.descriptor]
         if engine.handoffs is not None:
-            if engine.handoffs.has_work:
+            door = engine.handoffs.door
+            if door.has_work:
                 return
-            channels += engine.handoffs.waitables
-            descriptors += engine.handoffs.descriptors
-            deadline = engine.handoffs.next_deadline(deadline)
+            channels += door.waitables
+            descriptors += door.descriptors
+            deadline = min(deadline, door.next_deadline() or deadline)
         wait_any(channels, descriptors, deadline=deadline)
 
     def _listen(self) -> str:
@@ -366,9 +366,8 @@ def build_engine(
     """
     if spec.ranks == 1:
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
-        rank = handed_rank(spec, loaded.architecture, loaded.tier, rank=0)
-        loaded.worker.handed = rank
-        handoffs = handoffs_of(spec, loaded.architecture, rank)
+        handoffs = handoffs_of(spec, loaded.architecture, loaded.tier)
+        loaded.worker.handed = None if handoffs is None else handoffs.rank
         cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
         loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)

@@ -19,7 +19,7 @@ from torch import distributed
 
 import penstock
 from penstock.engine.devices import GIVE_UP_S, end_within
-from penstock.engine.handed_ranks import handed_rank
+from penstock.engine.handoffs import rank_handoffs
 from penstock.engine.loaded_rank import load_rank
 from penstock.engine.remote_workers import serve_rank
 from penstock.engine.rendezvous import RankLoading, encode, join
@@ -67,10 +67,10 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
         channel.send(encode(RankLoading(spec.rank, layers, of)))
 
     loaded = load_rank(instance, rank=spec.rank, progress=tell)
-    handed = handed_rank(instance, loaded.architecture, loaded.tier, rank=spec.rank)
+    handed = rank_handoffs(instance, loaded.architecture, loaded.tier, rank=spec.rank)
     loaded.worker.handed = handed
     with (
-        nullcontext() if handed is None else closing(handed),
+        nullcontext() if handed is None else handed.door,
         penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier, keeper=keeper()) as rank,
     ):
         loaded.worker.steps = rank.steps

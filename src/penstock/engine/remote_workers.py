@@ -27,7 +27,7 @@ from penstock.transport.waiting import wait_any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.handed_ranks import HandedRank
+    from penstock.engine.handoffs import RankHandoffs
     from penstock.engine.worker import Worker
     from penstock.runtime.rank import Rank
     from penstock.transport.base import Channel
@@ -112,7 +112,7 @@ class RemoteWorkers:
 
 
 def serve_rank(
-    channel: Channel, worker: Worker, rank: Rank, handed: HandedRank | None = None
+    channel: Channel, worker: Worker, rank: Rank, handed: RankHandoffs | None = None
 ) -> str:
     """Computes what arrives until the scheduler says that this is the end.
 
@@ -143,37 +143,38 @@ def serve_rank(
                 _wait(channel, rank, handed)
 
 
-def _hand_over(channel: Channel, handed: HandedRank | None, told: HandedCounts) -> HandedCounts:
+def _hand_over(channel: Channel, handed: RankHandoffs | None, told: HandedCounts) -> HandedCounts:
     """Lets handoffs advance; tells what was handed over, and returns it, if that has changed."""
     if handed is None:
         return told
-    handed.step()
+    handed.door.step()
     counts = handed.counts
-    if counts != told and not handed.has_work:
+    if counts != told and not handed.door.has_work:
         # Parts come between steps: no step may follow the last of them.
         channel.send(encode(StepResult(0, [], handed=counts)))
         return counts
     return told
 
 
-def _wait(channel: Channel, rank: Rank, handed: HandedRank | None) -> None:
+def _wait(channel: Channel, rank: Rank, handed: RankHandoffs | None) -> None:
     """Waits for something to do."""
     deadline = time.monotonic() + IDLE_S
     if handed is None:
         rank.wait(deadline, channels=[channel])
         return
-    if handed.has_work:
+    door = handed.door
+    if door.has_work:
         return
-    due = handed.next_deadline()
-    channels = cast("list[Channel]", [channel, *handed.waitables])
+    due = door.next_deadline()
+    channels = cast("list[Channel]", [channel, *door.waitables])
     rank.wait(
         deadline if due is None else min(due, deadline),
         channels=channels,
-        descriptors=handed.descriptors,
+        descriptors=door.descriptors,
     )
 
 
-def _computed(step: Step, worker: Worker, rank: Rank, handed: HandedRank | None) -> StepResult:
+def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | None) -> StepResult:
     if step.plan is not None:
         rank.take(step.plan)
     result = worker.execute(step) if step.spans else StepResult(step.number, [])

@@ -10,6 +10,7 @@ import msgspec
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.engine.batch import PREVIOUS, Span
 from penstock.engine.sampling_options import Sampled, TokenSampling  # noqa: TC001
+from penstock.handoff import HandoffOffer  # noqa: TC001
 
 if TYPE_CHECKING:
     from penstock.engine.requests import Answer
@@ -28,21 +29,6 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
     answer: int
     """Which of the scheduler's answers."""
     sampling: TokenSampling
-
-
-class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt whose KV another instance is going to get."""
-
-    handoff: str
-    token_count: int
-    cached: int
-    """Leading tokens whose KV is there already."""
-    slots: list[int]
-    """Where its blocks lie, from the first one on."""
-    keys: list[bytes]
-    """What the sums of each block are bound to."""
-    scheduler: int
-    """Which life of the scheduler gives it."""
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +52,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     draws: list[Draw]
     plan: bytes | None = None
     """Copies that the ranks carry out beside it."""
-    offers: list[Offer] = []
+    offers: list[HandoffOffer] = []
     """Prompts that this step begins, and that are handed over."""
     handed: list[tuple[int, str]] = []
     """The spans whose KV is handed over, and the names of their handoffs."""

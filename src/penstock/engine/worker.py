@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.architecture import Architecture
     from penstock.engine.batch import Batch, Sheet
-    from penstock.engine.handed_ranks import HandedRank
+    from penstock.engine.handoffs import RankHandoffs
     from penstock.engine.model import Decoder
     from penstock.engine.sharding import Share
     from penstock.engine.steps import Step
@@ -173,7 +173,7 @@ class Worker:
         """What the last step chose, and which of it for which answer."""
         self.steps: EngineSteps | None = None
         """Who must know of steps: the copies of its blocks, once there are any."""
-        self.handed: HandedRank | None = None
+        self.handed: RankHandoffs | None = None
         """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:

@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 NOBODY = 0
 """No thread has this number."""
 _CALLS = frozenset(
-    f"penstock.runtime.{name}"
-    for name in ("cache", "lease", "offload", "base", "rank", "rank_registry")
+    (
+        *(
+            f"penstock.runtime.{name}"
+            for name in ("cache", "lease", "offload", "base", "rank", "rank_registry")
+        ),
+        *(f"penstock.handoff.{name}" for name in ("handoff", "prefill", "decode")),
+    )
 )
 """Where calls begin: if one of them is already on the stack, a call comes from within another."""
 
@@ -175,7 +180,7 @@ def _within_a_call() -> bool:
     while frame is not None and (frame := frame.f_back) is not None:
         name = frame.f_globals.get("__name__", "")
         if ours:
-            ours = name.startswith("penstock.runtime.")
+            ours = name.startswith(("penstock.runtime.", "penstock.handoff."))
         elif name in _CALLS:
             return True
     return False

@@ -55,12 +55,12 @@ def device_tier(config: Config, kv: Kv, layout: Layout | None) -> tuple[DeviceTi
         ConfigError: the configuration does not fit the memory.
         ValueError: the memory cannot be used, or does not fit the layout.
     """
-    if kv is None:
-        raise ValueError(
-            "kv is None, must be the engine's KV: NumPy arrays or torch tensors, one or one a "
-            "layer, with the blocks along the first axis"
-        )
-    tier = _tier(config, kv, layout)
+    tier = memory_tier(
+        kv,
+        layout,
+        block_tokens=config.cache.block_tokens,
+        layer_wise=config.layer_wise == "auto",
+    )
     _require_kv_dtype(config, kv, layout)
     algorithm = ALGORITHMS.get(tier.medium)
     if algorithm is None:
@@ -148,14 +148,25 @@ def _element_types(kv: object, layout: Layout | None) -> set[str]:
     return {str(each).removeprefix("torch.") for each in types if each is not None}
 
 
-def _tier(config: Config, kv: Kv, layout: Layout | None) -> DeviceTier:
-    block_tokens = config.cache.block_tokens
+def memory_tier(
+    kv: Kv, layout: Layout | None, *, block_tokens: int, layer_wise: bool = True
+) -> DeviceTier:
+    """The tier over the engine's memory, whatever kind of memory it is.
+
+    Raises:
+        ValueError: the memory cannot be used, or does not fit the layout.
+    """
+    if kv is None:
+        raise ValueError(
+            "kv is None, must be the engine's KV: NumPy arrays or torch tensors, one or one a "
+            "layer, with the blocks along the first axis"
+        )
     if _MOVERS_OF_GPUS in sys.modules and (given := _given_cuda_tier(kv, layout)) is not None:
         return given
     if "torch" in sys.modules:
         tier = _tensor_tier(kv, layout, block_tokens=block_tokens)
         if tier is not None:
-            return _on_its_device(tier, layer_wise=config.layer_wise == "auto")
+            return _on_its_device(tier, layer_wise=layer_wise)
     arrays = _arrays(kv)
     if layout is None:
         layout = opaque_layout(arrays, block_tokens=block_tokens)

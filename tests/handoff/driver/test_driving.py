@@ -55,7 +55,7 @@ def test_a_layer_leaves_before_the_next_is_computed(world: World) -> None:
     for layer in range(LAYERS):
         world.compute("a", there, range(16), range(layer, layer + 1))
         world.settle()
-        counts.append(sum(rank.parts_taken for rank in world.taking.values()))
+        counts.append(sum(rank.parts_moved for rank in world.taking.values()))
 
     assert counts == sorted(set(counts))
     assert world.is_right("a", here, range(16))
@@ -70,7 +70,7 @@ def test_chunks_leave_as_they_are_computed(make_world: MakeWorld) -> None:
     for chunk in (range(13), range(13, 30), range(30, 40)):
         world.compute("a", there, chunk)
         world.settle()
-        counts.append(sum(rank.bytes_taken for rank in world.taking.values()))
+        counts.append(sum(rank.bytes_moved for rank in world.taking.values()))
     world.prefill.first_token("a", (1,))
     world.settle()
 
@@ -264,7 +264,7 @@ def test_one_step_does_a_bounded_share_of_the_work(world: World) -> None:
     world.compute("a", there, range(48))
 
     rank.step()
-    first = rank.bytes_written
+    first = rank.bytes_moved
 
     assert rank.has_work
     assert 0 < first <= 3 * 4096
@@ -322,9 +322,9 @@ def test_berths_are_returned_together_but_soon(make_world: MakeWorld) -> None:
         world.compute("a", there, range(8), range(layer, layer + 1))
         world.settle()
 
-    assert rank.parts_taken >= LAYERS
+    assert rank.parts_moved >= LAYERS
     assert (kept, returned) == (0, 1)
-    assert said.count("Claim") - before < rank.parts_taken
+    assert said.count("Claim") - before < rank.parts_moved
     assert not world.sending["prefill/0"].machine.writes
 
 

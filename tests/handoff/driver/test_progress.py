@@ -172,7 +172,7 @@ def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: Ma
         for rank in world.sending.values():
             device.now = until - 0.05
             rank.drive(until)
-        counts.append(sum(rank.parts_written for rank in world.sending.values()))
+        counts.append(sum(rank.parts_moved for rank in world.sending.values()))
         busy = [source.busy for source in sources.values()]
         assert busy == [until < 100.3] * 2
     device.look_s = 0.0

@@ -25,7 +25,7 @@ from penstock.handoff.protocol.names import Life
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
-from penstock.handoff.protocol.states import Outcome, Role
+from penstock.handoff.protocol.states import HandoffOutcome, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,7 +187,7 @@ class World:
         if name == "D":
             key = (handoff, ended.epoch)
             assert not [t for _, t in self.takes if (t.handoff, t.epoch) == key]
-            if ended.outcome is Outcome.DELIVERED:
+            if ended.outcome is HandoffOutcome.DELIVERED:
                 for rank, sources in self.wanted[key].items():
                     expected = {(s, n) for s, grid in sources for n in range(grid.part_count)}
                     assert self.slots.get((rank, *key), set()) == expected

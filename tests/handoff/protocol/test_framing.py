@@ -40,7 +40,7 @@ ONE_OF_EACH: list[msg.AnyMessage] = [
     msg.Await(**CLAIM),
     msg.Finished(**CLAIM, tokens=(1,), drafts=(2, 3)),
     msg.Gone(**CLAIM, why="w"),
-    msg.Close(**CLAIM, outcome=msg.Outcome.DELIVERED),
+    msg.Close(**CLAIM, outcome=msg.HandoffOutcome.DELIVERED),
     msg.Closed(**CLAIM),
     msg.Release(**WHO, handoff="h"),
     msg.Released(**WHO, handoff="h"),

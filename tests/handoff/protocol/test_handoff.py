@@ -10,7 +10,7 @@ import pytest
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.states import Outcome
+from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
     from tests.handoff.protocol.conftest import World
@@ -117,7 +117,9 @@ def test_p12_the_first_token_may_come_before_or_after_the_parts(make_world: type
             world.run()
 
         assert world.ended["D"] == [
-            eff.Ended(handoff="h", epoch=1, outcome=Outcome.DELIVERED, tokens=(5,), drafts=(6,))
+            eff.Ended(
+                handoff="h", epoch=1, outcome=HandoffOutcome.DELIVERED, tokens=(5,), drafts=(6,)
+            )
         ]
 
 

@@ -315,7 +315,7 @@ fields = {
     "spoiled": st.lists(st.binary(max_size=1), max_size=3).map(tuple),
     "sources": st.lists(st.tuples(st.sampled_from(NAMES), grids), max_size=3).map(tuple),
     "tokens": st.lists(st.integers(0, 9), max_size=2).map(tuple),
-    "outcome": st.sampled_from(list(msg.Outcome)),
+    "outcome": st.sampled_from(list(msg.HandoffOutcome)),
     "report": st.sampled_from(list(msg.RankReport)),
     "poisoned": st.booleans(),
     "known": st.integers(0, 6),

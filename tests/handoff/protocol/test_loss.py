@@ -265,7 +265,7 @@ def test_p6_a_close_of_an_earlier_epoch_does_not_end_a_later_one(make_world: typ
         target=world.parties["P"].life,
         handoff="h",
         epoch=1,
-        outcome=msg.Outcome.CANCELLED,
+        outcome=msg.HandoffOutcome.CANCELLED,
     )
 
     world.do("P", lambda p: p.receive(early, 0.0))

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.handoff.protocol.states import DecodeState, Outcome, PrefillState
+from penstock.handoff.protocol.states import DecodeState, HandoffOutcome, PrefillState
 
 if TYPE_CHECKING:
     from tests.handoff.protocol.conftest import World
@@ -78,7 +78,7 @@ class Orders(RuleBasedStateMachine):
     def submit_decode(self, handoff: str) -> None:
         decode = self.world.parties["D"]
         ends = [e.outcome for e in self.world.ended["D"] if e.handoff == handoff]
-        again = not ends or ends[-1] is Outcome.WITHDRAWN
+        again = not ends or ends[-1] is HandoffOutcome.WITHDRAWN
         if handoff not in decode.claimed and again and self.epochs[handoff] < 3:
             self.epochs[handoff] += 1
             self.world.submit_decode(handoff, epoch=self.epochs[handoff], wanted=self.wanted)

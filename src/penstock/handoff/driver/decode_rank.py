@@ -105,8 +105,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         self._kept_back: dict[str, _KeptBack] = {}
         self._unopened: deque[tuple[Life, int, str]] = deque()
         """Areas for which there was no memory, and why."""
-        self.parts_taken = 0
-        self.bytes_taken = 0
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of landing areas, open and retired ones."""
+        return self._target.open_bytes + self._target.retired_bytes
 
     @property
     def has_work(self) -> bool:
@@ -180,13 +183,13 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         else:
             if intact is not None:
                 self._taken(take, intact=intact)
-        self.bytes_taken += place.size
+        self.bytes_moved += place.size
         return max(place.size, 1)
 
     def _taken(self, take: Take, *, intact: bool) -> None:
         now = self._clock()
         if intact:
-            self.parts_taken += 1
+            self.parts_moved += 1
             kept = self._kept_back.get(take.source.name, _KeptBack(0, now))
             self._kept_back[take.source.name] = kept._replace(berths=kept.berths + 1)
             self._carry_out(self.machine.part_taken(take, now))

@@ -85,6 +85,10 @@ class PartyDriver(Generic[MachineT]):
             self._carry_out(self.machine.handle_timer(now))
         self._keep_watch(now)
         self._say_claims()
+        return self.take_ended()
+
+    def take_ended(self) -> list[Ended]:
+        """The handoffs that ended since the last call: an engine's own call may end one, too."""
         ended = list(self._ended)
         self._ended.clear()
         return ended

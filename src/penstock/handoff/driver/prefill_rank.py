@@ -129,8 +129,6 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """Writes to areas that there is no way to."""
         self._dropped: list[WriteId] = []
         """Writes that were abandoned before their bytes were read."""
-        self.parts_written = 0
-        self.bytes_written = 0
 
     # The engine.
 
@@ -297,7 +295,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             sums = b""
         if sums is not None:
             self._packed(name, sums)
-        self.bytes_written += place.size
+        self.bytes_moved += place.size
         return max(place.size, 1)
 
     def _packed(self, name: WriteId, sums: bytes) -> None:
@@ -315,7 +313,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _end(self, way: _Way, end: WriteEnd) -> None:
         name, sums = way.posted.pop(end.number)
         if isinstance(end, WriteDone):
-            self.parts_written += 1
+            self.parts_moved += 1
             self._carry_out(self.machine.write_done(name, self._clock(), sums=sums))
         else:
             self._fail(name)

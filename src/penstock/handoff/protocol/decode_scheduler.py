@@ -20,7 +20,7 @@ from penstock.handoff.protocol.states import (
     DECODE_MOVES,
     DecodeMove,
     DecodeState,
-    Outcome,
+    HandoffOutcome,
     RankReport,
     Role,
     advance,
@@ -59,7 +59,7 @@ class Claimed(NamedTuple):
     tokens: tuple[int, ...] = ()
     """The first token; nothing until it is there."""
     drafts: tuple[int, ...] = ()
-    outcome: Outcome | None = None
+    outcome: HandoffOutcome | None = None
     why: str = ""
     closed: bool = False
     """The prefill side knows, need not know, or cannot be told."""
@@ -138,11 +138,11 @@ class DecodeScheduler(Party):
         claimed = self._unended(handoff)
         self._start(now)
         if claimed.state is DecodeState.CLAIMING:
-            self._give_up(handoff, Outcome.CANCELLED, why)
-        elif claimed.outcome is Outcome.WITHDRAWN:
+            self._give_up(handoff, HandoffOutcome.CANCELLED, why)
+        elif claimed.outcome is HandoffOutcome.WITHDRAWN:
             # It was going to be claimed again, and is not: now the prefill side must hear.
             self.claimed[handoff] = claimed._replace(
-                outcome=Outcome.CANCELLED, why=why, closed=False
+                outcome=HandoffOutcome.CANCELLED, why=why, closed=False
             )
             self._close(handoff)
         return self.effects
@@ -159,7 +159,7 @@ class DecodeScheduler(Party):
         claimed = self._unended(handoff)
         self._start(now)
         if claimed.state is DecodeState.CLAIMING:
-            self._give_up(handoff, Outcome.WITHDRAWN, "withdrawn")
+            self._give_up(handoff, HandoffOutcome.WITHDRAWN, "withdrawn")
         return self.effects
 
     def statistics(self) -> DecodeSchedulerStatistics:
@@ -248,7 +248,7 @@ class DecodeScheduler(Party):
                 self.claimed[handoff] = claimed._replace(complete=claimed.complete | rank)
                 self._deliver_if_complete(handoff)
             case RankReport.FAILED if claimed.state is DecodeState.CLAIMING:
-                self._give_up(handoff, Outcome.FAILED_OVER, report.why)
+                self._give_up(handoff, HandoffOutcome.FAILED_OVER, report.why)
             case RankReport.DROPPED if claimed.state is DecodeState.CLAIMING:
                 self._refuse("dropped, but nobody said so")
             case RankReport.DROPPED:
@@ -258,7 +258,7 @@ class DecodeScheduler(Party):
 
     def _hear_gone(self, gone: msg.Gone) -> None:
         if self.claimed[gone.handoff].state is DecodeState.CLAIMING:
-            self._give_up(gone.handoff, Outcome.FAILED_OVER, gone.why)
+            self._give_up(gone.handoff, HandoffOutcome.FAILED_OVER, gone.why)
 
     def _hear_finished(self, finished: msg.Finished) -> None:
         handoff = finished.handoff
@@ -279,7 +279,7 @@ class DecodeScheduler(Party):
         if not self._every_rank_is_complete(claimed):
             return
         self._move(handoff, DecodeMove.DELIVER)
-        self.claimed[handoff] = self.claimed[handoff]._replace(outcome=Outcome.DELIVERED)
+        self.claimed[handoff] = self.claimed[handoff]._replace(outcome=HandoffOutcome.DELIVERED)
         self._end(handoff)
         self._let_ranks_drop(handoff)
         self._close(handoff)
@@ -288,10 +288,10 @@ class DecodeScheduler(Party):
     def _every_rank_is_complete(self, claimed: Claimed) -> bool:
         return claimed.complete == self.everyone
 
-    def _give_up(self, handoff: str, outcome: Outcome, why: str) -> None:
+    def _give_up(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
         self._move(handoff, DecodeMove.GIVE_UP)
         gone = sum(1 << n for n, name in enumerate(self.ranks) if not self.is_open(name))
-        closed = outcome is Outcome.WITHDRAWN
+        closed = outcome is HandoffOutcome.WITHDRAWN
         self.claimed[handoff] = self.claimed[handoff]._replace(
             outcome=outcome, why=why[:512], closed=closed, dropped=gone
         )
@@ -316,7 +316,7 @@ class DecodeScheduler(Party):
     def _end(self, handoff: str) -> None:
         claimed = self.claimed[handoff]
         assert claimed.outcome is not None
-        delivered = claimed.outcome is Outcome.DELIVERED
+        delivered = claimed.outcome is HandoffOutcome.DELIVERED
         self.outcomes[claimed.outcome.value] = self.outcomes.get(claimed.outcome.value, 0) + 1
         self._disarm(("deadline", handoff))
         self.effects.append(
@@ -432,7 +432,7 @@ class DecodeScheduler(Party):
     def _on_timer(self, timer: TimerKey) -> None:
         match timer:
             case ("deadline", handoff):
-                self._give_up(handoff, Outcome.EXPIRED, "its deadline passed")
+                self._give_up(handoff, HandoffOutcome.EXPIRED, "its deadline passed")
             case ("resend", handoff):
                 self._ask(handoff)
             case _:
@@ -451,7 +451,7 @@ class DecodeScheduler(Party):
             if claimed.prefill != name:
                 continue
             if claimed.state is DecodeState.CLAIMING and not claimed.tokens:
-                self._give_up(handoff, Outcome.FAILED_OVER, why)
+                self._give_up(handoff, HandoffOutcome.FAILED_OVER, why)
             elif claimed.state is not DecodeState.CLAIMING:
                 self._close(handoff)
 
@@ -460,20 +460,20 @@ class DecodeScheduler(Party):
             # Its ranks let go of everything when they saw it die, first token or not.
             for handoff, claimed in list(self.claimed.items()):
                 if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
-                    self._give_up(handoff, Outcome.FAILED_OVER, f"{name} is gone")
+                    self._give_up(handoff, HandoffOutcome.FAILED_OVER, f"{name} is gone")
             self._peer_silent(name)
             return
         rank = 1 << self.ranks.index(name)
         for handoff, claimed in list(self.claimed.items()):
             if claimed.state is DecodeState.CLAIMING:
-                self._give_up(handoff, Outcome.FAILED_OVER, f"{name} is lost")
+                self._give_up(handoff, HandoffOutcome.FAILED_OVER, f"{name} is lost")
             if handoff in self.claimed:
                 self._dropped(handoff, rank)
 
     def _peer_refused(self, name: str, *, why: str) -> None:
         for handoff, claimed in list(self.claimed.items()):
             if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
-                self._give_up(handoff, Outcome.FAILED_OVER, why)
+                self._give_up(handoff, HandoffOutcome.FAILED_OVER, why)
 
     def _move(self, handoff: str, move: DecodeMove) -> None:
         claimed = self.claimed[handoff]

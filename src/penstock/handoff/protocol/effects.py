@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.messages import AnyMessage, Landed
     from penstock.handoff.protocol.names import Life, WriteId
-    from penstock.handoff.protocol.states import Outcome
+    from penstock.handoff.protocol.states import HandoffOutcome
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +108,7 @@ class Ended(Effect, frozen=True, kw_only=True):
     handoff: str
     epoch: int
     """On the prefill side the last epoch it heard of, 0 if none."""
-    outcome: Outcome
+    outcome: HandoffOutcome
     why: str = ""
     tokens: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.names import Epoch, HandoffId, Incarnation, Life, Name
-from penstock.handoff.protocol.states import Outcome, RankReport  # noqa: TC001 - msgspec reads it
+from penstock.handoff.protocol.states import HandoffOutcome, RankReport  # noqa: TC001 - msgspec reads it
 
 PROTOCOL_VERSION = 1
 
@@ -183,7 +183,7 @@ class Gone(HandoffMessage, frozen=True, kw_only=True, tag=True):
 class Close(HandoffMessage, frozen=True, kw_only=True, tag=True):
     """Decode scheduler → prefill scheduler: I need nothing more of it. Asks for `Closed`."""
 
-    outcome: Outcome
+    outcome: HandoffOutcome
     why: Text = ""
 
 

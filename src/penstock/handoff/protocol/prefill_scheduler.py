@@ -18,7 +18,7 @@ from penstock.handoff.protocol.effects import Ended
 from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.states import (
     PREFILL_MOVES,
-    Outcome,
+    HandoffOutcome,
     PrefillMove,
     PrefillState,
     Role,
@@ -47,7 +47,7 @@ class Prefill(NamedTuple):
     drafts: tuple[int, ...] = ()
     released: int = 0
     """The set of ranks that read its blocks no more."""
-    outcome: Outcome | None = None
+    outcome: HandoffOutcome | None = None
     why: str = ""
 
 
@@ -143,7 +143,7 @@ class PrefillScheduler(Party):
             raise ValueError(f"handoff is {handoff!r}, which was not submitted or has ended")
         self._start(now)
         if prefill.state is not PrefillState.RELEASING:
-            self._tell_and_end(handoff, Outcome.CANCELLED, why)
+            self._tell_and_end(handoff, HandoffOutcome.CANCELLED, why)
         return self.effects
 
     def statistics(self) -> PrefillSchedulerStatistics:
@@ -248,7 +248,7 @@ class PrefillScheduler(Party):
 
     # The end.
 
-    def _end(self, handoff: str, outcome: Outcome, why: str) -> None:
+    def _end(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
         """The outcome is known: ranks stop reading, and decode hears of it unless it said so."""
         self._move(handoff, PrefillMove.END)
         self._disarm(("lease", handoff))
@@ -258,7 +258,7 @@ class PrefillScheduler(Party):
         self._let_ranks_release(handoff)
         self._released(handoff, 0)
 
-    def _tell_and_end(self, handoff: str, outcome: Outcome, why: str) -> None:
+    def _tell_and_end(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
         prefill = self.prefills[handoff]
         if self.is_open(prefill.decode):
             self._send(
@@ -332,7 +332,7 @@ class PrefillScheduler(Party):
     def _on_timer(self, timer: TimerKey) -> None:
         match timer:
             case ("lease", handoff):
-                self._tell_and_end(handoff, Outcome.EXPIRED, "its lease is over")
+                self._tell_and_end(handoff, HandoffOutcome.EXPIRED, "its lease is over")
             case ("resend", handoff):
                 self._let_ranks_release(handoff)
             case ("park", handoff):
@@ -365,7 +365,7 @@ class PrefillScheduler(Party):
                 self._move(handoff, PrefillMove.FORGET)
                 del self.prefills[handoff]
             case PrefillState.COMPUTING | PrefillState.READY:
-                self._tell_and_end(handoff, Outcome.FAILED_OVER, why)
+                self._tell_and_end(handoff, HandoffOutcome.FAILED_OVER, why)
             case _:
                 pass
 

@@ -24,7 +24,7 @@ class Role(Enum):
     DECODE_RANK = "decode rank"
 
 
-class Outcome(Enum):
+class HandoffOutcome(Enum):
     """How a handoff ended, on one side."""
 
     DELIVERED = "delivered"

@@ -1,0 +1,255 @@
+"""A decode engine's part in handoffs: it claims prompts that the other engine computes.
+
+    decode = open_decode(pair, kv=kv, block_tokens=16)
+    decode.claim("request-1", prompt, slots=blocks, timeout_s=10.0)
+    while not (results := decode.step()):
+        decode.wait(time.monotonic() + 10.0)
+
+The one rule: the blocks of a claim belong to the handoff until its `HandoffResult`. If that says
+`delivered`, they hold the prompt's KV; otherwise what they hold has no meaning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
+from penstock.handoff.driver.taking import ArrayTaker
+from penstock.handoff.handoff import (
+    Handoff,
+    Opening,
+    as_prompt,
+    as_slots,
+    connected,
+    draw_incarnation,
+)
+from penstock.handoff.pair import keys_of, rank_name
+from penstock.transport.shared_memory import SharedTarget
+from penstock.vocabulary.arguments import as_int, as_seconds, as_text
+from penstock.vocabulary.checksums import Algorithm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.handoff.pair import HandoffPair
+    from penstock.handoff.protocol.settings import HandoffSettings
+    from penstock.runtime.device import Kv
+    from penstock.vocabulary.keys import Tokens
+    from penstock.vocabulary.layout import Layout
+
+
+class DecodeHandoff(Handoff):
+    """A decode engine: prompts are computed elsewhere and answered here."""
+
+    def __init__(self, opening: Opening, drivers: Sequence[DecodeRankDriver] = ()) -> None:
+        name = opening.engine.name
+        self._engine = DecodeSchedulerDriver(
+            opening.directory,
+            opening.lines(name),
+            incarnation=draw_incarnation(),
+            settings=opening.settings,
+        )
+        super().__init__(name, [*drivers, self._engine], opening)
+        self._pair = opening.pair
+        self._plan = opening.directory.plan
+        self._slot_count = opening.slot_count
+
+    def claim(
+        self,
+        handoff: str,
+        tokens: Tokens,
+        *,
+        slots: Sequence[int],
+        cached_tokens: int = 0,
+        origin: str = "",
+        epoch: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Claims the KV of a prompt, or of its end. It ends with one `HandoffResult`.
+
+        Args:
+            handoff: The name under which the prefill engine offers it, sooner or later.
+            tokens: The prompt.
+            slots: Where the missing blocks are to lie: a block of the engine's KV for each, the
+                same on every rank.
+            cached_tokens: The KV of so many leading tokens is here already: a whole number of
+                blocks of both engines.
+            origin: What the KV depends on besides model, weights and prompt: a tenant, say. The
+                same on both sides.
+            epoch: 1; a higher number for each claim that follows a `withdraw`.
+            timeout_s: It fails after so long.
+
+        Raises:
+            ValueError: an argument is wrong, or the name is in use.
+            UnavailableError: a rank is not connected.
+            CapacityError: too many handoffs are under way.
+        """
+        name, words = as_text("handoff", handoff), as_prompt(tokens)
+        number = as_int("epoch", epoch, 1)
+        size, source = self._plan.target_tokens, self._plan.source_tokens
+        cached = as_int("cached_tokens", cached_tokens, 0, len(words) - 1)
+        count = -(-len(words) // size) - cached // size
+        blocks = as_slots(slots, count=count, slot_count=self._slot_count)
+        keys = keys_of(self._pair, words, block_tokens=source, origin=as_text("origin", origin))
+        patience_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
+        with self._access:
+            self._engine.submit(
+                name,
+                token_count=len(words),
+                slots=dict.fromkeys(self._engine.machine.ranks, blocks),
+                keys=keys,
+                cached_tokens=cached,
+                epoch=number,
+                patience_s=patience_s,
+            )
+            self._open.add(name)
+
+    def cancel(self, handoff: str, why: str = "cancelled") -> None:
+        """The request was aborted; its `HandoffResult` follows. One that has ended is left alone.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        name, reason = as_text("handoff", handoff), as_text("why", why)
+        with self._access:
+            if name in self._open:
+                self._engine.cancel(name, why=reason)
+                self._collect(self._engine.take_ended())
+
+    def withdraw(self, handoff: str) -> None:
+        """Gives the blocks of a claim back; the prefill engine keeps what it has computed.
+
+        After its `HandoffResult` it may be claimed again, with the next epoch. A handoff that has
+        ended is left alone.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        name = as_text("handoff", handoff)
+        with self._access:
+            if name in self._open:
+                self._engine.withdraw(name)
+                self._collect(self._engine.take_ended())
+
+    def rank_died(self, rank: int) -> None:
+        """The process of a rank was seen dead: what needs it fails at once."""
+        number = as_int("rank", rank, 0, len(self._engine.machine.ranks) - 1)
+        with self._access:
+            self._engine.colleague_died(rank_name(self._name, number))
+            self._collect(self._engine.take_ended())
+
+
+class DecodeHandoffRank(Handoff):
+    """One of several ranks of a decode engine, in a process of its own."""
+
+    def __init__(self, opening: Opening, rank: DecodeRankDriver) -> None:
+        super().__init__(rank.life.name, [rank], opening)
+        self._rank = rank
+        self._scheduler = opening.engine.name
+
+    def engine_died(self) -> None:
+        """The process of the engine was seen dead: its claims are dropped."""
+        with self._access:
+            self._rank.colleague_died(self._scheduler)
+
+
+@overload
+def open_decode(
+    pair: HandoffPair,
+    *,
+    kv: Kv | None = None,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    settings: HandoffSettings | None = None,
+    folder: Path | None = None,
+    timeout_s: float = 60.0,
+) -> DecodeHandoff: ...
+
+
+@overload
+def open_decode(
+    pair: HandoffPair,
+    *,
+    kv: Kv,
+    rank: int,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    settings: HandoffSettings | None = None,
+    folder: Path | None = None,
+) -> DecodeHandoffRank: ...
+
+
+def open_decode(
+    pair: HandoffPair,
+    *,
+    kv: Kv | None = None,
+    rank: int | None = None,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    settings: HandoffSettings | None = None,
+    folder: Path | None = None,
+    timeout_s: float = 60.0,
+) -> DecodeHandoff | DecodeHandoffRank:
+    """Opens a decode engine's part in handoffs.
+
+    | given            | opens                                                    |
+    |------------------|----------------------------------------------------------|
+    | `kv`             | an engine whose one rank is in this process              |
+    | `kv` and `rank`  | that rank of an engine whose scheduler is elsewhere      |
+    | neither          | an engine whose ranks are other processes                |
+
+    Args:
+        pair: The two engines.
+        kv: The KV of the rank, as for `penstock.open`.
+        rank: Which rank this is.
+        layout: How `kv` lies, where that is not plain from it.
+        block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
+        settings: Times and bounds.
+        folder: Where the socket is made at which prefill ranks fetch the memory that they write
+            to; a private folder of this process if it is left out.
+        timeout_s: An engine waits so long for its ranks to connect.
+
+    Raises:
+        ValueError: an argument is wrong, or the KV of the two engines does not fit.
+        UnavailableError: the ranks did not connect, or an address is in use.
+    """
+    if folder is not None and not isinstance(folder, Path):
+        raise ValueError(f"folder is a {type(folder).__name__}, must be a Path or None")
+    opening = Opening(
+        pair,
+        "decode",
+        kv,
+        layout=layout,
+        block_tokens=block_tokens,
+        settings=settings,
+        timeout_s=timeout_s,
+    )
+    ranks = opening.directory.decode.rank_names
+    with opening:
+        if opening.tier is None:
+            if rank is not None:
+                raise ValueError(f"rank is {rank!r}, must be left out without kv")
+            return connected(DecodeHandoff(opening), ranks, opening.timeout_s)
+        driver = _rank_driver(opening, opening.rank(rank), folder)
+        if rank is not None:
+            return DecodeHandoffRank(opening, driver)
+        return connected(DecodeHandoff(opening, [driver]), ranks, opening.timeout_s)
+
+
+def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
+    assert opening.tier is not None
+    target = SharedTarget(huge_pages=False, folder=folder)
+    opening.undo.callback(target.close)
+    driver = DecodeRankDriver(
+        opening.directory,
+        name,
+        opening.lines(name),
+        taker=ArrayTaker(opening.tier, Algorithm.XXH3),
+        target=target,
+        incarnation=draw_incarnation(),
+        settings=opening.settings,
+    )
+    opening.undo.callback(driver.close)
+    return driver

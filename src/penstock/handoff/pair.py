@@ -1,0 +1,186 @@
+"""Two engines that hand KV over: their names, addresses and layouts, and the keys of prompts.
+
+    pair = HandoffPair(
+        prefill=HandoffEngine(name="prefill", address="ipc:///run/toy/prefill"),
+        decode=HandoffEngine(name="decode", address="ipc:///run/toy/decode"),
+        model="toy",
+        weights="v1",
+    )
+
+Both engines, and every rank of them, are given the same pair. They compare it when they connect,
+and refuse each other with the first difference named.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.protocol.names import NAME_CHARS_MAX
+from penstock.vocabulary.arguments import as_text, as_tuple
+from penstock.vocabulary.form import Form
+from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.layout import Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_KINDS = ("ipc://", "tcp://")
+_RANK_CHARS = 8
+"""Room for a rank's number behind the name of its engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffEngine:
+    """One of the two engines, as both of them know it."""
+
+    name: str
+    address: str
+    """Where the engine listens for the other one and for its own ranks: `ipc://` and a path, or
+    `tcp://` with host and port."""
+    rank_addresses: tuple[str, ...] = ()
+    """Where each rank of a prefill engine listens. Left out, the ranks listen beside an `ipc`
+    address."""
+    layouts: tuple[Layout, ...] = ()
+    """How the KV of each rank lies. Left out, the engine has one rank, with the layout of the KV
+    that the pair is opened with."""
+
+    def __post_init__(self) -> None:
+        name = as_text("name", self.name)
+        if not 0 < len(name) <= NAME_CHARS_MAX - _RANK_CHARS:
+            raise ValueError(
+                f"name is {reprlib.repr(name)}, must have 1 to {NAME_CHARS_MAX - _RANK_CHARS} "
+                "characters"
+            )
+        layouts = as_tuple("layouts", self.layouts)
+        for number, layout in enumerate(layouts):
+            if not isinstance(layout, Layout):
+                raise ValueError(f"layouts[{number}] is {reprlib.repr(layout)}, must be a Layout")  # noqa: TRY004
+        _require_address("address", self.address)
+        addresses = as_tuple("rank_addresses", self.rank_addresses)
+        for number, address in enumerate(addresses):
+            _require_address(f"rank_addresses[{number}]", address)
+        object.__setattr__(self, "layouts", layouts)
+        object.__setattr__(self, "rank_addresses", addresses)
+
+    @property
+    def rank_count(self) -> int:
+        """How many ranks the engine has."""
+        return max(1, len(self.layouts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffPair:
+    """A prefill engine, the decode engine that gets its KV, and what both compute with."""
+
+    prefill: HandoffEngine
+    decode: HandoffEngine
+    model: str
+    weights: str
+    """The version of the weights: engines with other weights compute other KV."""
+    secret: bytes = field(default=b"", repr=False)
+    """Known to both engines and their ranks; nobody else is let in. `tcp` needs one."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            engine = getattr(self, name)
+            if not isinstance(engine, HandoffEngine):
+                raise ValueError(f"{name} is {reprlib.repr(engine)}, must be a HandoffEngine")  # noqa: TRY004
+        as_text("model", self.model)
+        as_text("weights", self.weights)
+        if not isinstance(self.secret, bytes):
+            raise ValueError(f"secret is a {type(self.secret).__name__}, must be bytes")  # noqa: TRY004
+        if self.prefill.name == self.decode.name:
+            raise ValueError(f"both engines are named {self.prefill.name!r}, names must differ")
+        _rank_addresses(self.prefill)
+
+
+def directory_of(pair: HandoffPair, layout: Layout | None = None) -> Directory:
+    """All parties of a pair.
+
+    Args:
+        pair: the two engines.
+        layout: the KV of the caller's one rank; for engines that name no layouts.
+
+    Raises:
+        ValueError: a layout is missing, or the blocks of one engine cannot become those of the
+            other.
+    """
+    return Directory(
+        prefill=_place("prefill", pair.prefill, layout, _rank_addresses(pair.prefill)),
+        decode=_place("decode", pair.decode, layout, [""] * pair.decode.rank_count),
+        model=pair.model,
+        weights=pair.weights,
+    )
+
+
+def keys_of(
+    pair: HandoffPair, tokens: NDArray[np.uint32], *, block_tokens: int, origin: str
+) -> list[bytes]:
+    """What the checksums of a prompt's blocks are bound to, a partly filled one included.
+
+    A key depends on all tokens up to the end of its block and on everything else that the KV
+    depends on, so blocks of another prompt, tenant or version of the weights never pass for the
+    right ones.
+
+    Args:
+        pair: the two engines.
+        tokens: the prompt.
+        block_tokens: tokens in a block of the prefill engine.
+        origin: what the KV depends on besides the model and the prompt.
+    """
+    start = msgspec.msgpack.encode((pair.model, pair.weights, origin))
+    key = blake2b(start, digest_size=KEY_BYTES).digest()
+    keys: list[bytes] = []
+    for first in range(0, len(tokens), block_tokens):
+        block = tokens[first : first + block_tokens].tobytes()
+        key = blake2b(block, key=key, digest_size=KEY_BYTES).digest()
+        keys.append(key)
+    return keys
+
+
+def rank_name(engine: str, rank: int) -> str:
+    """The name of a rank among the parties of a handoff."""
+    return f"{engine}/{rank}"
+
+
+def _require_address(name: str, address: object) -> None:
+    if not as_text(name, address).startswith(_KINDS):
+        raise ValueError(f"{name} is {address!r}, must begin with {' or '.join(_KINDS)}")
+
+
+def _rank_addresses(engine: HandoffEngine) -> list[str]:
+    count = engine.rank_count
+    if not engine.rank_addresses and engine.address.startswith("ipc://"):
+        return [f"{engine.address}-rank-{rank}" for rank in range(count)]
+    if len(engine.rank_addresses) != count:
+        raise ValueError(
+            f"rank_addresses of {engine.name!r} are {len(engine.rank_addresses)}, must be {count}, "
+            "one for each rank of a prefill engine"
+        )
+    return [*engine.rank_addresses]
+
+
+def _place(
+    role: str, engine: HandoffEngine, layout: Layout | None, addresses: list[str]
+) -> EnginePlace:
+    layouts = engine.layouts or (() if layout is None else (layout,))
+    if not layouts:
+        raise ValueError(
+            f"layouts of the {role} engine {engine.name!r} are left out, must have one layout for "
+            "each rank where the pair is opened without kv"
+        )
+    return EnginePlace(
+        scheduler=engine.name,
+        address=engine.address,
+        ranks=tuple(
+            RankPlace(name=rank_name(engine.name, rank), form=Form(layout=each), address=address)
+            for rank, (each, address) in enumerate(zip(layouts, addresses, strict=True))
+        ),
+    )

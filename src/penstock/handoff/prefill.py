@@ -1,0 +1,375 @@
+"""A prefill engine's part in handoffs: it computes prompts and sends their KV while it does.
+
+    prefill = open_prefill(pair, kv=kv, block_tokens=16)
+    prefill.offer("request-1", prompt, slots=blocks)
+    for layer in range(32):
+        ...                                                  # the engine computes the layer
+        prefill.computed({"request-1": len(prompt)}, layer=layer)
+    prefill.first_token("request-1", 42)
+    prefill.step()                                           # later: a HandoffResult
+
+The one rule: `computed` reports KV that *is* in its blocks. On a device, that is when the event
+behind the layer's last kernel has passed, not when the kernel was launched.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, overload
+
+import msgspec
+
+from penstock.handoff.driver.prefill_rank import PrefillRankDriver
+from penstock.handoff.driver.reading import ArrayReader
+from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
+from penstock.handoff.handoff import (
+    Handoff,
+    Opening,
+    as_prompt,
+    as_slots,
+    connected,
+    draw_incarnation,
+)
+from penstock.handoff.pair import keys_of, rank_name
+from penstock.transport.shared_writer import connect_shared
+from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
+from penstock.vocabulary.checksums import Algorithm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.handoff.driver.progress import DrivenSource
+    from penstock.handoff.pair import HandoffPair
+    from penstock.handoff.protocol.settings import HandoffSettings
+    from penstock.runtime.device import Kv
+    from penstock.vocabulary.keys import Tokens
+    from penstock.vocabulary.layout import Layout
+
+
+class HandoffOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that is offered: what each rank must know before it computes it."""
+
+    handoff: str
+    token_count: int
+    cached_tokens: int
+    slots: list[int]
+    keys: list[bytes]
+    scheduler: int
+    """The life of the engine that offers it."""
+
+
+class PrefillHandoff(Handoff):
+    """A prefill engine: prompts are computed here for another engine."""
+
+    def __init__(self, opening: Opening, drivers: Sequence[PrefillRankDriver] = ()) -> None:
+        name = opening.engine.name
+        self._engine = PrefillSchedulerDriver(
+            opening.directory,
+            opening.lines(name),
+            incarnation=draw_incarnation(),
+            settings=opening.settings,
+        )
+        super().__init__(name, [*drivers, self._engine], opening)
+        self._pair = opening.pair
+        self._block_tokens = opening.directory.plan.source_tokens
+        self._slot_count = opening.slot_count
+
+    def offer(
+        self,
+        handoff: str,
+        tokens: Tokens,
+        *,
+        slots: Sequence[int],
+        cached_tokens: int = 0,
+        origin: str = "",
+        timeout_s: float | None = None,
+    ) -> HandoffOffer:
+        """Offers the KV of a prompt. It ends with one `HandoffResult`.
+
+        The prompt's blocks must stay as they are until then. Where the ranks are other
+        processes, the engine sends the offer to each of them, which passes it to `admit` before
+        it computes the prompt.
+
+        Args:
+            handoff: A name that was never used before, the same on both sides.
+            tokens: The prompt.
+            slots: The block of the engine's KV for each block of the prompt, first to last; the
+                same on every rank.
+            cached_tokens: The KV of so many leading tokens is there already.
+            origin: What the KV depends on besides model, weights and prompt: a tenant, say. The
+                same on both sides.
+            timeout_s: It fails if the decode engine has not asked for it for so long.
+
+        Raises:
+            ValueError: an argument is wrong, or the name is in use.
+            UnavailableError: a rank is not connected.
+            CapacityError: too many handoffs are under way.
+        """
+        name, words = as_text("handoff", handoff), as_prompt(tokens)
+        count = -(-len(words) // self._block_tokens)
+        offer = HandoffOffer(
+            name,
+            len(words),
+            as_int("cached_tokens", cached_tokens, 0, len(words)),
+            [*as_slots(slots, count=count, slot_count=self._slot_count)],
+            keys_of(
+                self._pair,
+                words,
+                block_tokens=self._block_tokens,
+                origin=as_text("origin", origin),
+            ),
+            self._engine.life.incarnation,
+        )
+        lease_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
+        with self._access:
+            self._engine.submit(name, lease_s=lease_s)
+            self._open.add(name)
+            self._offered(offer)
+        return offer
+
+    def first_token(self, handoff: str, token: int, drafts: Sequence[int] = ()) -> None:
+        """The prompt is computed, and this token follows it: the decode engine gets it, too.
+
+        A handoff that has ended meanwhile is left alone.
+
+        Raises:
+            ValueError: an argument is wrong, or the first token was given already.
+        """
+        name, first = as_text("handoff", handoff), as_int("token", token)
+        more = tuple(as_int(f"drafts[{n}]", d) for n, d in enumerate(as_tuple("drafts", drafts)))
+        with self._access:
+            if name in self._open:
+                self._engine.first_token(name, (first,), more)
+
+    def cancel(self, handoff: str, why: str = "cancelled") -> None:
+        """The request was aborted; its `HandoffResult` follows. One that has ended is left alone.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        name, reason = as_text("handoff", handoff), as_text("why", why)
+        with self._access:
+            if name in self._open:
+                self._engine.cancel(name, why=reason)
+                self._collect(self._engine.take_ended())
+
+    def rank_died(self, rank: int) -> None:
+        """The process of a rank was seen dead: what needs it fails at once."""
+        number = as_int("rank", rank, 0, len(self._engine.machine.ranks) - 1)
+        with self._access:
+            self._engine.colleague_died(rank_name(self._name, number))
+            self._collect(self._engine.take_ended())
+
+    def _offered(self, offer: HandoffOffer) -> None:
+        """An offer was made; ranks elsewhere are told by the engine."""
+
+
+class LocalPrefillHandoff(PrefillHandoff):
+    """A prefill engine whose one rank is in this process."""
+
+    def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
+        super().__init__(opening, [rank])
+        self._rank = rank
+
+    def computed(self, tokens: Mapping[str, int], *, layer: int | None = None) -> None:
+        """The KV of the first tokens of some prompts is in its blocks; sends what that allows.
+
+        Args:
+            tokens: For each handoff, how many of its leading tokens. Handoffs that have ended
+                are left alone.
+            layer: In this layer; in all layers if it is left out.
+
+        Raises:
+            ValueError: a handoff was never offered, or has no such layer or token.
+        """
+        counts = _as_counts(tokens)
+        with self._access:
+            _report(self._rank, counts, layer)
+            self._advance()
+
+    def drive(self, deadline: float) -> None:
+        """Sends while the engine waits for the result of its step: until all events have passed.
+
+        For an engine that was opened with `progress`.
+        """
+        until = self._deadline(deadline)
+        with self._access:
+            self._rank.drive(until)
+            self._advance()
+
+    def _offered(self, offer: HandoffOffer) -> None:
+        _admit(self._rank, offer)
+
+
+class PrefillHandoffRank(Handoff):
+    """One of several ranks of a prefill engine, in a process of its own."""
+
+    def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
+        super().__init__(rank.life.name, [rank], opening)
+        self._rank = rank
+        self._scheduler = opening.engine.name
+
+    def admit(self, offer: HandoffOffer) -> None:
+        """The rank is going to compute a prompt that its engine offered.
+
+        When this returns, nothing is read any more for an engine that ran before the one that
+        made the offer.
+
+        Raises:
+            ValueError: the offer is known, or does not fit this rank.
+        """
+        if not isinstance(offer, HandoffOffer):
+            raise ValueError(f"offer is {reprlib.repr(offer)}, must be a HandoffOffer")  # noqa: TRY004
+        with self._access:
+            _admit(self._rank, offer)
+
+    def computed(self, tokens: Mapping[str, int], *, layer: int | None = None) -> None:
+        """The KV of the first tokens of some prompts is in its blocks; sends what that allows.
+
+        Arguments and errors as `LocalPrefillHandoff.computed`.
+        """
+        counts = _as_counts(tokens)
+        with self._access:
+            _report(self._rank, counts, layer)
+            self._advance()
+
+    def drive(self, deadline: float) -> None:
+        """Sends while the engine waits for its step; see `LocalPrefillHandoff.drive`."""
+        until = self._deadline(deadline)
+        with self._access:
+            self._rank.drive(until)
+
+    def engine_died(self) -> None:
+        """The process of the engine was seen dead: nothing is read for its offers any more."""
+        with self._access:
+            self._rank.colleague_died(self._scheduler)
+
+
+@overload
+def open_prefill(
+    pair: HandoffPair,
+    *,
+    kv: Kv,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    progress: DrivenSource | None = None,
+    settings: HandoffSettings | None = None,
+    timeout_s: float = 60.0,
+) -> LocalPrefillHandoff: ...
+
+
+@overload
+def open_prefill(
+    pair: HandoffPair,
+    *,
+    kv: Kv,
+    rank: int,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    progress: DrivenSource | None = None,
+    settings: HandoffSettings | None = None,
+) -> PrefillHandoffRank: ...
+
+
+@overload
+def open_prefill(
+    pair: HandoffPair, *, settings: HandoffSettings | None = None, timeout_s: float = 60.0
+) -> PrefillHandoff: ...
+
+
+def open_prefill(
+    pair: HandoffPair,
+    *,
+    kv: Kv | None = None,
+    rank: int | None = None,
+    layout: Layout | None = None,
+    block_tokens: int = 0,
+    progress: DrivenSource | None = None,
+    settings: HandoffSettings | None = None,
+    timeout_s: float = 60.0,
+) -> PrefillHandoff | PrefillHandoffRank:
+    """Opens a prefill engine's part in handoffs.
+
+    | given            | opens                                                    |
+    |------------------|----------------------------------------------------------|
+    | `kv`             | an engine whose one rank is in this process              |
+    | `kv` and `rank`  | that rank of an engine whose scheduler is elsewhere      |
+    | neither          | an engine whose ranks are other processes                |
+
+    Args:
+        pair: The two engines.
+        kv: The KV of the rank, as for `penstock.open`.
+        rank: Which rank this is.
+        layout: How `kv` lies, where that is not plain from it.
+        block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
+        progress: Tells what a device has computed; `LayerEvents`.
+        settings: Times and bounds.
+        timeout_s: An engine waits so long for its ranks to connect.
+
+    Raises:
+        ValueError: an argument is wrong, or the KV of the two engines does not fit.
+        UnavailableError: the ranks did not connect, or an address is in use.
+    """
+    opening = Opening(
+        pair,
+        "prefill",
+        kv,
+        layout=layout,
+        block_tokens=block_tokens,
+        settings=settings,
+        timeout_s=timeout_s,
+    )
+    ranks = opening.directory.prefill.rank_names
+    with opening:
+        if opening.tier is None:
+            if rank is not None:
+                raise ValueError(f"rank is {rank!r}, must be left out without kv")
+            return connected(PrefillHandoff(opening), ranks, opening.timeout_s)
+        driver = _rank_driver(opening, opening.rank(rank), progress)
+        if rank is not None:
+            return PrefillHandoffRank(opening, driver)
+        return connected(LocalPrefillHandoff(opening, driver), ranks, opening.timeout_s)
+
+
+def _rank_driver(opening: Opening, name: str, progress: DrivenSource | None) -> PrefillRankDriver:
+    assert opening.tier is not None
+    driver = PrefillRankDriver(
+        opening.directory,
+        name,
+        opening.lines(name),
+        reader=ArrayReader(opening.tier, Algorithm.XXH3),
+        connect=connect_shared,
+        incarnation=draw_incarnation(),
+        settings=opening.settings,
+        progress=progress,
+    )
+    opening.undo.callback(driver.close)
+    return driver
+
+
+def _admit(driver: PrefillRankDriver, offer: HandoffOffer) -> None:
+    driver.admit(
+        offer.handoff,
+        token_count=offer.token_count,
+        slots=offer.slots,
+        keys=offer.keys,
+        scheduler=offer.scheduler,
+    )
+    if offer.cached_tokens:
+        driver.chunk_progress(offer.handoff, tokens=offer.cached_tokens)
+
+
+def _as_counts(tokens: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(tokens, Mapping):
+        raise ValueError(f"tokens is {reprlib.repr(tokens)}, must map handoffs to token counts")  # noqa: TRY004
+    return {as_text("handoff", name): as_int(f"tokens[{name!r}]", n) for name, n in tokens.items()}
+
+
+def _report(driver: PrefillRankDriver, tokens: Mapping[str, int], layer: int | None) -> None:
+    number = None if layer is None else as_int("layer", layer)
+    for handoff, count in tokens.items():
+        if number is None:
+            driver.chunk_progress(handoff, tokens=count)
+        else:
+            driver.progress(handoff, layer=number, tokens=count)
