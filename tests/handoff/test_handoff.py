@@ -173,72 +173,68 @@ def test_kv_goes_out_when_the_event_of_its_layer_has_passed() -> None:
         assert [blocks[6, 0, 0] for blocks in target] == [1, 2, 3]
 
 
-def test_ranks_in_other_places_get_their_halves_of_the_heads() -> None:
-    layouts = tuple(
-        penstock.Layout.split(
-            layers=range(2),
-            heads=HeadRange(first=rank, count=1, total=2),
-            channels=2,
-            dtype=DType.FP32,
-            block_tokens=BLOCK,
-            block_count=SLOTS,
-        )
-        for rank in range(2)
+HALVES = tuple(
+    penstock.Layout.split(
+        layers=range(2),
+        heads=HeadRange(first=rank, count=1, total=2),
+        channels=2,
+        dtype=DType.FP32,
+        block_tokens=BLOCK,
+        block_count=SLOTS,
     )
-    shape = (SLOTS, BLOCK, 1, 2)
-    kv = {
-        (side, rank): [np.zeros(shape, dtype=np.float32) for _ in range(4)]
+    for rank in range(2)
+)
+"""Two ranks, each with one of two heads."""
+
+
+def a_pair_of_two_ranks() -> penstock.HandoffPair:
+    plain = a_pair()
+    engines = {
+        side: penstock.HandoffEngine(
+            name=side, address=getattr(plain, side).address, layouts=HALVES
+        )
         for side in ("prefill", "decode")
+    }
+    return a_pair(**engines)
+
+
+def test_ranks_in_other_places_get_their_halves_of_the_heads() -> None:
+    pair = a_pair_of_two_ranks()
+    opens = {"prefill": penstock.open_prefill, "decode": penstock.open_decode}
+    kv = {
+        (side, rank): [np.zeros((SLOTS, BLOCK, 1, 2), dtype=np.float32) for _ in range(4)]
+        for side in opens
         for rank in range(2)
     }
-    plain = a_pair()
-    pair = penstock.HandoffPair(
-        **{
-            side: penstock.HandoffEngine(
-                name=side, address=getattr(plain, side).address, layouts=layouts
-            )
-            for side in ("prefill", "decode")
-        },
-        model="toy",
-        weights="v1",
-    )
     with ExitStack() as stack:
-        sources, targets = (
-            [
-                stack.enter_context(
-                    opens(pair, kv=kv[side, n], rank=n, layout=layouts[n], settings=SETTINGS)
-                )
-                for n in range(2)
-            ]
-            for side, opens in (
-                ("prefill", penstock.open_prefill),
-                ("decode", penstock.open_decode),
+        ranks: dict[tuple[str, int], Any] = {
+            (side, n): stack.enter_context(
+                opens[side](pair, kv=blocks, rank=n, layout=HALVES[n], settings=SETTINGS)
             )
-        )
-        ranks = [*sources, *targets]
+            for (side, n), blocks in kv.items()
+        }
         prefill, decode = (
-            opened_beside(ranks, lambda opens=opens: opens(pair, settings=SETTINGS))
-            for opens in (penstock.open_prefill, penstock.open_decode)
+            stack.enter_context(
+                opened_beside([*ranks.values()], lambda opened=opened: opened(pair))
+            )
+            for opened in opens.values()
         )
-        stack.enter_context(prefill)
-        stack.enter_context(decode)
         decode.claim("r", PROMPT, slots=[5, 6, 7])
         offer = prefill.offer("r", PROMPT, slots=[0, 1, 2])
-        for n, source in enumerate(sources):
-            source.admit(offer)
+        for n in range(2):
+            ranks["prefill", n].admit(offer)
             for blocks in kv["prefill", n]:
                 blocks[:3] = n + 1
-            source.computed({"r": len(PROMPT)})
+            ranks["prefill", n].computed({"r": len(PROMPT)})
         prefill.first_token("r", 42)
         results, deadline = [], time.monotonic() + 20.0
         while not results and time.monotonic() < deadline:
-            for each in (*ranks, prefill):
+            for each in (*ranks.values(), prefill):
                 each.step()
             results = decode.step()
 
-        assert [each.delivered for each in results] == [True]
-        for n in range(2):
-            assert all((blocks[5:7] == n + 1).all() for blocks in kv["decode", n])
+    assert [each.delivered for each in results] == [True]
+    assert all((blocks[5:7] == n + 1).all() for n in range(2) for blocks in kv["decode", n])
 
 
 def opened_beside(ranks: list[Any], opens: Callable[[], Any]) -> Any:
