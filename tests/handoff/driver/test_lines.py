@@ -164,4 +164,4 @@ def test_why_there_is_no_line_is_told_once(
 
     (line,) = caplog.messages
     assert line.startswith("no line party=rank peer=scheduler cause=")
-    assert line.endswith("refused: version of the other end is 1, of this end 2")
+    assert "refused: greeting has version 1, must have version 2" in line
