@@ -49,6 +49,7 @@ def write(description: str, parts: str) -> None:
     offsets = [number % BERTHS * PART_BYTES for number in range(int(parts))]
     link = connect_shared(bytes.fromhex(description))
     while not link.connected:
+        assert link.descriptor is not None
         wait_readable(link.descriptor, time.monotonic() + PATIENCE_S)
         link.observe(budget_bytes=0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.testing.data_transport_suite import DataTransportSuite
-from penstock.testing.writing_process import LocalPen, Pen, ProcessPen
+from penstock.testing.writer_process import LocalWriter, ProcessWriter, SuiteWriter
 from penstock.transport.inproc_remote import InprocFabric
 from penstock.transport.shared_memory import SharedTarget
 
@@ -25,8 +25,8 @@ class TestInproc(DataTransportSuite):
     def make_target(self) -> Target:
         return self.fabric.target()
 
-    def make_pen(self) -> Pen:
-        return LocalPen(self.connect)
+    def make_writer(self) -> SuiteWriter:
+        return LocalWriter(self.connect)
 
     def close_target(self, target: Target) -> None:
         assert target.retired_bytes >= 0
@@ -44,8 +44,8 @@ class TestSharedMemory(DataTransportSuite):
     def make_target(self) -> Target:
         return SharedTarget()
 
-    def make_pen(self) -> Pen:
-        return ProcessPen()
+    def make_writer(self) -> SuiteWriter:
+        return ProcessWriter()
 
     def close_target(self, target: Target) -> None:
         assert isinstance(target, SharedTarget)

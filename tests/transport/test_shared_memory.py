@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import UnavailableError
 from penstock.testing.peer_process import peer_process
-from penstock.testing.writing_process import drawn_bytes
+from penstock.testing.writer_process import drawn_bytes
 from penstock.transport import shared_greeting
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet, Span, WriteDone, WriteFailed
 from penstock.transport.shared_greeting import (

@@ -34,11 +34,11 @@ _PLACES = {
     "DataTransportSuite": "data_transport_suite",
     "Ends": "mover_suite",
     "LoadingMoverSuite": "mover_suite",
-    "LocalPen": "writing_process",
+    "LocalWriter": "writer_process",
     "MoverSuite": "mover_suite",
-    "Pen": "writing_process",
+    "SuiteWriter": "writer_process",
     "PolicySuite": "policy_suite",
-    "ProcessPen": "writing_process",
+    "ProcessWriter": "writer_process",
     "SavingMoverSuite": "mover_suite",
     "SumKeepingTierSuite": "tier_suite",
     "TierSuite": "tier_suite",
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from penstock.testing.seeds import failing_seed as failing_seed
     from penstock.testing.tier_suite import SumKeepingTierSuite as SumKeepingTierSuite
     from penstock.testing.tier_suite import TierSuite as TierSuite
-    from penstock.testing.writing_process import LocalPen as LocalPen
-    from penstock.testing.writing_process import Pen as Pen
-    from penstock.testing.writing_process import ProcessPen as ProcessPen
+    from penstock.testing.writer_process import LocalWriter as LocalWriter
+    from penstock.testing.writer_process import ProcessWriter as ProcessWriter
+    from penstock.testing.writer_process import SuiteWriter as SuiteWriter
 else:
 
     def __getattr__(name: str) -> object:

@@ -2,7 +2,7 @@
 
     class TestMyTransport(DataTransportSuite):
         def make_target(self) -> Target: ...
-        def make_pen(self) -> Pen: ...
+        def make_writer(self) -> SuiteWriter: ...
 
 pytest then runs every sentence on your transport. The one rule they add up to: bytes are where
 they belong when their notice is there, and memory is given again only when nobody can write to
@@ -11,13 +11,14 @@ it any more.
 
 from __future__ import annotations
 
+import select
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from penstock.testing.writing_process import Pen, drawn_bytes
+from penstock.testing.writer_process import SuiteWriter, drawn_bytes
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 AREA_BYTES = 3 << 20
 UNLIMITED = 1 << 40
 OBSERVATIONS_MAX = 10_000
+READABLE_MS = 60_000
+"""A busy machine may be late; a poll that finds something ends at once."""
 
 
 class DataTransportSuite(ABC):
@@ -38,7 +41,7 @@ class DataTransportSuite(ABC):
         """A target of this process."""
 
     @abstractmethod
-    def make_pen(self) -> Pen:
+    def make_writer(self) -> SuiteWriter:
         """A writer that can end for good without this process ending."""
 
     @abstractmethod
@@ -52,58 +55,62 @@ class DataTransportSuite(ABC):
         yield target
         self.close_target(target)
 
-    @pytest.fixture(name="pen")
-    def open_pen(self) -> Iterator[Pen]:
+    @pytest.fixture(name="writer")
+    def open_writer(self) -> Iterator[SuiteWriter]:
         """A writer, ended after the test."""
-        pen = self.make_pen()
-        yield pen
-        pen.end()
+        writer = self.make_writer()
+        yield writer
+        writer.end()
 
-    def join(self, target: Target, pen: Pen, size: int = AREA_BYTES) -> Area:
+    def join(self, target: Target, writer: SuiteWriter, size: int = AREA_BYTES) -> Area:
         """An area that a writer is connected to, full of zeros."""
         area = target.open_area("rank 0", size)
         area.memory[:] = 0
-        pen.connect(area.description)
+        writer.connect(area.description)
         assert target.notices() == []
-        pen.observe(0)
+        writer.observe(0)
         return area
 
-    def finish(self, pen: Pen) -> list[tuple[int, str]]:
+    def finish(self, writer: SuiteWriter) -> list[tuple[int, str]]:
         """Has a writer go on until it has nothing to do."""
         ended: list[tuple[int, str]] = []
         for _ in range(OBSERVATIONS_MAX):
-            ends, spent = pen.observe(UNLIMITED)
+            ends, spent = writer.observe(UNLIMITED)
             ended += ends
             if not spent and not ends:
                 return ended
         raise AssertionError("the writer does not come to an end")
 
-    def test_bytes_land_where_they_belong_and_nowhere_else(self, target: Target, pen: Pen) -> None:
+    def test_bytes_land_where_they_belong_and_nowhere_else(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
         """Several spans of a write, in any order and of any length."""
-        area = self.join(target, pen)
+        area = self.join(target, writer)
         where = [(2_000_001, 1_000_003, 1), (0, 1, 2), (17, 70_000, 3)]
         expected = np.zeros(AREA_BYTES, dtype=np.uint8)
         for offset, length, seed in where:
             expected[offset : offset + length] = drawn_bytes(length, seed)
 
-        number = pen.post(where, b"part 1")
-        ended = self.finish(pen)
+        number = writer.post(where, b"part 1")
+        ended = self.finish(writer)
 
         assert ended == [(number, "")]
         assert [(notice.area, notice.payload) for notice in target.notices()] == [(area, b"part 1")]
         np.testing.assert_array_equal(area.memory, expected)
 
-    def test_a_notice_comes_once_and_after_its_bytes(self, target: Target, pen: Pen) -> None:
+    def test_a_notice_comes_once_and_after_its_bytes(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
         """However little is moved at a time."""
-        area = self.join(target, pen)
-        pen.post([(100, 200_000, 1)], b"first")
-        pen.post([(300_000, 200_000, 2)], b"second")
+        area = self.join(target, writer)
+        writer.post([(100, 200_000, 1)], b"first")
+        writer.post([(300_000, 200_000, 2)], b"second")
         offsets = {b"first": (100, 1), b"second": (300_000, 2)}
         seen = []
 
         ended: list[tuple[int, str]] = []
         for _ in range(OBSERVATIONS_MAX):
-            ends, spent = pen.observe(30_000)
+            ends, spent = writer.observe(30_000)
             ended += ends
             for notice in target.notices():
                 offset, seed = offsets[notice.payload]
@@ -116,27 +123,68 @@ class DataTransportSuite(ABC):
         assert sorted(seen) == [b"first", b"second"]
         assert sorted(ended) == [(0, ""), (1, "")]
 
-    def test_an_observation_moves_about_its_budget(self, target: Target, pen: Pen) -> None:
-        """And something at least, or a budget of nothing would never end."""
-        self.join(target, pen)
-        pen.post([(0, AREA_BYTES, 1)], b"")
+    def test_a_descriptor_is_readable_while_a_notice_waits(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
+        """Or its owner would sleep through it; a transport without one is asked in a loop."""
+        self.join(target, writer)
+        if target.descriptor is None:
+            return
+        poller = select.poll()
+        poller.register(target.descriptor, select.POLLIN)
+        quiet = poller.poll(0)
 
-        spent = [pen.observe(budget)[1] for budget in (100_000, 1, 0)]
-        rest = self.finish(pen)
+        writer.post([(0, 10, 1)], b"part")
+        self.finish(writer)
+        waits = poller.poll(READABLE_MS)
+        target.notices()
+
+        assert quiet == []
+        assert waits
+        assert poller.poll(0) == []
+
+    def test_a_fence_that_is_watched_shows_the_end_of_its_writer(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
+        """Where fences are not watched there is no descriptor for one."""
+        area = self.join(target, writer)
+        target.retire(area)
+        fd = target.fence_descriptor(area)
+
+        writer.end()
+
+        if not target.watches_fences:
+            assert fd is None
+            return
+        assert fd is not None
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        assert poller.poll(READABLE_MS)
+        assert target.fence(area) == Fenced()
+
+    def test_an_observation_moves_about_its_budget(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
+        """And something at least, or a budget of nothing would never end."""
+        self.join(target, writer)
+        writer.post([(0, AREA_BYTES, 1)], b"")
+
+        spent = [writer.observe(budget)[1] for budget in (100_000, 1, 0)]
+        rest = self.finish(writer)
 
         assert spent[:2] == [100_000, 1]
         assert 0 < spent[2] <= 1 << 20
         assert rest == [(0, "")]
 
-    def test_many_writes_end_once_each(self, target: Target, pen: Pen) -> None:
+    def test_many_writes_end_once_each(self, target: Target, writer: SuiteWriter) -> None:
         """More than any queue on the way holds: the writer goes on as the target takes notices."""
-        self.join(target, pen)
+        self.join(target, writer)
         notices: list[bytes] = []
         ended: list[int] = []
-        posted = [pen.post([(at, 1, at)], b"%d" % at + bytes(500)) for at in range(3000)]
+        posted = [writer.post([(at, 1, at)], b"%d" % at + bytes(500)) for at in range(3000)]
 
         for _ in range(OBSERVATIONS_MAX):
-            ends, _ = pen.observe(UNLIMITED)
+            ends, _ = writer.observe(UNLIMITED)
             ended += [number for number, cause in ends if not cause]
             arrived = target.notices()
             notices += [notice.payload for notice in arrived]
@@ -146,14 +194,14 @@ class DataTransportSuite(ABC):
         assert sorted(ended) == posted
         assert sorted(notices) == sorted(b"%d" % at + bytes(500) for at in range(3000))
 
-    def test_a_write_without_bytes_is_a_notice(self, target: Target, pen: Pen) -> None:
+    def test_a_write_without_bytes_is_a_notice(self, target: Target, writer: SuiteWriter) -> None:
         """Also an empty one, and the longest."""
-        self.join(target, pen)
+        self.join(target, writer)
         longest = bytes(NOTICE_BYTES_MAX)
 
-        pen.post([], b"")
-        pen.post([], longest)
-        self.finish(pen)
+        writer.post([], b"")
+        writer.post([], longest)
+        self.finish(writer)
 
         assert [notice.payload for notice in target.notices()] == [b"", longest]
 
@@ -168,26 +216,26 @@ class DataTransportSuite(ABC):
     def test_a_write_that_cannot_be_is_refused_before_a_byte_is_moved(
         self,
         target: Target,
-        pen: Pen,
+        writer: SuiteWriter,
         where: tuple[int, int, int],
         notice_bytes: int,
         message: str,
     ) -> None:
         """Beyond the area, or with too much to say."""
-        area = self.join(target, pen)
+        area = self.join(target, writer)
 
         with pytest.raises(ValueError, match=message):
-            pen.post([(0, 10, 2), where], bytes(notice_bytes))
+            writer.post([(0, 10, 2), where], bytes(notice_bytes))
 
-        assert self.finish(pen) == []
+        assert self.finish(writer) == []
         assert not area.memory.any()
 
-    def test_writers_have_areas_of_their_own(self, target: Target, pen: Pen) -> None:
+    def test_writers_have_areas_of_their_own(self, target: Target, writer: SuiteWriter) -> None:
         """Neither their bytes nor their notices mix."""
-        other_pen = self.make_pen()
-        areas = [self.join(target, each, 1000) for each in (pen, other_pen)]
+        other_pen = self.make_writer()
+        areas = [self.join(target, each, 1000) for each in (writer, other_pen)]
 
-        for seed, each in enumerate((pen, other_pen)):
+        for seed, each in enumerate((writer, other_pen)):
             each.post([(0, 1000, seed)], b"%d" % seed)
             self.finish(each)
         found = {notice.payload: notice.area for notice in target.notices()}
@@ -198,53 +246,55 @@ class DataTransportSuite(ABC):
             np.testing.assert_array_equal(area.memory, drawn_bytes(1000, seed))
 
     def test_no_notice_of_a_retired_area_is_taken_and_its_writer_learns_that(
-        self, target: Target, pen: Pen
+        self, target: Target, writer: SuiteWriter
     ) -> None:
         """Every write ends, whatever became of the target."""
-        area = self.join(target, pen)
-        pen.post([(0, 1000, 1)], b"before")
-        self.finish(pen)
+        area = self.join(target, writer)
+        writer.post([(0, 1000, 1)], b"before")
+        self.finish(writer)
 
         target.retire(area)
         target.retire(area)
-        pen.post([(0, 1000, 2)], b"after")
-        ended = self.finish(pen)
+        writer.post([(0, 1000, 2)], b"after")
+        ended = self.finish(writer)
 
         assert target.notices() == []
         assert [number for number, _ in ended] == [1]
         assert all(cause for _, cause in ended)
 
     def test_a_fence_does_not_hold_as_long_as_the_writer_can_write(
-        self, target: Target, pen: Pen
+        self, target: Target, writer: SuiteWriter
     ) -> None:
         """Not while it is stopped in the middle of a write, nor when it is merely idle."""
-        area = self.join(target, pen)
-        pen.post([(0, AREA_BYTES, 1)], b"")
-        pen.observe(100_000)
-        pen.stop()
+        area = self.join(target, writer)
+        writer.post([(0, AREA_BYTES, 1)], b"")
+        writer.observe(100_000)
+        writer.stop()
 
         target.retire(area)
         stopped = target.fence(area)
         with pytest.raises(ValueError, match="cannot be freed"):
             target.free(area)
-        pen.resume()
-        self.finish(pen)
+        writer.resume()
+        self.finish(writer)
         idle = target.fence(area)
-        pen.end()
+        writer.end()
 
         assert isinstance(stopped, NotYet)
         assert isinstance(idle, NotYet)
         assert stopped.cause
         assert target.fence(area) == Fenced()
 
-    def test_memory_is_counted_until_it_is_given_back(self, target: Target, pen: Pen) -> None:
+    def test_memory_is_counted_until_it_is_given_back(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
         """Retired bytes can be bounded by who knows them."""
-        area = self.join(target, pen)
+        area = self.join(target, writer)
         before = (target.open_bytes, target.retired_bytes)
 
         target.retire(area)
         retired = (target.open_bytes, target.retired_bytes)
-        pen.end()
+        writer.end()
         target.free(area)
 
         assert before == (AREA_BYTES, 0)
@@ -253,22 +303,22 @@ class DataTransportSuite(ABC):
         with pytest.raises(ValueError, match="not retired"):
             target.free(area)
 
-    def test_reused_memory_does_not_change(self, target: Target, pen: Pen) -> None:
+    def test_reused_memory_does_not_change(self, target: Target, writer: SuiteWriter) -> None:
         """A writer is stopped in mid-write; its memory is not used again until it has ended."""
-        old = self.join(target, pen)
-        pen.post([(0, AREA_BYTES, 1)], b"")
-        pen.observe(1_000_000)
-        pen.stop()
+        old = self.join(target, writer)
+        writer.post([(0, AREA_BYTES, 1)], b"")
+        writer.observe(1_000_000)
+        writer.stop()
         target.retire(old)
         if target.fence(old) == Fenced():  # It must not be; but who asks, believes it.
             target.free(old)
         fresh = target.open_area("rank 1", AREA_BYTES)
         fresh.memory[:] = 77
 
-        pen.resume()
-        self.finish(pen)
+        writer.resume()
+        self.finish(writer)
         while_it_lived = bool((fresh.memory == 77).all())
-        pen.end()
+        writer.end()
         target.free(old)
         again = target.open_area("rank 2", AREA_BYTES)
         again.memory[:] = 88
@@ -286,34 +336,40 @@ class DataTransportSuite(ABC):
         assert target.fence(area) == Fenced()
         target.free(area)
 
-    def test_who_connects_to_a_retired_area_gets_nothing(self, target: Target, pen: Pen) -> None:
+    def test_who_connects_to_a_retired_area_gets_nothing(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
         """The description was on its way when the area was retired."""
         area = target.open_area("rank 0", 1000)
         area.memory[:] = 5
         target.retire(area)
 
         try:
-            pen.connect(area.description)
+            writer.connect(area.description)
         except (ValueError, OSError):
             assert target.fence(area) == Fenced()
             return
-        pen.post([(0, 1000, 1)], b"")
+        writer.post([(0, 1000, 1)], b"")
         target.notices()
-        ended = self.finish(pen)
+        ended = self.finish(writer)
 
         assert [number for number, cause in ended if cause] == [0]
         assert target.fence(area) == Fenced()
         assert (area.memory == 5).all()
 
-    def test_a_fence_of_an_area_in_use_is_a_mistake(self, target: Target, pen: Pen) -> None:
+    def test_a_fence_of_an_area_in_use_is_a_mistake(
+        self, target: Target, writer: SuiteWriter
+    ) -> None:
         """It could never hold."""
-        area = self.join(target, pen)
+        area = self.join(target, writer)
 
         with pytest.raises(ValueError, match="not retired"):
             target.fence(area)
 
     @pytest.mark.parametrize("description", [b"", b"PENSTOCK", b"PENSTOCK\x01\x80", b"x" * 1000])
-    def test_a_description_of_nothing_is_refused(self, pen: Pen, description: bytes) -> None:
+    def test_a_description_of_nothing_is_refused(
+        self, writer: SuiteWriter, description: bytes
+    ) -> None:
         """It came over a wire."""
         with pytest.raises(ValueError, match="description"):
-            pen.connect(description)
+            writer.connect(description)

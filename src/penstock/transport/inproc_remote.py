@@ -142,6 +142,19 @@ class InprocTarget:
             return Fenced()
         return NotYet(f"the link of {area.peer!r} is not closed")
 
+    @property
+    def descriptor(self) -> None:
+        """Nothing: notices come by calls of this process."""
+        return
+
+    @property
+    def watches_fences(self) -> bool:
+        """No: a link is closed by a call of this process."""
+        return False
+
+    def fence_descriptor(self, _area: Area) -> None:
+        """Nothing; see `watches_fences`."""
+
     def free(self, area: Area) -> None:
         """Gives the memory of an area back; see `Target`."""
         known = self._areas.free(area, self.fence(area))
@@ -187,6 +200,11 @@ class InprocLink:
         memory = self._area.memory
         array = memory if isinstance(memory, np.ndarray) else _NOTHING
         return self._posted.advance(array, budget_bytes, self._area.deliver)
+
+    @property
+    def descriptor(self) -> None:
+        """Nothing: the memory is there at once."""
+        return
 
     @property
     def busy(self) -> bool:

@@ -159,6 +159,26 @@ class Target(Protocol):
         ...
 
     @property
+    def descriptor(self) -> int | None:
+        """Readable while there are notices to take or writers to let in.
+
+        Nothing where the transport has no such descriptor: then its owner has to ask `notices`.
+        """
+        ...
+
+    @property
+    def watches_fences(self) -> bool:
+        """Whether `fence_descriptor` shows when a fence holds; otherwise ask `fence` again."""
+        ...
+
+    def fence_descriptor(self, area: Area) -> int | None:
+        """Becomes readable when the fence of a retired area holds.
+
+        Nothing if the fence holds already, or if fences cannot be watched.
+        """
+        ...
+
+    @property
     def open_bytes(self) -> int:
         """Bytes of areas that are in use."""
         ...
@@ -200,6 +220,11 @@ class WriterLink(Protocol):
         Every posted write ends exactly once. A call moves about `budget_bytes` at most, and
         something as long as something can be moved.
         """
+        ...
+
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when a link that waits for its target may go on; nothing if none ever waits."""
         ...
 
     @property

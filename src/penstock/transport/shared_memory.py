@@ -153,8 +153,13 @@ class SharedTarget:
             return Fenced()
         return NotYet(f"the process of {area.peer!r} is alive")
 
+    @property
+    def watches_fences(self) -> bool:
+        """A pidfd shows the end of the writer's process."""
+        return True
+
     def fence_descriptor(self, area: Area) -> int | None:
-        """What becomes readable when the fence of a retired area holds; nothing if it does."""
+        """Becomes readable when the fence of a retired area holds; nothing if it does."""
         return self._areas.require_retired(area).pidfd
 
     def free(self, area: Area) -> None:

@@ -99,9 +99,10 @@ class SharedLink:
         return self._memory is not None
 
     @property
-    def descriptor(self) -> int:
-        """Readable when the target has given the memory, or is gone."""
-        return self._connection.fileno()
+    def descriptor(self) -> int | None:
+        """Readable when the target has given the memory, or is gone; nothing once closed."""
+        fd = self._connection.fileno()
+        return fd if fd >= 0 else None
 
     def close(self) -> None:
         """Unmaps the memory and hangs up; see `WriterLink`."""

@@ -119,10 +119,9 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         due = super().next_deadline()
-        watched = getattr(self._target, "fence_descriptor", None) is not None
         if self._taker.busy:
             soon = self._clock() + TAKING_S
-        elif self._fences and not watched:
+        elif self._fences and not self._target.watches_fences:
             soon = self._clock() + FENCE_S
         elif self._held:
             soon = CLAIM_S + min(each.since for each in self._kept_back.values())
@@ -341,12 +340,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
 
     def _descriptors(self) -> Sequence[int]:
         """Notices that arrive, and writers that die."""
-        own = getattr(self._target, "descriptor", None)
+        own = self._target.descriptor
         found = [] if own is None else [own]
-        watch = getattr(self._target, "fence_descriptor", None)
         for fence in self._fences:
             area = self._areas.get((fence.peer, fence.generation))
-            pidfd = None if area is None or watch is None else watch(area)
+            pidfd = None if area is None else self._target.fence_descriptor(area)
             if pidfd is not None:
                 found.append(pidfd)
         return found

@@ -419,8 +419,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _descriptors(self) -> Sequence[int]:
         """Links that wait for their memory."""
         links = (way.link for way in self._ways.values() if way.stuck)
-        found = (getattr(link, "descriptor", None) for link in links)
-        return [fd for fd in found if fd is not None and fd >= 0]
+        return [link.descriptor for link in links if link.descriptor is not None]
 
 
 def _layers_of(directory: Directory, name: str) -> range:

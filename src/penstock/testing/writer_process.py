@@ -1,6 +1,8 @@
 """A writer of remote writes that does what it is told, in this process or in another.
 
-    pen.connect(description); pen.post([(offset, length, seed)], notice); pen.observe(budget)
+    writer.connect(description)
+    writer.post([(offset, length, seed)], notice)
+    writer.observe(budget)
 
 The bytes it writes are drawn from a seed, so that both sides know them. In a process of its own
 it reads one JSON object a line from its standard input, and answers each with one.
@@ -32,7 +34,7 @@ Where = tuple[int, int, int]
 Observed = tuple[list[tuple[int, str]], int]
 """Which writes have ended, each with its cause if it failed, and how many bytes moved."""
 
-PROGRAM = "from penstock.testing.writing_process import main; main()"
+PROGRAM = "from penstock.testing.writer_process import main; main()"
 
 
 def drawn_bytes(length: int, seed: int) -> NDArray[np.uint8]:
@@ -40,7 +42,7 @@ def drawn_bytes(length: int, seed: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
 
 
-class Pen(ABC):
+class SuiteWriter(ABC):
     """A writer that is told what to do, step by step."""
 
     @abstractmethod
@@ -68,7 +70,7 @@ class Pen(ABC):
         """Ends it for good, so that it cannot write any more."""
 
 
-class LocalPen(Pen):
+class LocalWriter(SuiteWriter):
     """A writer in this process, over any link."""
 
     def __init__(self, connect: Callable[[bytes], WriterLink]) -> None:
@@ -109,7 +111,7 @@ class LocalPen(Pen):
             self._link.close()
 
 
-class ProcessPen(Pen):
+class ProcessWriter(SuiteWriter):
     """A writer over shared memory, in a process of its own."""
 
     def __init__(self) -> None:
@@ -150,27 +152,27 @@ class ProcessPen(Pen):
 
 
 def main() -> None:
-    """What runs in the process of a `ProcessPen`."""
-    pen = LocalPen(connect_shared)
+    """What runs in the process of a `ProcessWriter`."""
+    writer = LocalWriter(connect_shared)
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            answer = _obey(pen, command)
+            answer = _obey(writer, command)
         except (ValueError, PenstockError) as error:
             answer = {"error": str(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
-def _obey(pen: LocalPen, command: dict[str, Any]) -> dict[str, object]:
+def _obey(writer: LocalWriter, command: dict[str, Any]) -> dict[str, object]:
     match command["do"]:
         case "connect":
-            pen.connect(bytes.fromhex(command["description"]))
+            writer.connect(bytes.fromhex(command["description"]))
             return {}
         case "post":
-            return {"number": pen.post(command["where"], bytes.fromhex(command["notice"]))}
+            return {"number": writer.post(command["where"], bytes.fromhex(command["notice"]))}
         case "observe":
-            ends, spent = pen.observe(command["budget_bytes"])
+            ends, spent = writer.observe(command["budget_bytes"])
             return {"ends": ends, "spent": spent}
         case other:
             raise ValueError(f"do is {other!r}, which is nothing to do")
