@@ -8,7 +8,7 @@ import torch
 from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
 from penstock.errors import UnavailableError
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Role
+from penstock.vocabulary.planes import PlaneRole
 from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 6, 2, 4, 8, 3
@@ -46,7 +46,7 @@ def test_k_and_v_lie_where_vllm_says(order: str) -> None:
     layout = tier_of(engine(list(real)), views(order), encoding).layout
 
     for layer, name in zip(layout.groups[0].layers, real, strict=True):
-        assert [plane.role for plane in layer.planes] == [Role.K, Role.V]
+        assert [plane.role for plane in layer.planes] == [PlaneRole.K, PlaneRole.V]
         for plane, half in zip(layer.planes, real[name].split(CHANNELS, dim=-1), strict=True):
             for block in range(BLOCKS):
                 for head in range(HEADS):
@@ -75,7 +75,7 @@ def test_latent_kv_is_one_plane_without_heads() -> None:
     layout = tier_of(engine(list(caches), GroupKind.LATENT, 0), caches, encoding).layout
 
     (plane,) = layout.groups[0].layers[0].planes
-    assert plane.role is Role.LATENT
+    assert plane.role is PlaneRole.LATENT
     assert plane.block_bytes == TOKENS * 576 * 4
 
 
@@ -85,7 +85,7 @@ def test_on_the_cpu_blocks_are_opaque_and_the_kernels_are_in_the_form() -> None:
     layout = tier_of(engine(list(caches)), caches, encoding).layout
 
     (plane,) = layout.groups[0].layers[1].planes
-    assert plane.role is Role.OPAQUE
+    assert plane.role is PlaneRole.OPAQUE
     assert plane.encoding == "kernels of model.layers.1.attn"
     assert layout.groups[0].kind is GroupKind.OPAQUE
 
@@ -144,7 +144,7 @@ def test_k_and_v_apart_within_a_block_are_moved_unread(device: str) -> None:
     layout = tier_of(engine(["layers.0"], channels=0), apart, encoding).layout
 
     (plane,) = layout.groups[0].layers[0].planes
-    assert (plane.role, plane.encoding) == (Role.OPAQUE, "kernels of layers.0")
+    assert (plane.role, plane.encoding) == (PlaneRole.OPAQUE, "kernels of layers.0")
     assert plane.block_bytes == 2 * TOKENS * HEADS * CHANNELS * 4
 
 

@@ -17,19 +17,19 @@ from penstock.errors import UnavailableError
 from penstock.movers.cuda.calls import compiled_calls, plain_calls
 from penstock.movers.cuda.mover import DuplicateMover, LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
-from penstock.movers.cuda.streams import Event, Steps
+from penstock.movers.cuda.streams import Steps, StreamEvent
 from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ OLD, NEW, OTHER = 1, 2, 3
 class BlindSteps(Steps):
     """Steps for which nobody waits."""
 
-    def event_of(self, step: int) -> Event | None:
+    def event_of(self, step: int) -> StreamEvent | None:
         """Nothing to wait for."""
         return None if step >= 0 else super().event_of(step)
 
@@ -50,10 +50,10 @@ class BlindSteps(Steps):
 class Rig:
     """A KV tensor of four blocks, pinned slots, and the engine's stream."""
 
-    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
+    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
         self.calls = calls
         self.kv = torch.full((SLOTS, 16, 64), OLD, dtype=torch.uint8, device="cuda")
-        held = Held.of(Role.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
+        held = Held.of(PlaneRole.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, SLOTS)

@@ -22,13 +22,13 @@ from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.streams import Stream
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def make_late(mover: LayerLoadMover, number: int) -> None:
     launch = calls.launch
 
     def launch_late(
-        kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+        kernel: PackingKernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
     ) -> None:
         if arguments[0] == part.address:
             calls.make()
@@ -59,14 +59,14 @@ def make_late(mover: LayerLoadMover, number: int) -> None:
 class Rig:
     """Three layers of four blocks, all OLD; NEW ones in host memory, and a step that reads."""
 
-    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
+    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
         self.kv = [
             torch.full((SLOTS, 16, 64), NEW, dtype=torch.uint8, device="cuda")
             for _ in range(LAYERS)
         ]
         axes = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
         layers = [
-            TensorLayer(number=number, planes=[Held.of(Role.LATENT, kv, axes)])
+            TensorLayer(number=number, planes=[Held.of(PlaneRole.LATENT, kv, axes)])
             for number, kv in enumerate(self.kv)
         ]
         group = TensorGroup(kind=GroupKind.LATENT, layers=layers)

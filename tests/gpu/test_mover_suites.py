@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.movers.base import Moved
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.testing.mover_suite import _Damage
     from penstock.vocabulary.ids import OperationId
 
@@ -129,7 +129,7 @@ def settled(mover: CudaMover | LayerLoadMover) -> Settled:
 
 class TestSavesToPinnedMemory(SavingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
+    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
@@ -144,7 +144,7 @@ class TestSavesToPinnedMemoryFromPython(TestSavesToPinnedMemory):
 
 class TestLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
+    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
@@ -159,7 +159,7 @@ class TestLoadsFromPinnedMemoryFromPython(TestLoadsFromPinnedMemory):
 
 class TestLayerLoadsFromPinnedMemory(LoadingMoverSuite):
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
+    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:
@@ -190,7 +190,7 @@ class TestLayerLoadsFromPinnedMemoryFromPython(TestLayerLoadsFromPinnedMemory):
 class TestDuplicatesOnTheDevice(MoverSuite):
     purpose = Purpose.DUPLICATE
     algorithm = Algorithm.MIX64
-    calls: Callable[[Sequence[Kernel]], Calls] = staticmethod(compiled_calls)
+    calls: Callable[[Sequence[PackingKernel]], Calls] = staticmethod(compiled_calls)
 
     @reused
     def make_ends(self, layout: Layout) -> Ends:

@@ -15,7 +15,7 @@ from penstock.tiers.host import HostTier
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ COUNT = 12
 
 def test_blocks_go_through_a_host_arena_across_its_extents() -> None:
     kv = torch.randint(1, 255, (2 * COUNT, 16, 256), dtype=torch.uint8, device="cuda")
-    held = Held.of(Role.LATENT, kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
+    held = Held.of(PlaneRole.LATENT, kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
     layers = [TensorLayer(number=0, planes=[held])]
     tier = TensorTier.of([TensorGroup(kind=GroupKind.LATENT, layers=layers)], block_tokens=16)
     host = HostTier.create(tier.layout, COUNT)

@@ -17,14 +17,14 @@ from penstock.testing.mover_suite import keys_of, make_copy
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.mover import CudaMover
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.streams import Stream
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +44,10 @@ KEYS = keys_of(BLOCKS)
 class Rig:
     """A KV tensor whose blocks are all different, and pinned slots for all of them."""
 
-    def __init__(self, calls: Callable[[Sequence[Kernel]], Calls]) -> None:
+    def __init__(self, calls: Callable[[Sequence[PackingKernel]], Calls]) -> None:
         self.kv = torch.zeros((BLOCKS, 16, 256), dtype=torch.uint8, device="cuda")
         self.kv += torch.arange(1, BLOCKS + 1, device="cuda", dtype=torch.uint8)[:, None, None]
-        held = Held.of(Role.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
+        held = Held.of(PlaneRole.LATENT, self.kv, (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL))
         group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=[held])])
         self.tier = TensorTier.of([group], block_tokens=16)
         self.host = PinnedTier(self.tier.layout, BLOCKS)

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers import arena as arenas
-from penstock.tiers.arena import Arena, Kernel, round_up
+from penstock.tiers.arena import Arena, MemoryCalls, round_up
 from penstock.tiers.kernel_files import read_text
 from penstock.tiers.pages import Pages
 from tests.descriptors import open_descriptors
@@ -293,7 +293,7 @@ def test_every_page_is_in_place_when_an_arena_is_ready(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOSYS])
 def test_a_kernel_that_does_not_know_the_advice_has_its_pages_touched(error: int) -> None:
-    kernel = Kernel(populate=lambda *_: refuse(error))
+    kernel = MemoryCalls(populate=lambda *_: refuse(error))
 
     with Arena.create(MIB, huge_pages=False, kernel=kernel) as arena:
         assert bytes_in_place(arena) == arena.size
@@ -301,7 +301,7 @@ def test_a_kernel_that_does_not_know_the_advice_has_its_pages_touched(error: int
 
 
 def test_pages_that_the_machine_does_not_give_are_an_error_with_the_reason() -> None:
-    kernel = Kernel(populate=lambda *_: refuse(errno.ENOMEM))
+    kernel = MemoryCalls(populate=lambda *_: refuse(errno.ENOMEM))
     before = open_descriptors()
 
     with pytest.raises(UnavailableError) as refusal:
@@ -324,7 +324,7 @@ def test_an_interruption_leaves_nothing_behind(name: str) -> None:
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_touched() -> None:
-    kernel = Kernel(read=machine({"/proc/meminfo": "MemAvailable: 1024 kB\n"}))
+    kernel = MemoryCalls(read=machine({"/proc/meminfo": "MemAvailable: 1024 kB\n"}))
 
     with pytest.raises(ConfigError, match=r"size: needs 2\.0 MiB, must be at most the 1\.0 MiB"):
         Arena.create(2 * MIB, kernel=kernel)
@@ -347,7 +347,7 @@ def test_huge_pages_that_somebody_else_took_are_replaced_by_others() -> None:
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled": "[never]",
     }
 
-    with Arena.create(8 * MIB, kernel=Kernel(read=machine(files))) as arena:
+    with Arena.create(8 * MIB, kernel=MemoryCalls(read=machine(files))) as arena:
         assert arena.pages is Pages.PLAIN
         assert arena.fallbacks == ("huge pages: Cannot allocate memory",)
         assert bytes_in_place(arena) == arena.size
@@ -366,7 +366,7 @@ def test_too_few_huge_pages_are_told_as_a_fallback() -> None:
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled": "[never]",
     }
 
-    with Arena.create(8 * MIB, kernel=Kernel(read=machine(files))) as arena:
+    with Arena.create(8 * MIB, kernel=MemoryCalls(read=machine(files))) as arena:
         assert arena.pages is Pages.PLAIN
         assert arena.fallbacks == ("huge pages: 3 more would have to be free",)
         assert bytes_in_place(arena) == arena.size
@@ -378,7 +378,7 @@ def test_transparent_huge_pages_are_asked_for_by_advice(name: str) -> None:
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [advise] never",
     }
 
-    with Arena.create(4 * MIB, name=name, kernel=Kernel(read=machine(files))) as arena:
+    with Arena.create(4 * MIB, name=name, kernel=MemoryCalls(read=machine(files))) as arena:
         assert arena.pages is Pages.TRANSPARENT
         assert "hg" in flags_of(f"penstock-{name}")
         assert bytes_in_place(arena) == arena.size
@@ -412,7 +412,7 @@ def test_huge_pages_are_taken_where_the_machine_has_them() -> None:
 
 def test_an_arena_is_bound_to_the_node_that_was_asked_for() -> None:
     bound: list[tuple[int, int, int]] = []
-    kernel = Kernel(read=machine(TWO_NODES), bind=lambda *area: bound.append(area))
+    kernel = MemoryCalls(read=machine(TWO_NODES), bind=lambda *area: bound.append(area))
 
     with Arena.create(MIB, numa_node=1, kernel=kernel) as arena:
         assert bound == [(arena.address, arena.size, 1)]
@@ -421,7 +421,7 @@ def test_an_arena_is_bound_to_the_node_that_was_asked_for() -> None:
 
 
 def test_without_a_wish_nothing_is_bound() -> None:
-    kernel = Kernel(read=machine(TWO_NODES), bind=lambda *_: refuse(errno.EPERM))
+    kernel = MemoryCalls(read=machine(TWO_NODES), bind=lambda *_: refuse(errno.EPERM))
 
     with Arena.create(MIB, kernel=kernel, huge_pages=False) as arena:
         assert arena.numa_node is None
@@ -435,14 +435,14 @@ def test_a_machine_of_one_node_is_not_asked_to_bind() -> None:
         MIB,
         numa_node=0,
         huge_pages=False,
-        kernel=Kernel(read=read, bind=lambda *_: refuse(errno.EPERM)),
+        kernel=MemoryCalls(read=read, bind=lambda *_: refuse(errno.EPERM)),
     ) as arena:
         assert arena.numa_node is None
         assert arena.fallbacks == ("numa_node 0: the machine has one node",)
 
 
 def test_a_kernel_that_refuses_to_bind_is_told_as_a_fallback() -> None:
-    kernel = Kernel(read=machine(TWO_NODES), bind=lambda *_: refuse(errno.EPERM))
+    kernel = MemoryCalls(read=machine(TWO_NODES), bind=lambda *_: refuse(errno.EPERM))
 
     with Arena.create(MIB, numa_node=1, huge_pages=False, kernel=kernel) as arena:
         assert arena.numa_node is None
@@ -452,7 +452,7 @@ def test_a_kernel_that_refuses_to_bind_is_told_as_a_fallback() -> None:
 
 def test_a_node_that_the_machine_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="numa_node: is 7, must be one of 0, 1"):
-        Arena.create(MIB, numa_node=7, kernel=Kernel(read=machine(TWO_NODES)))
+        Arena.create(MIB, numa_node=7, kernel=MemoryCalls(read=machine(TWO_NODES)))
 
 
 @pytest.mark.parametrize(("size", "rounded"), [(1, 8), (8, 8), (9, 16)])

@@ -16,7 +16,7 @@ from penstock.config import parse_config
 from penstock.errors import ConfigError
 from penstock.runtime.lower_tiers import build_lower_tiers
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
-from penstock.tiers.arena import Arena, Kernel
+from penstock.tiers.arena import Arena, MemoryCalls
 from penstock.tiers.host import HostTier, slot_bytes, slots_within, tier_bytes
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm, CellSums
@@ -293,7 +293,7 @@ def test_a_tier_that_does_not_fit_is_refused_in_the_words_of_the_file(
     size: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        build_lower_tiers(configured(size), opaque(5000), kernel=Kernel(read=small_machine))
+        build_lower_tiers(configured(size), opaque(5000), kernel=MemoryCalls(read=small_machine))
 
     assert str(refusal.value) == message
 

@@ -28,7 +28,7 @@ from penstock.vocabulary.cell_span import CellSpan  # noqa: E402
 from penstock.vocabulary.checksums import Algorithm, life_salt  # noqa: E402
 from penstock.vocabulary.dtypes import DType  # noqa: E402
 from penstock.vocabulary.layers import GroupKind, HeadRange  # noqa: E402
-from penstock.vocabulary.planes import Axis, Role  # noqa: E402
+from penstock.vocabulary.planes import Axis, PlaneRole  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def apart(device: str, dtype: torch.dtype, axes: tuple[Axis, ...] = (B, T, H, C)
     layers, segments = [], []
     for number in range(2):
         k, v = (draw([SIZES[axis] for axis in axes], dtype, device) for _ in range(2))
-        planes = [Held.of(Role.K, k, axes), Held.of(Role.V, v, axes)]
+        planes = [Held.of(PlaneRole.K, k, axes), Held.of(PlaneRole.V, v, axes)]
         layers.append(TensorLayer(number=number, planes=planes))
         segments += by_head((k, axes), (v, axes))
     return Case(TensorTier.of([attention(layers)], block_tokens=TOKENS), segments)
@@ -115,7 +115,7 @@ def strided(device: str) -> Case:
     axes = (B, T, H, C)
     k = whole[:, ::2, :HEADS]
     v = whole[:, 1::2, 2 : 2 + HEADS]
-    planes = [Held.of(Role.K, k, axes), Held.of(Role.V, v, axes)]
+    planes = [Held.of(PlaneRole.K, k, axes), Held.of(PlaneRole.V, v, axes)]
     layers = [TensorLayer(number=5, planes=planes)]
     tier = TensorTier.of([attention(layers)], block_tokens=TOKENS)
     return Case(tier, by_head((k, axes), (v, axes)))
@@ -125,7 +125,7 @@ def split_channels(device: str) -> Case:
     """K with its channels in two parts around the tokens, as some kernels want it."""
     k = draw([BLOCKS, HEADS, CHANNELS // 4, TOKENS, 4], device=device)
     v = draw([BLOCKS, HEADS, CHANNELS, TOKENS], device=device)
-    planes = [Held.of(Role.K, k, (B, H, C, T, C)), Held.of(Role.V, v, (B, H, C, T))]
+    planes = [Held.of(PlaneRole.K, k, (B, H, C, T, C)), Held.of(PlaneRole.V, v, (B, H, C, T))]
     tier = TensorTier.of([attention([TensorLayer(number=0, planes=planes)])], block_tokens=TOKENS)
     segments = []
     for head in range(HEADS):
@@ -138,10 +138,10 @@ def scaled(device: str, dtype: torch.dtype) -> Case:
     k, v = (draw([SIZES[axis] for axis in axes], dtype, device) for _ in range(2))
     scales = [draw([BLOCKS, TOKENS, HEADS], torch.float32, device) for _ in range(2)]
     planes = [
-        Held.of(Role.K, k, axes),
-        Held.of(Role.V, v, axes),
-        Held.of(Role.K_SCALE, scales[0], scale_axes),
-        Held.of(Role.V_SCALE, scales[1], scale_axes),
+        Held.of(PlaneRole.K, k, axes),
+        Held.of(PlaneRole.V, v, axes),
+        Held.of(PlaneRole.K_SCALE, scales[0], scale_axes),
+        Held.of(PlaneRole.V_SCALE, scales[1], scale_axes),
     ]
     tier = TensorTier.of([attention([TensorLayer(number=0, planes=planes)])], block_tokens=TOKENS)
     parts = [(k, axes), (v, axes), *((scale, scale_axes) for scale in scales)]
@@ -151,7 +151,7 @@ def scaled(device: str, dtype: torch.dtype) -> Case:
 def latent(device: str) -> Case:
     tensors = [draw([BLOCKS, TOKENS, 9], torch.float16, device) for _ in range(2)]
     layers = [
-        TensorLayer(number=number, planes=[Held.of(Role.LATENT, kv, (B, T, C))])
+        TensorLayer(number=number, planes=[Held.of(PlaneRole.LATENT, kv, (B, T, C))])
         for number, kv in enumerate(tensors)
     ]
     group = TensorGroup(kind=GroupKind.LATENT, layers=layers)
@@ -164,9 +164,9 @@ def scaled_latent(device: str) -> Case:
     rope = draw([BLOCKS, TOKENS, 4], torch.bfloat16, device)
     scales = draw([BLOCKS, TOKENS, 2], torch.float32, device)
     planes = [
-        Held.of(Role.LATENT, kv, (B, T, C)),
-        Held.of(Role.ROPE, rope, (B, T, C)),
-        Held.of(Role.LATENT_SCALE, scales, (B, T, C)),
+        Held.of(PlaneRole.LATENT, kv, (B, T, C)),
+        Held.of(PlaneRole.ROPE, rope, (B, T, C)),
+        Held.of(PlaneRole.LATENT_SCALE, scales, (B, T, C)),
     ]
     group = TensorGroup(kind=GroupKind.LATENT, layers=[TensorLayer(number=0, planes=planes)])
     return Case(TensorTier.of([group], block_tokens=TOKENS), [kv, rope, scales])
@@ -188,7 +188,7 @@ def several_groups(device: str) -> Case:
     )
     rest = TensorGroup(
         kind=GroupKind.LATENT,
-        layers=[TensorLayer(number=2, planes=[Held.of(Role.LATENT, wide, (B, T, C))])],
+        layers=[TensorLayer(number=2, planes=[Held.of(PlaneRole.LATENT, wide, (B, T, C))])],
     )
     segments = []
     for kv in tensors:
@@ -292,7 +292,7 @@ def test_a_tensor_may_have_a_single_block() -> None:
                             number=number,
                             planes=[
                                 Held.of(role, draw([1, TOKENS, HEADS, CHANNELS]), axes)
-                                for role in (Role.K, Role.V)
+                                for role in (PlaneRole.K, PlaneRole.V)
                             ],
                         )
                         for number in range(3)
@@ -362,7 +362,7 @@ def test_views_of_one_tensor_share_a_buffer() -> None:
 
 def test_addresses_are_where_the_tensors_start() -> None:
     kv = draw([BLOCKS, TOKENS, 9])
-    held = Held.of(Role.LATENT, kv[2:], (B, T, C))
+    held = Held.of(PlaneRole.LATENT, kv[2:], (B, T, C))
     layers = [TensorLayer(number=0, planes=[held])]
 
     tier = TensorTier.of([TensorGroup(kind=GroupKind.LATENT, layers=layers)], block_tokens=TOKENS)
@@ -375,14 +375,14 @@ def test_addresses_are_where_the_tensors_start() -> None:
 def test_plain_bytes_may_be_named_as_what_they_are() -> None:
     raw = draw([BLOCKS, TOKENS, 9], torch.uint8)
 
-    held = Held.of(Role.LATENT, raw, (B, T, C), dtype=DType.FP8_E4M3)
+    held = Held.of(PlaneRole.LATENT, raw, (B, T, C), dtype=DType.FP8_E4M3)
 
     assert held.planes(0)[0].dtype is DType.FP8_E4M3
 
 
 def test_a_number_format_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype is bf16 of 2 bytes, the tensor has numbers of 1"):
-        Held.of(Role.LATENT, draw([2, 2, 2], torch.uint8), (B, T, C), dtype=DType.BF16)
+        Held.of(PlaneRole.LATENT, draw([2, 2, 2], torch.uint8), (B, T, C), dtype=DType.BF16)
 
 
 def test_an_opaque_block_in_pieces_is_refused() -> None:
@@ -399,7 +399,7 @@ def test_a_broadcast_tensor_is_refused() -> None:
     kv = draw([1, TOKENS, 9]).expand(BLOCKS, TOKENS, 9)
 
     with pytest.raises(ValueError, match="stride of the block axis is 0"):
-        Held.of(Role.LATENT, kv, (B, T, C)).planes(0)
+        Held.of(PlaneRole.LATENT, kv, (B, T, C)).planes(0)
 
 
 def test_as_many_storages_as_the_layout_has_buffers_are_needed() -> None:

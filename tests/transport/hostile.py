@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from penstock.transport.wire import Hello, Window, encode_greeting
+from penstock.transport.wire import ChannelHello, Window, encode_greeting
 
 if TYPE_CHECKING:
     import random
@@ -83,7 +83,7 @@ def frame(body: bytes, *, more: bool = False) -> bytes:
 
 def streams(chance: random.Random) -> Iterator[bytes]:
     """Bytes that a stranger writes to a socket before it hangs up."""
-    hello = encode_greeting(Hello(name="decode-0", incarnation=7, window=Window(8, 1 << 20)))
+    hello = encode_greeting(ChannelHello(name="decode-0", incarnation=7, window=Window(8, 1 << 20)))
     yield b""
     yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     yield chance.randbytes(3)
@@ -144,7 +144,7 @@ def storm(place: Place, chance: random.Random, *, count: int = 1000) -> None:
         send_stream(place, content, read=True)
     if place.kind != socket.SOCK_STREAM:
         return
-    hello = encode_greeting(Hello(name="decode-0", incarnation=9, window=Window(8, 1 << 20)))
+    hello = encode_greeting(ChannelHello(name="decode-0", incarnation=9, window=Window(8, 1 << 20)))
     with zmq.Context() as context:
         for kind in (zmq.DEALER, zmq.PAIR, zmq.REQ, zmq.ROUTER, zmq.PUSH):
             stranger = context.socket(kind)

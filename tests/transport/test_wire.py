@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.transport.wire import (
+    ChannelHello,
+    ChannelRefusal,
+    ChannelWelcome,
     Frame,
-    Hello,
     Kind,
-    Refusal,
-    Refused,
-    Welcome,
+    RefusalReason,
     Window,
     WireError,
     decode_credit,
@@ -29,7 +29,7 @@ U64 = st.integers(0, 2**64 - 1)
 
 @given(incarnation=U64, name=st.text(min_size=1, max_size=100))
 def test_a_hello_is_read_as_it_was_written(incarnation: int, name: str) -> None:
-    hello = Hello(name=name, incarnation=incarnation, window=WINDOW)
+    hello = ChannelHello(name=name, incarnation=incarnation, window=WINDOW)
 
     assert decode_greeting(encode_greeting(hello)) == hello
 
@@ -37,7 +37,7 @@ def test_a_hello_is_read_as_it_was_written(incarnation: int, name: str) -> None:
 @pytest.mark.parametrize(
     "greeting",
     [
-        Welcome(
+        ChannelWelcome(
             name="engine",
             incarnation=1,
             window=WINDOW,
@@ -45,10 +45,10 @@ def test_a_hello_is_read_as_it_was_written(incarnation: int, name: str) -> None:
             pulse="ipc:///run/b",
             key="k" * 40,
         ),
-        Refusal(cause="because"),
+        ChannelRefusal(cause="because"),
     ],
 )
-def test_an_answer_is_read_as_it_was_written(greeting: Welcome | Refusal) -> None:
+def test_an_answer_is_read_as_it_was_written(greeting: ChannelWelcome | ChannelRefusal) -> None:
     assert decode_greeting(encode_greeting(greeting)) == greeting
 
 
@@ -69,7 +69,7 @@ def test_any_bytes_are_a_greeting_or_refused(message: bytes) -> None:
     with pytest.raises(WireError) as refusal:
         decode_greeting(message)
 
-    assert refusal.value.reason in {Refused.GARBAGE, Refused.VERSION}
+    assert refusal.value.reason in {RefusalReason.GARBAGE, RefusalReason.VERSION}
 
 
 @given(st.binary(max_size=200))

@@ -15,11 +15,11 @@ from penstock.transport.waiting import wait_readable
 from penstock.transport.wire import (
     HEADER_BYTES,
     HELLO_BYTES_MAX,
-    Hello,
+    ChannelHello,
+    ChannelRefusal,
+    ChannelWelcome,
     Kind,
-    Refusal,
-    Refused,
-    Welcome,
+    RefusalReason,
     Window,
     decode_greeting,
     encode_credit,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 LIFE = 0x1234_5678_9ABC_DEF0
 WINDOW = Window(8, 1 << 20)
-HELLO = Hello(name="rank 0", incarnation=LIFE, window=WINDOW)
-LAST = Hello(name="the last", incarnation=LIFE, window=WINDOW)
+HELLO = ChannelHello(name="rank 0", incarnation=LIFE, window=WINDOW)
+LAST = ChannelHello(name="the last", incarnation=LIFE, window=WINDOW)
 SETTINGS = ChannelSettings(window_frames=8, silence_s=600.0, open_s=60.0)
 """Patient: a raw peer has no pulse, and a busy machine takes its time."""
 
@@ -62,19 +62,19 @@ class Raw:
             self.listener.accept(deadline=time.monotonic() + 0.01)
             if self.lobby.poll(0):
                 return decode_greeting(self.lobby.recv())
-            if self.listener.refused[Refused.GARBAGE] > before[Refused.GARBAGE]:
+            if self.listener.refused[RefusalReason.GARBAGE] > before[RefusalReason.GARBAGE]:
                 return None  # All others are answered.
         raise AssertionError("neither answered nor refused")
 
-    def enter(self, hello: Hello = HELLO) -> Welcome:
+    def enter(self, hello: ChannelHello = HELLO) -> ChannelWelcome:
         welcome = self.say(encode_greeting(hello))
-        assert isinstance(welcome, Welcome), welcome
+        assert isinstance(welcome, ChannelWelcome), welcome
         if welcome.link.startswith("tcp://"):
             knock_with(self.link, welcome.key.encode())
         self.link.connect(welcome.link)
         return welcome
 
-    def open(self, hello: Hello = HELLO) -> ZmqChannel:
+    def open(self, hello: ChannelHello = HELLO) -> ZmqChannel:
         self.enter(hello)
         self.send(Kind.OPEN, 0)
         channel = self.listener.accept(deadline=soon())
@@ -119,10 +119,10 @@ def open_channel(raw: Raw) -> Iterator[ZmqChannel]:
         encode_greeting(HELLO) + b"\0",
         encode_greeting(HELLO).replace(b"rank 0", b"\xff\xff\xff\xff\xff\xff"),
         encode_greeting(HELLO).replace(b"name", b"Name"),
-        encode_greeting(Hello(name="", incarnation=LIFE, window=WINDOW)),
-        encode_greeting(Hello(name="x" * 101, incarnation=LIFE, window=WINDOW)),
-        encode_greeting(Hello(name="x", incarnation=LIFE, window=Window(0, 1))),
-        encode_greeting(Refusal(cause="a refusal to a listener")),
+        encode_greeting(ChannelHello(name="", incarnation=LIFE, window=WINDOW)),
+        encode_greeting(ChannelHello(name="x" * 101, incarnation=LIFE, window=WINDOW)),
+        encode_greeting(ChannelHello(name="x", incarnation=LIFE, window=Window(0, 1))),
+        encode_greeting(ChannelRefusal(cause="a refusal to a listener")),
         encode_greeting(HELLO).ljust(HELLO_BYTES_MAX, b"\0"),
     ],
     ids=lambda greeting: greeting[:12].hex() + f"-{len(greeting)}",
@@ -133,13 +133,13 @@ def test_a_greeting_that_is_no_hello_is_refused_without_an_answer(
     answer = raw.say(greeting)
 
     assert answer is None
-    assert listener.refused == {Refused.GARBAGE: 1}
-    assert isinstance(raw.say(encode_greeting(HELLO)), Welcome)
+    assert listener.refused == {RefusalReason.GARBAGE: 1}
+    assert isinstance(raw.say(encode_greeting(HELLO)), ChannelWelcome)
 
 
 def test_a_hello_in_several_parts_is_refused(listener: Listener, raw: Raw) -> None:
     assert raw.say(encode_greeting(HELLO), b"") is None
-    assert listener.refused == {Refused.GARBAGE: 1}
+    assert listener.refused == {RefusalReason.GARBAGE: 1}
 
 
 def test_a_hello_with_an_unknown_field_is_refused(listener: Listener, raw: Raw) -> None:
@@ -149,7 +149,7 @@ def test_a_hello_with_an_unknown_field_is_refused(listener: Listener, raw: Raw) 
     unknown = known[:9] + bytes((fields + 1,)) + known[10:] + b"\xa5extra\x01"
 
     assert raw.say(unknown) is None
-    assert listener.refused == {Refused.GARBAGE: 1}
+    assert listener.refused == {RefusalReason.GARBAGE: 1}
 
 
 def test_a_hello_of_another_version_is_refused_with_both_versions(
@@ -158,10 +158,10 @@ def test_a_hello_of_another_version_is_refused_with_both_versions(
     hello = bytearray(encode_greeting(HELLO))
     hello[8] = 1
 
-    assert raw.say(bytes(hello)) == Refusal(
+    assert raw.say(bytes(hello)) == ChannelRefusal(
         cause="greeting has version 1, must have version 2: both sides must be of one release"
     )
-    assert listener.refused == {Refused.VERSION: 1}
+    assert listener.refused == {RefusalReason.VERSION: 1}
 
 
 def test_a_hello_that_was_here_before_is_refused(listener: Listener, raw: Raw) -> None:
@@ -169,9 +169,9 @@ def test_a_hello_that_was_here_before_is_refused(listener: Listener, raw: Raw) -
 
     answer = raw.say(encode_greeting(HELLO))
 
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, ChannelRefusal)
     assert answer.cause == "rank 0 of incarnation 123456789abcdef0 was here before"
-    assert listener.refused == {Refused.REPLAYED: 1}
+    assert listener.refused == {RefusalReason.REPLAYED: 1}
 
 
 def test_a_hello_that_is_too_long_ends_that_connection_and_no_other(
@@ -181,7 +181,7 @@ def test_a_hello_that_is_too_long_ends_that_connection_and_no_other(
     other = Raw(listener)
     other.lobby.send(bytes(HELLO_BYTES_MAX + 1))
 
-    assert isinstance(raw.say(encode_greeting(HELLO)), Welcome)
+    assert isinstance(raw.say(encode_greeting(HELLO)), ChannelWelcome)
     assert listener.refused.total() == 0
     other.close()
 
@@ -189,7 +189,7 @@ def test_a_hello_that_is_too_long_ends_that_connection_and_no_other(
 def crowd(raw: Raw) -> list[Greeting | None]:
     """As many peers as are let in at a time, none of which comes."""
     hellos = [
-        Hello(name=f"rank {number}", incarnation=LIFE, window=WINDOW)
+        ChannelHello(name=f"rank {number}", incarnation=LIFE, window=WINDOW)
         for number in range(WAITING_MAX)
     ]
     return [raw.say(encode_greeting(hello)) for hello in hellos]
@@ -203,9 +203,9 @@ def test_a_bounded_number_is_let_in_at_a_time() -> None:
         crowded = raw.say(encode_greeting(LAST))
         raw.close()
 
-    assert all(isinstance(answer, Welcome) for answer in answers)
-    assert crowded == Refusal(cause="64 peers are being let in, at most that many")
-    assert listener.refused == {Refused.CROWDED: 1}
+    assert all(isinstance(answer, ChannelWelcome) for answer in answers)
+    assert crowded == ChannelRefusal(cause="64 peers are being let in, at most that many")
+    assert listener.refused == {RefusalReason.CROWDED: 1}
 
 
 def test_who_is_let_in_but_does_not_come_is_forgotten_in_time() -> None:
@@ -220,27 +220,30 @@ def test_who_is_let_in_but_does_not_come_is_forgotten_in_time() -> None:
         later = raw.say(encode_greeting(LAST))
         raw.close()
 
-    assert isinstance(later, Welcome)
+    assert isinstance(later, ChannelWelcome)
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (b"", Refused.GARBAGE),
-        (b"\x02" + bytes(HEADER_BYTES - 2), Refused.GARBAGE),
-        (encode_frame(Kind.FRAME, LIFE, 1, b"x").replace(b"\x02", b"\x09", 1), Refused.GARBAGE),
-        (encode_frame(Kind.CLOSE, LIFE, 1, b"x"), Refused.GARBAGE),
-        (encode_frame(Kind.CREDIT, LIFE, 1, bytes(15)), Refused.GARBAGE),
-        (encode_frame(Kind.CREDIT, LIFE, 1, encode_credit(1, 0)), Refused.GARBAGE),
-        (encode_frame(Kind.OPEN, LIFE, 1), Refused.GARBAGE),
-        (encode_frame(Kind.FRAME, LIFE + 1, 1, b"x"), Refused.STALE),
-        (encode_frame(Kind.CLOSE, LIFE - 1, 1), Refused.STALE),
-        (encode_frame(Kind.FRAME, LIFE, 0, b"x"), Refused.REPLAYED),
-        (encode_frame(Kind.CLOSE, LIFE, 0), Refused.REPLAYED),
+        (b"", RefusalReason.GARBAGE),
+        (b"\x02" + bytes(HEADER_BYTES - 2), RefusalReason.GARBAGE),
+        (
+            encode_frame(Kind.FRAME, LIFE, 1, b"x").replace(b"\x02", b"\x09", 1),
+            RefusalReason.GARBAGE,
+        ),
+        (encode_frame(Kind.CLOSE, LIFE, 1, b"x"), RefusalReason.GARBAGE),
+        (encode_frame(Kind.CREDIT, LIFE, 1, bytes(15)), RefusalReason.GARBAGE),
+        (encode_frame(Kind.CREDIT, LIFE, 1, encode_credit(1, 0)), RefusalReason.GARBAGE),
+        (encode_frame(Kind.OPEN, LIFE, 1), RefusalReason.GARBAGE),
+        (encode_frame(Kind.FRAME, LIFE + 1, 1, b"x"), RefusalReason.STALE),
+        (encode_frame(Kind.CLOSE, LIFE - 1, 1), RefusalReason.STALE),
+        (encode_frame(Kind.FRAME, LIFE, 0, b"x"), RefusalReason.REPLAYED),
+        (encode_frame(Kind.CLOSE, LIFE, 0), RefusalReason.REPLAYED),
     ],
 )
 def test_a_frame_that_does_not_belong_is_refused_and_the_channel_goes_on(
-    raw: Raw, channel: ZmqChannel, message: bytes, reason: Refused
+    raw: Raw, channel: ZmqChannel, message: bytes, reason: RefusalReason
 ) -> None:
     raw.link.send(message)
 
@@ -258,7 +261,7 @@ def test_a_frame_in_several_parts_is_refused(raw: Raw, channel: ZmqChannel) -> N
     raw.link.send(good)
 
     assert receive_frame(channel) == b"good"
-    assert channel.refused == {Refused.GARBAGE: 1}
+    assert channel.refused == {RefusalReason.GARBAGE: 1}
 
 
 def test_a_replayed_frame_arrives_once(raw: Raw, channel: ZmqChannel) -> None:
@@ -268,7 +271,7 @@ def test_a_replayed_frame_arrives_once(raw: Raw, channel: ZmqChannel) -> None:
 
     assert [receive_frame(channel), receive_frame(channel)] == [b"once", b"then"]
     assert channel.receive() == Empty()
-    assert channel.refused == {Refused.REPLAYED: 2}
+    assert channel.refused == {RefusalReason.REPLAYED: 2}
 
 
 def test_a_lost_frame_fails_the_channel(raw: Raw, channel: ZmqChannel) -> None:
@@ -347,8 +350,8 @@ def test_mutated_greetings_never_break_a_listener(listener: Listener, raw: Raw, 
         answer = raw.say(mutated)
         garbage += answer is None
 
-    assert listener.refused[Refused.GARBAGE] == garbage > 40
-    assert isinstance(raw.say(encode_greeting(LAST)), Welcome)
+    assert listener.refused[RefusalReason.GARBAGE] == garbage > 40
+    assert isinstance(raw.say(encode_greeting(LAST)), ChannelWelcome)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -406,7 +409,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
         f"{channel.name} refused: greeting has version {version}, must have version 2: "
         "both sides must be of one release"
     )
-    assert channel.refused == {Refused.VERSION: 1}
+    assert channel.refused == {RefusalReason.VERSION: 1}
     channel.close()
 
 
@@ -417,7 +420,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
         b"PENSTOCK\x02\x80",
         encode_greeting(HELLO),
         encode_greeting(
-            Welcome(
+            ChannelWelcome(
                 name="x",
                 incarnation=1,
                 window=WINDOW,
@@ -439,7 +442,7 @@ def test_an_answer_that_is_none_is_ignored_until_the_channel_fails(
     channel._open_deadline = time.monotonic()  # Or the test would take a minute.
 
     assert receive_end(channel) == Failed(f"no answer from {channel.name} in 60.0 s")
-    assert channel.refused == {Refused.GARBAGE: 1}
+    assert channel.refused == {RefusalReason.GARBAGE: 1}
     channel.close()
 
 
@@ -448,7 +451,9 @@ def test_a_channel_whose_listener_is_gone_before_it_gets_there_fails(
 ) -> None:
     nowhere = private_address(IPC)
     key = new_keys().public.decode()
-    welcome = Welcome(name="x", incarnation=1, window=WINDOW, link=nowhere, pulse=nowhere, key=key)
+    welcome = ChannelWelcome(
+        name="x", incarnation=1, window=WINDOW, link=nowhere, pulse=nowhere, key=key
+    )
 
     channel = dial_for(front, encode_greeting(welcome), SETTINGS)
 

@@ -19,7 +19,7 @@ from penstock.testing.channel_suite import (
 from penstock.testing.peer_process import peer_process
 from penstock.transport.base import Closed, Empty, Failed, Item
 from penstock.transport.waiting import wait_any
-from penstock.transport.wire import Refused
+from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def call_and_say_nothing(self, address, key):
         caller = socket.create_connection((host, int(port)))
     silent.append(caller)
 
-zmq_link.Pulse.connect = CONNECT_PULSE
+zmq_link.ZmqPulse.connect = CONNECT_PULSE
 """
 
 
@@ -372,7 +372,7 @@ def test_a_name_is_not_given_to_another_while_its_peer_lives(near: str, secret: 
         first.send(b"still here")
 
         assert receive_frame(channel) == b"still here"
-        assert listener.refused == {Refused.TAKEN: 10}
+        assert listener.refused == {RefusalReason.TAKEN: 10}
         channel.close()
         first.close()
 
@@ -382,7 +382,7 @@ def test_of_two_that_dial_under_one_name_at_once_the_first_to_come_stays(near: s
         both = [dial(listener.address, name="rank 0", settings=PATIENT) for _ in range(2)]
         accepted: list[ZmqChannel] = []
         deadline = soon()
-        while not (accepted and listener.refused[Refused.TAKEN]):
+        while not (accepted and listener.refused[RefusalReason.TAKEN]):
             assert time.monotonic() < deadline
             for each in both:
                 each.wait_open(deadline=time.monotonic())

@@ -20,7 +20,7 @@ from penstock.vocabulary.form import Shard
 from penstock.vocabulary.layers import HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.packing import Blocks, copy_blocks
-from penstock.vocabulary.planes import Axis, Role, plane_from_strides
+from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def test_sums_of_a_block_are_those_of_the_vectors(algorithm: Algorithm) -> None:
 
 def with_a_plane_without_heads(layer: Layer) -> Layer:
     scale = plane_from_strides(
-        Role.K_SCALE,
+        PlaneRole.K_SCALE,
         DType.FP32,
         shape=(1,),
         strides=(4,),

@@ -30,7 +30,7 @@ from penstock.vocabulary.checksums import (
     life_salt,
     place_number,
 )
-from penstock.vocabulary.planes import Role
+from penstock.vocabulary.planes import PlaneRole
 
 VECTORS: dict[str, Any] = json.loads(
     Path(__file__).with_name("checksum_vectors.json").read_text(encoding="utf-8")
@@ -261,7 +261,7 @@ def test_a_place_that_no_seed_can_name_is_refused(place: dict[str, int], message
 
 
 def test_the_numbers_of_roles_stay_what_they_were() -> None:
-    assert {role.label: int(role) for role in Role} == VECTORS["roles"]
+    assert {role.label: int(role) for role in PlaneRole} == VECTORS["roles"]
 
 
 def test_sums_are_added_by_halves_without_a_carry() -> None:

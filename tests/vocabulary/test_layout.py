@@ -11,7 +11,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.extents import Extent
 from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, Plane, Role, opaque_plane, plane_from_strides
+from penstock.vocabulary.planes import Axis, Plane, PlaneRole, opaque_plane, plane_from_strides
 
 HEADS = HeadRange(first=4, count=2, total=8)
 HEAD_FIRST = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
@@ -42,7 +42,7 @@ def mla(*, layers: tuple[int, ...] = (0, 1)) -> Layout:
 
 def k_plane(*, buffer: int = 0, offset: int = 0, tokens: int = 4, heads: int = 2) -> Plane:
     return plane_from_strides(
-        Role.K,
+        PlaneRole.K,
         DType.BF16,
         shape=(3, tokens, heads, 8),
         strides=(1024, 128, 16, 2),
@@ -72,7 +72,9 @@ def test_cells_come_layer_by_layer_and_head_by_head_with_their_global_numbers() 
     layout = split()
 
     assert [(cell.layer, cell.head) for cell in layout.cells] == [(6, 4), (6, 5), (7, 4), (7, 5)]
-    assert all([s.plane.role for s in cell.segments] == [Role.K, Role.V] for cell in layout.cells)
+    assert all(
+        [s.plane.role for s in cell.segments] == [PlaneRole.K, PlaneRole.V] for cell in layout.cells
+    )
 
 
 def test_a_latent_layer_is_one_cell_that_every_rank_has() -> None:
@@ -102,7 +104,7 @@ def test_an_opaque_layer_of_a_shard_is_one_cell_named_after_its_first_head() -> 
 
 def test_planes_without_heads_follow_the_heads_of_their_layer() -> None:
     scale = plane_from_strides(
-        Role.K_SCALE, DType.FP32, shape=(3,), strides=(4,), axes=(Axis.BLOCK,), buffer=1
+        PlaneRole.K_SCALE, DType.FP32, shape=(3,), strides=(4,), axes=(Axis.BLOCK,), buffer=1
     )
 
     layout = one_layer(scale, k_plane())
@@ -112,7 +114,7 @@ def test_planes_without_heads_follow_the_heads_of_their_layer() -> None:
         (5, 64, 64),
         (4, 128, 4),
     ]
-    assert [s.plane.role for s in layout.cells[-1].segments] == [Role.K_SCALE]
+    assert [s.plane.role for s in layout.cells[-1].segments] == [PlaneRole.K_SCALE]
 
 
 def test_cells_fill_the_packed_block_without_gaps() -> None:
@@ -216,7 +218,7 @@ def test_draft_layers_are_marked_and_have_numbers_of_their_own() -> None:
 
 def test_one_layer_may_have_planes_in_two_groups() -> None:
     index = plane_from_strides(
-        Role.INDEX,
+        PlaneRole.INDEX,
         DType.FP8_E4M3,
         shape=(5, 4, 3),
         strides=(12, 3, 1),
@@ -232,8 +234,8 @@ def test_one_layer_may_have_planes_in_two_groups() -> None:
 
 def test_k_and_v_may_interleave_but_not_overlap() -> None:
     k = k_plane()
-    beside = replace(k, role=Role.V, offset=32)
-    across = replace(k, role=Role.V, offset=17)
+    beside = replace(k, role=PlaneRole.V, offset=32)
+    across = replace(k, role=PlaneRole.V, offset=17)
 
     assert one_layer(k, beside).block_bytes == 256
     with pytest.raises(ValueError, match="plane k from 0 on and plane v from 17 on overlap"):
@@ -253,7 +255,7 @@ def test_blocks_that_interleave_are_told_from_blocks_that_overlap() -> None:
 def test_a_scale_for_several_tokens_is_allowed_if_it_comes_out_even() -> None:
     def with_scale(tokens: int) -> Layout:
         scale = plane_from_strides(
-            Role.K_SCALE,
+            PlaneRole.K_SCALE,
             DType.FP32,
             shape=(3, 2, tokens),
             strides=(64, 32, 4),

@@ -8,7 +8,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.narrowing import Cut, cell_positions, narrow, token_window
-from penstock.vocabulary.planes import Axis, Role, plane_from_strides
+from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
 
 LAYOUT = Layout.split(
     layers=range(3),
@@ -53,7 +53,7 @@ def test_a_window_outside_of_a_block_is_refused(first: int, count: int) -> None:
 def test_a_window_does_not_go_through_a_step_of_the_inner_token_axis() -> None:
     """Tokens in pairs, as some kernels keep them, can be windowed two by two."""
     plane = plane_from_strides(
-        Role.K,
+        PlaneRole.K,
         DType.BF16,
         shape=(2, 4, 1, 3, 2),
         strides=(48, 12, 2, 4, 2),

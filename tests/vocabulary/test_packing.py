@@ -14,7 +14,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.packing import Blocks, Buffers, copy_blocks
-from penstock.vocabulary.planes import Axis, Dim, Plane, Role
+from penstock.vocabulary.planes import Axis, Dim, Plane, PlaneRole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +34,7 @@ class World:
 
 
 @st.composite
-def planes(draw: st.DrawFn, role: Role, buffer: int) -> Plane:
+def planes(draw: st.DrawFn, role: PlaneRole, buffer: int) -> Plane:
     """A plane with axes in any order, gaps between them, some axes in two parts."""
     dtype = draw(st.sampled_from([DType.INT8, DType.BF16, DType.FP32]))
     sizes = [(Axis.BLOCK, BLOCK_COUNT), (Axis.HEAD, HEADS.count)]
@@ -61,8 +61,8 @@ def worlds(draw: st.DrawFn) -> World:
         Layer(
             number=number,
             planes=(
-                draw(planes(Role.K, 2 * index)),
-                draw(planes(Role.V, 2 * index + 1)),
+                draw(planes(PlaneRole.K, 2 * index)),
+                draw(planes(PlaneRole.V, 2 * index + 1)),
             ),
         )
         for index, number in enumerate(draw(st.sampled_from([[0], [3, 4]])))

@@ -16,7 +16,7 @@ from penstock.vocabulary.planes import (
     Axis,
     Dim,
     Plane,
-    Role,
+    PlaneRole,
     opaque_plane,
     pair_from_strides,
     plane_from_strides,
@@ -57,9 +57,9 @@ def test_an_unknown_dtype_is_refused_with_those_known() -> None:
 
 
 def test_a_role_is_found_by_its_label() -> None:
-    assert all(Role.of(role.label) is role for role in Role)
+    assert all(PlaneRole.of(role.label) is role for role in PlaneRole)
     with pytest.raises(ValueError, match="role is 'keys', must be one of"):
-        Role.of("keys")
+        PlaneRole.of("keys")
 
 
 def test_a_plane_has_the_strides_of_its_array() -> None:
@@ -67,7 +67,7 @@ def test_a_plane_has_the_strides_of_its_array() -> None:
     turned = array.transpose(0, 2, 1, 3)
 
     plane = plane_from_strides(
-        Role.K,
+        PlaneRole.K,
         DType.BF16,
         shape=turned.shape,
         strides=turned.strides,
@@ -83,7 +83,7 @@ def test_runs_are_as_long_as_the_strides_allow() -> None:
     def runs_of(axes: tuple[Axis, ...], shape: tuple[int, ...]) -> tuple[list[int], int]:
         array = np.zeros(shape, dtype=np.uint16)
         plane = plane_from_strides(
-            Role.K, DType.BF16, shape=shape, strides=array.strides, axes=axes
+            PlaneRole.K, DType.BF16, shape=shape, strides=array.strides, axes=axes
         )
         offsets, run_bytes = plane.runs(1, 1)
         return offsets.tolist(), run_bytes
@@ -103,7 +103,7 @@ def test_a_channel_axis_in_two_parts_counts_outer_first() -> None:
     array = np.arange(1 * 1 * 2 * 3 * 4, dtype=np.uint16).reshape(1, 1, 2, 3, 4)
     axes = (Axis.BLOCK, Axis.HEAD, Axis.CHANNEL, Axis.TOKEN, Axis.CHANNEL)
     plane = plane_from_strides(
-        Role.K, DType.BF16, shape=array.shape, strides=array.strides, axes=axes
+        PlaneRole.K, DType.BF16, shape=array.shape, strides=array.strides, axes=axes
     )
 
     offsets, run_bytes = plane.runs(0, 0)
@@ -133,7 +133,7 @@ def test_k_and_v_in_one_tensor_become_two_planes_that_interleave() -> None:
     k, v = pair_from_strides(DType.BF16, shape=array.shape, strides=array.strides, axes=axes)
 
     raw = array.reshape(-1).view(np.uint8)
-    assert (k.role, v.role) == (Role.K, Role.V)
+    assert (k.role, v.role) == (PlaneRole.K, PlaneRole.V)
     assert np.array_equal(k.view(raw), array[0].transpose(0, 2, 1, 3))
     assert np.array_equal(v.view(raw), array[1].transpose(0, 2, 1, 3))
     assert not planes_overlap(k, v)
@@ -187,14 +187,14 @@ def dims(*axes: tuple[Axis, int, int]) -> tuple[Dim, ...]:
             "plane k has encoding 'tiles' and yet head or token axes",
         ),
         (
-            {"dims": dims((Axis.BLOCK, 2, 64)), "role": Role.OPAQUE},
+            {"dims": dims((Axis.BLOCK, 2, 64)), "role": PlaneRole.OPAQUE},
             "encoding of an opaque plane is empty",
         ),
     ],
 )
 def test_a_plane_that_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Plane(**({"role": Role.K, "dtype": DType.BF16} | arguments))  # type: ignore[arg-type]
+        Plane(**({"role": PlaneRole.K, "dtype": DType.BF16} | arguments))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,9 @@ def test_an_axis_that_cannot_be_is_refused(
 
 def test_shape_strides_and_axes_must_match() -> None:
     with pytest.raises(ValueError, match="shape has 2 entries, strides 2, axes 1"):
-        plane_from_strides(Role.K, DType.BF16, shape=(2, 8), strides=(16, 2), axes=(Axis.BLOCK,))
+        plane_from_strides(
+            PlaneRole.K, DType.BF16, shape=(2, 8), strides=(16, 2), axes=(Axis.BLOCK,)
+        )
 
 
 def test_a_view_needs_the_whole_buffer() -> None:
@@ -227,7 +229,9 @@ def test_a_view_needs_the_whole_buffer() -> None:
 
 @pytest.mark.parametrize(("block", "head"), [(4, 0), (-1, 0), (0, 2), (0, -1)])
 def test_a_block_or_head_that_is_not_there_has_no_runs(block: int, head: int) -> None:
-    plane = Plane(role=Role.K, dtype=DType.BF16, dims=dims((Axis.BLOCK, 4, 4), (Axis.HEAD, 2, 2)))
+    plane = Plane(
+        role=PlaneRole.K, dtype=DType.BF16, dims=dims((Axis.BLOCK, 4, 4), (Axis.HEAD, 2, 2))
+    )
 
     with pytest.raises(ValueError, match="must be from 0 to"):
         plane.runs(block, head)
@@ -251,7 +255,7 @@ def test_a_plane_is_refused_exactly_if_two_of_its_numbers_overlap(
     overlaps = len(set(addresses)) < len(addresses)
 
     with pytest.raises(ValueError, match="overlap") if overlaps else nullcontext():
-        Plane(role=Role.K, dtype=dtype, dims=as_dims(found))
+        Plane(role=PlaneRole.K, dtype=dtype, dims=as_dims(found))
 
 
 @given(
@@ -272,8 +276,8 @@ def test_two_planes_overlap_exactly_if_they_share_a_byte(
     second_bytes = bytes_of(as_dims(second), second_offset, 2)
     assume(len(set(first_bytes)) == len(first_bytes))
     assume(len(set(second_bytes)) == len(second_bytes))
-    one = Plane(role=Role.K, dtype=dtype, dims=as_dims(first), offset=first_offset)
-    other = Plane(role=Role.V, dtype=DType.BF16, dims=as_dims(second), offset=second_offset)
+    one = Plane(role=PlaneRole.K, dtype=dtype, dims=as_dims(first), offset=first_offset)
+    other = Plane(role=PlaneRole.V, dtype=DType.BF16, dims=as_dims(second), offset=second_offset)
 
     shared = set(first_bytes) & set(second_bytes)
 

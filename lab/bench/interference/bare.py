@@ -18,9 +18,9 @@ from lab.bench.interference.shares import budget_bytes
 from lab.bench.interference.traffic import DRAIN_S
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.calls import choose_calls
-from penstock.movers.cuda.link import Link
+from penstock.movers.cuda.link import CudaLink
 from penstock.movers.cuda.staging import StagingSize
-from penstock.movers.cuda.streams import Event
+from penstock.movers.cuda.streams import StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,15 +45,15 @@ class _Way:
 
     extents: Extents
     calls: Calls = field(default_factory=lambda: choose_calls([]))
-    link: Link = field(default_factory=Link)
-    flying: deque[tuple[Event, int]] = field(default_factory=deque)
-    spare: list[Event] = field(default_factory=list)
+    link: CudaLink = field(default_factory=CudaLink)
+    flying: deque[tuple[StreamEvent, int]] = field(default_factory=deque)
+    spare: list[StreamEvent] = field(default_factory=list)
     ended: list[tuple[float, int]] = field(default_factory=list)
     """When copies were seen to have ended, and their bytes."""
 
     def send(self, length: int) -> None:
         """Submits one copy."""
-        event = self.spare.pop() if self.spare else Event()
+        event = self.spare.pop() if self.spare else StreamEvent()
         length = min(length, self.extents.length)
         extent = (self.extents.target, self.extents.source, length)
         self.calls.send(self.link, extent, StagingSize().turn_bytes)

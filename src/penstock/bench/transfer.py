@@ -33,12 +33,12 @@ from penstock.machine.effects import Copy
 from penstock.movers.cuda.layers import LayerLoadMover
 from penstock.movers.cuda.mover import LoadMover, SaveMover
 from penstock.movers.cuda.pinned import PinnedTier
-from penstock.movers.cuda.streams import Piece, Stream
+from penstock.movers.cuda.streams import Stream, StreamPiece
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.layers import GroupKind, HeadRange
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -151,7 +151,7 @@ def _mla(tokens: int, blocks: int) -> tuple[list[torch.Tensor], TensorTier]:
     tensors = [_random(blocks, tokens, 576) for _ in range(61)]
     axes = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
     layers = [
-        TensorLayer(number=number, planes=[Held.of(Role.LATENT, tensor, axes)])
+        TensorLayer(number=number, planes=[Held.of(PlaneRole.LATENT, tensor, axes)])
         for number, tensor in enumerate(tensors)
     ]
     group = TensorGroup(kind=GroupKind.LATENT, layers=layers)
@@ -266,21 +266,25 @@ class _Others:
         torch.cuda.synchronize()
         started = time.perf_counter()
         if to_host:
-            self._links[0].copy([Piece(device, host, length)])
+            self._links[0].copy([StreamPiece(device, host, length)])
         if to_device:
-            self._links[1].copy([Piece(host + length, device + half, length)])
+            self._links[1].copy([StreamPiece(host + length, device + half, length)])
         torch.cuda.synchronize()
         return (to_host + to_device) * length / (time.perf_counter() - started)
 
     def batched(self, *, to_host: bool) -> float:
         """One call, with an entry per block and plane."""
-        pieces: list[Piece] = []
+        pieces: list[StreamPiece] = []
         at = self._rig.saved.address
         for slot in self._rig.sources[: self._few].tolist():
             for plane in self._planes:
                 address = plane.data_ptr() + slot * plane.stride(0) * plane.element_size()
                 length = plane[0].numel() * plane.element_size()
-                pieces.append(Piece(address, at, length) if to_host else Piece(at, address, length))
+                pieces.append(
+                    StreamPiece(address, at, length)
+                    if to_host
+                    else StreamPiece(at, address, length)
+                )
                 at += length
         return self._timed(lambda: self._links[0].copy(pieces))
 

@@ -7,7 +7,7 @@
 | `Number` | integer or float                                         |
 | `Gib`    | integer or float (of GiB), or a size with its unit       |
 | `String` | string                                                   |
-| `Choice` | string, the value of an enum's member                    |
+| `EnumChoice` | string, the value of an enum's member                    |
 | `Flag`   | boolean                                                  |
 | `Shares` | table of numbers 0…1                                     |
 
@@ -147,7 +147,7 @@ class String:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EnumChoice:
     """A member of an enum, by its value."""
 
     members: type[Enum]
@@ -190,7 +190,7 @@ class Shares:
         return "a table of tenants, each with a number from 0 to 1"
 
 
-Key: TypeAlias = Whole | Number | String | Choice | Flag | Shares
+Key: TypeAlias = Whole | Number | String | EnumChoice | Flag | Shares
 Value: TypeAlias = int | float | str
 
 

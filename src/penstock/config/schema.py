@@ -19,7 +19,7 @@ from penstock.cache.settings import (
     WriteKind,
     WritePolicy,
 )
-from penstock.config.keys import Bytes, Choice, Flag, Number, Shares, String, Whole
+from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
 from penstock.config.serving import EngineTable, ServeTable
 from penstock.config.values import BLOCKS_MAX, LAYER_WISE, Config, ModelSettings, TierKind
 from penstock.vocabulary.dtypes import DTYPE_NAMES
@@ -107,7 +107,7 @@ CACHE_KEYS: Mapping[str, Setting] = {
         story_count=Whole(minimum=1, maximum=COUNT_MAX),
         event_count=Whole(minimum=1, maximum=COUNT_MAX),
         pin_share=Number(minimum=0, maximum=1),
-        load_gate=Choice(Gate),
+        load_gate=EnumChoice(Gate),
         load_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
         rate_age_s=Number(minimum=0.001, maximum=86_400),
     ),
@@ -127,7 +127,7 @@ TIER_KEYS: Mapping[str, Setting] = {
     **_settings(TierSettings, name=String()),
     **_settings(TierKind, kind=String()),
     **_settings(TierSettings, blocks=Whole(minimum=1, maximum=BLOCKS_MAX)),
-    **_settings(WritePolicy, write=Choice(WriteKind)),
+    **_settings(WritePolicy, write=EnumChoice(WriteKind)),
     **_settings(TierKind, required=Flag()),
     **_settings(WritePolicy, hits=Whole(minimum=1, maximum=65_535)),
     **ROOM_KEYS,

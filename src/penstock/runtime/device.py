@@ -26,7 +26,7 @@ from penstock.vocabulary.arguments import as_tuple
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DTYPE_NAMES, DType
 from penstock.vocabulary.layers import GroupKind
-from penstock.vocabulary.planes import Role
+from penstock.vocabulary.planes import PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +98,7 @@ _RAW_ITEMSIZES: Mapping[str, frozenset[int]] = {
     "int64": frozenset({8}),
 }
 """Element types that say nothing about the numbers kept in them, and the sizes of those numbers."""
-_KV_ROLES = frozenset({Role.K, Role.V, Role.LATENT})
+_KV_ROLES = frozenset({PlaneRole.K, PlaneRole.V, PlaneRole.LATENT})
 
 
 def _require_kv_dtype(config: Config, kv: object, layout: Layout | None) -> None:

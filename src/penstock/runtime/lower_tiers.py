@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.cache.settings import HUB
 from penstock.config.values import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
-from penstock.tiers.arena import Kernel
+from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
 from penstock.tiers.memory import MemoryTier
 from penstock.tiers.memory_limits import require_room
@@ -57,7 +57,7 @@ def build_lower_tiers(
     config: Config,
     layout: Layout,
     *,
-    kernel: Kernel | None = None,
+    kernel: MemoryCalls | None = None,
     arenas: Mapping[str, int] | None = None,
     writes: bool = True,
     kept: KeptArenas | None = None,
@@ -123,7 +123,7 @@ class _Order(NamedTuple):
     tier: TierSettings
     kind: TierKind
     layout: Layout
-    kernel: Kernel | None
+    kernel: MemoryCalls | None
 
 
 def _sized(order: _Order) -> _Order:
@@ -191,7 +191,7 @@ def _memory(order: _Order) -> SlotStore:
     size_bytes = order.tier.slot_count * (
         order.layout.block_bytes + len(order.layout.cells) * SUM_BYTES
     )
-    kernel = order.kernel or Kernel()
+    kernel = order.kernel or MemoryCalls()
     try:
         require_room(size_bytes, kernel.read, setting="size")
     except ConfigError as error:

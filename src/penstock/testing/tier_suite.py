@@ -23,7 +23,7 @@ from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.packing import Blocks, copy_blocks
-from penstock.vocabulary.planes import Axis, Role, plane_from_strides
+from penstock.vocabulary.planes import Axis, PlaneRole, plane_from_strides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ def _odd_strides() -> Layout:
                     axes=axes,
                     offset=13 + 2 * role + 2050 * number,
                 )
-                for role in (Role.K, Role.V)
+                for role in (PlaneRole.K, PlaneRole.V)
             ),
         )
         for number in range(2)

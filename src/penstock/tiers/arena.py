@@ -55,7 +55,7 @@ def populate_pages(mapping: mmap.mmap, start: int, length: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class MemoryCalls:
     """What an arena asks of the machine. A test may answer in its place."""
 
     read: ReadText = read_text
@@ -100,7 +100,7 @@ class Arena:
         huge_pages: bool = True,
         numa_node: int | None = None,
         progress: Progress | None = None,
-        kernel: Kernel | None = None,
+        kernel: MemoryCalls | None = None,
     ) -> Self:
         """Makes an arena of at least `size` bytes, all zero, with every page in place.
 
@@ -119,7 +119,7 @@ class Arena:
         """
         if size < 1:
             raise ValueError(f"size is {size}, must be at least 1")
-        kernel = kernel or Kernel()
+        kernel = kernel or MemoryCalls()
         started = time.perf_counter()
         node, fallbacks = _node_to_bind(numa_node, kernel.read)
         if huge_pages and (missing := huge_pages_missing(size, kernel.read)):
@@ -244,7 +244,7 @@ def _make(
     pages: Pages,
     node: int | None,
     progress: Progress | None,
-    kernel: Kernel,
+    kernel: MemoryCalls,
 ) -> tuple[int, mmap.mmap, list[str]]:
     """A descriptor, its mapping with every page in place, and why it is not bound to `node`."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -268,7 +268,7 @@ def _make(
     return fd, mapping, refused
 
 
-def _bind(mapping: mmap.mmap, node: int, kernel: Kernel) -> list[str]:
+def _bind(mapping: mmap.mmap, node: int, kernel: MemoryCalls) -> list[str]:
     address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
     try:
         kernel.bind(address, len(mapping), node)
@@ -277,7 +277,7 @@ def _bind(mapping: mmap.mmap, node: int, kernel: Kernel) -> list[str]:
     return []
 
 
-def _prefault(mapping: mmap.mmap, progress: Progress | None, kernel: Kernel) -> None:
+def _prefault(mapping: mmap.mmap, progress: Progress | None, kernel: MemoryCalls) -> None:
     """Has the kernel make every page now, rather than one by one while requests wait."""
     for start in range(0, len(mapping), PREFAULT_BYTES):
         length = min(PREFAULT_BYTES, len(mapping) - start)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.tiers.arena import Kernel, Progress
+    from penstock.tiers.arena import MemoryCalls, Progress
     from penstock.vocabulary.layout import Layout
 
 BLOCK_UNIT_BYTES = 4096
@@ -72,7 +72,7 @@ class HostTier:
         huge_pages: bool = True,
         numa_node: int | None = None,
         progress: Progress | None = None,
-        kernel: Kernel | None = None,
+        kernel: MemoryCalls | None = None,
     ) -> Self:
         """Makes a tier in an arena of its own; `Arena.create` explains the wishes.
 

@@ -16,10 +16,10 @@
 
 | an engine keeps                     | planes of a layer                                   |
 |-------------------------------------|-----------------------------------------------------|
-| K and V in two tensors              | `Held.of(Role.K, k, axes)`, `Held.of(Role.V, v, axes)` |
+| K and V in two tensors              | `Held.of(PlaneRole.K, …)` and `Held.of(PlaneRole.V, …)` |
 | K and V in one tensor               | `Held.pair(kv, axes)`, with the axis `part`          |
-| scales beside them                  | `Held.of(Role.K_SCALE, scale, axes)`                 |
-| latent KV                           | `Held.of(Role.LATENT, kv, axes)`                     |
+| scales beside them                  | `Held.of(PlaneRole.K_SCALE, scale, axes)`                 |
+| latent KV                           | `Held.of(PlaneRole.LATENT, kv, axes)`                     |
 | many layers in one tensor           | any of these, of views: `whole.unbind(0)`            |
 | bytes that it alone can read        | `Held.opaque(kv, encoding)`                          |
 
@@ -42,7 +42,7 @@ from penstock.vocabulary.packing import Blocks
 from penstock.vocabulary.planes import (
     Axis,
     Plane,
-    Role,
+    PlaneRole,
     opaque_plane,
     pair_from_strides,
     plane_from_strides,
@@ -63,7 +63,7 @@ class Held:
     """A tensor of one layer, and what its axes count."""
 
     tensor: torch.Tensor
-    role: Role | None
+    role: PlaneRole | None
     """What its numbers are; `None` for K and V together."""
     axes: tuple[Axis, ...]
     dtype: DType
@@ -71,7 +71,12 @@ class Held:
 
     @classmethod
     def of(
-        cls, role: Role, tensor: torch.Tensor, axes: Sequence[Axis], *, dtype: DType | None = None
+        cls,
+        role: PlaneRole,
+        tensor: torch.Tensor,
+        axes: Sequence[Axis],
+        *,
+        dtype: DType | None = None,
     ) -> Held:
         """One plane. `dtype` says what the numbers are, where the tensor has plain bytes."""
         return cls(tensor=tensor, role=role, axes=tuple(axes), dtype=_dtype_of(tensor, dtype))
@@ -84,7 +89,9 @@ class Held:
         return cls(tensor=tensor, role=None, axes=tuple(axes), dtype=_dtype_of(tensor, dtype))
 
     @classmethod
-    def opaque(cls, tensor: torch.Tensor, encoding: str, *, role: Role = Role.OPAQUE) -> Held:
+    def opaque(
+        cls, tensor: torch.Tensor, encoding: str, *, role: PlaneRole = PlaneRole.OPAQUE
+    ) -> Held:
         """Blocks along the first axis, each in one run of bytes that only the engine can read."""
         if tensor.ndim == 0 or tensor.numel() == 0:
             raise ValueError(
@@ -113,7 +120,7 @@ class Held:
                     block_stride=strides[0],
                     block_count=tensor.shape[0],
                     encoding=self.encoding,
-                    role=Role.OPAQUE if self.role is None else self.role,
+                    role=PlaneRole.OPAQUE if self.role is None else self.role,
                     buffer=buffer,
                     offset=offset,
                 ),

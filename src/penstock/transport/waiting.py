@@ -22,7 +22,7 @@ _POLL_MS_MAX = 2**31 - 1
 """What the kernel takes; a longer wait is made of several."""
 
 
-class Ready(NamedTuple):
+class ReadyWaitable(NamedTuple):
     """What a wait found: both empty if its deadline passed first."""
 
     channels: tuple[Waitable, ...] = ()
@@ -33,7 +33,7 @@ class Ready(NamedTuple):
 
 def wait_any(
     channels: Sequence[Waitable], descriptors: Sequence[int] = (), *, deadline: float | None
-) -> Ready:
+) -> ReadyWaitable:
     """Waits until a channel or a descriptor is ready, or `deadline` on the monotonic clock.
 
     Without a deadline it looks once and does not wait.
@@ -57,7 +57,7 @@ def wait_any(
             ready = tuple(channel for channel in channels if channel.ready)
         found = tuple(fd for fd in descriptors if fd in readable)
         if ready or found or _left_ms(deadline) == 0:
-            return Ready(ready, found)
+            return ReadyWaitable(ready, found)
 
 
 def wait_readable(fd: int, deadline: float) -> bool:

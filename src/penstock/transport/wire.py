@@ -38,7 +38,7 @@ Address = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$")]  # 32 bytes in Z85.
 
 
-class Refused(Enum):
+class RefusalReason(Enum):
     """Why something that arrived was thrown away."""
 
     GARBAGE = "garbage"
@@ -58,7 +58,7 @@ class Refused(Enum):
 class WireError(PenstockError):
     """Something arrived that is not what may arrive here."""
 
-    def __init__(self, reason: Refused, problem: str) -> None:
+    def __init__(self, reason: RefusalReason, problem: str) -> None:
         super().__init__(problem)
         self.reason = reason
 
@@ -86,7 +86,7 @@ class Window(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frame_bytes: Annotated[int, msgspec.Meta(ge=1, le=WINDOW_BYTES_MAX)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
+class ChannelHello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
     """What an end that dials says first."""
 
     name: Name
@@ -94,7 +94,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
     window: Window
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
+class ChannelWelcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     """What a listener answers: where the channel is, and who is at its other end."""
 
     name: Name
@@ -108,7 +108,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=
     """The public key of both, without which they let nobody in."""
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
+class ChannelRefusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
     """What a listener answers when it does not let somebody in."""
 
     cause: Annotated[str, msgspec.Meta(max_length=300)]
@@ -116,7 +116,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=
     """Whether it is the name alone, which may be free later."""
 
 
-Greeting = Hello | Welcome | Refusal
+Greeting = ChannelHello | ChannelWelcome | ChannelRefusal
 _greetings: FrameCodec[Greeting] = FrameCodec(
     msgspec.msgpack.Decoder(Greeting),
     version=VERSION,
@@ -154,9 +154,9 @@ def decode_greeting(message: bytes) -> Greeting:
     try:
         return _greetings.decode(message)
     except FrameVersionError as error:
-        raise WireError(Refused.VERSION, str(error)) from error
+        raise WireError(RefusalReason.VERSION, str(error)) from error
     except PeerError as error:
-        raise WireError(Refused.GARBAGE, str(error)) from error
+        raise WireError(RefusalReason.GARBAGE, str(error)) from error
 
 
 def encode_frame(kind: Kind, incarnation: int, sequence: int, payload: bytes = b"") -> bytes:
@@ -168,17 +168,17 @@ def decode_frame(message: bytes) -> Frame:
     """What `encode_frame` wrote, or a `WireError`."""
     if len(message) < HEADER_BYTES:
         raise WireError(
-            Refused.GARBAGE, f"frame has {len(message)} bytes, a header has {HEADER_BYTES}"
+            RefusalReason.GARBAGE, f"frame has {len(message)} bytes, a header has {HEADER_BYTES}"
         )
     number, incarnation, sequence = _HEADER.unpack_from(message)
     kind = _KINDS.get(number)
     if kind is None:
-        raise WireError(Refused.GARBAGE, f"frame is of kind {number}, which there is not")
+        raise WireError(RefusalReason.GARBAGE, f"frame is of kind {number}, which there is not")
     length = len(message) - HEADER_BYTES
     expected = {Kind.FRAME: length, Kind.CREDIT: _CREDIT.size}.get(kind, 0)
     if length != expected:
         raise WireError(
-            Refused.GARBAGE,
+            RefusalReason.GARBAGE,
             f"frame of kind {kind.name} has {length} bytes, {expected} belong there",
         )
     return Frame(kind, incarnation, sequence, message[HEADER_BYTES:])

@@ -30,10 +30,10 @@ from penstock.errors import UnavailableError
 from penstock.transport.waiting import wait_readable
 from penstock.transport.wire import (
     HELLO_BYTES_MAX,
-    Hello,
-    Refusal,
-    Refused,
-    Welcome,
+    ChannelHello,
+    ChannelRefusal,
+    ChannelWelcome,
+    RefusalReason,
     Window,
     WireError,
     decode_greeting,
@@ -45,9 +45,9 @@ from penstock.transport.zmq_dialling import Dialling
 from penstock.transport.zmq_link import (
     CURVE_BYTES,
     ChannelSettings,
-    Link,
-    Pulse,
     Socket,
+    ZmqLink,
+    ZmqPulse,
     admit_only,
     keys_from,
     milliseconds,
@@ -75,7 +75,7 @@ class _Parked(NamedTuple):
     """A hello under a name whose peer seems to be alive: it may be about to be seen dead."""
 
     route: bytes
-    hello: Hello
+    hello: ChannelHello
     until: float
 
 
@@ -105,7 +105,7 @@ class Listener:
         require_name(name)
         self.name = name
         self.incarnation = secrets.randbits(64) if incarnation is None else incarnation
-        self.refused: Counter[Refused] = Counter()
+        self.refused: Counter[RefusalReason] = Counter()
         """What came and was not let in, by reason."""
         self._settings = settings or ChannelSettings()
         keys = keys_from(secret) if secret else None
@@ -213,7 +213,7 @@ class Listener:
         if earlier is not None:
             if earlier.is_alive():
                 # Both were answered before either came, and that one was the first.
-                self.refused[Refused.TAKEN] += 1
+                self.refused[RefusalReason.TAKEN] += 1
                 channel.close()
                 return
             earlier.fail(f"{channel.name} began another life")
@@ -232,7 +232,7 @@ class Listener:
         else:
             self._welcome(parts[0], hello)
 
-    def _welcome(self, route: bytes, hello: Hello) -> None:
+    def _welcome(self, route: bytes, hello: ChannelHello) -> None:
         self._lives[hello.name, hello.incarnation] = None
         if len(self._lives) > LIVES_MAX:
             self._lives.popitem(last=False)
@@ -264,30 +264,32 @@ class Listener:
 
     def _refuse_taken(self, parked: _Parked) -> None:
         problem = f"the name {parked.hello.name!r} is that of a peer that is here and alive"
-        self._refuse(parked.route, WireError(Refused.TAKEN, problem))
+        self._refuse(parked.route, WireError(RefusalReason.TAKEN, problem))
 
     def _refuse(self, route: bytes, error: WireError) -> None:
         self.refused[error.reason] += 1
-        if error.reason is not Refused.GARBAGE:
-            taken = error.reason is Refused.TAKEN
-            self._reply(route, Refusal(cause=str(error), taken=taken))
+        if error.reason is not RefusalReason.GARBAGE:
+            taken = error.reason is RefusalReason.TAKEN
+            self._reply(route, ChannelRefusal(cause=str(error), taken=taken))
 
-    def _require_new(self, hello: Hello) -> None:
+    def _require_new(self, hello: ChannelHello) -> None:
         if (hello.name, hello.incarnation) in self._lives:
             raise WireError(
-                Refused.REPLAYED,
+                RefusalReason.REPLAYED,
                 f"{hello.name} of incarnation {hello.incarnation:016x} was here before",
             )
         waiting = len(self._awaited) + len(self._parked)
         if waiting >= WAITING_MAX:
-            raise WireError(Refused.CROWDED, f"{waiting} peers are being let in, at most that many")
+            raise WireError(
+                RefusalReason.CROWDED, f"{waiting} peers are being let in, at most that many"
+            )
 
-    def _await_peer(self, hello: Hello) -> Welcome:
+    def _await_peer(self, hello: ChannelHello) -> ChannelWelcome:
         settings = self._settings
-        link = Link(settings, peer_window_frames=hello.window.frames)
-        pulse = Pulse(settings)
+        link = ZmqLink(settings, peer_window_frames=hello.window.frames)
+        pulse = ZmqPulse(settings)
         keys = new_keys()
-        welcome = Welcome(
+        welcome = ChannelWelcome(
             name=self.name,
             incarnation=self.incarnation,
             window=Window(settings.window_frames, settings.window_bytes),
@@ -301,17 +303,17 @@ class Listener:
         self._epoll.register(channel.descriptor, select.EPOLLIN)
         return welcome
 
-    def _reply(self, route: bytes, greeting: Welcome | Refusal) -> None:
+    def _reply(self, route: bytes, greeting: ChannelWelcome | ChannelRefusal) -> None:
         # Who is gone by now gets no answer; ROUTER sockets drop it.
         self._lobby.send_multipart([route, encode_greeting(greeting)], zmq.DONTWAIT)
 
 
-def _read_hello(parts: list[bytes]) -> Hello:
+def _read_hello(parts: list[bytes]) -> ChannelHello:
     if len(parts) != 2:
-        raise WireError(Refused.GARBAGE, f"greeting has {len(parts) - 1} parts, must have 1")
+        raise WireError(RefusalReason.GARBAGE, f"greeting has {len(parts) - 1} parts, must have 1")
     greeting = decode_greeting(parts[1])
-    if not isinstance(greeting, Hello):
-        raise WireError(Refused.GARBAGE, "greeting is no hello")
+    if not isinstance(greeting, ChannelHello):
+        raise WireError(RefusalReason.GARBAGE, "greeting is no hello")
     return greeting
 
 
@@ -337,7 +339,7 @@ def dial(
     settings = settings or ChannelSettings()
     incarnation = secrets.randbits(64) if incarnation is None else incarnation
     window = Window(settings.window_frames, settings.window_bytes)
-    hello = Hello(name=name, incarnation=incarnation, window=window)
+    hello = ChannelHello(name=name, incarnation=incarnation, window=window)
     channel = ZmqChannel(address, incarnation=incarnation, settings=settings)
     channel.begin_dialling(Dialling(address, hello, settings, secret=secret))
     return channel

@@ -31,11 +31,11 @@ from penstock.transport.base import (
 )
 from penstock.transport.waiting import wait_readable
 from penstock.transport.wire import (
+    ChannelRefusal,
+    ChannelWelcome,
     Frame,
     Kind,
-    Refusal,
-    Refused,
-    Welcome,
+    RefusalReason,
     Window,
     WireError,
     decode_credit,
@@ -46,7 +46,7 @@ from penstock.transport.wire import (
 
 if TYPE_CHECKING:
     from penstock.transport.zmq_dialling import Dialling
-    from penstock.transport.zmq_link import ChannelSettings, Link, Pulse
+    from penstock.transport.zmq_link import ChannelSettings, ZmqLink, ZmqPulse
 
 
 REFUSED_MAX = 4096
@@ -62,14 +62,14 @@ class ZmqChannel:
         """Of this end."""
         self.peer_incarnation: int | None = None
         """Of the other end, once it is known."""
-        self.refused: Counter[Refused] = Counter()
+        self.refused: Counter[RefusalReason] = Counter()
         """What arrived and was thrown away, by reason."""
         self.name_taken = False
         """Whether it was refused because a peer of its name is there and alive."""
         self._settings = settings
         self._epoll = select.epoll()
-        self._link: Link | None = None
-        self._pulse: Pulse | None = None
+        self._link: ZmqLink | None = None
+        self._pulse: ZmqPulse | None = None
         self._lost_at: float | None = None
         self._dialling: Dialling | None = None
         self._open = False
@@ -177,7 +177,7 @@ class ZmqChannel:
         dialling.watch(self._epoll)
 
     def begin_awaiting(
-        self, link: Link, pulse: Pulse, peer_incarnation: int, window: Window
+        self, link: ZmqLink, pulse: ZmqPulse, peer_incarnation: int, window: Window
     ) -> None:
         """Waits on a link for a peer that said who it is and how much it takes."""
         self._link, self._pulse = link, pulse
@@ -230,10 +230,10 @@ class ZmqChannel:
         match dialling.answer(self.refused):
             case None:
                 return
-            case Refusal(cause=cause, taken=taken):
+            case ChannelRefusal(cause=cause, taken=taken):
                 self.name_taken = taken
                 self.fail(f"{self.name} refused: {cause}")
-            case Welcome() as welcome:
+            case ChannelWelcome() as welcome:
                 self.name = welcome.name
                 link, pulse = dialling.connect(welcome)
                 self.begin_awaiting(link, pulse, welcome.incarnation, welcome.window)
@@ -242,7 +242,7 @@ class ZmqChannel:
                 dialling.close(self._epoll)
                 self._dialling = None
 
-    def _feel(self, pulse: Pulse) -> None:
+    def _feel(self, pulse: ZmqPulse) -> None:
         """Gives a peer up whose pulse is lost, once nothing of it arrives any more.
 
         The pulse of one that closed the channel, or died, may be lost a little before its last
@@ -261,7 +261,7 @@ class ZmqChannel:
         elif now >= self._lost_at + self._settings.settle_s:
             self.fail(f"{self.name} has not answered for {self._settings.silence_s} s")
 
-    def _is_missing(self, pulse: Pulse) -> bool:
+    def _is_missing(self, pulse: ZmqPulse) -> bool:
         """Whether a pulse that should have been felt by now never was."""
         if pulse.greeted or not self._open:
             return False
@@ -278,7 +278,7 @@ class ZmqChannel:
         self._open = True
         self._opened_at = time.monotonic()
 
-    def _pump_link(self, link: Link) -> None:
+    def _pump_link(self, link: ZmqLink) -> None:
         link.look()
         for parts in link.messages():
             self._lost_at = None
@@ -294,28 +294,28 @@ class ZmqChannel:
         elif link.refused:
             self.fail(f"{self.name} was gone before the connection was made")
 
-    def _refuse(self, reason: Refused) -> None:
+    def _refuse(self, reason: RefusalReason) -> None:
         self.refused[reason] += 1
         if self.refused.total() >= REFUSED_MAX:
             self.fail(f"{self.name} sent {REFUSED_MAX} messages that are none of ours")
 
     def _take(self, parts: list[bytes]) -> None:
         if len(parts) != 1:
-            raise WireError(Refused.GARBAGE, f"message has {len(parts)} parts, must have 1")
+            raise WireError(RefusalReason.GARBAGE, f"message has {len(parts)} parts, must have 1")
         frame = decode_frame(parts[0])
         if frame.incarnation != self.peer_incarnation:
             raise WireError(
-                Refused.STALE,
+                RefusalReason.STALE,
                 f"frame is of incarnation {frame.incarnation:016x}, the channel goes to "
                 f"{self.peer_incarnation or 0:016x}",
             )
         if frame.sequence < self._expected:
-            raise WireError(Refused.REPLAYED, f"frame {frame.sequence} was here before")
+            raise WireError(RefusalReason.REPLAYED, f"frame {frame.sequence} was here before")
         if frame.sequence > self._expected:
             self.fail(f"frames {self._expected} to {frame.sequence - 1} of {self.name} were lost")
             return
         if self._open == (frame.kind is Kind.OPEN):
-            raise WireError(Refused.GARBAGE, f"{frame.kind.name} is not for now")
+            raise WireError(RefusalReason.GARBAGE, f"{frame.kind.name} is not for now")
         self._act_on(frame)
         self._expected += 1
 
@@ -343,10 +343,13 @@ class ZmqChannel:
     def _note_credit(self, frames: int, frame_bytes: int) -> None:
         known, sent = self._sent_taken, self._sent
         if not known.frames <= frames <= sent.frames:
-            raise WireError(Refused.GARBAGE, f"credit for {frames} frames, {sent.frames} were sent")
+            raise WireError(
+                RefusalReason.GARBAGE, f"credit for {frames} frames, {sent.frames} were sent"
+            )
         if not known.frame_bytes <= frame_bytes <= sent.frame_bytes:
             raise WireError(
-                Refused.GARBAGE, f"credit for {frame_bytes} bytes, {sent.frame_bytes} were sent"
+                RefusalReason.GARBAGE,
+                f"credit for {frame_bytes} bytes, {sent.frame_bytes} were sent",
             )
         self._sent_taken = _Tally(frames, frame_bytes)
 

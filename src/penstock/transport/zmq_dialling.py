@@ -13,19 +13,19 @@ import zmq
 
 from penstock.transport.wire import (
     HELLO_BYTES_MAX,
-    Hello,
-    Refusal,
-    Refused,
-    Welcome,
+    ChannelHello,
+    ChannelRefusal,
+    ChannelWelcome,
+    RefusalReason,
     WireError,
     decode_greeting,
     encode_greeting,
 )
 from penstock.transport.zmq_link import (
     CURVE_BYTES,
-    Link,
-    Pulse,
     Socket,
+    ZmqLink,
+    ZmqPulse,
     keys_from,
     knock_with,
     new_socket,
@@ -48,7 +48,7 @@ class Dialling:
     """A socket to a listener, on which a hello was sent."""
 
     def __init__(
-        self, address: str, hello: Hello, settings: ChannelSettings, *, secret: bytes
+        self, address: str, hello: ChannelHello, settings: ChannelSettings, *, secret: bytes
     ) -> None:
         self._address = address
         self._settings = settings
@@ -59,7 +59,7 @@ class Dialling:
         self._socket.connect(address)
         self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
 
-    def answer(self, refused: Counter[Refused]) -> Welcome | Refusal | None:
+    def answer(self, refused: Counter[RefusalReason]) -> ChannelWelcome | ChannelRefusal | None:
         """What the listener answered, if it did; what is no answer is counted in `refused`."""
         while True:
             try:
@@ -70,27 +70,30 @@ class Dialling:
                 return self._read(parts)
             except WireError as error:
                 refused[error.reason] += 1
-                if error.reason is Refused.VERSION:
-                    return Refusal(cause=str(error))
+                if error.reason is RefusalReason.VERSION:
+                    return ChannelRefusal(cause=str(error))
 
-    def _read(self, parts: list[bytes]) -> Welcome | Refusal:
+    def _read(self, parts: list[bytes]) -> ChannelWelcome | ChannelRefusal:
         greeting = decode_greeting(parts[0])
-        if len(parts) != 1 or isinstance(greeting, Hello):
-            raise WireError(Refused.GARBAGE, "a hello, or several parts, where an answer belongs")
-        if isinstance(greeting, Welcome):
+        if len(parts) != 1 or isinstance(greeting, ChannelHello):
+            raise WireError(
+                RefusalReason.GARBAGE, "a hello, or several parts, where an answer belongs"
+            )
+        if isinstance(greeting, ChannelWelcome):
             for address in (greeting.link, greeting.pulse):
                 if _scheme(address) != _scheme(self._address):
                     raise WireError(
-                        Refused.GARBAGE, f"{self._address} answered with the address {address}"
+                        RefusalReason.GARBAGE,
+                        f"{self._address} answered with the address {address}",
                     )
         return greeting
 
-    def connect(self, welcome: Welcome) -> tuple[Link, Pulse]:
+    def connect(self, welcome: ChannelWelcome) -> tuple[ZmqLink, ZmqPulse]:
         """The connections to where the listener waits."""
-        link = Link(self._settings, peer_window_frames=welcome.window.frames)
+        link = ZmqLink(self._settings, peer_window_frames=welcome.window.frames)
         key = welcome.key.encode()
         link.connect(_reachable(welcome.link, dialled=self._address), key)
-        pulse = Pulse(self._settings)
+        pulse = ZmqPulse(self._settings)
         pulse.connect(_reachable(welcome.pulse, dialled=self._address), key)
         return link, pulse
 

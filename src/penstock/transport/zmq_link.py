@@ -272,7 +272,7 @@ class MonitoredSocket:
         self._socket.close(linger=milliseconds(linger_s))
 
 
-class Link(MonitoredSocket):
+class ZmqLink(MonitoredSocket):
     """Carries the messages. A PAIR socket turns away who comes while its peer is there.
 
     Over ipc it needs no key, which would cost as much again for a small message and ten times as
@@ -305,7 +305,7 @@ class Link(MonitoredSocket):
         return True
 
 
-class Pulse(MonitoredSocket):
+class ZmqPulse(MonitoredSocket):
     """Carries nothing but ZeroMQ's heartbeats, which its I/O thread sends and answers.
 
     They are not on the link, because ZeroMQ (4.3.5) aborts the process when a heartbeat is due

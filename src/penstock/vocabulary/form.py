@@ -26,7 +26,7 @@ from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, Dim, Plane, Role, dense_strides
+from penstock.vocabulary.planes import Axis, Dim, Plane, PlaneRole, dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -351,7 +351,7 @@ def _read_layer(reader: _FactReader, at: str, buffers: Iterator[int]) -> Layer:
         dtype = DType(reader.text(f"{name}.dtype"))
         planes.append(
             Plane(
-                role=Role.of(label),
+                role=PlaneRole.of(label),
                 dtype=dtype,
                 dims=(_ONE_BLOCK, *reader.dims(f"{name}.axes", dtype.itemsize)),
                 buffer=next(buffers),

@@ -26,7 +26,7 @@ from penstock.vocabulary.planes import (
     Axis,
     Dim,
     Plane,
-    Role,
+    PlaneRole,
     dense_strides,
     opaque_plane,
     pair_from_strides,
@@ -251,10 +251,13 @@ class Layout:
             Axis.HEAD: heads.count,
             Axis.CHANNEL: channels,
         }
-        kinds = [(Role.K, dtype, order), (Role.V, dtype, order)]
+        kinds = [(PlaneRole.K, dtype, order), (PlaneRole.V, dtype, order)]
         if scale_dtype is not None:
             axes = [axis for axis in order if axis is not Axis.CHANNEL]
-            kinds += [(Role.K_SCALE, scale_dtype, axes), (Role.V_SCALE, scale_dtype, axes)]
+            kinds += [
+                (PlaneRole.K_SCALE, scale_dtype, axes),
+                (PlaneRole.V_SCALE, scale_dtype, axes),
+            ]
         found = tuple(
             Layer(
                 number=number,
@@ -318,7 +321,7 @@ class Layout:
         found = tuple(
             Layer(
                 number=number,
-                planes=(_dense_plane(Role.LATENT, dtype, sizes, axes, position),),
+                planes=(_dense_plane(PlaneRole.LATENT, dtype, sizes, axes, position),),
             )
             for position, number in enumerate(layers)
         )
@@ -386,7 +389,7 @@ def _packed_plane(first: Segment, *, cell_bytes: int, block: Dim) -> Plane:
 
 
 def _dense_plane(
-    role: Role, dtype: DType, sizes: dict[Axis, int], axes: Sequence[Axis], buffer: int
+    role: PlaneRole, dtype: DType, sizes: dict[Axis, int], axes: Sequence[Axis], buffer: int
 ) -> Plane:
     shape = [sizes[axis] for axis in axes]
     strides = dense_strides(shape, dtype.itemsize)

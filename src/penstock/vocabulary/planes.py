@@ -49,7 +49,7 @@ class Axis(StrEnum):
 _CANONICAL_AXES = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
 
 
-class Role(IntEnum):
+class PlaneRole(IntEnum):
     """What the numbers of a plane are.
 
     The number is written into checksum seeds and orders the planes of a cell: a number
@@ -81,7 +81,7 @@ class Role(IntEnum):
         return self.name.lower()
 
     @classmethod
-    def of(cls, label: str) -> Role:
+    def of(cls, label: str) -> PlaneRole:
         """The role that `label` names."""
         for role in cls:
             if role.label == label:
@@ -114,7 +114,7 @@ class Plane:
     axes; of two axes of one kind, the outer one comes first.
     """
 
-    role: Role
+    role: PlaneRole
     dtype: DType
     dims: tuple[Dim, ...]
     buffer: int = 0
@@ -148,7 +148,7 @@ class Plane:
             raise ValueError(
                 f"plane {self.role.label} has {counts[Axis.HEAD]} head axes, must have at most 1"
             )
-        if self.role is Role.OPAQUE and not self.encoding:
+        if self.role is PlaneRole.OPAQUE and not self.encoding:
             raise ValueError("encoding of an opaque plane is empty, must name what wrote it")
         if self.encoding and (counts[Axis.HEAD] or counts[Axis.TOKEN]):
             raise ValueError(
@@ -274,7 +274,7 @@ class Plane:
 
 
 def plane_from_strides(
-    role: Role,
+    role: PlaneRole,
     dtype: DType,
     *,
     shape: Sequence[int],
@@ -327,7 +327,7 @@ def pair_from_strides(
             buffer=buffer,
             offset=offset + part * strides[parts[0]],
         )
-        for part, role in enumerate((Role.K, Role.V))
+        for part, role in enumerate((PlaneRole.K, PlaneRole.V))
     )
     return k, v
 
@@ -338,7 +338,7 @@ def opaque_plane(
     block_stride: int,
     block_count: int,
     encoding: str,
-    role: Role = Role.OPAQUE,
+    role: PlaneRole = PlaneRole.OPAQUE,
     buffer: int = 0,
     offset: int = 0,
 ) -> Plane:

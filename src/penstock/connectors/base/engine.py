@@ -28,7 +28,7 @@ from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, Role
+from penstock.vocabulary.planes import Axis, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -227,11 +227,11 @@ def _planes(group: LayerGroup, tensor: torch.Tensor) -> list[Held]:
     if tensor.device.type == "cpu" or tensor.ndim != len(HEADS):
         return []
     if group.kind is GroupKind.LATENT:
-        return [Held.of(Role.LATENT, tensor[:, 0], LATENT)] if tensor.shape[1] == 1 else []
+        return [Held.of(PlaneRole.LATENT, tensor[:, 0], LATENT)] if tensor.shape[1] == 1 else []
     if not 0 < group.channels < tensor.shape[-1]:
         return []
     key, value = tensor[..., : group.channels], tensor[..., group.channels :]
-    return [Held.of(Role.K, key, HEADS), Held.of(Role.V, value, HEADS)]
+    return [Held.of(PlaneRole.K, key, HEADS), Held.of(PlaneRole.V, value, HEADS)]
 
 
 def _opaque(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from penstock.engine.cuda.graphs import StepGraphs
 from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.marks import Marks
-from penstock.movers.cuda.streams import Event
+from penstock.movers.cuda.streams import StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.batch import Batch, Sheet
     from penstock.engine.model import Decoder
-    from penstock.movers.cuda.marks import Mark
+    from penstock.movers.cuda.marks import StreamMark
 
 HIGH = -1
 """The movers' streams have the lowest priority, which is the default: this one goes ahead."""
@@ -50,7 +50,7 @@ class CudaLane:
         # Weights and blocks were made in another stream.
         torch.cuda.synchronize(device)
         self.stream: int = self._compute.cuda_stream
-        self._marks = Marks(self.stream, Bell(), Event)
+        self._marks = Marks(self.stream, Bell(), StreamEvent)
 
     def computing(self) -> AbstractContextManager[object]:
         """What is called inside runs in the stream of steps."""
@@ -74,6 +74,6 @@ class CudaLane:
             return self._graphs.replay(decoder, batch, kv)
         return decoder.forward(batch, kv)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """A point behind all that was called so far."""
         return self._marks.make()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.parts import PartForm, RouteParts
     from penstock.handoff.protocol.effects import Take
     from penstock.handoff.protocol.names import WriteId
-    from penstock.movers.cuda.streams import Event, Steps
+    from penstock.movers.cuda.streams import Steps, StreamEvent
     from penstock.tiers.tensors import TensorTier
     from penstock.vocabulary.layout import Layout
 
@@ -261,7 +261,7 @@ class DeviceTaker:
 
         return self._device.kernels_of(form, layout)
 
-    def _last_step(self, slots: NDArray[np.int32]) -> Event | None:
+    def _last_step(self, slots: NDArray[np.int32]) -> StreamEvent | None:
         return None if self._steps is None else self._steps.event_of(self._steps.last_of(slots))
 
     def _take_scratch(self) -> torch.Tensor:

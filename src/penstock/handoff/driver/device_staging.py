@@ -25,7 +25,7 @@ from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.pinned import PinnedMemory, register, unregister
 from penstock.movers.cuda.staging import StagingRing, StagingSize
-from penstock.movers.cuda.streams import Event, Stream
+from penstock.movers.cuda.streams import Stream, StreamEvent
 from penstock.vocabulary.checksums import SUM_BYTES, key_seed
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.parts import PartForm
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.staging import Berth, Manifest
+    from penstock.movers.cuda.staging import Manifest, StagingBuffer
     from penstock.tiers.tensors import TensorTier
     from penstock.vocabulary.layout import Layout
 
@@ -99,7 +99,7 @@ class Shape:
             for number, (manifest, table) in enumerate(zip(self.ring.free, tables, strict=True))
         )
 
-    def begin(self, keys: tuple[bytes, ...]) -> tuple[Batch, Berth]:
+    def begin(self, keys: tuple[bytes, ...]) -> tuple[Batch, StagingBuffer]:
         """Tables and staging for a part with these keys."""
         if len(keys) > self.ring.blocks:
             raise UnavailableError(
@@ -133,7 +133,7 @@ class Device:
     def __init__(self, tier: TensorTier, part_bytes: int) -> None:
         self.stream = Stream()
         self.bell = Bell()
-        self._marks = Marks(self.stream.handle, self.bell, Event)
+        self._marks = Marks(self.stream.handle, self.bell, StreamEvent)
         self._tier = tier
         self._part_bytes = part_bytes
         self._shapes: dict[tuple[int, int, int], Shape] = {}

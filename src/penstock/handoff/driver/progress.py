@@ -29,7 +29,7 @@ SPARE_MAX = 1024
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a stream: `penstock.movers.cuda.streams.Event`, or a fake of it."""
+    """A point in the work of a stream: `StreamEvent` of `movers.cuda.streams`, or a fake of it."""
 
     def record(self, stream: object) -> None:
         """Marks what was submitted to the stream so far."""

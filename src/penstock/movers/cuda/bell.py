@@ -25,7 +25,7 @@ from penstock.movers.cuda.library import DRIVER
 from penstock.movers.cuda.streams import Stream
 
 if TYPE_CHECKING:
-    from penstock.movers.cuda.streams import Event
+    from penstock.movers.cuda.streams import StreamEvent
 
 _SEMAPHORE_BYTES = 64
 """More than any C library of Linux needs."""
@@ -53,12 +53,12 @@ class Bell:
         self._ring()
         self._stream.wait()
 
-    def ring_behind(self, event: Event) -> None:
+    def ring_behind(self, event: StreamEvent) -> None:
         """Has the device ring when it reaches an event, which `hear` then waits for."""
         self._stream.wait_for(event)
         self._ring()
 
-    def hear(self, event: Event, seconds: float) -> bool:
+    def hear(self, event: StreamEvent, seconds: float) -> bool:
         """Blocks this thread until an event is reached; returns False if it takes too long."""
         give_up = time.monotonic() + seconds
         while not event.reached:
@@ -68,7 +68,7 @@ class Bell:
         self._forget_rings()
         return True
 
-    def wait(self, event: Event, seconds: float) -> bool:
+    def wait(self, event: StreamEvent, seconds: float) -> bool:
         """The same where nobody has asked for a ring."""
         if not event.reached:
             self.ring_behind(event)

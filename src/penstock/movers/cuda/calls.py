@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.movers.cuda.library import CallsLibrary
-    from penstock.movers.cuda.link import Link
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.link import CudaLink
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.staging import Manifest
-    from penstock.movers.cuda.streams import Event, Stream
+    from penstock.movers.cuda.streams import Stream, StreamEvent
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class Calls(Protocol):
     without: str
     """Why calls are made from Python; empty where they are compiled."""
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Has a stream wait on the device for an event."""
         ...
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Marks what the stream was given so far."""
         ...
 
@@ -82,20 +82,25 @@ class Calls(Protocol):
         ...
 
     def launch(
-        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+        self,
+        kernel: PackingKernel,
+        rows: int,
+        blocks: int,
+        arguments: tuple[int, ...],
+        stream: Stream,
     ) -> None:
         """Launches a grid of `rows × blocks` programs."""
         ...
 
-    def follow(self, link: Link, event: Event) -> None:
+    def follow(self, link: CudaLink, event: StreamEvent) -> None:
         """What is sent over the link from now on waits for an event."""
         ...
 
-    def mark(self, event: Event, link: Link) -> None:
+    def mark(self, event: StreamEvent, link: CudaLink) -> None:
         """Marks what was sent over the link so far."""
         ...
 
-    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+    def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
         """Copies extents in turns: target, source and length of each, one after the other."""
         ...
 
@@ -107,7 +112,7 @@ class Calls(Protocol):
         """
         ...
 
-    def reached(self, events: Sequence[Event]) -> int:
+    def reached(self, events: Sequence[StreamEvent]) -> int:
         """How many of these events, which are reached in order, the CPU can see were."""
         ...
 
@@ -122,11 +127,11 @@ class PlainCalls:
     def __init__(self, without: str = "") -> None:
         self.without = without
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Has a stream wait on the device for an event."""
         stream.wait_for(event)
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Marks what the stream was given so far."""
         event.record(stream.handle)
 
@@ -139,20 +144,25 @@ class PlainCalls:
         stream.clear(address, length)
 
     def launch(
-        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+        self,
+        kernel: PackingKernel,
+        rows: int,
+        blocks: int,
+        arguments: tuple[int, ...],
+        stream: Stream,
     ) -> None:
         """Launches a grid of `rows × blocks` programs."""
         kernel.launch(rows, blocks, arguments, stream.number)
 
-    def follow(self, link: Link, event: Event) -> None:
+    def follow(self, link: CudaLink, event: StreamEvent) -> None:
         """What is sent over the link from now on waits for an event."""
         link.next_stream.wait_for(event)
 
-    def mark(self, event: Event, link: Link) -> None:
+    def mark(self, event: StreamEvent, link: CudaLink) -> None:
         """Marks what was sent over the link so far."""
         event.record(link.stream.handle)
 
-    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+    def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
         """Copies extents in turns."""
         triples = zip(extents[0::3], extents[1::3], extents[2::3], strict=True)
         for targets, sources, lengths in in_turns(triples, turn_bytes):
@@ -161,7 +171,7 @@ class PlainCalls:
     def make(self) -> None:
         """Nothing is left to be made."""
 
-    def reached(self, events: Sequence[Event]) -> int:
+    def reached(self, events: Sequence[StreamEvent]) -> int:
         """How many of these events, which are reached in order, were."""
         for number, event in enumerate(events):
             if not event.reached:
@@ -186,16 +196,16 @@ class CompiledCalls:
 
     without = ""
 
-    def __init__(self, library: CallsLibrary, kernels: Iterable[Kernel]) -> None:
+    def __init__(self, library: CallsLibrary, kernels: Iterable[PackingKernel]) -> None:
         self._library = library
         self._words: list[int] = []
         self._launches = {kernel.function: self._launch_of(kernel) for kernel in kernels}
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Has a stream wait on the device for an event."""
         self._words += (_WAIT, stream.number, event.number)
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: StreamEvent, stream: Stream) -> None:
         """Marks what the stream was given so far."""
         self._words += (_RECORD, stream.number, event.number)
 
@@ -208,7 +218,12 @@ class CompiledCalls:
         self._words += (_CLEAR, stream.number, address, length)
 
     def launch(
-        self, kernel: Kernel, rows: int, blocks: int, arguments: tuple[int, ...], stream: Stream
+        self,
+        kernel: PackingKernel,
+        rows: int,
+        blocks: int,
+        arguments: tuple[int, ...],
+        stream: Stream,
     ) -> None:
         """Launches a grid of `rows × blocks` programs."""
         shape, hidden = self._launches[kernel.function]
@@ -217,15 +232,15 @@ class CompiledCalls:
         self._words += arguments
         self._words += hidden
 
-    def follow(self, link: Link, event: Event) -> None:
+    def follow(self, link: CudaLink, event: StreamEvent) -> None:
         """What is sent over the link from now on waits for an event."""
         self._words += (_FOLLOW, link.address, event.number)
 
-    def mark(self, event: Event, link: Link) -> None:
+    def mark(self, event: StreamEvent, link: CudaLink) -> None:
         """Marks what was sent over the link so far."""
         self._words += (_MARK, link.address, event.number)
 
-    def send(self, link: Link, extents: Sequence[int], turn_bytes: int) -> None:
+    def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
         """Copies extents in turns."""
         self._words += (_TURNS, link.address, turn_bytes, len(extents) // 3)
         self._words += extents
@@ -236,7 +251,7 @@ class CompiledCalls:
         self._words.clear()
         self._library.make(words)
 
-    def reached(self, events: Sequence[Event]) -> int:
+    def reached(self, events: Sequence[StreamEvent]) -> int:
         """How many of these events, which are reached in order, were."""
         return self._library.reached(array("q", [event.number for event in events]))
 
@@ -247,7 +262,7 @@ class CompiledCalls:
         else:
             manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
-    def _launch_of(self, kernel: Kernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    def _launch_of(self, kernel: PackingKernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """Threads, shared memory and parameters of a kernel, and what its hidden ones are given."""
         count = self._library.parameter_count(kernel.function)
         hidden = count - kernel.argument_count
@@ -260,7 +275,7 @@ class CompiledCalls:
         return (kernel.threads, kernel.shared_bytes, count), (0,) * hidden
 
 
-def compiled_calls(kernels: Iterable[Kernel]) -> CompiledCalls:
+def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
     """Calls by compiled code, for these kernels.
 
     Raises:
@@ -269,12 +284,12 @@ def compiled_calls(kernels: Iterable[Kernel]) -> CompiledCalls:
     return CompiledCalls(load_library(), kernels)
 
 
-def plain_calls(kernels: Iterable[Kernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
+def plain_calls(kernels: Iterable[PackingKernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
     """Calls from Python, whatever the kernels."""
     return PlainCalls()
 
 
-def choose_calls(kernels: Iterable[Kernel]) -> Calls:
+def choose_calls(kernels: Iterable[PackingKernel]) -> Calls:
     """Compiled calls where they can be had; else plain ones, which is logged once."""
     try:
         return compiled_calls(kernels)

@@ -43,7 +43,7 @@ from penstock.movers.cuda.staging import (
     aligned,
     take_device_memory,
 )
-from penstock.movers.cuda.streams import Event, Stream, TimedEvent, elapsed_s
+from penstock.movers.cuda.streams import Stream, StreamEvent, TimedEvent, elapsed_s
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Copy
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.pinned import PinnedArea
-    from penstock.movers.cuda.queue import Batch, DeviceSlots, Job
+    from penstock.movers.cuda.queue import CopyBatch, DeviceSlots, Job
     from penstock.movers.cuda.streams import Steps
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import OperationId
@@ -71,7 +71,7 @@ _RATE_SAMPLES = 15
 class _Part(NamedTuple):
     """Chunks of one layer that lie alike."""
 
-    kernel: Kernel
+    kernel: PackingKernel
     address: int
     """Where their rows start."""
     rows: int
@@ -86,7 +86,7 @@ class LayerManifest(Manifest):
         self, host: PinnedMemory, start: int, device: int, sizes: Sizes, *, layer_count: int
     ) -> None:
         super().__init__(host, start, device, sizes)
-        self.arrived = [Event() for _ in range(layer_count)]
+        self.arrived = [StreamEvent() for _ in range(layer_count)]
         self.began = TimedEvent()
         self.finished = TimedEvent()
 
@@ -117,7 +117,7 @@ class LayerLoadMover(QueuedMover):
         *,
         steps: Steps | None = None,
         programs: int = PROGRAMS,
-        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
+        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         super().__init__(target, algorithm, steps)
         self._host = source
@@ -129,7 +129,7 @@ class LayerLoadMover(QueuedMover):
         self._calls = calls([*launched, self._judge])
         self._layer_ends = _layer_ends(target, self._layers)
         self._take_memory(target)
-        self._gates = {layer: Event() for layer in self._layers}
+        self._gates = {layer: StreamEvent() for layer in self._layers}
         self._gate_stream = Stream()
         for gate in self._gates.values():
             gate.record(self._gate_stream.handle)
@@ -233,13 +233,13 @@ class LayerLoadMover(QueuedMover):
     def _take_manifest(self) -> Manifest:
         return self._free.pop()
 
-    def _give_back(self, batch: Batch) -> None:
+    def _give_back(self, batch: CopyBatch) -> None:
         self._free.append(self._manifest_of(batch))
 
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
         return copy.target_slots
 
-    def _launch(self, batch: Batch, step: Event | None) -> None:
+    def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
         manifest, stream, calls = self._manifest_of(batch), self._kernels, self._calls
         manifest.send(calls, stream)
         if step is not None:
@@ -261,7 +261,7 @@ class LayerLoadMover(QueuedMover):
         calls.launch(self._judge, manifest.count, 1, (*sums, *told), stream)
         calls.record(manifest.ended, stream)
 
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: CopyBatch) -> None:
         manifest = self._manifest_of(batch)
         wrong = np.flatnonzero(manifest.told[: manifest.count])
         batch.job.faults += [(batch.first + int(at), BlockFault.CORRUPT) for at in wrong]
@@ -269,7 +269,7 @@ class LayerLoadMover(QueuedMover):
         if seconds > 0:
             self._rates.append(manifest.count * self._block_bytes / seconds)
 
-    def _manifest_of(self, batch: Batch) -> LayerManifest:
+    def _manifest_of(self, batch: CopyBatch) -> LayerManifest:
         assert isinstance(batch.manifest, LayerManifest)
         return batch.manifest
 
@@ -326,7 +326,7 @@ def _is(job: Job, operation: OperationId) -> bool:
     return job.copy.operation == operation
 
 
-def _reached(arrived: Sequence[Event]) -> int:
+def _reached(arrived: Sequence[StreamEvent]) -> int:
     """How many of these events, which are reached in order, were."""
     return bisect_left(arrived, 1, key=lambda event: int(not event.reached))
 

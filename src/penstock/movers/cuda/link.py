@@ -14,13 +14,13 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from penstock.movers.cuda.streams import Event, Stream
+from penstock.movers.cuda.streams import Stream, StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Link:
+class CudaLink:
     """Whose turn it is between staging and host memory, one way.
 
     `calls.c` keeps that in memory of its own, at `address`: a link is used by one kind of calls
@@ -29,7 +29,7 @@ class Link:
 
     def __init__(self) -> None:
         self._streams = (Stream(), Stream())
-        self._ends = (Event(), Event())
+        self._ends = (StreamEvent(), StreamEvent())
         self._words = array("q", [each.number for each in (*self._streams, *self._ends)])
         self.address = self._words.buffer_info()[0]
         """Both streams, that of the last turn first, and the events of their turns likewise."""

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.movers.cuda.bell import Bell
-    from penstock.movers.cuda.streams import Event
+    from penstock.movers.cuda.streams import StreamEvent
 
 
-class Mark:
+class StreamMark:
     """One point in a stream's work."""
 
     __slots__ = ("_bell", "_event", "_spare")
 
-    def __init__(self, event: Event, bell: Bell, spare: list[Event]) -> None:
-        self._event: Event | None = event
+    def __init__(self, event: StreamEvent, bell: Bell, spare: list[StreamEvent]) -> None:
+        self._event: StreamEvent | None = event
         self._bell = bell
         self._spare = spare
 
@@ -52,19 +52,19 @@ class Marks:
         new_event: Makes an event; there are as many as marks that are waited for at a time.
     """
 
-    def __init__(self, stream: object, bell: Bell, new_event: Callable[[], Event]) -> None:
+    def __init__(self, stream: object, bell: Bell, new_event: Callable[[], StreamEvent]) -> None:
         self._stream = stream
         self._bell = bell
         self._new_event = new_event
-        self._spare: list[Event] = []
+        self._spare: list[StreamEvent] = []
 
-    def make(self) -> Mark:
+    def make(self) -> StreamMark:
         """A point behind all that was submitted so far."""
         event = self._spare.pop() if self._spare else self._new_event()
         event.record(self._stream)
         # Now, not when somebody waits: by then more work may be ahead of the ring.
         self._bell.ring_behind(event)
-        return Mark(event, self._bell, self._spare)
+        return StreamMark(event, self._bell, self._spare)
 
     def close(self) -> None:
         """Gives the events back whose marks were reached."""

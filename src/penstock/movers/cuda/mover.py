@@ -27,9 +27,9 @@ import torch
 
 from penstock.cache.operations import BlockFault
 from penstock.movers.cuda.calls import choose_calls
-from penstock.movers.cuda.link import Link
+from penstock.movers.cuda.link import CudaLink
 from penstock.movers.cuda.packer import Packer
-from penstock.movers.cuda.queue import Batch, QueuedMover
+from penstock.movers.cuda.queue import CopyBatch, QueuedMover
 from penstock.movers.cuda.runs import Road
 from penstock.movers.cuda.staging import VERDICT_BYTES, StagingRing, StagingSize, pitch_of
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
     from penstock.machine.effects import Copy
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.packer import Kernel
+    from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.pinned import PinnedArea
     from penstock.movers.cuda.queue import DeviceSlots
-    from penstock.movers.cuda.staging import Berth, Manifest
-    from penstock.movers.cuda.streams import Event, Steps
+    from penstock.movers.cuda.staging import Manifest, StagingBuffer
+    from penstock.movers.cuda.streams import Steps, StreamEvent
     from penstock.vocabulary.checksums import Algorithm
 
 
@@ -67,7 +67,7 @@ class CudaMover(QueuedMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
+        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
         host_stride: int | None = None,
     ) -> None:
         super().__init__(device, algorithm, steps)
@@ -76,7 +76,7 @@ class CudaMover(QueuedMover):
         self._ring = StagingRing(device.layout, size, pitch=pitch)
         self._packer = Packer(device.layout, device.addresses, self._ring)
         self._calls = calls(self._packer.kernels)
-        self._link = Link()
+        self._link = CudaLink()
 
     @property
     def staging_bytes(self) -> int:
@@ -108,13 +108,13 @@ class CudaMover(QueuedMover):
     def _take_manifest(self) -> Manifest:
         return self._ring.free.popleft()
 
-    def _give_back(self, batch: Batch) -> None:
+    def _give_back(self, batch: CopyBatch) -> None:
         self._ring.free.append(batch.manifest)
 
     def _extents(
         self,
-        batch: Batch,
-        berth: Berth,
+        batch: CopyBatch,
+        berth: StagingBuffer,
         slots: NDArray[np.int32],
         host: PinnedArea,
         *,
@@ -162,7 +162,7 @@ class SaveMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
+        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         stride = target.slot_stride
         super().__init__(source, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
@@ -171,10 +171,10 @@ class SaveMover(CudaMover):
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
         return copy.source_slots
 
-    def _device_done(self, batch: Batch) -> Event:
+    def _device_done(self, batch: CopyBatch) -> StreamEvent:
         return batch.manifest.ready
 
-    def _launch(self, batch: Batch, step: Event | None) -> None:
+    def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
         manifest, stream = batch.manifest, self._kernels
         calls = self._calls
         berth, empty = self._ring.next_berth(manifest)
@@ -191,7 +191,7 @@ class SaveMover(CudaMover):
         calls.send(self._link, extents, self._ring.size.turn_bytes)
         calls.mark(manifest.ended, self._link)
 
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: CopyBatch) -> None:
         """The block and its sums are in host memory."""
 
 
@@ -206,7 +206,7 @@ class LoadMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
+        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         stride = source.slot_stride
         super().__init__(target, algorithm, steps=steps, size=size, calls=calls, host_stride=stride)
@@ -215,7 +215,7 @@ class LoadMover(CudaMover):
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
         return copy.target_slots
 
-    def _launch(self, batch: Batch, step: Event | None) -> None:
+    def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
         manifest, stream = batch.manifest, self._kernels
         calls = self._calls
         berth, empty = self._ring.next_berth(manifest)
@@ -234,7 +234,7 @@ class LoadMover(CudaMover):
         self._packer.scatter(calls, manifest, berth, stream)
         calls.record(manifest.ended, stream)
 
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: CopyBatch) -> None:
         wrong = np.flatnonzero(batch.manifest.told[: batch.manifest.count])
         batch.job.faults += [(batch.first + int(at), BlockFault.CORRUPT) for at in wrong]
 
@@ -250,7 +250,7 @@ class DuplicateMover(CudaMover):
         *,
         steps: Steps | None = None,
         size: StagingSize | None = None,
-        calls: Callable[[Sequence[Kernel]], Calls] = choose_calls,
+        calls: Callable[[Sequence[PackingKernel]], Calls] = choose_calls,
     ) -> None:
         if source is not target:
             raise ValueError("source and target of a duplicate are two tiers, must be one")
@@ -265,7 +265,7 @@ class DuplicateMover(CudaMover):
             [np.atleast_2d(copy.source_slots), np.atleast_2d(copy.target_slots)], axis=0
         )
 
-    def _launch(self, batch: Batch, step: Event | None) -> None:
+    def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
         manifest, stream, calls = batch.manifest, self._kernels, self._calls
         berth, _ = self._ring.next_berth(manifest)
         manifest.send(calls, stream)
@@ -276,5 +276,5 @@ class DuplicateMover(CudaMover):
         self._packer.scatter(calls, manifest, berth, stream)
         calls.record(manifest.ended, stream)
 
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: CopyBatch) -> None:
         """Nothing left the device."""

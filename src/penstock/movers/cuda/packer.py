@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.movers.cuda.calls import Calls
-    from penstock.movers.cuda.staging import Berth, Manifest, StagingRing
+    from penstock.movers.cuda.staging import Manifest, StagingBuffer, StagingRing
     from penstock.movers.cuda.streams import Stream
     from penstock.vocabulary.layout import Layout
 
@@ -31,7 +31,7 @@ SOME_ADDRESS = 1 << 40
 """Stands for any address when a kernel is compiled: it needs 64 bits."""
 
 
-class Kernel(NamedTuple):
+class PackingKernel(NamedTuple):
     """A compiled kernel and the constants that follow its arguments."""
 
     run: Any
@@ -60,11 +60,11 @@ class _Bound(NamedTuple):
 
     rows: int
     address: int
-    gather: Kernel
-    move: Kernel
+    gather: PackingKernel
+    move: PackingKernel
     """Without sums."""
-    sum: Kernel
-    scatter: Kernel
+    sum: PackingKernel
+    scatter: PackingKernel
 
 
 class Packer:
@@ -102,7 +102,7 @@ class Packer:
         torch.cuda.current_stream().synchronize()
 
     @property
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> list[PackingKernel]:
         """All that can be launched."""
         bound = [(each.gather, each.move, each.sum, each.scatter) for each in self._bound]
         return [*chain.from_iterable(bound), self._publish, self._judge]
@@ -111,7 +111,7 @@ class Packer:
         self,
         calls: Calls,
         manifest: Manifest,
-        berth: Berth,
+        berth: StagingBuffer,
         stream: Stream,
         *,
         summed: bool = True,
@@ -127,13 +127,13 @@ class Packer:
             calls.launch(kernel, bound.rows, manifest.count, arguments, stream)
 
     def publish(
-        self, calls: Calls, manifest: Manifest, berth: Berth, kept: int, stream: Stream
+        self, calls: Calls, manifest: Manifest, berth: StagingBuffer, kept: int, stream: Stream
     ) -> None:
         """Writes the sums to the rows of their slots in host memory, which start at `kept`."""
         arguments = (berth.sums, manifest.targets_address, kept, self._cells)
         calls.launch(self._publish, manifest.count, 1, arguments, stream)
 
-    def sum(self, calls: Calls, manifest: Manifest, berth: Berth, stream: Stream) -> None:
+    def sum(self, calls: Calls, manifest: Manifest, berth: StagingBuffer, stream: Stream) -> None:
         """Sums the blocks in a berth."""
         for bound in self._bound:
             arguments = (
@@ -143,7 +143,7 @@ class Packer:
             calls.launch(bound.sum, bound.rows, manifest.count, arguments, stream)
 
     def judge(
-        self, calls: Calls, manifest: Manifest, berth: Berth, kept: int, stream: Stream
+        self, calls: Calls, manifest: Manifest, berth: StagingBuffer, kept: int, stream: Stream
     ) -> None:
         """Compares the sums with those of their slots in host memory, which start at `kept`."""
         arguments = (
@@ -152,7 +152,9 @@ class Packer:
         )
         calls.launch(self._judge, manifest.count, 1, arguments, stream)
 
-    def scatter(self, calls: Calls, manifest: Manifest, berth: Berth, stream: Stream) -> None:
+    def scatter(
+        self, calls: Calls, manifest: Manifest, berth: StagingBuffer, stream: Stream
+    ) -> None:
         """Writes the blocks that were found good to their slots."""
         for bound in self._bound:
             arguments = (
@@ -166,7 +168,7 @@ def compile_kernel(
     kernel: Any,  # noqa: ANN401 - a Triton function, which has no type of its own
     arguments: tuple[int, ...],
     constants: Mapping[str, int | bool],
-) -> Kernel:
+) -> PackingKernel:
     """Compiles a kernel for arguments of the types of these."""
     compiled = kernel.warmup(*arguments, **constants, grid=(1, 1, 1), num_warps=4)
     # A launch passes the constants too, in the order of the kernel's parameters.
@@ -174,7 +176,7 @@ def compile_kernel(
     in_order = tuple(constants[name] for name in names)
     run = compiled.run
     metadata = compiled.metadata
-    return Kernel(
+    return PackingKernel(
         run=run,
         function=compiled.function,
         metadata=compiled.packed_metadata,

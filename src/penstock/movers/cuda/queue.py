@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.runs import Road
     from penstock.movers.cuda.staging import Manifest
-    from penstock.movers.cuda.streams import Event
+    from penstock.movers.cuda.streams import StreamEvent
     from penstock.vocabulary.ids import OperationId
     from penstock.vocabulary.layout import Layout
 
@@ -88,7 +88,7 @@ class Job:
         return Moved(self.copy.operation, tuple(sorted(self.faults, key=lambda fault: fault[0])))
 
 
-class Batch:
+class CopyBatch:
     """Some blocks of a job, on their way."""
 
     __slots__ = ("first", "job", "manifest", "number")
@@ -124,7 +124,7 @@ class QueuedMover(ABC):
         self._rests_until = 0.0
         self._polled_step = 0
         self._jobs: deque[Job] = deque()
-        self._flying: deque[Batch] = deque()
+        self._flying: deque[CopyBatch] = deque()
         self._launched = 0
         self._taken = 0
         self._begun = 0
@@ -252,7 +252,7 @@ class QueuedMover(ABC):
 
     def _submit_batch(self, job: Job, count: int) -> None:
         self._launched += 1
-        batch = Batch(job, self._take_manifest(), count=count, number=self._launched)
+        batch = CopyBatch(job, self._take_manifest(), count=count, number=self._launched)
         job.next += count
         job.flying += 1
         self._flying.append(batch)
@@ -276,7 +276,7 @@ class QueuedMover(ABC):
         """A manifest for the next batch."""
 
     @abstractmethod
-    def _give_back(self, batch: Batch) -> None:
+    def _give_back(self, batch: CopyBatch) -> None:
         """Frees the manifest of a batch that has ended."""
 
     @abstractmethod
@@ -284,14 +284,14 @@ class QueuedMover(ABC):
         """Which slots of the device a copy reads or writes."""
 
     @abstractmethod
-    def _launch(self, batch: Batch, step: Event | None) -> None:
+    def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
         """Writes down the work of a batch, behind a step where the device's slots are touched."""
 
     @abstractmethod
-    def _land(self, batch: Batch) -> None:
+    def _land(self, batch: CopyBatch) -> None:
         """The CPU has seen the end of a batch."""
 
-    def _device_done(self, batch: Batch) -> Event:
+    def _device_done(self, batch: CopyBatch) -> StreamEvent:
         """When the device's slots are no longer touched."""
         return batch.manifest.ended
 

@@ -22,7 +22,7 @@ import torch
 
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.pinned import PinnedMemory
-from penstock.movers.cuda.streams import Event
+from penstock.movers.cuda.streams import StreamEvent
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class StagingSize:
             )
 
 
-class Berth:
+class StagingBuffer:
     """Device memory for one batch."""
 
     __slots__ = ("last", "staged", "sums", "verdicts")
@@ -117,9 +117,9 @@ class Manifest:
 
     def __init__(self, host: PinnedMemory, start: int, device: int, sizes: Sizes) -> None:
         self.count = 0
-        self.ready = Event()
+        self.ready = StreamEvent()
         """The batch is packed (saves) or has arrived (loads) in staging."""
-        self.ended = Event()
+        self.ended = StreamEvent()
         at = start
 
         def portion(kind: str, shape: tuple[int, ...]) -> tuple[NDArray[Any], int]:
@@ -203,7 +203,8 @@ class StagingRing:
         self._device = take_device_memory(self.device_bytes)
         address = self._device.data_ptr()
         self._berths = deque(
-            Berth(address + number * berth_bytes, sizes) for number in range(size.batch_count)
+            StagingBuffer(address + number * berth_bytes, sizes)
+            for number in range(size.batch_count)
         )
         self._host = PinnedMemory(size.queue_batches * manifest_bytes)
         mirrors = address + manifests_start
@@ -215,7 +216,7 @@ class StagingRing:
         """First in, first out, so that a manifest comes again after all the others: no event of
         a batch is recorded anew while a berth remembers it."""
 
-    def next_berth(self, manifest: Manifest) -> tuple[Berth, Event | None]:
+    def next_berth(self, manifest: Manifest) -> tuple[StagingBuffer, StreamEvent | None]:
         """The berth that was used longest ago, for another batch, and when it will be empty."""
         self._berths.rotate(-1)
         berth = self._berths[-1]

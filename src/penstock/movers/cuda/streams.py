@@ -27,7 +27,7 @@ _SUCCESS = runtime.cudaError_t.cudaSuccess
 _ANY_WAY = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """One DMA."""
 
     source: int
@@ -59,7 +59,7 @@ def checked(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what the call ret
     return answer[1] if len(answer) > 1 else None
 
 
-class Event:
+class StreamEvent:
     """A point in a stream's work."""
 
     __slots__ = ("handle", "number")
@@ -95,7 +95,7 @@ class Event:
         checked(runtime.cudaEventDestroy(self.handle))
 
 
-class TimedEvent(Event):
+class TimedEvent(StreamEvent):
     """A point in a stream's work, and when it was reached."""
 
     __slots__ = ()
@@ -120,7 +120,7 @@ class Stream:
         self.handle = checked(created)
         self.number = int(self.handle)
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: StreamEvent) -> None:
         """Has the stream wait on the device for an event; the CPU does not."""
         checked(runtime.cudaStreamWaitEvent(self.handle, event.handle, 0))
 
@@ -128,7 +128,7 @@ class Stream:
         """Writes zeros."""
         checked(runtime.cudaMemsetAsync(address, 0, length, self.handle))
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
+    def copy(self, pieces: Sequence[StreamPiece]) -> None:
         """Copies between the memories of host and device, in one call."""
         self.copy_extents(*zip(*pieces, strict=True))
 
@@ -147,7 +147,9 @@ class Stream:
             )
         )
 
-    def copy_after(self, before: Event, target: int, source: int, length: int, end: Event) -> None:
+    def copy_after(
+        self, before: StreamEvent, target: int, source: int, length: int, end: StreamEvent
+    ) -> None:
         """Waits for one event, copies, records another: a turn on a link, with little ado."""
         handle = self.handle
         status = (
@@ -160,11 +162,11 @@ class Stream:
 
     def copy_batch_after(
         self,
-        before: Event,
+        before: StreamEvent,
         targets: Sequence[int],
         sources: Sequence[int],
         lengths: Sequence[int],
-        end: Event,
+        end: StreamEvent,
     ) -> None:
         """The same for many extents."""
         self.wait_for(before)
@@ -180,7 +182,7 @@ class Stream:
         checked(runtime.cudaStreamDestroy(self.handle))
 
 
-def stream_waits(stream: object, event: Event) -> None:
+def stream_waits(stream: object, event: StreamEvent) -> None:
     """Has any stream wait on the device for an event."""
     checked(runtime.cudaStreamWaitEvent(stream, event.handle, 0))
 
@@ -193,7 +195,7 @@ def _priorities() -> tuple[int, int]:
 
 class _Step(NamedTuple):
     number: int
-    event: Event
+    event: StreamEvent
 
 
 class Steps:
@@ -211,7 +213,7 @@ class Steps:
         self._floor = 0
         self._number = 0
         self._in_flight: deque[_Step] = deque()
-        self._spare: list[Event] = []
+        self._spare: list[StreamEvent] = []
 
     def submitted(self, stream: int, slots: ArrayLike | None = None) -> int:
         """A step was submitted to the stream; returns its number, from 1 on."""
@@ -221,7 +223,7 @@ class Steps:
         if len(self._in_flight) >= STEPS_KEPT:
             # Whoever wants this step waits for the next one, which ends after it.
             self._spare.append(self._in_flight.popleft().event)
-        event = self._spare.pop() if self._spare else Event()
+        event = self._spare.pop() if self._spare else StreamEvent()
         event.record(stream)
         self._in_flight.append(_Step(self._number, event))
         if slots is None:
@@ -242,7 +244,7 @@ class Steps:
             return 0
         return max(self._floor, int(self._last[slots].max()))
 
-    def event_of(self, step: int) -> Event | None:
+    def event_of(self, step: int) -> StreamEvent | None:
         """What to wait for to be behind a step; `None` once it has ended."""
         if step == 0:
             return None
