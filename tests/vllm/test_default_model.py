@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from penstock.engine.options import LOGPROBS_MAX, Sampled, Sampling
 from transformers import LlamaForCausalLM
 
+from penstock.config import parse_config
 from penstock.demo.chats import MUSEUM
 from penstock.demo.exactness import BOUND
 from penstock.engine.batch import Span, on_device
@@ -23,6 +23,7 @@ from penstock.engine.checkpoints import find_model
 from penstock.engine.gguf_file import GgufFile
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Output, Reason, Request
+from penstock.engine.sampling_options import LOGPROBS_MAX, Sampled, Sampling
 from penstock.engine.spec import InstanceSpec
 from penstock.engine.text import Text
 
@@ -86,7 +87,7 @@ def text() -> Text:
 @pytest.fixture(scope="module")
 def built() -> Iterator[tuple[Engine, Architecture]]:
     """The engine that `penstock serve` builds when it is told of no model."""
-    spec = InstanceSpec(name="default", model=None, config=CONFIG, server="")
+    spec = InstanceSpec(name="default", model=None, config=parse_config(CONFIG), server="")
     engine, architecture = build_engine(spec)
     yield engine, architecture
     engine.close(CLOSE_S)
