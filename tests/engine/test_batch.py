@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.batch import NOWHERE, PREVIOUS, BatchShape, Span, lay_out, on_device
+from penstock.engine.batch import NOWHERE, PREVIOUS, BatchShape, TokenSpan, lay_out, on_device
 
 CPU = torch.device("cpu")
 
 
 def test_tokens_go_to_the_places_that_their_tables_say() -> None:
     batch = on_device(
-        [Span(1, 2, [10, 11, 12], [7, 3], wants_output=False), Span(2, 5, [20], [0, 9])],
+        [TokenSpan(1, 2, [10, 11, 12], [7, 3], wants_output=False), TokenSpan(2, 5, [20], [0, 9])],
         block_tokens=4,
         device=CPU,
     )
@@ -25,7 +25,7 @@ def test_tokens_go_to_the_places_that_their_tables_say() -> None:
 
 def test_single_tokens_are_decoded_together_and_padded_to_the_longest() -> None:
     batch = on_device(
-        [Span(1, 0, [1], [4]), Span(2, 9, [2], [5, 6, 7]), Span(3, 1, [3], [8])],
+        [TokenSpan(1, 0, [1], [4]), TokenSpan(2, 9, [2], [5, 6, 7]), TokenSpan(3, 1, [3], [8])],
         block_tokens=4,
         device=CPU,
     )
@@ -38,7 +38,11 @@ def test_single_tokens_are_decoded_together_and_padded_to_the_longest() -> None:
 
 
 def test_a_token_that_the_step_before_chose_is_filled_in_on_the_device() -> None:
-    spans = [Span(4, 0, [7, 8], [1]), Span(2, 5, [PREVIOUS], [0, 9]), Span(3, 6, [30], [2, 3])]
+    spans = [
+        TokenSpan(4, 0, [7, 8], [1]),
+        TokenSpan(2, 5, [PREVIOUS], [0, 9]),
+        TokenSpan(3, 6, [30], [2, 3]),
+    ]
     batch = lay_out(spans, block_tokens=4, draws=[1, 2], last={3: 0, 2: 1}).sent(CPU)
 
     batch.fill(torch.tensor([77, 88]))
@@ -49,17 +53,17 @@ def test_a_token_that_the_step_before_chose_is_filled_in_on_the_device() -> None
 
 def test_a_token_that_no_step_chose_is_refused() -> None:
     with pytest.raises(ValueError, match="request 2 takes a token from the step before"):
-        lay_out([Span(2, 5, [PREVIOUS], [0, 9])], block_tokens=4, last={3: 0})
+        lay_out([TokenSpan(2, 5, [PREVIOUS], [0, 9])], block_tokens=4, last={3: 0})
 
 
 def test_a_draw_needs_logits() -> None:
     with pytest.raises(ValueError, match="span 0, which wants no output"):
-        lay_out([Span(1, 0, [5], [0], wants_output=False)], block_tokens=4, draws=[0])
+        lay_out([TokenSpan(1, 0, [5], [0], wants_output=False)], block_tokens=4, draws=[0])
 
 
 def test_steps_that_are_filled_up_look_alike() -> None:
     shape = BatchShape(3, 4, 5, 6)
-    spans = [Span(4, 8, [7, 8], [1, 0, 5]), Span(2, 5, [PREVIOUS], [0, 9])]
+    spans = [TokenSpan(4, 8, [7, 8], [1, 0, 5]), TokenSpan(2, 5, [PREVIOUS], [0, 9])]
 
     batch = lay_out(spans, block_tokens=4, draws=[0, 1], last={2: 0}).sent(CPU, shape)
     empty = lay_out([], block_tokens=4).sent(CPU, shape)
@@ -80,11 +84,14 @@ def test_steps_that_are_filled_up_look_alike() -> None:
 @pytest.mark.parametrize(
     ("spans", "told"),
     [
-        ([Span(1, 0, [], [0])], "request 1 has no tokens"),
-        ([Span(2, 3, [1, 2], [0])], "must have room for 5 tokens"),
-        ([Span(1, 3, [1], [0]), Span(2, 0, [1, 2], [1])], "request 2 has a chunk of a prompt"),
+        ([TokenSpan(1, 0, [], [0])], "request 1 has no tokens"),
+        ([TokenSpan(2, 3, [1, 2], [0])], "must have room for 5 tokens"),
+        (
+            [TokenSpan(1, 3, [1], [0]), TokenSpan(2, 0, [1, 2], [1])],
+            "request 2 has a chunk of a prompt",
+        ),
     ],
 )
-def test_a_step_that_makes_no_sense_is_refused(spans: list[Span], told: str) -> None:
+def test_a_step_that_makes_no_sense_is_refused(spans: list[TokenSpan], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         on_device(spans, block_tokens=4, device=CPU)

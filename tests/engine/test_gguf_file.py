@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.engine.architecture import read_architecture
-from penstock.engine.batch import Span, on_device
+from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import find_model
 from penstock.engine.collectives import Alone
 from penstock.engine.gguf_file import GgufFile
@@ -41,7 +41,7 @@ def logits_of(
     shape = (2, blocks, BLOCK, architecture.kv_heads, architecture.head_dim)
     kv = [torch.zeros(shape) for _ in range(architecture.layers)]
     table = [*range(1, blocks, 2), *range(0, blocks, 2)]
-    batch = on_device([Span(0, 0, list(tokens), table)], block_tokens=BLOCK, device=CPU)
+    batch = on_device([TokenSpan(0, 0, list(tokens), table)], block_tokens=BLOCK, device=CPU)
     logits = decoder.forward(replace(batch, outputs=torch.arange(len(tokens))), kv)
     assert logits is not None
     return logits

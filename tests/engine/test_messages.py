@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.config import STARTER_TOML, parse_config
 from penstock.engine import messages as ms
 from penstock.engine import rendezvous
-from penstock.engine.batch import Span
+from penstock.engine.batch import TokenSpan
 from penstock.engine.sampling_options import Sampled, TokenSampling
 from penstock.engine.steps import Draw, Step, StepResult
 from penstock.errors import PeerError
@@ -49,7 +49,10 @@ FROM_RANK: list[Any] = [
 TO_RANK: list[Any] = [
     rendezvous.MeetAt("/proc/1/fd/3"),
     Step(
-        3, [Span(1, 0, [1, 2], [0])], [Draw(0, 1, TokenSampling(0.0, 1.0, 2**63 - 1, 0))], b"plan"
+        3,
+        [TokenSpan(1, 0, [1, 2], [0])],
+        [Draw(0, 1, TokenSampling(0.0, 1.0, 2**63 - 1, 0))],
+        b"plan",
     ),
     rendezvous.End(),
 ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.architecture import read_architecture
-from penstock.engine.batch import Span, on_device
+from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.collectives import Alone
 from penstock.engine.model import Decoder
 from penstock.engine.sharding import share_of
@@ -38,7 +38,7 @@ class Small:
         shape = (2, blocks, BLOCK, architecture.kv_heads, architecture.head_dim)
         self.kv = [torch.full(shape, 7.0) for _ in range(architecture.layers)]
 
-    def step(self, *spans: Span) -> torch.Tensor:
+    def step(self, *spans: TokenSpan) -> torch.Tensor:
         logits = self.decoder.forward(on_device(spans, block_tokens=BLOCK, device=CPU), self.kv)
         assert logits is not None
         return logits
@@ -61,7 +61,7 @@ def test_a_prompt_in_one_piece_gives_the_logits_of_the_reference(
     folder, model = checkpoint_of(kind)
     tokens = prompt(90)
 
-    logits = Small(folder).step(Span(0, 0, tokens, list(range(3, 15))))
+    logits = Small(folder).step(TokenSpan(0, 0, tokens, list(range(3, 15))))
 
     torch.testing.assert_close(logits[0], expected(model, tokens)[-1], atol=BOUND, rtol=0)
 
@@ -73,10 +73,12 @@ def test_chunks_decodes_and_scattered_blocks_change_nothing(checkpoint_of: Any, 
     table, other_table = [31, 2, 17, 9, 30, 1, 22, 8], [5, 12, 6, 38, 39, 0]
     small = Small(folder)
 
-    small.step(Span(0, 0, tokens[:13], table), Span(1, 0, other[:30], other_table))
-    small.step(Span(0, 13, tokens[13:57], table), Span(1, 30, other[30:31], other_table))
-    small.step(Span(1, 31, other[31:43], other_table), Span(0, 57, tokens[57:58], table))
-    logits = small.step(Span(0, 58, tokens[58:59], table), Span(1, 43, other[43:44], other_table))
+    small.step(TokenSpan(0, 0, tokens[:13], table), TokenSpan(1, 0, other[:30], other_table))
+    small.step(TokenSpan(0, 13, tokens[13:57], table), TokenSpan(1, 30, other[30:31], other_table))
+    small.step(TokenSpan(1, 31, other[31:43], other_table), TokenSpan(0, 57, tokens[57:58], table))
+    logits = small.step(
+        TokenSpan(0, 58, tokens[58:59], table), TokenSpan(1, 43, other[43:44], other_table)
+    )
 
     wanted = torch.stack((expected(model, tokens)[58], expected(model, other)[43]))
     torch.testing.assert_close(logits, wanted, atol=BOUND, rtol=0)
@@ -86,10 +88,10 @@ def test_one_block_of_another_request_is_noticed(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("llama")
     tokens = prompt(60)
     small = Small(folder)
-    small.step(Span(0, 0, tokens[:59], [0, 1, 2, 3, 4, 5, 6, 7]))
-    small.step(Span(1, 0, prompt(16, seed=2), [20, 21]))
+    small.step(TokenSpan(0, 0, tokens[:59], [0, 1, 2, 3, 4, 5, 6, 7]))
+    small.step(TokenSpan(1, 0, prompt(16, seed=2), [20, 21]))
 
-    logits = small.step(Span(0, 59, tokens[59:], [0, 1, 2, 20, 4, 5, 6, 7]))
+    logits = small.step(TokenSpan(0, 59, tokens[59:], [0, 1, 2, 20, 4, 5, 6, 7]))
 
     assert (logits[0] - expected(model, tokens)[59]).abs().max() > 100 * BOUND
 
@@ -99,7 +101,8 @@ def test_only_wanted_rows_have_logits_and_they_keep_their_order(checkpoint_of: A
     small = Small(folder)
 
     logits = small.step(
-        Span(0, 0, prompt(10), [1, 2], wants_output=False), Span(1, 0, prompt(9, seed=1), [3, 4])
+        TokenSpan(0, 0, prompt(10), [1, 2], wants_output=False),
+        TokenSpan(1, 0, prompt(9, seed=1), [3, 4]),
     )
 
     torch.testing.assert_close(logits, expected(model, prompt(9, seed=1))[-1:], atol=BOUND, rtol=0)
@@ -113,7 +116,7 @@ def test_layers_are_told_after_they_wrote_and_before_the_next_one_does(checkpoin
         return [bool((each[:, 1] != 7.0).all()) for each in small.kv]
 
     small.decoder.forward(
-        on_device([Span(0, 0, prompt(BLOCK), [1])], block_tokens=BLOCK, device=CPU),
+        on_device([TokenSpan(0, 0, prompt(BLOCK), [1])], block_tokens=BLOCK, device=CPU),
         small.kv,
         after_layer=lambda layer: told.append((layer, written())),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.engine.sampling import Choice, scored
+from penstock.engine.sampling import SampledBatch, scored
 from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 4.9]])
@@ -13,7 +13,7 @@ GREEDY = TokenSampling(0.0, 1.0, 0, 0)
 
 
 def sample(logits: torch.Tensor, wishes: list[TokenSampling]) -> list[Sampled]:
-    return Choice(logits, wishes).read()
+    return SampledBatch(logits, wishes).read()
 
 
 def test_without_temperature_the_likeliest_token_is_taken() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.engine import worker as module
-from penstock.engine.batch import Span
+from penstock.engine.batch import TokenSpan
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.requests import Request
 from penstock.engine.steps import Step
@@ -66,7 +66,7 @@ def test_a_rank_gives_a_step_up_as_well(
     monkeypatch.setattr(module, "STEP_S", 0.25)
 
     with pytest.raises(UnavailableError, match=r"step 3 was not computed within 0.25 s"):
-        worker.execute(Step(3, [Span(0, 0, [1, 2, 3], [0])], []))
+        worker.execute(Step(3, [TokenSpan(0, 0, [1, 2, 3], [0])], []))
 
 
 def test_a_process_that_gives_up_ends_even_inside_a_call_that_does_not() -> None:

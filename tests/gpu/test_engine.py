@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.bench.engine_model import EIGHT_B, Model
-from penstock.engine.batch import Span, lay_out
+from penstock.engine.batch import TokenSpan, lay_out
 from penstock.engine.cuda.lane import CudaLane
 from penstock.engine.requests import Output, Reason, Request
 from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
@@ -171,18 +171,18 @@ def test_one_block_of_another_request_is_far_outside_the_bound(
         device=model.device,
     )
 
-    def scores(*spans: Span) -> torch.Tensor:
+    def scores(*spans: TokenSpan) -> torch.Tensor:
         batch = lay_out(spans, block_tokens=BLOCK).sent(model.device)
         logits = model.decoder.forward(batch, kv)
         assert logits is not None
         return logits[-1].float().log_softmax(dim=-1)
 
     tokens, table = prompt(128, 1), list(range(8))
-    scores(Span(1, 0, tokens[:-1], table))
-    scores(Span(2, 0, prompt(64, 2), [50, 51, 52, 53]))
+    scores(TokenSpan(1, 0, tokens[:-1], table))
+    scores(TokenSpan(2, 0, prompt(64, 2), [50, 51, 52, 53]))
 
-    right = scores(Span(1, 127, tokens[-1:], table))
-    mixed = scores(Span(1, 127, tokens[-1:], [*table[:4], 51, *table[5:]]))
+    right = scores(TokenSpan(1, 127, tokens[-1:], table))
+    mixed = scores(TokenSpan(1, 127, tokens[-1:], [*table[:4], 51, *table[5:]]))
 
     likeliest = right.topk(LOGPROBS_MAX).indices
     assert (mixed - right)[likeliest].abs().max() > 5 * BOUNDS[dtype]
@@ -267,7 +267,7 @@ def test_a_step_that_the_device_does_not_end_is_given_up_and_can_end_later(engin
     engine = engines()
     run(engine, asked("warm", prompt(40, 1)))
     worker = engine._workers._worker
-    step = Step(1, [Span(0, 0, prompt(8, 2), [0])], [])
+    step = Step(1, [TokenSpan(0, 0, prompt(8, 2), [0])], [])
     # What a first step of its shape takes (kernels, pinned memory) might wait for the device.
     worker.execute(step)
     with worker._lane.computing():

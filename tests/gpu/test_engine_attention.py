@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.attention import Heads, Turn
-from penstock.engine.batch import BatchShape, Span, lay_out
+from penstock.engine.batch import BatchShape, TokenSpan, lay_out
 from penstock.engine.cuda.attention import (
     CHUNK,
     PART_TOKENS_MAX,
@@ -56,13 +56,13 @@ class Bench:
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._draw, device=DEVICE)
 
-    def span(self, start: int, count: int) -> Span:
+    def span(self, start: int, count: int) -> TokenSpan:
         used = -(-(start + count) // self.block)
         table, self._free = self._free[:used], self._free[used:]
-        return Span(used, start, [1] * count, table)
+        return TokenSpan(used, start, [1] * count, table)
 
     def run(
-        self, spans: list[Span], shape: BatchShape | None = None
+        self, spans: list[TokenSpan], shape: BatchShape | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the kernels found, and what is right."""
         sheet = lay_out(spans, block_tokens=self.block)
@@ -85,7 +85,7 @@ class Bench:
             first, at = first + len(span.tokens), part.stop
         return found.double(), right
 
-    def _right(self, heads: Heads, span: Span, before: torch.Tensor) -> torch.Tensor:
+    def _right(self, heads: Heads, span: TokenSpan, before: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(span.start, span.stop, device=DEVICE)
         table = torch.tensor(span.table, device=DEVICE)
         held = before[:, table].flatten(1, 2)[:, : span.stop].double()
@@ -176,7 +176,7 @@ def test_one_block_of_another_request_is_noticed() -> None:
 
     def found(table: list[int]) -> torch.Tensor:
         bench._draw.set_state(seed)
-        return bench.run([Span(1, 1000, [1], table)])[0]
+        return bench.run([TokenSpan(1, 1000, [1], table)])[0]
 
     same, mixed = found(span.table), found([*span.table[:30], 299, *span.table[31:]])
 

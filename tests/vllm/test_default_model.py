@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from penstock.config import parse_config
 from penstock.demo.chats import MUSEUM
 from penstock.demo.exactness import BOUND
-from penstock.engine.batch import Span, on_device
+from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import find_model
 from penstock.engine.gguf_file import GgufFile
 from penstock.engine.instance import build_engine
@@ -132,7 +132,7 @@ def computed(engine: Engine, tokens: list[int]) -> torch.Tensor:
     workers: Any = engine._workers
     blocks = -(-len(tokens) // BLOCK_TOKENS)
     kv = [torch.zeros_like(layer[:, :blocks]) for layer in workers._worker._kv]
-    span = Span(0, 0, tokens, list(range(blocks)))
+    span = TokenSpan(0, 0, tokens, list(range(blocks)))
     batch = on_device([span], block_tokens=BLOCK_TOKENS, device=torch.device("cpu"))
     every = replace(batch, outputs=torch.arange(len(tokens)))
     logits: torch.Tensor = workers._worker._decoder.forward(every, kv)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from penstock.engine.batch import Span, on_device
+from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import find_model
 from penstock.engine.collectives import Alone
 from penstock.engine.model import Decoder
@@ -68,7 +68,7 @@ class Fresh:
             dtype=torch.float32,
             device=_CPU,
         )
-        span = Span(0, 0, tokens, list(range(blocks)))
+        span = TokenSpan(0, 0, tokens, list(range(blocks)))
         batch = on_device([span], block_tokens=BLOCK_TOKENS, device=_CPU)
         rows = torch.arange(len(prompt) - 1, len(tokens))
         logits = self._decoder.forward(replace(batch, outputs=rows), kv)

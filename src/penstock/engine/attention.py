@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
-    from penstock.engine.batch import Batch, DecodeRows, PrefillRows
+    from penstock.engine.batch import DecodeRows, PrefillRows, StepBatch
 
 
 class Heads(NamedTuple):
@@ -37,11 +37,11 @@ class Turn(NamedTuple):
 class Attention(Protocol):
     """One layer's attention: turns, writes K and V to their places, and reads."""
 
-    def turn(self, angles: Turn, batch: Batch) -> Turn:
+    def turn(self, angles: Turn, batch: StepBatch) -> Turn:
         """Prepares the angles of a batch, once for all layers."""
         ...
 
-    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """What every token reads from the tokens up to it: [tokens, heads, channels]."""
         ...
 
@@ -49,11 +49,11 @@ class Attention(Protocol):
 class PlainAttention:
     """Attention in plain torch."""
 
-    def turn(self, angles: Turn, batch: Batch) -> Turn:
+    def turn(self, angles: Turn, batch: StepBatch) -> Turn:
         """The angles of the batch's positions, the same for all heads."""
         return Turn(angles.cos[batch.positions, None], angles.sin[batch.positions, None])
 
-    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """What every token reads from the tokens up to it: [tokens, heads, channels]."""
         query, key = rotated(heads.query, turn), rotated(heads.key, turn)
         write_kv(kv, key, heads.value, batch.places)

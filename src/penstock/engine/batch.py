@@ -2,9 +2,9 @@
 
 Chunks of prompts come first, one after the other; then one token of each request that decodes.
 Every rank gets the same spans. `lay_out` turns them into a `Sheet` of plain numbers, which
-travels to the device in one copy and is a `Batch` there.
+travels to the device in one copy and is a `StepBatch` there.
 
-    spans ── lay_out ──→ Sheet ── sent ──→ Batch
+    spans ── lay_out ──→ Sheet ── sent ──→ StepBatch
 
 The one rule: a token that the step before chooses is never known here. Its row is filled on the
 device, from that step's own result.
@@ -31,7 +31,7 @@ NOWHERE = -1
 """In place of a position and of a place: the row is there to fill up a batch."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
     """The next tokens of one request."""
 
     request: int
@@ -73,7 +73,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class StepBatch:
     """A step's input on the device."""
 
     packed: torch.Tensor
@@ -101,13 +101,13 @@ class Batch:
             self.tokens.index_copy_(0, self.unknown, chosen[self.sources])
 
 
-def on_device(spans: Sequence[Span], *, block_tokens: int, device: torch.device) -> Batch:
+def on_device(spans: Sequence[TokenSpan], *, block_tokens: int, device: torch.device) -> StepBatch:
     """Lays the spans out and sends them; see `lay_out`."""
     return lay_out(spans, block_tokens=block_tokens).sent(device)
 
 
 def lay_out(
-    spans: Sequence[Span],
+    spans: Sequence[TokenSpan],
     *,
     block_tokens: int,
     draws: Sequence[int] = (),
@@ -173,15 +173,15 @@ class Sheet:
         """The spans that want the logits of every token, and which output is their first."""
         self.unknown: list[int] = []
         self.sources: list[int] = []
-        self.prefills: list[Span] = []
-        self.decodes: list[Span] = []
+        self.prefills: list[TokenSpan] = []
+        self.decodes: list[TokenSpan] = []
 
     @property
     def longest(self) -> int:
         """The tokens that the longest of the decoding requests attends to."""
         return max((span.stop for span in self.decodes), default=0)
 
-    def add(self, span: Span, last: Mapping[int, int], *, scored: bool = False) -> None:
+    def add(self, span: TokenSpan, last: Mapping[int, int], *, scored: bool = False) -> None:
         """Adds the tokens of a request."""
         tokens, block_tokens, table = span.tokens, self.block_tokens, span.table
         if PREVIOUS in tokens:
@@ -203,7 +203,7 @@ class Sheet:
             self.outputs.append(len(self.tokens) - 1)
         (self.decodes if is_decode(span) else self.prefills).append(span)
 
-    def sent(self, device: torch.device, shape: BatchShape | None = None) -> Batch:
+    def sent(self, device: torch.device, shape: BatchShape | None = None) -> StepBatch:
         """Copies everything to the device, in one piece; filled up, if a shape is wanted."""
         tables = self._tables(shape)
         head: list[Sequence[int] | NDArray[np.int64]] = [
@@ -225,7 +225,7 @@ class Sheet:
             lengths=lengths,
             longest=longest,
         )
-        return Batch(
+        return StepBatch(
             packed=packed,
             tokens=tokens,
             positions=positions,
@@ -270,7 +270,7 @@ class Sheet:
         last = [max(0, tail - 1)] if shape.tail_rows else []
         return [*last, *range(shape.tail_rows, shape.tail_rows + shape.rows)]
 
-    def _used(self, span: Span) -> list[int]:
+    def _used(self, span: TokenSpan) -> list[int]:
         return span.table[: -(-span.stop // self.block_tokens)]
 
     def _tables(self, shape: BatchShape | None) -> NDArray[np.int64]:
@@ -301,12 +301,12 @@ class Sheet:
         return found
 
 
-def is_decode(span: Span) -> bool:
+def is_decode(span: TokenSpan) -> bool:
     """Whether a span goes through the decode path: one token with something before it."""
     return len(span.tokens) == 1 and span.start > 0
 
 
-def _check(spans: Sequence[Span], block_tokens: int) -> None:
+def _check(spans: Sequence[TokenSpan], block_tokens: int) -> None:
     seen_decode = False
     for span in spans:
         if not span.tokens:

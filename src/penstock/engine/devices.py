@@ -15,7 +15,7 @@ from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
     from penstock.engine.attention import Attention
-    from penstock.engine.worker import Lane
+    from penstock.engine.worker import StepLane
 
 GIVE_UP_S = 60.0
 """To give everything back takes milliseconds, or as long as a stuck device is waited for."""
@@ -48,7 +48,7 @@ def attention_on(device: torch.device) -> Attention | None:
     return CudaAttention()
 
 
-def lane_on(device: torch.device, *, graphs: bool) -> Lane | None:
+def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
     """Where the steps of a rank run, if not on the CPU; blocks and weights are there already."""
     if device.type != "cuda":
         return None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.engine.attention import Attention
-    from penstock.engine.batch import Batch
+    from penstock.engine.batch import StepBatch
     from penstock.engine.collectives import Ranks
     from penstock.engine.weights import RankWeights
 
@@ -90,7 +90,7 @@ class Decoder:
     @torch.inference_mode()
     def forward(
         self,
-        batch: Batch,
+        batch: StepBatch,
         kv: Sequence[torch.Tensor],
         *,
         after_layer: Callable[[int], None] = _nothing,
@@ -116,7 +116,7 @@ class Decoder:
         hidden: torch.Tensor,
         kv: torch.Tensor,
         turn: Turn,
-        batch: Batch,
+        batch: StepBatch,
     ) -> torch.Tensor:
         share, channels = self._ranks.share, self.architecture.head_dim
         heads, kv_heads = len(share.heads), len(share.kv_heads)

@@ -53,7 +53,7 @@ class Named:
         return told
 
 
-class Choice:
+class SampledBatch:
     """Tokens that were chosen, where the logits are; to be read when the device is there.
 
     `tokens` is what the next step may compute on without anybody having read it.

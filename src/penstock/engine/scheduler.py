@@ -22,13 +22,13 @@ from penstock.cache.states import LeaseState
 from penstock.engine.handoffs import Handoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling_options import Sampled
-from penstock.engine.steps import Draw, Score, Step, StepPlan
+from penstock.engine.steps import Draw, PlannedStep, Score, Step
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.engine.batch import Span
+    from penstock.engine.batch import TokenSpan
     from penstock.runtime.cache import Cache
     from penstock.runtime.lease import Lease
 
@@ -181,7 +181,7 @@ class Scheduler:
         if self.flying >= self.settings.steps_in_flight:
             return None
         self._wake()
-        plan = StepPlan(self.settings.step_tokens, self.settings.step_requests)
+        plan = PlannedStep(self.settings.step_tokens, self.settings.step_requests)
         before = self.preemptions
         for answer in self._in_order(Phase.RUNNING):
             self._schedule(answer, plan)
@@ -270,7 +270,7 @@ class Scheduler:
         if first_alone and answer.lease.state is LeaseState.READY:
             self._chosen(answer, answer, Sampled(tokens[0], 0.0))
 
-    def _schedule(self, answer: Answer, plan: StepPlan) -> None:
+    def _schedule(self, answer: Answer, plan: PlannedStep) -> None:
         count = plan.room_for(answer)
         if answer.phase is not Phase.RUNNING or plan.full or count < 1:
             return
@@ -311,7 +311,7 @@ class Scheduler:
             self._begin(answer)
         return True
 
-    def _grown(self, answer: Answer, token_count: int, plan: StepPlan) -> bool:
+    def _grown(self, answer: Answer, token_count: int, plan: PlannedStep) -> bool:
         """Whether the lease has room; others give way for it if they are less urgent."""
         assert answer.lease is not None
         room = len(answer.lease.block_table) * self.block_tokens
@@ -336,7 +336,7 @@ class Scheduler:
                 return False
             return True
 
-    def _least_urgent(self, plan: StepPlan) -> Answer | None:
+    def _least_urgent(self, plan: PlannedStep) -> Answer | None:
         """Who gives its blocks back: nobody whose blocks a step touches."""
         found = [
             answer
@@ -353,8 +353,8 @@ class Scheduler:
         answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
         self.preemptions += 1
 
-    def _launch(self, plan: StepPlan) -> Step:
-        spans: list[Span] = []
+    def _launch(self, plan: PlannedStep) -> Step:
+        spans: list[TokenSpan] = []
         owners: list[int] = []
         draws: list[Draw] = []
         scores: list[Score] = []
@@ -393,7 +393,7 @@ class Scheduler:
 
     # Taking in what was computed.
 
-    def _computed(self, answer: Answer, span: Span) -> None:
+    def _computed(self, answer: Answer, span: TokenSpan) -> None:
         answer.flying -= 1
         if answer.phase is Phase.ENDED or answer.lease is None:
             return

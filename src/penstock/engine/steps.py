@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 # msgspec reads the annotations when a message arrives, so these imports must be real.
-from penstock.engine.batch import PREVIOUS, Span
+from penstock.engine.batch import PREVIOUS, TokenSpan
 from penstock.engine.sampling_options import Sampled, TokenSampling  # noqa: TC001
 from penstock.handoff import HandoffOffer  # noqa: TC001
 
@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step's work: every rank gets the same."""
 
     number: int
-    spans: list[Span]
+    spans: list[TokenSpan]
     draws: list[Draw]
     plan: bytes | None = None
     """Copies that the ranks carry out beside it."""
@@ -102,7 +102,7 @@ class Chunk:
     ends: bool
     """Whether its last token is the answer's newest: the next one is chosen from it."""
 
-    def span(self) -> Span:
+    def span(self) -> TokenSpan:
         """The chunk as the ranks get it."""
         answer = self.answer
         assert answer.lease is not None
@@ -110,7 +110,7 @@ class Chunk:
         tokens = answer.tokens[start:stop]
         tokens += [PREVIOUS] * (self.count - len(tokens))
         table = answer.lease.block_table.tolist()
-        return Span(answer.arrival, start, tokens, table, self.ends)
+        return TokenSpan(answer.arrival, start, tokens, table, self.ends)
 
     def score(self, span: int) -> Score | None:
         """What is wanted of the prompt's tokens in it, if anything is."""
@@ -123,7 +123,7 @@ class Chunk:
         return Score(span, answer.arrival, list(targets), logprobs)
 
 
-class StepPlan:
+class PlannedStep:
     """The chunks of one step."""
 
     def __init__(self, tokens: int, requests: int) -> None:

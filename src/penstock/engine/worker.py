@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.engine.batch import lay_out
-from penstock.engine.sampling import Choice, Named, scored
+from penstock.engine.sampling import Named, SampledBatch, scored
 from penstock.engine.steps import STEP_S, StepResult
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from penstock.engine.architecture import Architecture
-    from penstock.engine.batch import Batch, Sheet
+    from penstock.engine.batch import Sheet, StepBatch
     from penstock.engine.handoffs import RankHandoffs
     from penstock.engine.model import Decoder
     from penstock.engine.sharding import Share
@@ -70,7 +70,7 @@ def kv_tier(
     return TensorTier.of([group], block_tokens=block_tokens)
 
 
-class Lane(Protocol):
+class StepLane(Protocol):
     """Where a rank's steps run, one after the other."""
 
     stream: int
@@ -80,12 +80,12 @@ class Lane(Protocol):
         """What is called inside runs there."""
         ...
 
-    def send(self, sheet: Sheet) -> Batch:
+    def send(self, sheet: Sheet) -> StepBatch:
         """A step's input on the device, for what is called next."""
         ...
 
     def forward(
-        self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]
+        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """The logits of a step that nobody watches."""
         ...
@@ -112,12 +112,12 @@ class Here:
         """Nothing has to be arranged."""
         return nullcontext()
 
-    def send(self, sheet: Sheet) -> Batch:
+    def send(self, sheet: Sheet) -> StepBatch:
         """A step's input."""
         return sheet.sent(torch.device("cpu"))
 
     def forward(
-        self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]
+        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """The logits of a step that nobody watches."""
         return decoder.forward(batch, kv)
@@ -135,7 +135,7 @@ class Pending:
     """A step under way."""
 
     def __init__(
-        self, number: int, choice: Choice | None, mark: StepMark, scores: Sequence[Named] = ()
+        self, number: int, choice: SampledBatch | None, mark: StepMark, scores: Sequence[Named] = ()
     ) -> None:
         self.number = number
         self._choice = choice
@@ -162,12 +162,12 @@ class Worker:
         kv: Sequence[torch.Tensor],
         *,
         block_tokens: int,
-        lane: Lane | None = None,
+        lane: StepLane | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._block_tokens = block_tokens
-        self._lane: Lane = lane or Here()
+        self._lane: StepLane = lane or Here()
         self._chosen: torch.Tensor | None = None
         self._last: dict[int, int] = {}
         """What the last step chose, and which of it for which answer."""
@@ -203,7 +203,7 @@ class Worker:
             logits = self._forward(step, batch)
             choice = None
             if logits is not None and step.draws:
-                choice = Choice(logits[batch.drawn], [draw.sampling for draw in step.draws])
+                choice = SampledBatch(logits[batch.drawn], [draw.sampling for draw in step.draws])
             scores = [] if logits is None else _scores(logits, step, sheet)
             mark = lane.mark()
         if self.steps is not None:
@@ -212,7 +212,7 @@ class Worker:
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
         return Pending(step.number, choice, mark, scores)
 
-    def _forward(self, step: Step, batch: Batch) -> torch.Tensor | None:
+    def _forward(self, step: Step, batch: StepBatch) -> torch.Tensor | None:
         if self.handed is None:
             return self._lane.forward(self._decoder, batch, self._kv)
         self.handed.begin(step)

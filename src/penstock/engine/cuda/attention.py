@@ -20,7 +20,7 @@ from penstock.engine.cuda import kernels
 
 if TYPE_CHECKING:
     from penstock.engine.attention import Heads, Turn
-    from penstock.engine.batch import Batch
+    from penstock.engine.batch import StepBatch
 
 HEAD_TILE = 8
 PART_TOKENS_MAX = 2048
@@ -68,11 +68,11 @@ class CudaAttention:
     def __init__(self) -> None:
         self._beside: torch.cuda.Stream | None = None
 
-    def turn(self, angles: Turn, batch: Batch) -> Turn:  # noqa: ARG002 - the kernel has positions
+    def turn(self, angles: Turn, batch: StepBatch) -> Turn:  # noqa: ARG002 - the kernel has positions
         """The angles of all positions: the kernel looks up those it needs."""
         return angles
 
-    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(self, heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """What every token reads from the tokens up to it: [tokens, heads, channels]."""
         query = _turned_and_written(heads, turn, kv, batch)
         result = torch.empty_like(query)
@@ -90,7 +90,9 @@ class CudaAttention:
         return result
 
 
-def _read_chunks(query: torch.Tensor, kv: torch.Tensor, batch: Batch, result: torch.Tensor) -> None:
+def _read_chunks(
+    query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, result: torch.Tensor
+) -> None:
     for rows in batch.prefills:
         part = slice(rows.first, rows.first + rows.length)
         read_in_place(
@@ -106,7 +108,7 @@ def _read_chunks(query: torch.Tensor, kv: torch.Tensor, batch: Batch, result: to
 
 
 def _read_decodes(
-    query: torch.Tensor, kv: torch.Tensor, batch: Batch, result: torch.Tensor
+    query: torch.Tensor, kv: torch.Tensor, batch: StepBatch, result: torch.Tensor
 ) -> None:
     if batch.decodes is None:
         return
@@ -124,7 +126,9 @@ def _read_decodes(
     )
 
 
-def _turned_and_written(heads: Heads, turn: Turn, kv: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _turned_and_written(
+    heads: Heads, turn: Turn, kv: torch.Tensor, batch: StepBatch
+) -> torch.Tensor:
     rows, count, channels = heads.query.shape
     kv_heads = heads.key.shape[1]
     turned = torch.empty((rows, count, channels), dtype=kv.dtype, device=kv.device)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from penstock.engine.batch import Batch, BatchShape, Sheet
+from penstock.engine.batch import BatchShape, Sheet, StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ TOKENS_MIN = 1024
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    batch: Batch
+    batch: StepBatch
     """Where it reads its input."""
     logits: torch.Tensor
 
@@ -60,7 +60,9 @@ class StepGraphs:
         tail_rows = next(count for count in TAILS if count >= len(tail.tokens))
         return BatchShape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))
 
-    def replay(self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def replay(
+        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """The logits of a step, in the current stream."""
         assert batch.shape is not None
         captured = self._captured.get(batch.shape)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from penstock.engine.batch import Batch, Sheet
+    from penstock.engine.batch import Sheet, StepBatch
     from penstock.engine.model import Decoder
     from penstock.movers.cuda.marks import StreamMark
 
@@ -57,7 +57,7 @@ class CudaLane:
         context: AbstractContextManager[object] = torch.cuda.stream(self._compute)
         return context
 
-    def send(self, sheet: Sheet) -> Batch:
+    def send(self, sheet: Sheet) -> StepBatch:
         """A step's input on the device, filled up to a usual shape if it is to be replayed."""
         shape = None if self._graphs is None else self._graphs.shape_for(sheet)
         with torch.cuda.stream(self._inputs):
@@ -67,7 +67,7 @@ class CudaLane:
         return batch
 
     def forward(
-        self, decoder: Decoder, batch: Batch, kv: Sequence[torch.Tensor]
+        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
         """The logits of a step: computed, or replayed."""
         if self._graphs is not None and batch.shape is not None:
