@@ -17,8 +17,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-import pytest
-
 from lab.explore import FindingKind, PlainWorld, Violation, explore
 
 if TYPE_CHECKING:
@@ -141,11 +139,8 @@ class Prefill(PlainWorld[Instance, tuple[int, str]]):
         return f"rank {number} {what} {state.ranks[number].groups}"
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_ranks_that_grouped_their_work_differently_wait_for_each_other_for_ever(
-    *, reduced: bool
-) -> None:
-    result = explore(Prefill(Design.TOGETHER, registered="AB"), reduced=reduced)
+def test_ranks_that_grouped_their_work_differently_wait_for_each_other_for_ever() -> None:
+    result = explore(Prefill(Design.TOGETHER, registered="AB"))
 
     assert result.finding is not None
     assert result.finding.kind is FindingKind.DEADLOCK
@@ -154,11 +149,8 @@ def test_ranks_that_grouped_their_work_differently_wait_for_each_other_for_ever(
     assert sorted(begins.count(rank) for rank in ("rank 0", "rank 1")) == [1, 2]
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_ranks_with_equal_groups_in_different_order_finish_what_one_has_not_sent(
-    *, reduced: bool
-) -> None:
-    result = explore(Prefill(Design.ALONE, registered="BA"), reduced=reduced)
+def test_ranks_with_equal_groups_in_different_order_finish_what_one_has_not_sent() -> None:
+    result = explore(Prefill(Design.ALONE, registered="BA"))
 
     assert result.finding is not None
     assert result.finding.kind is FindingKind.VIOLATION
