@@ -35,6 +35,7 @@ from penstock.vocabulary.arguments import (
 )
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import as_token_array
+from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Waitable
     from penstock.vocabulary.keys import Tokens
-    from penstock.vocabulary.layout import Layout
 
 
 class HandoffResult(NamedTuple):
@@ -357,6 +357,8 @@ def as_slots(slots: Sequence[int], *, count: int, slot_count: int) -> tuple[int,
 
 def _cpu_tier(kv: Kv, layout: Layout | None, block_tokens: int) -> SlotStore:
     tokens = as_int("block_tokens", block_tokens)
+    if not isinstance(layout, Layout | None):
+        raise ValueError(f"layout is a {type(layout).__name__}, must be a Layout or None")  # noqa: TRY004
     if layout is not None:
         tokens = layout.block_tokens
     elif not tokens and not hasattr(kv, "layout"):

@@ -33,7 +33,7 @@ from penstock.handoff.handoff import (
 )
 from penstock.handoff.pair import keys_of, rank_name
 from penstock.transport.shared_writer import connect_shared
-from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
+from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple, require_methods
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
@@ -183,9 +183,9 @@ class LocalPrefillHandoff(PrefillHandoff):
         Raises:
             ValueError: a handoff was never offered, or has no such layer or token.
         """
-        counts = _as_counts(tokens)
+        counts, number = _as_counts(tokens), _as_layer(layer)
         with self._access:
-            _report(self._rank, counts, layer)
+            _report(self._rank, counts, number)
             self._advance()
 
     def drive(self, deadline: float) -> None:
@@ -229,9 +229,9 @@ class PrefillHandoffRank(Handoff):
 
         Arguments and errors as `LocalPrefillHandoff.computed`.
         """
-        counts = _as_counts(tokens)
+        counts, number = _as_counts(tokens), _as_layer(layer)
         with self._access:
-            _report(self._rank, counts, layer)
+            _report(self._rank, counts, number)
             self._advance()
 
     def drive(self, deadline: float) -> None:
@@ -311,6 +311,8 @@ def open_prefill(
         ValueError: an argument is wrong, or the KV of the two engines does not fit.
         UnavailableError: the ranks did not connect, or an address is in use.
     """
+    if progress is not None:
+        require_methods("progress", progress, "LayerEvents", "poll", "drive")
     opening = Opening(
         pair,
         "prefill",
@@ -366,10 +368,13 @@ def _as_counts(tokens: Mapping[str, int]) -> dict[str, int]:
     return {as_text("handoff", name): as_int(f"tokens[{name!r}]", n) for name, n in tokens.items()}
 
 
+def _as_layer(layer: object) -> int | None:
+    return None if layer is None else as_int("layer", layer)
+
+
 def _report(driver: PrefillRankDriver, tokens: Mapping[str, int], layer: int | None) -> None:
-    number = None if layer is None else as_int("layer", layer)
     for handoff, count in tokens.items():
-        if number is None:
+        if layer is None:
             driver.chunk_progress(handoff, tokens=count)
         else:
-            driver.progress(handoff, layer=number, tokens=count)
+            driver.progress(handoff, layer=layer, tokens=count)

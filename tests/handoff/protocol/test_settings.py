@@ -18,8 +18,8 @@ def test_the_defaults_make_sense() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"resend_s": 0.0}, "resend_s: is 0.0, must be > 0"),
-        ({"lease_s": float("nan")}, "lease_s: is nan, must be > 0"),
+        ({"resend_s": 0.0}, "resend_s: is 0.0, must be a number of seconds above 0"),
+        ({"lease_s": float("nan")}, "lease_s: is nan, must be a number of seconds above 0"),
         (
             {"resend_cap_s": 1.0},
             "resend_cap_s: is 1.0, must be at least 8 times resend_s 0.25, so that waits can grow",
@@ -35,7 +35,7 @@ def test_times_that_make_no_sense_are_refused(change: dict[str, float], problem:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"berth_count": 0}, "berth_count: is 0, must be at least 1"),
+        ({"berth_count": 0}, "berth_count: is 0, must be an int of at least 1"),
         ({"berth_count": 1 << 17}, "berth_count: is 131072, must be at most 65536"),
         ({"attempt_count_max": 65}, "attempt_count_max: is 65, must be at most 64"),
         ({"landing_bytes_max": 1 << 20}, "landing_bytes_max: is 1048576, must hold at least one"),

@@ -5,13 +5,30 @@ What must not break: every wait has a time here (P7), and everything that can gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
 from penstock.handoff.protocol.messages import ATTEMPT_COUNT_MAX, BERTH_COUNT_MAX
+from penstock.vocabulary.arguments import as_int, as_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RESEND_GROWTH_MIN = 8
 """A resend must be able to wait so many times longer than the first: peers may be slow."""
+
+
+def _check_fields(
+    settings: HandoffTimes | HandoffBounds, check: Callable[[str, object], float]
+) -> None:
+    """Replaces each field by the plain number that it stands for."""
+    for each in fields(settings):
+        try:
+            number = check(each.name, getattr(settings, each.name))
+        except ValueError as error:
+            raise ConfigError(each.name, str(error).removeprefix(f"{each.name} ")) from None
+        object.__setattr__(settings, each.name, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +51,7 @@ class HandoffTimes:
     """A peer that was silent for so long is suspected."""
 
     def __post_init__(self) -> None:
-        for name in ("resend_s", "handoff_s", "lease_s", "park_s", "ping_s"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(name, f"is {value}, must be > 0")
+        _check_fields(self, as_seconds)
         if self.resend_cap_s < RESEND_GROWTH_MIN * self.resend_s:
             raise ConfigError(
                 "resend_cap_s",
@@ -83,10 +97,7 @@ class HandoffBounds:
     """Of so many handoffs that are over, their end is remembered."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(name, f"is {value}, must be at least 1")
+        _check_fields(self, lambda name, value: as_int(name, value, 1))
         for name, most in (
             ("attempt_count_max", ATTEMPT_COUNT_MAX),
             ("berth_count", BERTH_COUNT_MAX),
@@ -109,7 +120,13 @@ class HandoffBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSettings:
-    """Both."""
+    """Times and bounds of all parties of a handoff."""
 
     times: HandoffTimes = HandoffTimes()
     bounds: HandoffBounds = HandoffBounds()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("times", HandoffTimes), ("bounds", HandoffBounds)):
+            found = getattr(self, name)
+            if not isinstance(found, kind):
+                raise ConfigError(name, f"is a {type(found).__name__}, must be {kind.__name__}")
