@@ -145,11 +145,14 @@ def test_more_prompts_than_may_wait_are_all_answered(folder: Path) -> None:
         ({"prompts": [[1, "a"]]}, r"prompts\[0\]\[1\] is 'a', must be an int"),
         ({"prompts": [[{"role": "user"}]]}, r"prompts\[0\]\[0\] is .*'role' and 'content'"),
         ({"prompts": [[{"role": "pet", "content": ""}]]}, r"prompts\[0\]: .* role is pet"),
+        ({"prompts": ["half \ud800"]}, r"prompts\[0\]: .* surrogates not allowed"),
+        ({"prompts": [[{"role": "user", "content": "\ud800"}]]}, r"prompts\[0\]: .*surrogates"),
         ({"max_tokens": 0}, "max_tokens is 0, must be an int from 1 to"),
         ({"max_tokens": 2.0}, "max_tokens is 2.0, must be an int"),
         ({"temperature": 3}, "temperature is 3.0, must be from 0 to 2"),
         ({"temperature": "hot"}, "temperature is 'hot', must be a number"),
         ({"temperature": float("nan")}, "temperature is nan, must be a number"),
+        ({"temperature": 10**400}, "temperature is 1000.*, must be a number"),
         ({"top_p": 0}, "top_p is 0.0, must be above 0 and at most 1"),
         ({"top_k": -1}, "top_k is -1, must be an int from 0 to"),
         ({"stop": [""]}, r"stop is \[''\], must be one or several texts that are not empty"),
@@ -258,8 +261,12 @@ def test_arguments_of_another_kind_are_refused(folder: Path) -> None:
         penstock.LLM(folder, config=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="model is 3, must be a path or None"):
         penstock.LLM(3)  # type: ignore[arg-type]
-    with pytest.raises(penstock.ConfigError, match="model: is nowhere, must be a folder"):
+    with pytest.raises(penstock.ConfigError, match="model: is 'nowhere', must be a folder"):
         penstock.LLM("nowhere")
+    with pytest.raises(
+        penstock.ConfigError, match=r"model: is 'x+.*' \(File name too long\)"
+    ):
+        penstock.LLM("x" * 5000)
 
 
 def test_penstock_itself_needs_neither_torch_nor_a_tokenizer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,12 +78,18 @@ def find_model(given: str | None) -> ModelFiles:
     """
     if given is None:
         return _default_model()
-    path = Path(given)
-    if path.suffix == ".gguf" and path.is_file():
-        return ModelFiles(path, path.stem)
-    if path.is_dir():
-        return ModelFiles(path, path.resolve().name)
-    raise ConfigError("model", f"is {given}, must be a folder with a checkpoint, or a .gguf file")
+    path, problem = Path(given), ""
+    try:
+        if path.suffix == ".gguf" and path.is_file():
+            return ModelFiles(path, path.stem)
+        if path.is_dir():
+            return ModelFiles(path, path.resolve().name)
+    except OSError as error:
+        problem = f" ({error.strerror})"
+    raise ConfigError(
+        "model",
+        f"is {reprlib.repr(given)}{problem}, must be a folder with a checkpoint, or a .gguf file",
+    )
 
 
 def _default_model() -> ModelFiles:

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -28,7 +27,7 @@ from penstock.config.serving import EngineTable
 from penstock.engine.requests import TOKENS_MAX, Reason, Request
 from penstock.engine.sampling_options import TOP_K_MAX, Sampling
 from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError
-from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
+from penstock.vocabulary.arguments import as_float, as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -451,6 +450,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 def _number(name: str, value: object, usual: float) -> float:
     if value is None:
         return usual
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    number = as_float(value)
+    if number is None or not math.isfinite(number):
         raise ValueError(f"{name} is {reprlib.repr(value)}, must be a number")
-    return float(value)
+    return number

@@ -79,7 +79,9 @@ class Text:
 
         Raises:
             TextTooLong: it has more tokens.
+            ValueError: it has no UTF-8 encoding, as a text with half a surrogate pair.
         """
+        text.encode()
         if longest is not None:
             self._require_short(text, longest, plain)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=plain)

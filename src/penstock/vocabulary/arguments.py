@@ -65,7 +65,7 @@ def _bounds(low: int, high: int) -> str:
 
 def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
     """A finite number of seconds above 0, or of at least 0."""
-    seconds = _as_float(value)
+    seconds = as_float(value)
     if seconds is not None and math.isfinite(seconds) and (seconds > 0 or (zero and seconds == 0)):
         return seconds
     least = "of at least 0" if zero else "above 0"
@@ -74,7 +74,7 @@ def as_seconds(name: str, value: object, *, zero: bool = False) -> float:
 
 def as_time(name: str, value: object, *, opened_at: float, now: float) -> float:
     """A time on the clock of whoever was opened at `opened_at`; it may have passed by `now`."""
-    time = _as_float(value)
+    time = as_float(value)
     if time is None or math.isnan(time):
         raise ValueError(
             f"{name} is {reprlib.repr(value)}, must be a time on the monotonic clock, such as "
@@ -89,7 +89,8 @@ def as_time(name: str, value: object, *, opened_at: float, now: float) -> float:
     return time
 
 
-def _as_float(value: object) -> float | None:
+def as_float(value: object) -> float | None:
+    """A real number as `float`, perhaps infinite; `None` for what is no number, or a `bool`."""
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
