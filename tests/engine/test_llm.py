@@ -263,9 +263,7 @@ def test_arguments_of_another_kind_are_refused(folder: Path) -> None:
         penstock.LLM(3)  # type: ignore[arg-type]
     with pytest.raises(penstock.ConfigError, match="model: is 'nowhere', must be a folder"):
         penstock.LLM("nowhere")
-    with pytest.raises(
-        penstock.ConfigError, match=r"model: is 'x+.*' \(File name too long\)"
-    ):
+    with pytest.raises(penstock.ConfigError, match=r"model: is 'x+.*' \(File name too long\)"):
         penstock.LLM("x" * 5000)
 
 
