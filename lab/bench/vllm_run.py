@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lab.bench.vllm_engine import RoundResult
     from lab.bench.vllm_first_token import FirstToken
     from lab.bench.vllm_workload import Workload
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 SIDES = ("no-connector", "vllm-offloading", "lmcache", "penstock")
 PLAIN, _, LMCACHE, OURS = SIDES
@@ -61,7 +61,7 @@ Rounds = dict[str, list["RoundResult"]]
 
 
 def run_vllm(
-    report: Report,
+    report: BenchReport,
     *,
     python: Path,
     rounds: int,
@@ -132,7 +132,7 @@ def _rounds(
     return measured
 
 
-def tell(report: Report, measured: Rounds, workload: Workload, *, device_blocks: int) -> None:
+def tell(report: BenchReport, measured: Rounds, workload: Workload, *, device_blocks: int) -> None:
     """Adds what all sides did in their rounds: rows, notes, and ratios of Penstock to others."""
     params: dict[str, int | bool | str] = {
         "workload": workload.name,
@@ -200,7 +200,7 @@ def _means(
     return [fmean(value_of(each) for each in result.first_tokens) for result in results]
 
 
-def _compare_first_tokens(report: Report, measured: Rounds) -> None:
+def _compare_first_tokens(report: BenchReport, measured: Rounds) -> None:
     """Against every other side; against other connectors also where both have to load.
 
     Whether two requests without loads share a step is decided by which of them vLLM hears of in
@@ -221,7 +221,7 @@ def _compare_first_tokens(report: Report, measured: Rounds) -> None:
         )
 
 
-def _compare_with_reuse(report: Report, measured: Rounds) -> None:
+def _compare_with_reuse(report: BenchReport, measured: Rounds) -> None:
     _ratio(report, "ttft p50 against no connector", measured, PLAIN, _median_ttft)
     _ratio(report, "output rate against no connector", measured, PLAIN, _seconds_a_token)
     for peer in [side for side in measured if side not in {PLAIN, OURS}]:
@@ -232,7 +232,7 @@ def _compare_with_reuse(report: Report, measured: Rounds) -> None:
             report.add_ratio(name=f"{name}, low end of the 95 % interval", value=low, at_least=1.0)
 
 
-def _compare_without(report: Report, measured: Rounds) -> None:
+def _compare_without(report: BenchReport, measured: Rounds) -> None:
     for name, time_of in (
         ("scheduler and worker a step, nothing to reuse, by those without connector", _threads),
         ("scheduler and connector alone, likewise", _of_connector),
@@ -242,7 +242,11 @@ def _compare_without(report: Report, measured: Rounds) -> None:
 
 
 def _ratio(
-    report: Report, name: str, measured: Rounds, other: str, time_of: Callable[[RoundResult], float]
+    report: BenchReport,
+    name: str,
+    measured: Rounds,
+    other: str,
+    time_of: Callable[[RoundResult], float],
 ) -> None:
     value = summarize(_paired(measured, other, time_of)).median
     report.add_ratio(name=name, value=value, at_least=1.0)

@@ -18,7 +18,7 @@ from lab.bench.vllm_run import run_vllm
 from lab.bench.vllm_workload import WORKLOADS
 from penstock.bench.growth import run_growth
 from penstock.bench.index import ROUNDS, run_index
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.cli.bench import BenchDevice, RoundsOption, command_line, finish
 from penstock.cli.conventions import CheckOption, JsonOption
 from penstock.errors import UnavailableError
@@ -78,7 +78,7 @@ def bench_index(
     check: CheckOption = False,
 ) -> None:
     """Measure the index beside vLLM's: keys, hits, misses, eviction, growth, memory."""
-    report = Report(version=penstock.__version__, command=command_line("lab"))
+    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
     if peer_python is None:
         report.add_note("no peer: pass --peer-python to compare with vLLM in the same run")
         run_index(report, None, rounds=rounds)
@@ -106,7 +106,7 @@ def bench_vllm(
         raise typer.BadParameter(
             f"is {only!r}, must be of {', '.join(WORKLOAD)}", param_hint="--only"
         )
-    report = Report(version=penstock.__version__, command=command_line("lab"))
+    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
     run_vllm(
         report,
         python=peer_python or Path(sys.executable),
@@ -131,7 +131,7 @@ def bench_interference(
     check: CheckOption = False,
 ) -> None:
     """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
-    report = Report(version=penstock.__version__, command=command_line("lab"))
+    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
     if device is BenchDevice.CPU:
         run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
     else:
@@ -146,7 +146,7 @@ def bench_interference(
     finish(report, json=json, check=check)
 
 
-def _run_on_cuda(report: Report, plan: interference.Plan) -> None:
+def _run_on_cuda(report: BenchReport, plan: interference.Plan) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:

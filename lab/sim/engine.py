@@ -124,7 +124,7 @@ class Engine(ABC):
         keys = keys[: self.rng.randint(1, 3)]
         self.world.watch()
         try:
-            effects = self.world.send(ev.Pin(keys=keys))
+            effects = self.world.send(ev.PinBlocks(keys=keys))
         except CapacityError:
             self.world.check_unchanged()
             self.world.note("no room")
@@ -138,7 +138,7 @@ class Engine(ABC):
         del self.pins[pin]
         # Before the event: it may be followed by an eviction in the same breath.
         self.pinned = {key for keys in self.pins.values() for key in keys}
-        self.world.send(ev.Unpin(pin=pin))
+        self.world.send(ev.UnpinBlocks(pin=pin))
 
     def _prefetch(self) -> None:
         keys = self.library.all_keys(self.library.next_text())

@@ -74,7 +74,7 @@ class Request:
 
 
 class ManagedEngine(Engine):
-    """A client of `Acquire`, `Grow`, `Commit`, `Fork`, `Preempt` and `Release`."""
+    """A client of `Acquire`, `Grow`, `Commit`, `Fork`, `Preempt` and `ReleaseLease`."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -290,7 +290,7 @@ class ManagedEngine(Engine):
     def _leave(self, request: Request) -> None:
         self._close(request)
         self.library.remember(request.text)
-        self.world.send(ev.Release(lease=request.lease))
+        self.world.send(ev.ReleaseLease(lease=request.lease))
         self._check_no_load_is_for_nobody()
 
     def _close(self, request: Request) -> None:

@@ -17,7 +17,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import SlotState
-from penstock.machine.events import Report
+from penstock.machine.events import CopyReport
 
 if TYPE_CHECKING:
     from collections.abc import MutableSequence, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lab.sim.workload import Text
     from lab.sim.world import World
-    from penstock.machine.effects import Abandon, Copy, Drop, Ended, Settled
+    from penstock.machine.effects import Abandon, Copy, DropBlocks, Ended, Settled
     from penstock.vocabulary.ids import Key, OperationId
 
 Cell = tuple[object, ...] | None
@@ -178,7 +178,7 @@ class Ranks:
             if self._rng.random() < 0.5:
                 job.skip.add(rank)
 
-    def drop(self, effect: Drop) -> None:
+    def drop(self, effect: DropBlocks) -> None:
         """A tier forgot blocks."""
         self.claims.check_drop(effect.tier, effect.slots.tolist(), effect.keys)
 
@@ -275,10 +275,10 @@ class Ranks:
                     self._store(job, rank, position, content)
             self._world.tell("rank %d writes for %s%s", rank, job, " (late)" if job.ended else "")
         pause = self._pause(rank) + trouble.hang_s[2]
-        event = Report(operation=job.id, rank=rank, faults=faults, failure=trouble.failure)
+        event = CopyReport(operation=job.id, rank=rank, faults=faults, failure=trouble.failure)
         self._world.after(pause, self._report, job, event)
 
-    def _report(self, job: Job, event: Report) -> None:
+    def _report(self, job: Job, event: CopyReport) -> None:
         note = self._world.note
         if event.rank in self.dead or event.rank not in job.left:
             # It is silent now, but what it said before may still be on its way.
@@ -302,7 +302,7 @@ class Ranks:
         if not self._well and self._rng.random() < self._weather.duplicate:
             self._world.after(self._pause(event.rank), self._repeat, event)
 
-    def _count_faults(self, job: Job, event: Report) -> None:
+    def _count_faults(self, job: Job, event: CopyReport) -> None:
         for position, fault in event.faults:
             self._world.note(f"block {fault.value}")
             job.faulty.add(position)
@@ -311,7 +311,7 @@ class Ranks:
         if event.failure:
             self._world.note("rank fails")
 
-    def _repeat(self, event: Report) -> None:
+    def _repeat(self, event: CopyReport) -> None:
         self._world.note("report twice")
         self.late_reports += 1
         self._world.send(event)

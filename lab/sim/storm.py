@@ -231,7 +231,7 @@ class Storm:
             name = name._replace(incarnation=world.incarnation ^ 1)
         world.watch()
         world.ranks.late_reports += 1
-        world.send(ev.Report(operation=name, rank=rng.randrange(world.ranks.rank_count)))
+        world.send(ev.CopyReport(operation=name, rank=rng.randrange(world.ranks.rank_count)))
         world.check_unchanged()
 
     def _misuse(self) -> None:
@@ -256,10 +256,10 @@ class Storm:
             ev.Grow(lease=_NO_LEASE, token_count=1),
             ev.Commit(lease=_NO_LEASE, token_count=1, keys=[]),
             ev.Fork(lease=_NO_LEASE, request="nobody"),
-            ev.Release(lease=_NO_LEASE),
+            ev.ReleaseLease(lease=_NO_LEASE),
             ev.Preempt(lease=_NO_LEASE),
-            ev.Unpin(pin=PinId(10_000)),
-            ev.Pin(keys=[keys[0], keys[0]]),
+            ev.UnpinBlocks(pin=PinId(10_000)),
+            ev.PinBlocks(keys=[keys[0], keys[0]]),
             ev.Acquire(request="nobody", keys=[], token_count=0),
             ev.Acquire(request="nobody", keys=keys, token_count=1_000_000),
             ev.Load(keys=keys, slots=slots[:, :1], cause="nobody"),
@@ -275,7 +275,8 @@ class Storm:
         for job in world.ranks.open.values():
             beyond = [(len(job.keys), BlockFault.CORRUPT)]
             events += [
-                ev.Report(operation=job.id, rank=rank, faults=beyond) for rank in sorted(job.left)
+                ev.CopyReport(operation=job.id, rank=rank, faults=beyond)
+                for rank in sorted(job.left)
             ]
         return events + self._nonsense_about_leases()
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _LOOP_MAX = 20_000
 """No world needs so many steps; one that does is stuck."""
 
-_QUIETING = frozenset({ev.Report, ev.RankLost, ev.TierOff})
+_QUIETING = frozenset({ev.CopyReport, ev.RankLost, ev.TierOff})
 """After these, a copy may have no rank left that could touch its slots."""
 
 
@@ -85,7 +85,7 @@ class World:
         self._reactions: dict[type[ef.Effect], list[Callable[..., None]]] = {
             ef.Copy: [self.ranks.start],
             ef.Abandon: [self.ranks.abandon],
-            ef.Drop: [self.ranks.drop],
+            ef.DropBlocks: [self.ranks.drop],
             ef.Ended: [self.ranks.end],
             ef.Settled: [self.ranks.settle],
         }

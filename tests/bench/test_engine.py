@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.bench.engine import run_engine
 from penstock.bench.engine_model import EIGHT_B
 from penstock.bench.engine_plan import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 SMALL = EnginePlan(
     architecture=replace(
@@ -44,7 +44,7 @@ SMALL = EnginePlan(
 
 
 def test_every_part_tells_its_rows_and_claims() -> None:
-    report = Report(version="0", command="penstock bench engine")
+    report = BenchReport(version="0", command="penstock bench engine")
 
     run_engine(report, SMALL)
 
@@ -59,7 +59,7 @@ def test_every_part_tells_its_rows_and_claims() -> None:
 
 
 def test_one_part_can_be_measured_alone() -> None:
-    report = Report(version="0", command="penstock bench engine --only decode")
+    report = BenchReport(version="0", command="penstock bench engine --only decode")
 
     run_engine(report, replace(SMALL, parts=("decode",)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.bench.handoff import run_handoff
 from penstock.bench.handoff_rank import BenchShape
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.cli.app import run
 from penstock.cli.conventions import ExitStatus
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def test_every_side_is_measured_between_processes() -> None:
-    report = Report(version="test", command="test")
+    report = BenchReport(version="test", command="test")
     shape = BenchShape(layers=3, tokens=128, block_tokens=16, order="token major")
 
     run_handoff(report, rounds=2, shapes=[shape])

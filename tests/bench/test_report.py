@@ -8,7 +8,7 @@ import pytest
 
 from penstock.bench.machine import Machine
 from penstock.bench.measure import Summary
-from penstock.bench.report import Document, Param, Report
+from penstock.bench.report import BenchReport, Document, Param
 
 MACHINE = Machine(
     cpu="Abacus 9", cores=2, memory_bytes=1 << 34, kernel="Linux 6", python="3.11", numpy="2.0"
@@ -20,11 +20,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def new_report() -> Report:
-    return Report(version="0.1.0", command="penstock bench index", machine=MACHINE)
+def new_report() -> BenchReport:
+    return BenchReport(version="0.1.0", command="penstock bench index", machine=MACHINE)
 
 
-def add_row(report: Report, *, side: str = "penstock", **params: Param) -> None:
+def add_row(report: BenchReport, *, side: str = "penstock", **params: Param) -> None:
     report.add_row(
         bench="index",
         side=side,
@@ -77,7 +77,7 @@ def test_a_report_without_rows_is_not_written() -> None:
 
 
 def test_a_field_of_the_wrong_type_is_not_written() -> None:
-    report = Report(version=1, command="penstock bench index", machine=MACHINE)  # type: ignore[arg-type]
+    report = BenchReport(version=1, command="penstock bench index", machine=MACHINE)  # type: ignore[arg-type]
     add_row(report, tokens=8192)
 
     with pytest.raises(msgspec.ValidationError, match="penstock"):

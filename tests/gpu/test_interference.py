@@ -10,7 +10,7 @@ import torch
 from lab.bench.interference.bare import BareCopies, Extents
 from lab.bench.interference.on_cuda import run_on_cuda
 from lab.bench.interference.plan import Plan
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ SIDES = {
 
 
 def test_every_side_moves_blocks_beside_a_loop_and_is_verified() -> None:
-    report = Report(version="0", command="test")
+    report = BenchReport(version="0", command="test")
     plan = Plan(loops=("small",), rounds=1, seconds=0.05, wanted=(30.0,))
     told: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.bench import transfer
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ CEILING = {("ceiling", direction) for direction in (*ONE_WAY, "both")}
 def test_every_side_moves_blocks_and_is_told_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    report = Report(version="0", command="test")
+    report = BenchReport(version="0", command="test")
     # With less, no poll would submit as much as is timed.
     monkeypatch.setattr(transfer, "MOVED_BYTES", transfer.SUBMITTED_BYTES)
 

@@ -117,13 +117,13 @@ class Driver:
         return self.answer(ev.Fork(lease=lease, request=request), ef.Granted)
 
     def release(self, lease: LeaseId) -> None:
-        self.handle(ev.Release(lease=lease))
+        self.handle(ev.ReleaseLease(lease=lease))
 
     def preempt(self, lease: LeaseId) -> None:
         self.handle(ev.Preempt(lease=lease))
 
     def pin(self, prompt: str) -> ef.Pinned:
-        return self.answer(ev.Pin(keys=self.keys(prompt)), ef.Pinned)
+        return self.answer(ev.PinBlocks(keys=self.keys(prompt)), ef.Pinned)
 
     def tick(self, *, after_s: float = 0.0) -> None:
         self.now += after_s
@@ -180,7 +180,9 @@ class Driver:
         self._unreported[copy.operation].discard(rank)
         if not self._unreported[copy.operation]:
             self.copies.pop(copy.operation, None)
-        self.handle(ev.Report(operation=copy.operation, rank=rank, faults=faults, failure=failure))
+        self.handle(
+            ev.CopyReport(operation=copy.operation, rank=rank, faults=faults, failure=failure)
+        )
 
     def complete(self, copy: ef.Copy) -> None:
         """Every rank that has not reported on a copy reports success."""

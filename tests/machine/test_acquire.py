@@ -383,7 +383,7 @@ def test_a_lease_that_was_released_cannot_be_used(make_driver: MakeDriver) -> No
     driver.release(lease)
 
     for event in (
-        ev.Release(lease=lease),
+        ev.ReleaseLease(lease=lease),
         ev.Preempt(lease=lease),
         ev.Grow(lease=lease, token_count=9),
         ev.Commit(lease=lease, token_count=5, keys=driver.keys("ab")),

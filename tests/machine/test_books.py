@@ -386,7 +386,7 @@ def test_a_lower_tier_that_forgets_says_where_the_block_lay(make_driver: MakeDri
 
     driver.commit(driver.acquire("b").lease, "b")
 
-    (drop,) = driver.told(ef.Drop)
+    (drop,) = driver.told(ef.DropBlocks)
     assert (drop.tier, driver.words(drop.keys), drop.slots.tolist()) == (1, ["a"], [slot])
 
 
@@ -396,7 +396,7 @@ def test_the_device_forgets_in_silence(make_driver: MakeDriver) -> None:
 
     driver.acquire("xy", more_tokens=0)
 
-    assert not driver.told(ef.Drop)
+    assert not driver.told(ef.DropBlocks)
 
 
 def test_asking_for_a_tier_without_slots_of_ours_is_our_defect(make_driver: MakeDriver) -> None:

@@ -185,7 +185,7 @@ def test_a_corrupt_source_is_dropped_and_counted(make_driver: MakeDriver) -> Non
 
     assert driver.cached_in("host") == {"ab"}
     assert driver.machine.statistics().blocks_corrupt == 1
-    (drop,) = driver.told(ef.Drop)
+    (drop,) = driver.told(ef.DropBlocks)
     assert (drop.tier, driver.words(drop.keys)) == (1, ["a"])
 
 
@@ -231,7 +231,9 @@ def test_a_fault_outside_the_operation_is_refused_and_changes_nothing(
     for position in (2, -1):
         with pytest.raises(ValueError, match=f"faults: position {position} is outside"):
             driver.handle(
-                ev.Report(operation=copy.operation, rank=0, faults=[(position, BlockFault.CORRUPT)])
+                ev.CopyReport(
+                    operation=copy.operation, rank=0, faults=[(position, BlockFault.CORRUPT)]
+                )
             )
 
     assert driver.machine.freeze() == before
@@ -319,7 +321,7 @@ def test_a_second_report_of_a_rank_is_dropped_and_counted(make_driver: MakeDrive
     driver.report(copy, rank=0)
     before = driver.machine.freeze()
 
-    driver.handle(ev.Report(operation=copy.operation, rank=0, failure="twice"))
+    driver.handle(ev.CopyReport(operation=copy.operation, rank=0, failure="twice"))
 
     assert driver.effects == []
     assert driver.machine.freeze() == before
@@ -332,7 +334,7 @@ def test_a_report_after_the_end_is_dropped_and_counted(make_driver: MakeDriver) 
     before = driver.machine.freeze()
 
     for _ in range(3):
-        driver.handle(ev.Report(operation=copy.operation, rank=0))
+        driver.handle(ev.CopyReport(operation=copy.operation, rank=0))
 
     assert driver.machine.freeze() == before
     assert driver.machine.statistics().reports_late == 3
@@ -347,7 +349,7 @@ def test_an_answer_to_another_life_is_dropped_and_counted(
     driver, copy = saving(make_driver)
     before = driver.machine.freeze()
 
-    driver.handle(ev.Report(operation=copy.operation._replace(**change), rank=0))
+    driver.handle(ev.CopyReport(operation=copy.operation._replace(**change), rank=0))
 
     assert driver.machine.freeze() == before
     assert driver.machine.statistics().reports_late == 1
@@ -356,7 +358,7 @@ def test_an_answer_to_another_life_is_dropped_and_counted(
 def test_a_report_of_an_unknown_rank_is_dropped_and_counted(make_driver: MakeDriver) -> None:
     driver, copy = saving(make_driver, ranks=2)
 
-    driver.handle(ev.Report(operation=copy.operation, rank=2))
+    driver.handle(ev.CopyReport(operation=copy.operation, rank=2))
 
     assert driver.machine.statistics().reports_late == 1
     assert driver.machine.statistics().operations_running == 1
@@ -377,7 +379,7 @@ def _ids(driver: Driver) -> set[tuple[int, int]]:
     return {
         (event.operation.epoch, event.operation.sequence)
         for event, _ in driver.past
-        if isinstance(event, ev.Report)
+        if isinstance(event, ev.CopyReport)
     }
 
 

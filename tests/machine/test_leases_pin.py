@@ -31,7 +31,7 @@ def test_a_pinned_prefix_stays_in_every_tier(make_driver: MakeDriver, eviction: 
 def test_blocks_before_a_pinned_one_stay_with_it(make_driver: MakeDriver) -> None:
     driver = make_driver(device=6)
     driver.store("abc")
-    driver.handle(ev.Pin(keys=[driver.key("abc")]))
+    driver.handle(ev.PinBlocks(keys=[driver.key("abc")]))
 
     driver.store("xy", "uv")
 
@@ -67,7 +67,7 @@ def test_an_unpinned_prefix_leaves_when_its_turn_comes(make_driver: MakeDriver) 
     driver.store("ab")
     pinned = driver.pin("ab")
 
-    driver.handle(ev.Unpin(pin=pinned.pin))
+    driver.handle(ev.UnpinBlocks(pin=pinned.pin))
     driver.store("xyz", "uvw")
 
     assert driver.tiers_with("ab") == set()
@@ -78,9 +78,9 @@ def test_a_block_stays_until_its_last_pin_is_gone(make_driver: MakeDriver) -> No
     driver.store("ab")
     first, second = driver.pin("ab"), driver.pin("a")
 
-    driver.handle(ev.Unpin(pin=first.pin))
+    driver.handle(ev.UnpinBlocks(pin=first.pin))
     after_first = driver.leaving_order()
-    driver.handle(ev.Unpin(pin=second.pin))
+    driver.handle(ev.UnpinBlocks(pin=second.pin))
 
     assert after_first == ["ab"]
     assert driver.leaving_order() == ["ab", "a"]
@@ -92,7 +92,7 @@ def test_a_block_being_demoted_stays_when_it_is_pinned(make_driver: MakeDriver) 
     driver.store("abc")
     driver.tick()
 
-    driver.handle(ev.Pin(keys=[driver.key("abc")]))
+    driver.handle(ev.PinBlocks(keys=[driver.key("abc")]))
     driver.complete(driver.copy(Purpose.DEMOTE))
 
     assert driver.tiers_with("abc") == {"device", "host"}
@@ -134,7 +134,7 @@ def test_room_for_pins_comes_back_with_unpinning(make_driver: MakeDriver) -> Non
     driver = make_driver(device=8, pin_share=0.5)
     pinned = driver.pin("abcd")
 
-    driver.handle(ev.Unpin(pin=pinned.pin))
+    driver.handle(ev.UnpinBlocks(pin=pinned.pin))
 
     assert driver.pin("wxyz").pin == 2
 
@@ -143,13 +143,13 @@ def test_a_key_twice_in_one_pin_is_refused(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8)
 
     with pytest.raises(ValueError, match="a key occurs twice"):
-        driver.handle(ev.Pin(keys=[driver.key("a")] * 2))
+        driver.handle(ev.PinBlocks(keys=[driver.key("a")] * 2))
 
 
 def test_a_pin_ends_once(make_driver: MakeDriver) -> None:
     driver = make_driver(device=8)
     pinned = driver.pin("a")
-    driver.handle(ev.Unpin(pin=pinned.pin))
+    driver.handle(ev.UnpinBlocks(pin=pinned.pin))
 
     with pytest.raises(ValueError, match="pin is 1: it was unpinned, or never given"):
-        driver.handle(ev.Unpin(pin=pinned.pin))
+        driver.handle(ev.UnpinBlocks(pin=pinned.pin))

@@ -72,7 +72,7 @@ def test_a_defect_is_told_with_the_story_of_the_block(make_driver: MakeDriver) -
     driver.books.device.pool.holders[granted.table[0]] = 0
 
     with pytest.raises(InvariantViolation, match="was released once too often") as found:
-        driver.handle(ev.Release(lease=granted.lease))
+        driver.handle(ev.ReleaseLease(lease=granted.lease))
 
     assert any("published" in line for line in found.value.story)
 

@@ -214,7 +214,7 @@ class CacheLife(hs.RuleBasedStateMachine):
             if request is not None and request.state is LeaseState.READY:
                 self.compute_up_to(request, len(tokens))
                 if one % 4:
-                    self.release(request, ev.Release)
+                    self.release(request, ev.ReleaseLease)
 
     @hs.rule(number=picks, count=st.sampled_from([1, 2, 3, PROMPT_TOKENS_MAX]))
     def compute(self, number: int, count: int) -> None:
@@ -249,13 +249,13 @@ class CacheLife(hs.RuleBasedStateMachine):
             request.published += len(keys)
             self.known.update(keys)
 
-    @hs.rule(number=picks, kind=st.sampled_from([ev.Release, ev.Preempt]))
-    def end(self, number: int, kind: type[ev.Release | ev.Preempt]) -> None:
+    @hs.rule(number=picks, kind=st.sampled_from([ev.ReleaseLease, ev.Preempt]))
+    def end(self, number: int, kind: type[ev.ReleaseLease | ev.Preempt]) -> None:
         request = self.pick(number, *LeaseState)
         if request is not None:
             self.release(request, kind)
 
-    def release(self, request: Request, kind: type[ev.Release | ev.Preempt]) -> None:
+    def release(self, request: Request, kind: type[ev.ReleaseLease | ev.Preempt]) -> None:
         del self.requests[request.lease]
         self.send(kind(lease=request.lease))
 
@@ -269,10 +269,10 @@ class CacheLife(hs.RuleBasedStateMachine):
                 self.fork(request)
             case "pin" if len(self.pins) < 3:
                 with suppress(CapacityError):
-                    event = ev.Pin(keys=keys[:2])
+                    event = ev.PinBlocks(keys=keys[:2])
                     self.pins.append(ef.answer(self.send(event), ef.Pinned).pin)
             case "unpin" if self.pins:
-                self.send(ev.Unpin(pin=self.pins.pop(number % len(self.pins))))
+                self.send(ev.UnpinBlocks(pin=self.pins.pop(number % len(self.pins))))
             case "prefetch":
                 self.send(ev.Prefetch(keys=keys, cause="whim"))
 
@@ -299,7 +299,7 @@ class CacheLife(hs.RuleBasedStateMachine):
     def answer(self, flight: Flight, rank: int, **outcome: Any) -> None:
         self.ground(flight, {rank})
         operation = flight.copy.operation
-        self.send(ev.Report(operation=operation, rank=rank, **outcome))
+        self.send(ev.CopyReport(operation=operation, rank=rank, **outcome))
         assert (operation in self.quiet) == (not flight.unreported)
 
     def ground(self, flight: Flight, ranks: set[int]) -> None:
@@ -338,7 +338,7 @@ class CacheLife(hs.RuleBasedStateMachine):
     @hs.precondition(lambda self: self.landed)
     def report_again(self, number: int) -> None:
         operation, before = self.landed[number % len(self.landed)], self.machine.freeze()
-        late = ev.Report(operation=operation, rank=number % 2, failure="late")
+        late = ev.CopyReport(operation=operation, rank=number % 2, failure="late")
         assert self.send(late) == []
         assert self.machine.freeze() == before
 
@@ -453,7 +453,7 @@ class CacheLife(hs.RuleBasedStateMachine):
         """When everything has ended, nothing is held and nothing is on its way."""
         self.finish()
         for request in list(self.requests.values()):
-            self.release(request, ev.Release)
+            self.release(request, ev.ReleaseLease)
         self.finish()
         for tier in self.machine.statistics().tiers:
             assert (tier.held, tier.filling, tier.leaving, tier.doomed) == (0, 0, 0, 0)

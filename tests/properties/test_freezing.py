@@ -110,7 +110,7 @@ class Author:
         if not self.books.leases:
             return ev.Tick()
         lease = self.random.choice(list(self.books.leases.values()))
-        ends: list[ev.Event] = [ev.Release(lease=lease.id), ev.Preempt(lease=lease.id)]
+        ends: list[ev.Event] = [ev.ReleaseLease(lease=lease.id), ev.Preempt(lease=lease.id)]
         if lease.state is not LeaseState.READY:
             return self.random.choice([*ends, ev.Tick(), ev.Tick()])
         commit = self.commit(lease)
@@ -133,7 +133,7 @@ class Author:
         rank = self.random.choice(sorted(operation.waiting_ranks))
         position = self.random.randrange(len(operation.keys))
         faults = [(position, self.random.choice(list(BlockFault)))]
-        return ev.Report(
+        return ev.CopyReport(
             operation=operation.id,
             rank=rank,
             faults=faults if self.random.random() < 0.2 else [],
@@ -155,8 +155,8 @@ class Author:
                 ev.TierOff(tier=tier, fenced=flag),
                 *[ev.TierOn(tier=tier, kept=flag)] * 3,
                 ev.Prefetch(keys=keys, cause="whim"),
-                ev.Pin(keys=keys[:2]),
-                ev.Unpin(pin=PinId(random.randint(1, 4))),
+                ev.PinBlocks(keys=keys[:2]),
+                ev.UnpinBlocks(pin=PinId(random.randint(1, 4))),
                 ev.Reset(why="test"),
                 *[found] * 3,
             ]
@@ -175,13 +175,13 @@ class Author:
             lambda: ev.Commit(lease=lease, token_count=random.randint(-1, 12), keys=keys),
             lambda: ev.Grow(lease=lease, token_count=random.randint(-5, 99)),
             lambda: ev.Fork(lease=lease, request="fork"),
-            lambda: ev.Release(lease=lease),
+            lambda: ev.ReleaseLease(lease=lease),
             lambda: ev.Preempt(lease=lease),
-            lambda: ev.Report(operation=operation, rank=3, faults=[(9, BlockFault.CORRUPT)]),
+            lambda: ev.CopyReport(operation=operation, rank=3, faults=[(9, BlockFault.CORRUPT)]),
             self.report_outside,
             lambda: ev.Cancel(operation=operation),
-            lambda: ev.Pin(keys=keys_of("abababab")),
-            lambda: ev.Pin(keys=keys * 2),
+            lambda: ev.PinBlocks(keys=keys_of("abababab")),
+            lambda: ev.PinBlocks(keys=keys * 2),
             lambda: ev.RankLost(rank=2),
             lambda: ev.TierOff(tier=random.choice((0, 3)), fenced=True),
             lambda: ev.TierOn(tier=-1, kept=False),
@@ -195,7 +195,7 @@ class Author:
         for operation in self.books.ledger.operations.values():
             rank = min(operation.waiting_ranks)
             fault = (len(operation.keys), BlockFault.UNREADABLE)
-            return ev.Report(operation=operation.id, rank=rank, faults=[fault])
+            return ev.CopyReport(operation=operation.id, rank=rank, faults=[fault])
         return ev.Tick()
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.cache.explain import MissReason
 from penstock.cache.states import LeaseState
 from penstock.machine import effects as ef
-from penstock.machine.events import Acquire, Release, Report, Tick
+from penstock.machine.events import Acquire, CopyReport, ReleaseLease, Tick
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.keys import KeyChain
 
@@ -105,7 +105,7 @@ def test_the_engine_hears_only_what_is_meant_for_it(make_engine: MakeEngine) -> 
     told = engine.driver.handle(Acquire(request="raw", keys=chain.keys, token_count=29))
     (granted,) = told
     assert isinstance(granted, ef.Granted)
-    told += engine.driver.handle(Release(lease=granted.lease))
+    told += engine.driver.handle(ReleaseLease(lease=granted.lease))
     told += engine.driver.step()
     with engine.cache.acquire(tokens(32, 500)) as lease:
         engine.compute(lease, tokens(32, 500))
@@ -160,7 +160,7 @@ def test_reports_of_an_earlier_life_are_counted_and_dropped(engine: Engine) -> N
     engine.turn(tokens(8))
     stranger = OperationId(engine.driver.machine.incarnation ^ 1, 0, 1)
 
-    told = engine.driver.handle(Report(operation=stranger, rank=0))
+    told = engine.driver.handle(CopyReport(operation=stranger, rank=0))
 
     assert told == []
     assert engine.cache.statistics().reports_late == 1

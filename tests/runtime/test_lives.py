@@ -14,7 +14,7 @@ from penstock.errors import PeerError
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.messages import Plan, decode_plan, decode_report, encode_plan
 from penstock.runtime.rank_facts import TierFacts
-from penstock.transport.base import Item
+from penstock.transport.base import ReceivedFrame
 from penstock.transport.inproc import channel_pair
 from penstock.vocabulary.checksums import Algorithm
 
@@ -61,7 +61,7 @@ class Engine:
         """A rank takes the next plan from its channel, and reports what it has done."""
         rank, (_, far) = self.ranks[number], self.channels[number]
         arrived = far.receive()
-        if isinstance(arrived, Item):
+        if isinstance(arrived, ReceivedFrame):
             rank.take(arrived.frame)
         report = rank.step()
         if report is not None:

@@ -20,7 +20,7 @@ from penstock.runtime.acknowledgements import ASK_S, GRACE_S
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank import serve, take_plans
 from penstock.runtime.rank_links import meet, send_all
-from penstock.transport.base import Closed, Empty, Item
+from penstock.transport.base import ChannelClosed, Empty, ReceivedFrame
 from penstock.transport.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_a_report_of_blocks_that_an_operation_does_not_have_is_the_end_of_a_rank
     linked.owner.step()
     linked.work(0)
     arrived = linked.far[1].receive()
-    assert isinstance(arrived, Item)
+    assert isinstance(arrived, ReceivedFrame)
     plan = decode_plan(arrived.frame)
     moved = Moved(plan.copies[0].operation, ((2, BlockFault.CORRUPT),))
     life = linked.fleet.ranks[1].facts.life
@@ -247,7 +247,7 @@ def test_nonsense_from_the_owner_ends_a_rank_with_an_error(make_fleet: MakeFleet
         serve(far, rank, until=time.monotonic() + 60)
 
     # Or the owner would wait for as long as the process lives, and call it healthy.
-    assert isinstance(near.receive(), Closed)
+    assert isinstance(near.receive(), ChannelClosed)
 
 
 def test_a_rank_is_served_once(make_fleet: MakeFleet) -> None:

@@ -12,7 +12,7 @@ from penstock.engine import messages as ms
 from penstock.machine.kv_events import AllCleared, BlocksStored
 from penstock.serve.instance_link import InstanceLink, InstanceLost, RequestRefusal
 from penstock.serve.router import Router
-from penstock.transport.base import Item
+from penstock.transport.base import ReceivedFrame
 from penstock.transport.inproc import InprocChannel, channel_pair
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Instance:
 
     def heard(self) -> list[Any]:
         found = []
-        while isinstance(said := self.channel.receive(), Item):
+        while isinstance(said := self.channel.receive(), ReceivedFrame):
             found.append(ms.read_by_instance(said.frame))
         return found
 

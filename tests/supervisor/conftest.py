@@ -15,7 +15,7 @@ import pytest
 from penstock.supervisor import client
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.spec import ProcessSpec
-from penstock.transport.base import Closed, Empty, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +101,7 @@ class Lab:
     def event(self) -> ProcessEvent:
         """The next event, which has to come."""
         event = self.supervisor.receive(deadline=time.monotonic() + PATIENCE_S)
-        assert not isinstance(event, Empty | Closed | Failed), event
+        assert not isinstance(event, Empty | ChannelClosed | ChannelFailed), event
         return event
 
 

@@ -17,7 +17,7 @@ import pytest
 from penstock.supervisor.client import Supervisor, SupervisorLink
 from penstock.supervisor.descriptors import inherited_descriptor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
-from penstock.transport.base import Closed, Empty
+from penstock.transport.base import ChannelClosed, Empty
 
 if TYPE_CHECKING:
     from tests.supervisor.conftest import Lab
@@ -137,8 +137,8 @@ def test_after_the_end_there_is_only_closed() -> None:
     with Supervisor.start() as supervisor:
         pass
 
-    assert supervisor.events() == [Closed()]
-    assert supervisor.receive(deadline=time.monotonic() + 60) == Closed()
+    assert supervisor.events() == [ChannelClosed()]
+    assert supervisor.receive(deadline=time.monotonic() + 60) == ChannelClosed()
     assert supervisor.lost is None
 
 

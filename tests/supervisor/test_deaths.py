@@ -15,7 +15,7 @@ import pytest
 
 from penstock.errors import UnavailableError
 from penstock.supervisor.client import Supervisor
-from penstock.transport.base import Closed, Empty, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 from tests.descriptors import open_descriptors
 from tests.supervisor.conftest import PATIENCE_S
 
@@ -98,7 +98,7 @@ def test_an_engine_that_lets_go_has_no_supervisor(lab: Lab, watch: Watch) -> Non
     lost = lab.supervisor._link.lose("for a test")
 
     assert [other.ended() for other in others] == [True, True]
-    assert lab.supervisor.lost == lost == Failed("for a test")
+    assert lab.supervisor.lost == lost == ChannelFailed("for a test")
 
 
 # The supervisor's.
@@ -114,7 +114,7 @@ def test_a_killed_supervisor_is_a_failure_and_takes_its_processes_along(
     os.kill(lab.supervisor.pid, signal.SIGKILL)
     found = lab.supervisor.receive(deadline=time.monotonic() + 60)
 
-    failed = Failed(f"the supervisor (process {lab.supervisor.pid}) ended by signal 9")
+    failed = ChannelFailed(f"the supervisor (process {lab.supervisor.pid}) ended by signal 9")
     assert found == failed
     assert lab.supervisor.events() == [failed]
     assert lab.supervisor.lost == failed
@@ -148,7 +148,7 @@ def test_what_was_told_before_the_end_is_heard_before_it(lab: Lab, watch: Watch)
     assert [type(event).__name__ for event in events] == [
         "ProcessStarted",
         "ProcessExited",
-        "Failed",
+        "ChannelFailed",
     ]
 
 
@@ -184,7 +184,7 @@ def test_a_supervisor_that_hangs_at_the_end_is_killed(lab: Lab, watch: Watch) ->
     lab.supervisor.close(deadline=time.monotonic() + 0.1)
 
     assert [other.ended() for other in others] == [True, True]
-    assert lab.supervisor.events()[-1] == Closed()
+    assert lab.supervisor.events()[-1] == ChannelClosed()
     with pytest.raises(UnavailableError, match="the supervisor was closed"):
         lab.supervisor.fetch("line")
 

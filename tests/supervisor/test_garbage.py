@@ -23,7 +23,7 @@ from penstock.supervisor.client import SupervisorLink
 from penstock.supervisor.descriptors import HELD_MAX
 from penstock.supervisor.messages import WAITING_MAX, channel_pair
 from penstock.supervisor.spec import ProcessSpec
-from penstock.transport.base import Empty, Failed
+from penstock.transport.base import ChannelFailed, Empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -300,7 +300,7 @@ def test_an_engine_does_not_believe_everything_either() -> None:
 
         found = link.receive(None)
 
-        assert isinstance(found, Failed)
+        assert isinstance(found, ChannelFailed)
         assert found.cause.startswith(
             "the supervisor cannot be understood: a frame has version 7, must have version 1"
         )
@@ -318,5 +318,5 @@ def test_a_copy_of_the_other_end_does_not_hide_a_death() -> None:
         process.kill()
 
         found = link.receive(time.monotonic() + PATIENCE_S)
-        assert found == Failed(f"the supervisor (process {process.pid}) ended by signal 9")
+        assert found == ChannelFailed(f"the supervisor (process {process.pid}) ended by signal 9")
         link.close(deadline=0.0)

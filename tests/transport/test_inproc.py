@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.transport.base import Empty, Failed, Item
+from penstock.transport.base import ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.inproc import InprocChannel, channel_pair
 from tests.descriptors import open_descriptors
 
@@ -25,7 +25,7 @@ def test_a_simulator_runs_its_world_where_others_wait() -> None:
     near, far = channel_pair(wait=wait)
 
     assert near.receive(deadline=3.0) == Empty()
-    assert near.receive(deadline=7.0) == Item(b"came at 5")
+    assert near.receive(deadline=7.0) == ReceivedFrame(b"came at 5")
     assert waited == [3.0, 7.0]
 
 
@@ -35,7 +35,7 @@ def test_no_descriptor_is_made_unless_somebody_waits() -> None:
     pairs = [channel_pair() for _ in range(100)]
     for near, far in pairs:
         near.send(b"x")
-        assert far.receive() == Item(b"x")
+        assert far.receive() == ReceivedFrame(b"x")
         assert far.receive() == Empty()
 
     assert open_descriptors() <= before
@@ -47,8 +47,8 @@ def test_both_ends_of_a_failed_channel_know_the_cause() -> None:
 
     near.fail("rank 0 was killed")
 
-    assert far.receive() == Item(b"before")
-    assert near.receive() == far.receive() == Failed("rank 0 was killed")
+    assert far.receive() == ReceivedFrame(b"before")
+    assert near.receive() == far.receive() == ChannelFailed("rank 0 was killed")
 
 
 def test_a_closed_end_gives_its_descriptor_back() -> None:

@@ -46,7 +46,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as anot
 # looks at nothing until it is told otherwise.
 ECHO = """
 import sys, time
-from penstock.transport.base import Closed, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import ChannelSettings, Listener
 
@@ -60,12 +60,12 @@ while True:
         channels.append(found)
     for channel in list(channels):
         match channel.receive():
-            case Item(frame):
+            case ReceivedFrame(frame):
                 channel.send(frame)
                 if frame == b"be busy":
                     print("busy", flush=True)
                     sys.stdin.readline()
-            case Closed() | Failed():
+            case ChannelClosed() | ChannelFailed():
                 channels.remove(channel)
                 channel.close()
 """

@@ -10,7 +10,13 @@ import pytest
 import zmq
 
 from penstock.testing.channel_suite import receive_end, receive_frame, soon
-from penstock.transport.base import FRAME_BYTES_MAX, Closed, Empty, Failed, Item
+from penstock.transport.base import (
+    FRAME_BYTES_MAX,
+    ChannelClosed,
+    ChannelFailed,
+    Empty,
+    ReceivedFrame,
+)
 from penstock.transport.waiting import wait_readable
 from penstock.transport.wire import (
     HEADER_BYTES,
@@ -280,14 +286,14 @@ def test_a_lost_frame_fails_the_channel(raw: Raw, channel: ZmqChannel) -> None:
     raw.send(Kind.FRAME, 4, b"fourth")
 
     assert receive_frame(channel) == b"first"
-    assert receive_end(channel) == Failed("frames 2 to 3 of rank 0 were lost")
+    assert receive_end(channel) == ChannelFailed("frames 2 to 3 of rank 0 were lost")
 
 
 def test_a_frame_that_is_too_long_fails_the_channel(raw: Raw, channel: ZmqChannel) -> None:
     """ZeroMQ ends the connection before it is read."""
     raw.send(Kind.FRAME, 1, bytes(FRAME_BYTES_MAX + 1))
 
-    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+    assert receive_end(channel) == ChannelFailed("the connection to rank 0 was lost")
 
 
 def test_a_peer_that_ignores_its_window_fails(raw: Raw, channel: ZmqChannel) -> None:
@@ -302,7 +308,7 @@ def test_a_peer_that_ignores_its_window_fails(raw: Raw, channel: ZmqChannel) -> 
     end = receive_end(channel)
 
     assert len(frames) == 9
-    assert isinstance(end, Failed)
+    assert isinstance(end, ChannelFailed)
     assert "9 frames of 9 bytes ahead of its credit of 8 frames" in end.cause
 
 
@@ -369,13 +375,13 @@ def test_mutated_headers_never_deliver_a_frame_out_of_its_turn(
             raw.link.send(mutated)
         raw.link.send(good)
         answer = channel.receive(deadline=soon())
-        if answer != Item(sequence.to_bytes(8, "big")):
+        if answer != ReceivedFrame(sequence.to_bytes(8, "big")):
             break
         received += 1
         mutated_count += differs
 
     ended = channel.receive()
-    assert received == 199 or isinstance(ended, Failed | Closed)
+    assert received == 199 or isinstance(ended, ChannelFailed | ChannelClosed)
     assert channel.refused.total() == mutated_count
 
 
@@ -405,7 +411,7 @@ def test_a_listener_of_another_version_fails_the_channel_with_both_versions(
 
     channel = dial_for(front, answer, SETTINGS)
 
-    assert receive_end(channel) == Failed(
+    assert receive_end(channel) == ChannelFailed(
         f"{channel.name} refused: greeting has version {version}, must have version 2: "
         "both sides must be of one release"
     )
@@ -441,7 +447,7 @@ def test_an_answer_that_is_none_is_ignored_until_the_channel_fails(
 
     channel._open_deadline = time.monotonic()  # Or the test would take a minute.
 
-    assert receive_end(channel) == Failed(f"no answer from {channel.name} in 60.0 s")
+    assert receive_end(channel) == ChannelFailed(f"no answer from {channel.name} in 60.0 s")
     assert channel.refused == {RefusalReason.GARBAGE: 1}
     channel.close()
 
@@ -457,5 +463,5 @@ def test_a_channel_whose_listener_is_gone_before_it_gets_there_fails(
 
     channel = dial_for(front, encode_greeting(welcome), SETTINGS)
 
-    assert receive_end(channel) == Failed("x was gone before the connection was made")
+    assert receive_end(channel) == ChannelFailed("x was gone before the connection was made")
     channel.close()

@@ -17,7 +17,7 @@ from penstock.testing.channel_suite import (
     soon,
 )
 from penstock.testing.peer_process import peer_process
-from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, Listener, connect, dial
@@ -134,7 +134,7 @@ def quickly_given_up(
 
 def receive_last(channel: ZmqChannel) -> Received:
     """How a channel ended, whatever came before."""
-    while isinstance(received := channel.receive(deadline=soon()), Item):
+    while isinstance(received := channel.receive(deadline=soon()), ReceivedFrame):
         pass
     return received
 
@@ -157,7 +157,7 @@ def test_a_peer_that_closes_and_exits_at_once_is_closed_after_its_last_frame(
     peer.tell("close")
 
     assert receive_frame(channel) == b"last words"
-    assert receive_end(channel) == Closed()
+    assert receive_end(channel) == ChannelClosed()
     assert peer.wait() == 0
 
 
@@ -166,14 +166,14 @@ def test_a_peer_that_exits_without_closing_has_failed(
 ) -> None:
     peer.tell("leave")
 
-    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+    assert receive_end(channel) == ChannelFailed("the connection to rank 0 was lost")
 
 
 def test_a_killed_peer_has_failed_at_once(peer: PeerProcess, channel: ZmqChannel) -> None:
     """The kernel tells; no heartbeat has to be missed, which would take minutes here."""
     peer.kill()
 
-    assert receive_end(channel) == Failed("the connection to rank 0 was lost")
+    assert receive_end(channel) == ChannelFailed("the connection to rank 0 was lost")
     with pytest.raises(UnavailableError, match="lost"):
         channel.send(b"x")
 
@@ -182,7 +182,7 @@ def test_a_stopped_peer_has_failed_when_it_was_silent_for_too_long(near: str) ->
     with quickly_given_up(near) as (peer, channel):
         peer.stop()
 
-        assert receive_last(channel) == Failed("rank 0 has not answered for 0.5 s")
+        assert receive_last(channel) == ChannelFailed("rank 0 has not answered for 0.5 s")
 
 
 def test_a_peer_that_is_stopped_for_some_heartbeats_is_not_given_up(
@@ -203,14 +203,16 @@ def test_a_peer_that_was_stopped_and_goes_on_learns_that_it_was_given_up(near: s
     """Both ends agree in the end: neither goes on as if nothing had happened."""
     with quickly_given_up(near) as (peer, channel):
         peer.stop()
-        assert isinstance(receive_last(channel), Failed)
+        assert isinstance(receive_last(channel), ChannelFailed)
 
         peer.resume()
         peer.tell("end")
 
         # It may have been stopped before `connect` had returned, and learns it from that.
         told = peer.hear()
-        assert told == "Failed(cause='the connection to engine was lost')" or peer.wait() == 1
+        assert (
+            told == "ChannelFailed(cause='the connection to engine was lost')" or peer.wait() == 1
+        )
 
 
 def test_a_peer_that_takes_nothing_for_long_is_not_given_up(near: str) -> None:
@@ -228,7 +230,7 @@ def is_kept_although_full(near: str, silence_s: float) -> bool:
         try:
             taken = send_until_full(channel, bytes(1000))
             until = time.monotonic() + 3 * silence_s
-            while isinstance(channel.receive(deadline=until), Item):
+            while isinstance(channel.receive(deadline=until), ReceivedFrame):
                 pass
             if not channel.is_open:
                 return False
@@ -248,7 +250,7 @@ def test_wait_any_wakes_up_for_a_stopped_peer(near: str) -> None:
             found = wait_any([channel], deadline=soon())
 
             assert found.channels == (channel,)
-            if not isinstance(channel.receive(), Item):
+            if not isinstance(channel.receive(), ReceivedFrame):
                 break
         assert channel.failure == "rank 0 has not answered for 0.5 s"
 
@@ -266,7 +268,7 @@ def test_a_peer_that_is_stopped_before_its_first_heartbeat_is_missed_as_any_othe
     with quickly_given_up(near, program) as (peer, channel):
         peer.stop()
 
-        assert receive_last(channel) == Failed("rank 0 has not answered for 0.5 s")
+        assert receive_last(channel) == ChannelFailed("rank 0 has not answered for 0.5 s")
 
 
 def test_a_process_survives_that_closes_a_channel_whose_peer_goes_on_sending_and_is_killed(
@@ -306,9 +308,9 @@ def test_many_peers_are_apart(listener: Listener) -> None:
         channels["rank 3"].send(b"still here")
 
         assert receive_frame(channels["rank 3"]) == b"still here"
-        assert isinstance(receive_end(channels["rank 0"]), Failed)
+        assert isinstance(receive_end(channels["rank 0"]), ChannelFailed)
         assert receive_frame(channels["rank 2"]) == b"last words"
-        assert receive_end(channels["rank 2"]) == Closed()
+        assert receive_end(channels["rank 2"]) == ChannelClosed()
         for channel in channels.values():
             channel.close()
 
@@ -317,7 +319,7 @@ def require_another_life(listener: Listener, again: PeerProcess, earlier: ZmqCha
     other = listener.accept(deadline=soon())
     assert other is not None
     assert receive_frame(other) == b"ready"
-    assert isinstance(receive_last(earlier), Failed)
+    assert isinstance(receive_last(earlier), ChannelFailed)
     assert other.peer_incarnation != earlier.peer_incarnation
     again.tell("echo 1")
     other.send(b"x")

@@ -11,7 +11,7 @@ import pytest
 
 from lab.bench.vllm_run import run_vllm
 from lab.bench.vllm_workload import Workload
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ METRICS = {
 
 
 def test_both_sides_answer_the_same_and_are_measured() -> None:
-    report, shown = Report(version="0", command="lab bench vllm"), io.StringIO()
+    report, shown = BenchReport(version="0", command="lab bench vllm"), io.StringIO()
 
     run_vllm(report, python=Path(sys.executable), rounds=1, workloads=WORKLOADS, sides=SIDES)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import Param, Report
+    from penstock.bench.report import BenchReport, Param
 
 Reused = Literal["nothing", "prefixes"]
 
@@ -168,7 +168,9 @@ class _Running:
         self.answered = 0
 
 
-def run_engine_time(report: Report, *, rounds: int, shapes: Sequence[EngineShape] = SHAPES) -> None:
+def run_engine_time(
+    report: BenchReport, *, rounds: int, shapes: Sequence[EngineShape] = SHAPES
+) -> None:
     """Measures both kinds of requests, with the tier and without it."""
     kinds: tuple[Reused, ...] = ("nothing", "prefixes")
     for shape in shapes:
@@ -176,7 +178,7 @@ def run_engine_time(report: Report, *, rounds: int, shapes: Sequence[EngineShape
             _measure(report, shape, reused, rounds)
 
 
-def _measure(report: Report, shape: EngineShape, reused: Reused, rounds: int) -> None:
+def _measure(report: BenchReport, shape: EngineShape, reused: Reused, rounds: int) -> None:
     params: dict[str, Param] = {
         "reused": reused,
         "requests": shape.requests,
@@ -206,7 +208,7 @@ def _run_once(shape: EngineShape, reused: Reused, *, tier: bool) -> EngineRun:
 
 
 def _add(
-    report: Report,
+    report: BenchReport,
     side: str,
     params: dict[str, Param],
     metric: str,

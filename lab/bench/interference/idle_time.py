@@ -29,7 +29,7 @@ from penstock.transport.zeromq import Listener
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 MODULE = "lab.bench.interference.slow_rank"
 _AFTER_S = 0.5
@@ -49,7 +49,7 @@ class IdleRun:
     """How often the engine's wait came back before the time was over."""
 
 
-def run_idle_time(report: Report, *, idle_s: float) -> None:
+def run_idle_time(report: BenchReport, *, idle_s: float) -> None:
     """Measures an idle engine for so many seconds."""
     found = measure_idle(idle_s)
     params = {"seconds": round(found.seconds, 3), "waiting_requests": 1}

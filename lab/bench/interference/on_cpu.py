@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lab.bench.interference.engine_time import EngineShape
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 
 def run_on_cpu(
-    report: Report, *, rounds: int, idle_s: float, shapes: Sequence[EngineShape] = SHAPES
+    report: BenchReport, *, rounds: int, idle_s: float, shapes: Sequence[EngineShape] = SHAPES
 ) -> None:
     """Measures what the host tier costs the engine's thread, and what waiting costs."""
     run_engine_time(report, rounds=rounds, shapes=shapes)

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from lab.bench.interference.plan import Plan, Work
     from lab.bench.interference.shares import Window
     from lab.bench.interference.windows import Side
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 _BLOCK_STEPS = 16
 """A request needs a new block every so many steps."""
 
 
-def run_on_cuda(report: Report, plan: Plan, *, tell: Callable[[str], None]) -> None:
+def run_on_cuda(report: BenchReport, plan: Plan, *, tell: Callable[[str], None]) -> None:
     """Measures everything the plan names; `tell` hears how far it is."""
     report.add_note(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
@@ -99,7 +99,9 @@ class _Bench(NamedTuple):
     loop: DecodeLoop
 
 
-def _measure_loop(report: Report, plan: Plan, bench: _Bench, tell: Callable[[str], None]) -> None:
+def _measure_loop(
+    report: BenchReport, plan: Plan, bench: _Bench, tell: Callable[[str], None]
+) -> None:
     run_window(bench.loop, Alone(), seconds=plan.seconds)  # Compiled, chosen and warm.
     alone = run_window(bench.loop, Alone(), seconds=plan.seconds)
     tell(f"{bench.name}: {alone.seconds / alone.steps * 1e3:.2f} ms a step alone")

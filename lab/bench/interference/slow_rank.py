@@ -17,7 +17,7 @@ import numpy as np
 import penstock
 from penstock.cache.operations import Purpose
 from penstock.runtime.messages import decode_plan
-from penstock.transport.base import Empty, Item
+from penstock.transport.base import Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import connect
 
@@ -46,7 +46,7 @@ def main(address: str, delay_s: float) -> None:
     with penstock.open_rank(slow_config(), rank=0, kv=kv) as rank:
         channel = connect(address, name="rank 0", deadline=time.monotonic() + START_S)
         channel.send(rank.facts.to_bytes())
-        while isinstance(received := channel.receive(deadline=give_up), Item):
+        while isinstance(received := channel.receive(deadline=give_up), ReceivedFrame):
             copies = decode_plan(received.frame).copies
             if any(copy.purpose is Purpose.LOAD for copy in copies):
                 begins = time.monotonic() + delay_s

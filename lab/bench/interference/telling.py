@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lab.bench.interference.shares import Window
-    from penstock.bench.report import Param, Report
+    from penstock.bench.report import BenchReport, Param
 
 BENCH = "interference"
 ALONE = "alone"
@@ -32,7 +32,7 @@ BARE = "bare copies"
 
 
 def add_rows(
-    report: Report,
+    report: BenchReport,
     windows: Mapping[str, Sequence[Window]],
     *,
     loop: str,
@@ -60,7 +60,7 @@ def add_rows(
     return outcomes
 
 
-def add_verdicts(report: Report, outcomes: Sequence[Outcome], *, loop: str, work: str) -> None:
+def add_verdicts(report: BenchReport, outcomes: Sequence[Outcome], *, loop: str, work: str) -> None:
     """Adds what is claimed of one loop beside one kind of work."""
     ours = [outcome for outcome in outcomes if outcome.side.startswith(PENSTOCK)]
     others = [each for each in outcomes if not each.side.startswith((PENSTOCK, BARE))]
@@ -84,7 +84,7 @@ def add_verdicts(report: Report, outcomes: Sequence[Outcome], *, loop: str, work
 
 
 def _add(
-    report: Report,
+    report: BenchReport,
     side: str,
     params: Mapping[str, Param],
     metric: str,

@@ -20,7 +20,7 @@ from penstock.vocabulary.checksums import life_salt
 if TYPE_CHECKING:
     from lab.sim.runtime.world import RuntimeWorld
     from penstock.machine.effects import Abandon, Copy
-    from penstock.machine.events import Report
+    from penstock.machine.events import CopyReport
     from penstock.runtime.messages import RankReport
 
 
@@ -94,7 +94,7 @@ class RuntimeRanks(Ranks):
 
     # ---------------------------------------------------------------- what the owner hears
 
-    def hear(self, report: Report) -> None:
+    def hear(self, report: CopyReport) -> None:
         """The owner is about to act on a report: it must be true."""
         job = self.open.get(report.operation)
         if job is None or report.rank not in self._unheard(job):
@@ -182,7 +182,7 @@ class RuntimeRanks(Ranks):
         assert isinstance(job, RuntimeJob)
         return job.unheard
 
-    def _check_faults(self, job: Job, report: Report) -> None:
+    def _check_faults(self, job: Job, report: CopyReport) -> None:
         """What a rank calls corrupt was spoilt behind everybody's back."""
         for position, fault in report.faults:
             if fault is BlockFault.CORRUPT:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from penstock.errors import InvariantViolation, UnavailableError
 from penstock.transport.base import (
     BacklogError,
-    Closed,
+    ChannelClosed,
+    ChannelFailed,
     Empty,
-    Failed,
-    Item,
     Received,
+    ReceivedFrame,
     require_frame_fits,
 )
 
@@ -31,13 +31,13 @@ class Inbox:
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self.frames: deque[bytes] = deque()
-        self.end: Closed | Failed | None = None
+        self.end: ChannelClosed | ChannelFailed | None = None
         self.shut = False
         """Whether whoever has this end has closed it."""
         self.arrived = arrived
         """Called when there is something to take, or room to send again."""
 
-    def finish(self, end: Closed | Failed) -> None:
+    def finish(self, end: ChannelClosed | ChannelFailed) -> None:
         """Nothing more will come; the first reason counts."""
         if self.end is None:
             self.end = end
@@ -86,10 +86,10 @@ class SimChannel:
         """The next frame, or how it ended; never waits."""
         assert deadline is None
         if self._here.shut:
-            return Closed()
+            return ChannelClosed()
         if self._here.frames:
             self._there.arrived()  # There is room again.
-            return Item(self._here.frames.popleft())
+            return ReceivedFrame(self._here.frames.popleft())
         return Empty() if self._here.end is None else self._here.end
 
     def close(self) -> None:
@@ -97,12 +97,12 @@ class SimChannel:
         if not self._here.shut:
             self._here.shut = True
             self._here.frames.clear()
-            self._travel(self._there.finish, Closed())
+            self._travel(self._there.finish, ChannelClosed())
 
     def fail(self, cause: str) -> None:
         """Breaks the channel for both ends: what travels is lost, what has arrived is not."""
-        self._here.finish(Failed(cause))
-        self._there.finish(Failed(cause))
+        self._here.finish(ChannelFailed(cause))
+        self._there.finish(ChannelFailed(cause))
 
     def _travel(self, arrive: Callable[..., None], what: object) -> None:
         pause = self._world.rng.random() * 2 * self._world.delay_s

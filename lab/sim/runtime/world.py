@@ -238,7 +238,7 @@ class RuntimeWorld(World):
         return near
 
     def _take_in(self, event: Event, effects: list[Effect]) -> None:
-        if isinstance(event, ev.Report):
+        if isinstance(event, ev.CopyReport):
             self.ranks.hear(event)
         elif isinstance(event, ev.RankLost):
             if event.rank not in self.ranks.lost:

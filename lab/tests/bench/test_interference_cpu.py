@@ -12,7 +12,7 @@ from lab.bench.interference.engine_time import EngineShape, SmallEngine
 from lab.bench.interference.idle_time import measure_idle
 from lab.bench.interference.second_process_link import SecondProcess
 from lab.cli.app import run
-from penstock.bench.report import Document, Report
+from penstock.bench.report import BenchReport, Document
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_the_command_measures_on_the_cpu_and_writes_its_report(
 ) -> None:
     measure = on_cpu.run_engine_time
 
-    def small(report: Report, *, rounds: int, shapes: Sequence[EngineShape]) -> None:
+    def small(report: BenchReport, *, rounds: int, shapes: Sequence[EngineShape]) -> None:
         assert len(shapes) == 2
         measure(report, rounds=rounds, shapes=[SMALL])
 

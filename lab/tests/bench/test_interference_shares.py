@@ -17,7 +17,7 @@ from lab.bench.interference.shares import (
 )
 from lab.bench.interference.telling import add_rows, add_verdicts
 from penstock.bench.measure import summarize
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.errors import ConfigError
 
 
@@ -34,8 +34,8 @@ def outcome(side: str, share: float, rate: float) -> Outcome:
     return Outcome(side=side, kept=(share,) * 3, gb_per_s=(rate,) * 3)
 
 
-def report() -> Report:
-    return Report(version="0", command="test")
+def report() -> BenchReport:
+    return BenchReport(version="0", command="test")
 
 
 def test_a_share_compares_steps_a_second_of_the_same_round() -> None:

@@ -14,7 +14,7 @@ from lab.bench.vllm_engine import RoundResult, worker_cores
 from lab.bench.vllm_first_token import FirstToken, StepCounts
 from lab.bench.vllm_run import low_end, tell
 from lab.bench.vllm_workload import WORKLOADS, Workload
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 
 PROGRAM = """
 import sys
@@ -90,7 +90,7 @@ def a_round(scheduler_s: float, *, ttft_s: float = 0.1, tokens: int = 32) -> Rou
 
 @pytest.mark.parametrize(("rounds", "told"), [(3, 0), (5, 0), (6, 1), (9, 1)])
 def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, told: int) -> None:
-    report = Report(version="0", command="lab bench vllm")
+    report = BenchReport(version="0", command="lab bench vllm")
     sides = {"no-connector": 0.001, "vllm-offloading": 0.004, "penstock": 0.002}
     measured = {side: [a_round(spent_s)] * rounds for side, spent_s in sides.items()}
 
@@ -103,7 +103,7 @@ def test_an_interval_is_told_where_there_are_rounds_enough_for_one(rounds: int, 
 
 
 def test_chats_are_compared_by_their_first_tokens_with_every_other_side() -> None:
-    report, shown = Report(version="0", command="lab bench vllm"), io.StringIO()
+    report, shown = BenchReport(version="0", command="lab bench vllm"), io.StringIO()
     chats = next(workload for workload in WORKLOADS if workload.name == "chats")
     measured = {
         "no-connector": [a_round(0.001, ttft_s=0.4, tokens=640)] * 3,

@@ -17,7 +17,7 @@ from lab.sim.world import World
 from penstock.cache.states import OperationMove, OperationState
 from penstock.cache.tier import Tier
 from penstock.machine import acquire, copies, leases, machine, offload
-from penstock.machine.events import Report
+from penstock.machine.events import CopyReport
 from penstock.machine.matching import Finding, find
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def plant_head_first_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
 def plant_lost_result_on_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report from before a reset is dropped, and what its copy holds with it."""
 
-    def report_of_this_epoch(books: Books, event: Report, now: float) -> None:
+    def report_of_this_epoch(books: Books, event: CopyReport, now: float) -> None:
         if (
             event.operation.epoch != books.ledger.epoch
             and event.operation in books.ledger.operations
@@ -97,20 +97,20 @@ def plant_lost_result_on_reset(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             copies.report(books, event, now)
 
-    monkeypatch.setitem(machine._HANDLERS, Report, report_of_this_epoch)
+    monkeypatch.setitem(machine._HANDLERS, CopyReport, report_of_this_epoch)
 
 
 def plant_matchable_before_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank that reports makes the blocks of a copy ready."""
 
-    def report_and_fill(books: Books, event: Report, now: float) -> None:
+    def report_and_fill(books: Books, event: CopyReport, now: float) -> None:
         operation = books.ledger.operations.get(event.operation)
         fine = not event.faults and not event.failure
         if operation is not None and operation.state is OperationState.RUNNING and fine:
             copies._fill_targets(books, operation, np.arange(len(operation.keys)), now)
         copies.report(books, event, now)
 
-    monkeypatch.setitem(machine._HANDLERS, Report, report_and_fill)
+    monkeypatch.setitem(machine._HANDLERS, CopyReport, report_and_fill)
 
 
 def plant_blindness(monkeypatch: pytest.MonkeyPatch) -> None:

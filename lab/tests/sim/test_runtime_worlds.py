@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.machine.events import Report
+    from penstock.machine.events import CopyReport
     from penstock.runtime.messages import Plan
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.ids import Key
@@ -92,7 +92,9 @@ def plant_unnoticed_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose channel has failed is not told as lost."""
     collect = ChannelLinks.collect
 
-    def collect_reports(self: ChannelLinks, *, budget_bytes: int) -> Iterator[Report | LostRank]:
+    def collect_reports(
+        self: ChannelLinks, *, budget_bytes: int
+    ) -> Iterator[CopyReport | LostRank]:
         heard = collect(self, budget_bytes=budget_bytes)
         return (each for each in heard if not isinstance(each, LostRank))
 

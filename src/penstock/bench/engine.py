@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.bench.engine_plan import ChatPlan, EnginePlan
-    from penstock.bench.report import Param, Report
+    from penstock.bench.report import BenchReport, Param
 
 BENCH = "engine"
 ON, OFF = "host tier", "no host tier"
@@ -54,7 +54,7 @@ class EngineBench:
     """One run of the benchmark."""
 
     def __init__(
-        self, report: Report, plan: EnginePlan, *, tell: Callable[[str], None] = _silent
+        self, report: BenchReport, plan: EnginePlan, *, tell: Callable[[str], None] = _silent
     ) -> None:
         self._report = report
         self._plan = plan
@@ -272,7 +272,9 @@ class EngineBench:
         self._tell(f"{time.monotonic() - self._began:6.1f} s  {what}")
 
 
-def run_engine(report: Report, plan: EnginePlan, *, tell: Callable[[str], None] = _silent) -> None:
+def run_engine(
+    report: BenchReport, plan: EnginePlan, *, tell: Callable[[str], None] = _silent
+) -> None:
     """Measures, and adds rows and ratios.
 
     Raises:

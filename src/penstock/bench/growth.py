@@ -17,14 +17,14 @@ import numpy as np
 from penstock.bench.measure import collector_paused, summarize, timed, times_faster
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
-from penstock.machine.events import Acquire, Commit, Release
+from penstock.machine.events import Acquire, Commit, ReleaseLease
 from penstock.machine.machine import CacheMachine
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.bench.measure import Summary
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 SIZES = (10_000, 100_000, 1_000_000)
 PROMPT_BLOCKS = 1_000
@@ -36,7 +36,7 @@ Server = Callable[[], Callable[[], None]]
 """Prepares a piece of work, which is then measured."""
 
 
-def run_growth(report: Report) -> None:
+def run_growth(report: BenchReport) -> None:
     """Measures cost and calls per block at every size, and memory per cached block."""
     worlds = {size: _World(size) for size in SIZES}
     for kind in ("hit", "evict"):
@@ -46,7 +46,7 @@ def run_growth(report: Report) -> None:
     report.add_ratio("memory per cached block, bytes", memory, at_most=400.0)
 
 
-def _grow(report: Report, kind: str, servers: dict[int, Server]) -> None:
+def _grow(report: BenchReport, kind: str, servers: dict[int, Server]) -> None:
     """Measures one kind of work at all sizes in turn, so that a busy machine slows all."""
     # Histories are bounded: until they are full of the same, forgetting costs less.
     for serve in servers.values():
@@ -73,7 +73,7 @@ def _grow(report: Report, kind: str, servers: dict[int, Server]) -> None:
     report.add_ratio(f"{kind}: calls, 1M against 10k", more, at_most=1.0)
 
 
-def _add_row(report: Report, size: int, metric: str, unit: str, summary: Summary) -> None:
+def _add_row(report: BenchReport, size: int, metric: str, unit: str, summary: Summary) -> None:
     report.add_row(
         bench="growth",
         side="penstock",
@@ -129,7 +129,7 @@ class _World:
         found = granted.cached_tokens // BLOCK_TOKENS
         commit = Commit(lease=granted.lease, token_count=tokens, keys=keys[found:])
         machine.handle(commit, 0.0)
-        machine.handle(Release(lease=granted.lease), 0.0)
+        machine.handle(ReleaseLease(lease=granted.lease), 0.0)
 
 
 def _count_calls(work: Callable[[], None]) -> int:

@@ -26,7 +26,7 @@ from penstock.bench.measure import summarize
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
 
 ROUNDS = 9
 SHAPES = (
@@ -54,7 +54,7 @@ class Round(NamedTuple):
 
 
 def run_handoff(
-    report: Report, *, rounds: int = ROUNDS, shapes: Sequence[BenchShape] = SHAPES
+    report: BenchReport, *, rounds: int = ROUNDS, shapes: Sequence[BenchShape] = SHAPES
 ) -> None:
     """Measures every shape, and adds rows and ratios."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -96,7 +96,7 @@ def _params(shape: BenchShape) -> dict[str, str | int | float | bool]:
     }
 
 
-def _add_rows(report: Report, shape: BenchShape, found: Sequence[Round]) -> None:
+def _add_rows(report: BenchReport, shape: BenchShape, found: Sequence[Round]) -> None:
     def add(side: str, metric: str, seconds: Sequence[float]) -> None:
         report.add_row(
             bench=BENCH,
@@ -125,7 +125,7 @@ def _add_rows(report: Report, shape: BenchShape, found: Sequence[Round]) -> None
         add(side, "target CPU a part", [run.target_cpu_s / run.parts for run in runs])
 
 
-def _add_ratios(report: Report, shape: BenchShape, found: Sequence[Round]) -> None:
+def _add_ratios(report: BenchReport, shape: BenchShape, found: Sequence[Round]) -> None:
     name = f"{shape.order}, blocks of {shape.block_tokens}"
     report.add_ratio(
         f"throughput against copy + checksum, {name}",

@@ -55,7 +55,7 @@ from penstock.vocabulary.layers import GroupKind, HeadRange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
     from penstock.transport.inproc_remote import InprocTarget
     from penstock.transport.remote import WriterLink
 
@@ -80,7 +80,7 @@ class Sides(NamedTuple):
     after_s: float
 
 
-def run_handoff_on_cuda(report: Report, *, rounds: int) -> None:
+def run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     """Measures exposed latency and overlap, and adds rows and ratios."""
     for way in WAYS:
         pair = CudaPair(way=way)
@@ -98,7 +98,7 @@ def run_handoff_on_cuda(report: Report, *, rounds: int) -> None:
     report.add_note("one layer: from its progress until the target rank has taken and verified it")
 
 
-def _add(report: Report, way: str, found: list[Sides]) -> None:
+def _add(report: BenchReport, way: str, found: list[Sides]) -> None:
     params: dict[str, str | int | float | bool] = {
         "layers": LAYERS,
         "tokens": TOKENS,

@@ -19,7 +19,7 @@ from penstock.bench.measure import interleave, summarize, timed, times_faster
 from penstock.bench.prompts import draw_tokens, other_seed
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
-from penstock.machine.events import Acquire, Commit, Event, Release
+from penstock.machine.events import Acquire, Commit, Event, ReleaseLease
 from penstock.machine.machine import CacheMachine
 from penstock.vocabulary.keys import KeyChain
 from penstock.vocabulary.namespace import Namespace
@@ -27,7 +27,7 @@ from penstock.vocabulary.namespace import Namespace
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
     from penstock.vocabulary.keys import Tokens
 
 TOKEN_COUNTS = (8_192, 32_768, 131_072)
@@ -94,7 +94,7 @@ class PeerTimings(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     evict_free_ns: int
 
 
-def run_index(report: Report, peer: IndexPeer | None, *, rounds: int = ROUNDS) -> None:
+def run_index(report: BenchReport, peer: IndexPeer | None, *, rounds: int = ROUNDS) -> None:
     """Measures all sizes and adds rows and ratios to the report."""
     for block in BLOCK_SIZES:
         for tokens in TOKEN_COUNTS:
@@ -103,7 +103,13 @@ def run_index(report: Report, peer: IndexPeer | None, *, rounds: int = ROUNDS) -
 
 
 def _measure(
-    report: Report, peer: IndexPeer | None, *, tokens: int, block: int, source: Source, rounds: int
+    report: BenchReport,
+    peer: IndexPeer | None,
+    *,
+    tokens: int,
+    block: int,
+    source: Source,
+    rounds: int,
 ) -> None:
     seed = 1
 
@@ -156,7 +162,7 @@ def run_round(*, tokens: int, block: int, source: str, seed: int) -> Timings:
     acquire = Acquire(request="hit", keys=again, token_count=tokens)
     hit_acquire_ns, granted = timed(lambda: _grant(machine, acquire))
     _require(granted.cached_tokens == tokens - block, "the second request is a full hit")
-    hit_release_ns, _ = timed(lambda: machine.handle(Release(lease=granted.lease), 0.0))
+    hit_release_ns, _ = timed(lambda: machine.handle(ReleaseLease(lease=granted.lease), 0.0))
     other = _chain(_source(source, other_seed(seed, 0), tokens), block).keys
     evict = _serve(machine, other, tokens)
     _require(not machine.statistics().tiers[0].free, "the pool is full")
@@ -179,7 +185,7 @@ def _serve(machine: CacheMachine, keys: Sequence[bytes], tokens: int) -> tuple[i
     _require(granted.cached_tokens == 0, "the first request is a miss")
     commit = Commit(lease=granted.lease, token_count=tokens, keys=keys)
     commit_ns, _ = timed(lambda: machine.handle(commit, 0.0))
-    release_ns, _ = timed(lambda: machine.handle(Release(lease=granted.lease), 0.0))
+    release_ns, _ = timed(lambda: machine.handle(ReleaseLease(lease=granted.lease), 0.0))
     return acquire_ns, commit_ns, release_ns
 
 
@@ -203,7 +209,9 @@ def _whole(prompt: Tokens, *, tokens: int, block: int) -> int:
     return whole_ns
 
 
-def _compare(report: Report, source: str, ours: Sequence[object], theirs: Sequence[object]) -> None:
+def _compare(
+    report: BenchReport, source: str, ours: Sequence[object], theirs: Sequence[object]
+) -> None:
     def times(name: str, our: Sequence[str], their: Sequence[str], target: float) -> None:
         value = times_faster(_sums(ours, our), _sums(theirs, their))
         report.add_ratio(f"{name}, {source}", value, at_least=target)

@@ -81,7 +81,7 @@ class Bound(enum.Enum):
     AT_MOST = "≤"
 
 
-class Report:
+class BenchReport:
     """Collects rows and ratios while a benchmark runs; shows and writes them at the end.
 
     Args:

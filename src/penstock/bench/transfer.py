@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.bench.report import Report
+    from penstock.bench.report import BenchReport
     from penstock.movers.cuda.queue import QueuedMover
 
 ROUNDS = 7
@@ -98,7 +98,7 @@ class Rig:
 
 
 def run_transfer(
-    report: Report, *, rounds: int = ROUNDS, layouts: Sequence[tuple[str, int]] = LAYOUTS
+    report: BenchReport, *, rounds: int = ROUNDS, layouts: Sequence[tuple[str, int]] = LAYOUTS
 ) -> None:
     """Measures everything.
 
@@ -164,7 +164,7 @@ def _random(*shape: int) -> torch.Tensor:
     return drawn.view(torch.bfloat16)
 
 
-def _measure(report: Report, rig: Rig, rounds: int) -> None:
+def _measure(report: BenchReport, rig: Rig, rounds: int) -> None:
     save = SaveMover(rig.tier, rig.saved, Algorithm.MIX64)
     load = LoadMover(rig.loaded, rig.tier, Algorithm.MIX64)
     layers = LayerLoadMover(rig.loaded, rig.tier, Algorithm.MIX64)
@@ -331,7 +331,7 @@ class _Others:
         return self._few * self._rig.block_bytes / (time.perf_counter() - started)
 
 
-def _report_rates(report: Report, rig: Rig, rates: Mapping[str, Sequence[float]]) -> None:
+def _report_rates(report: BenchReport, rig: Rig, rates: Mapping[str, Sequence[float]]) -> None:
     for name, found in rates.items():
         side, what = name.split(": ")
         report.add_row(
@@ -361,7 +361,7 @@ def _report_rates(report: Report, rig: Rig, rates: Mapping[str, Sequence[float]]
 
 
 def _report_submit(
-    report: Report, rig: Rig, mover: QueuedMover, copy: Copy, direction: str
+    report: BenchReport, rig: Rig, mover: QueuedMover, copy: Copy, direction: str
 ) -> None:
     """How much of the engine's own time a poll takes that submits what a step moves."""
     samples: list[float] = []
@@ -384,7 +384,7 @@ def _report_submit(
     )
 
 
-def _report_small_copies(report: Report, rig: Rig, save: SaveMover, down: Copy) -> None:
+def _report_small_copies(report: BenchReport, rig: Rig, save: SaveMover, down: Copy) -> None:
     found = {"alone": _small_copies([]), "beside a saturating save": _small_copies([(save, down)])}
     for side, samples in found.items():
         report.add_row(

@@ -19,7 +19,7 @@ from penstock.bench.growth import run_growth
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
 from penstock.bench.index import ROUNDS, run_index
-from penstock.bench.report import Report
+from penstock.bench.report import BenchReport
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
 from penstock.errors import UnavailableError
 
@@ -45,7 +45,7 @@ def bench_index(
     check: CheckOption = False,
 ) -> None:
     """Measure the index: keys, hits, misses, eviction, growth, memory."""
-    report = Report(version=penstock.__version__, command=command_line("penstock"))
+    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
     run_index(report, None, rounds=rounds)
     run_growth(report)
     finish(report, json=json, check=check)
@@ -65,7 +65,7 @@ def bench_transfer(
         raise UnavailableError(
             f"bench transfer needs CUDA and the 'torch' extra: there is no module {error.name}"
         ) from error
-    report = Report(version=penstock.__version__, command=command_line("penstock"))
+    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
     run_transfer(report, rounds=rounds)
     finish(report, json=json, check=check)
 
@@ -81,7 +81,7 @@ def bench_handoff(
     check: CheckOption = False,
 ) -> None:
     """Measure the handoff: throughput, what decode has to wait for, CPU time a part."""
-    report = Report(version=penstock.__version__, command=command_line("penstock"))
+    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
     if device is BenchDevice.CPU:
         run_handoff(report, rounds=rounds)
     else:
@@ -89,7 +89,7 @@ def bench_handoff(
     finish(report, json=json, check=check)
 
 
-def _run_handoff_on_cuda(report: Report, *, rounds: int) -> None:
+def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -119,14 +119,14 @@ def bench_engine(
     check: CheckOption = False,
 ) -> None:
     """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
-    report = Report(version=penstock.__version__, command=command_line("penstock"))
+    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
     parts = tuple(only.split(","))
     _run_engine(report, rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
     finish(report, json=json, check=check)
 
 
 def _run_engine(
-    report: Report, *, rounds: int, parts: tuple[str, ...], graphs: bool, load_gate: str
+    report: BenchReport, *, rounds: int, parts: tuple[str, ...], graphs: bool, load_gate: str
 ) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
@@ -143,7 +143,7 @@ def _run_engine(
     run_engine(report, plan, tell=partial(typer.echo, err=True))
 
 
-def finish(report: Report, *, json: Path | None, check: bool) -> NoReturn:
+def finish(report: BenchReport, *, json: Path | None, check: bool) -> NoReturn:
     """Shows and writes a report, and ends the command with its status."""
     if json is None or str(json) != "-":
         report.show(sys.stdout)

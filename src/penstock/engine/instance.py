@@ -39,7 +39,7 @@ from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
 from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
-from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any, wait_readable
 from penstock.transport.zeromq import Listener, connect, dial
 
@@ -238,13 +238,13 @@ class Instance:
     def _listen(self) -> str:
         while True:
             match self._channel.receive():
-                case Item(frame):
+                case ReceivedFrame(frame):
                     self._take(ms.read_by_instance(frame))
                 case Empty():
                     return ""
-                case Closed():
+                case ChannelClosed():
                     return "the server closed the channel"
-                case Failed(cause):
+                case ChannelFailed(cause):
                     raise ServerLost(f"the server is lost: {cause}")
 
     def _take(self, message: ms.ToInstance) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from penstock.engine.rendezvous import End, RankLoaded, encode, read_by_rank, read_by_scheduler
 from penstock.engine.steps import HandedCounts, Step, StepResult
 from penstock.errors import PeerError, UnavailableError
-from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RemoteWorkers:
         """
         for rank, channel in enumerate(self.channels):
             while not isinstance(said := channel.receive(), Empty):
-                if isinstance(said, Closed | Failed):
+                if isinstance(said, ChannelClosed | ChannelFailed):
                     raise UnavailableError(f"rank {rank} is lost: {said}")
                 result = read_by_scheduler(said.frame)
                 if not isinstance(result, StepResult):
@@ -101,7 +101,7 @@ class RemoteWorkers:
     def close(self) -> None:
         """Tells the ranks that nothing more will come, and that all is well."""
         for channel in self.channels:
-            if not isinstance(channel.receive(), Closed | Failed):
+            if not isinstance(channel.receive(), ChannelClosed | ChannelFailed):
                 channel.send(encode(End()))
             channel.close()
 
@@ -124,16 +124,16 @@ def serve_rank(
     told = HandedCounts()
     while True:
         match channel.receive():
-            case Item(frame):
+            case ReceivedFrame(frame):
                 message = read_by_rank(frame)
                 if isinstance(message, End):
                     return "the scheduler ended"
                 if not isinstance(message, Step):
                     raise PeerError(f"the scheduler said {message}, must be a step or the end")
                 channel.send(encode(_computed(message, worker, rank, handed)))
-            case Closed():
+            case ChannelClosed():
                 raise UnavailableError("the scheduler left without a word")
-            case Failed(cause):
+            case ChannelFailed(cause):
                 raise UnavailableError(f"the scheduler is lost: {cause}")
             case Empty():
                 report = rank.step()

@@ -20,7 +20,7 @@ import msgspec
 from penstock.engine.steps import Step, StepResult
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.rank_facts import RankFacts
-from penstock.transport.base import FRAME_BYTES_MAX, Item
+from penstock.transport.base import FRAME_BYTES_MAX, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import connect
 from penstock.transport.zmq_link import ChannelSettings
@@ -144,7 +144,7 @@ def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadlin
             missing = sorted(set(range(ranks)) - set(came))
             raise UnavailableError(f"ranks {missing} of {ranks} did not come in time")
         said = channel.receive(deadline=deadline)
-        message = read_by_scheduler(said.frame) if isinstance(said, Item) else None
+        message = read_by_scheduler(said.frame) if isinstance(said, ReceivedFrame) else None
         if not isinstance(message, RankCame):
             # A rank that died while it came: its next life will come, too.
             channel.close()
@@ -169,7 +169,7 @@ def _await_facts(
         for rank, channel in came.items():
             while rank not in found and channel.ready:
                 said = channel.receive()
-                if not isinstance(said, Item):
+                if not isinstance(said, ReceivedFrame):
                     raise UnavailableError(f"rank {rank} was lost while it loaded: {said}")
                 match read_by_scheduler(said.frame):
                     case RankLoading(_, layers, of):
@@ -192,7 +192,7 @@ def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel,
     channel = connect(address, name=name, deadline=deadline, secret=secret, settings=settings)
     channel.send(encode(RankCame(rank)))
     said = channel.receive(deadline=deadline)
-    message = read_by_rank(said.frame) if isinstance(said, Item) else None
+    message = read_by_rank(said.frame) if isinstance(said, ReceivedFrame) else None
     if not isinstance(message, MeetAt):
         channel.close()
         raise UnavailableError(f"rank {rank} was not told where to meet: {message or said}")

@@ -22,7 +22,7 @@ from penstock.cache.settings import DEVICE, HUB, CacheSettings
 from penstock.cache.states import DOOMED, FILLING, LEASE_TABLE, LEAVING, LeaseMove, LeaseState
 from penstock.cache.tier import Room, Tier
 from penstock.errors import InvariantViolation, LeaseError
-from penstock.machine.effects import Drop, Effect
+from penstock.machine.effects import DropBlocks, Effect
 from penstock.machine.gate import Rates
 from penstock.machine.kv_events import EventLog
 
@@ -59,7 +59,7 @@ def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float 
 
 
 @dataclass(slots=True)
-class Counters:
+class MachineCounters:
     """What happened so often; only ever grows."""
 
     requests: int = 0
@@ -156,7 +156,7 @@ class Books:
         self.history = History(settings.story_count)
         self.kv_events = EventLog(settings.event_count)
         nothing = [0] * len(self.tiers)
-        self.counters = Counters(
+        self.counters = MachineCounters(
             tokens_cached_by_tier=nothing[:], blocks_evicted_by_tier=nothing[:]
         )
         self.effects: list[Effect] = []
@@ -425,7 +425,7 @@ class Books:
         self.history.add(now, reason.value, cause, keys, f"from {tier.name}")
         if tier.index != DEVICE:
             self.losses += 1
-            self.effects.append(Drop(tier=tier.index, keys=keys, slots=slots))
+            self.effects.append(DropBlocks(tier=tier.index, keys=keys, slots=slots))
 
     def _remove_nodes(
         self, numbers: list[int], keys: list[Key], departure: Departure | None

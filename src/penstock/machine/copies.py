@@ -1,6 +1,6 @@
 """The life of an operation: started, reported on by every rank, ended once.
 
-    start ──Copy──→ ranks ──Report──→ report ─┬─ all ranks: complete ─→ give back what it held
+    start ──Copy──→ ranks ──CopyReport──→ report ─┬─ all ranks: complete ─→ give back what it held
                                               └─ a rank failed, a cancel, a deadline:
                                                  decide now, give back when all have reported
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.machine.events import Report
+    from penstock.machine.events import CopyReport
     from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
 
@@ -126,7 +126,7 @@ def pass_on(books: Books, onward: dict[int, int]) -> list[Operation]:
     return list(touched.values())
 
 
-def report(books: Books, event: Report, now: float) -> None:
+def report(books: Books, event: CopyReport, now: float) -> None:
     """A rank is through with its part."""
     operation = books.ledger.operations.get(event.operation)
     if operation is None or event.rank not in operation.waiting_ranks:

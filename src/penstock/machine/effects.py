@@ -1,12 +1,12 @@
 """Everything the cache asks for or answers.
 
-| effects                                    | for                                              |
-|--------------------------------------------|--------------------------------------------------|
-| `Granted Grown Pinned Found Started`       | the sender of the event: its answer              |
-| `Copy Abandon Drop`                        | the drivers: work to carry out on every rank      |
-| `Ended Settled LeaseChanged`               | the engine: what became of what it waits for      |
+| effects                              | for                                          |
+|--------------------------------------|----------------------------------------------|
+| `Granted Grown Pinned Found Started` | the sender of the event: its answer          |
+| `Copy Abandon DropBlocks`            | the drivers: work to carry out on every rank |
+| `Ended Settled LeaseChanged`         | the engine: what became of what it waits for |
 
-Every `Copy` is answered by exactly one `Report` a rank, whatever happens to it.
+Every `Copy` is answered by exactly one `CopyReport` a rank, whatever happens to it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Abandon(Effect, frozen=True, kw_only=True):
     operation: OperationId
 
 
-class Drop(Effect, frozen=True, kw_only=True):
+class DropBlocks(Effect, frozen=True, kw_only=True):
     """A tier forgot these blocks: stores that keep headers write tombstones."""
 
     tier: int

@@ -1,13 +1,14 @@
 """Everything that can happen to the cache of one engine.
 
-| events                                                   | from                             |
-|----------------------------------------------------------|----------------------------------|
-| `Acquire Grow Commit Fork Preempt Release Pin Unpin`      | an engine that lets us manage    |
-| `Lookup Load Save Prefetch Cancel`                        | an engine that offloads          |
-| `Report`                                                  | a rank, about an operation       |
-| `Computed`                                                | the engine, about its speed      |
-| `RankLost RankBack TierOff TierOn Discovered`             | the runtime, about the world     |
-| `Tick Reset`                                              | the engine's step, the operator  |
+| events                                        | from                            |
+|-----------------------------------------------|---------------------------------|
+| `Acquire Grow Commit Fork Preempt`            | an engine that lets us manage   |
+| `ReleaseLease PinBlocks UnpinBlocks`          | an engine that lets us manage   |
+| `Lookup Load Save Prefetch Cancel`            | an engine that offloads         |
+| `CopyReport`                                  | a rank, about an operation      |
+| `Computed`                                    | the engine, about its speed     |
+| `RankLost RankBack TierOff TierOn Discovered` | the runtime, about the world    |
+| `Tick Reset`                                  | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.
 """
@@ -80,7 +81,7 @@ class Fork(Event, frozen=True, kw_only=True):
     request: str
 
 
-class Release(Event, frozen=True, kw_only=True):
+class ReleaseLease(Event, frozen=True, kw_only=True):
     """A request has ended or was aborted."""
 
     lease: LeaseId
@@ -92,13 +93,13 @@ class Preempt(Event, frozen=True, kw_only=True):
     lease: LeaseId
 
 
-class Pin(Event, frozen=True, kw_only=True):
+class PinBlocks(Event, frozen=True, kw_only=True):
     """Blocks with these keys stay wherever they lie. Answer: `Pinned`."""
 
     keys: Sequence[Key]
 
 
-class Unpin(Event, frozen=True, kw_only=True):
+class UnpinBlocks(Event, frozen=True, kw_only=True):
     """The end of a pin."""
 
     pin: PinId
@@ -155,7 +156,7 @@ class Cancel(Event, frozen=True, kw_only=True):
     operation: OperationId
 
 
-class Report(Event, frozen=True, kw_only=True):
+class CopyReport(Event, frozen=True, kw_only=True):
     """A rank is through with its part of an operation and will not touch its slots again."""
 
     operation: OperationId

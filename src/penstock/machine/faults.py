@@ -17,7 +17,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
 from penstock.machine import copies, leases
-from penstock.machine.events import Report
+from penstock.machine.events import CopyReport
 
 if TYPE_CHECKING:
     from penstock.cache.operations import Operation
@@ -57,7 +57,7 @@ def rank_lost(books: Books, event: RankLost, now: float) -> None:
     for operation in list(books.ledger.operations.values()):
         if event.rank in operation.waiting_ranks:
             failure = f"rank {event.rank} is lost"
-            report = Report(operation=operation.id, rank=event.rank, failure=failure)
+            report = CopyReport(operation=operation.id, rank=event.rank, failure=failure)
             copies.report(books, report, now)
     device = books.tiers[DEVICE]
     if device is not None:
@@ -83,7 +83,7 @@ def tier_off(books: Books, event: TierOff, now: float) -> None:
             copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
         if event.fenced:
             for rank in sorted(operation.waiting_ranks):
-                report = Report(operation=operation.id, rank=rank, failure=failure)
+                report = CopyReport(operation=operation.id, rank=rank, failure=failure)
                 copies.report(books, report, now)
 
 

@@ -10,7 +10,7 @@ until it ends. So a block table never changes under a step that is in flight.
 Release: a request whose blocks could not be loaded computes them instead, in slots of its own.
 Only if there are none is its lease lost: it is then released and acquired again.
 
-Pin: it is on keys, not on copies. A pinned block that is lost, or not computed yet, is pinned
+PinBlocks: it is on keys, not on copies. A pinned block that is lost, or not computed yet, is pinned
 again when it comes back.
 """
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.machine.events import Commit, Fork, Grow, Pin, Unpin
+    from penstock.machine.events import Commit, Fork, Grow, PinBlocks, UnpinBlocks
     from penstock.vocabulary.ids import Key, OperationId
 
 
@@ -456,7 +456,7 @@ def _send_change(books: Books, lease: LeaseRecord) -> None:
     )
 
 
-def pin(books: Books, event: Pin, now: float) -> None:
+def pin(books: Books, event: PinBlocks, now: float) -> None:
     """Keeps blocks from leaving; refused when too much would be pinned."""
     new = sum(1 for key in event.keys if key not in books.pinned)
     if len(set(event.keys)) != len(event.keys):
@@ -482,7 +482,7 @@ def pin(books: Books, event: Pin, now: float) -> None:
     books.effects.append(Pinned(pin=pin_id, present=present))
 
 
-def unpin(books: Books, event: Unpin, now: float) -> None:
+def unpin(books: Books, event: UnpinBlocks, now: float) -> None:
     """Lets pinned blocks leave again when their turn comes."""
     keys = books.pins.pop(event.pin, None)
     if keys is None:

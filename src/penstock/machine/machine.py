@@ -197,7 +197,7 @@ def _cancel(books: Books, event: ev.Cancel, now: float) -> None:
         copies.decide(books, operation, OperationMove.CANCEL, now, failure="cancelled")
 
 
-def _release(books: Books, event: ev.Release, now: float) -> None:
+def _release(books: Books, event: ev.ReleaseLease, now: float) -> None:
     leases.release(books, event.lease, now, returning=False)
 
 
@@ -210,16 +210,16 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Grow: leases.grow,
     ev.Commit: leases.commit,
     ev.Fork: leases.fork,
-    ev.Release: _release,
+    ev.ReleaseLease: _release,
     ev.Preempt: _preempt,
-    ev.Pin: leases.pin,
-    ev.Unpin: leases.unpin,
+    ev.PinBlocks: leases.pin,
+    ev.UnpinBlocks: leases.unpin,
     ev.Lookup: offload.lookup,
     ev.Load: offload.load,
     ev.Save: offload.save,
     ev.Prefetch: offload.prefetch,
     ev.Cancel: _cancel,
-    ev.Report: copies.report,
+    ev.CopyReport: copies.report,
     ev.Computed: gate.computed,
     ev.RankLost: faults.rank_lost,
     ev.RankBack: faults.rank_back,

@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PeerError
-from penstock.machine.events import Report
+from penstock.machine.events import CopyReport
 from penstock.runtime.messages import decode_report
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Acknowledgements:
         self.received[rank] = SequenceNumbers()
         self.lives = self._in_order()
 
-    def read(self, message: bytes) -> list[Report | LostRank]:
+    def read(self, message: bytes) -> list[CopyReport | LostRank]:
         """What a report means for the owner.
 
         Raises:
@@ -133,7 +133,7 @@ class Acknowledgements:
         if report.life == life:
             self.received[report.rank].add(report.sequence)
             return [
-                Report(
+                CopyReport(
                     operation=each.operation,
                     rank=report.rank,
                     faults=each.faults,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.runtime.engine_steps import EngineSteps
     from penstock.runtime.rank_facts import Agreement, RankFacts
     from penstock.runtime.status import CopyTimes, Drained, Health
-    from penstock.transport.base import Failed
+    from penstock.transport.base import ChannelFailed
     from penstock.vocabulary.ids import Key
 
 
@@ -45,7 +45,7 @@ NAMED_MAX = 8
 class Supervises(Protocol):
     """A supervisor, as far as its loss matters."""
 
-    def look(self) -> Failed | None:
+    def look(self) -> ChannelFailed | None:
         """Why it is lost, if it is now."""
         ...
 

@@ -128,7 +128,7 @@ class Cache(BaseCache):
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(tokens)
         with self._access:
-            effects = self._driver.handle(ev.Pin(keys=chain.keys))
+            effects = self._driver.handle(ev.PinBlocks(keys=chain.keys))
             return Pin(self._driver, ef.answer(effects, ef.Pinned), len(chain.keys))
 
     def reset(self, why: str) -> None:
@@ -181,7 +181,7 @@ class Pin:
             ValueError: they are not pinned any more.
         """
         with self._driver.access:
-            self._driver.handle(ev.Unpin(pin=self.id))
+            self._driver.handle(ev.UnpinBlocks(pin=self.id))
             self._pinned = False
 
     def __repr__(self) -> str:

@@ -19,10 +19,10 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.machine.events import (
     Cancel,
+    CopyReport,
     Event,
     RankBack,
     RankLost,
-    Report,
     Tick,
     TierOff,
     TierOn,
@@ -142,7 +142,7 @@ class Driver:
                     self.links.order(effect)
                 case ef.Abandon():
                     self.links.order(effect)
-                case ef.Drop():
+                case ef.DropBlocks():
                     pass  # Tiers in memory keep no headers that would have to be struck out.
                 case _:
                     effects.append(effect)
@@ -160,14 +160,14 @@ class Driver:
         effects += self._exchange(budget_bytes)
         return effects
 
-    def take_reports(self, reports: Sequence[Report | LostRank]) -> list[ef.Effect]:
+    def take_reports(self, reports: Sequence[CopyReport | LostRank]) -> list[ef.Effect]:
         """Takes what a rank has reported.
 
         Raises:
             PeerError: it names blocks that an operation does not have; nothing was changed.
         """
         for each in reports:
-            if isinstance(each, Report):
+            if isinstance(each, CopyReport):
                 self._require_sense(each)
         effects: list[ef.Effect] = []
         for each in reports:
@@ -287,20 +287,20 @@ class Driver:
         """Takes what ranks report, and sends them what was ordered."""
         effects: list[ef.Effect] = []
         for report in self.links.collect(budget_bytes=budget_bytes):
-            if isinstance(report, Report):
+            if isinstance(report, CopyReport):
                 self._health.mend(STUCK)
             effects += self._take_report(self._checked(report))
         self.links.dispatch()
         return effects
 
-    def _take_report(self, report: Report | LostRank) -> list[ef.Effect]:
-        if isinstance(report, Report):
+    def _take_report(self, report: CopyReport | LostRank) -> list[ef.Effect]:
+        if isinstance(report, CopyReport):
             return self.handle(report)
         return self.lose_rank(report.rank, report.why)
 
-    def _checked(self, report: Report | LostRank) -> Report | LostRank:
+    def _checked(self, report: CopyReport | LostRank) -> CopyReport | LostRank:
         """The report, or the loss of its rank where the report makes no sense."""
-        if isinstance(report, Report):
+        if isinstance(report, CopyReport):
             try:
                 self._require_sense(report)
             except PeerError as error:
@@ -308,7 +308,7 @@ class Driver:
                 return LostRank(report.rank, str(error))
         return report
 
-    def _require_sense(self, report: Report) -> None:
+    def _require_sense(self, report: CopyReport) -> None:
         operation = self.machine.operations.get(report.operation)
         if operation is None:
             return

@@ -212,7 +212,7 @@ class Lease:
 
     def release(self) -> None:
         """Gives the blocks back; what was published stays cached."""
-        self._end(ev.Release(lease=self.id))
+        self._end(ev.ReleaseLease(lease=self.id))
 
     def __enter__(self) -> Lease:
         return self

@@ -26,7 +26,7 @@ from penstock.runtime.access import Access
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank_links import RETRY_S, send_all
 from penstock.runtime.status import Drained
-from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_bytes,
@@ -409,11 +409,11 @@ def take_plans(channel: Channel, rank: Rank) -> str:
     """Hands what has arrived to a rank; returns why nothing more will come, if so."""
     while True:
         match channel.receive():
-            case Item(frame):
+            case ReceivedFrame(frame):
                 rank.take(frame)
             case Empty():
                 return ""
-            case Closed():
+            case ChannelClosed():
                 return "the owner closed the channel"
-            case Failed(cause):
+            case ChannelFailed(cause):
                 return f"the owner is lost: {cause}"

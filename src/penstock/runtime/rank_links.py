@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
-from penstock.machine.events import Report
+from penstock.machine.events import CopyReport
 from penstock.runtime.acknowledgements import Acknowledgements, LostRank
 from penstock.runtime.messages import NAME_BYTES_MAX, Plan, copy_bytes, encode_plan
 from penstock.runtime.rank_facts import RankFacts
-from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
+from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RankLinks(Protocol):
         """Has every rank say whether it still has an operation in hand."""
         ...
 
-    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
         """What ranks have reported since the last call; local copies advance meanwhile."""
         ...
 
@@ -129,14 +129,14 @@ class LocalLink:
     def ask(self, operation: OperationId) -> None:
         """Nothing: no report can be lost."""
 
-    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
         """Lets the movers work, and reports what has ended."""
         # Most steps of an engine find nothing under way, and should not pay for it.
         return self._work(budget_bytes) if self.executor.busy else iter(())
 
-    def _work(self, budget_bytes: int) -> Iterator[Report | LostRank]:
+    def _work(self, budget_bytes: int) -> Iterator[CopyReport | LostRank]:
         for ended in self.executor.collect(budget_bytes=budget_bytes):
-            yield Report(
+            yield CopyReport(
                 operation=ended.operation, rank=0, faults=ended.faults, failure=ended.failure
             )
 
@@ -244,7 +244,7 @@ class MessageLinks:
         """The next plan for every rank, if there is anything to do."""
         return self._queue.take_plan()
 
-    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:  # noqa: ARG002
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
         """Nothing: the engine hands reports over itself."""
         return iter(())
 
@@ -288,7 +288,7 @@ class ChannelLinks:
         """No plan for the engine: `dispatch` sends them."""
         return None
 
-    def collect(self, *, budget_bytes: int) -> Iterator[Report | LostRank]:  # noqa: ARG002
+    def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
         """What has arrived from the ranks, without waiting."""
         for rank, link in list(self._links.items()):
             yield from self._receive(rank, link)
@@ -327,17 +327,17 @@ class ChannelLinks:
         for rank in list(self._links):
             self.drop(rank)
 
-    def _receive(self, rank: int, link: _Link) -> Iterator[Report | LostRank]:
-        received: list[Report | LostRank]
+    def _receive(self, rank: int, link: _Link) -> Iterator[CopyReport | LostRank]:
+        received: list[CopyReport | LostRank]
         for _ in range(FRAMES_MAX):
             match link.channel.receive():
-                case Item(frame):
+                case ReceivedFrame(frame):
                     received = self._read(rank, frame)
                 case Empty():
                     break
-                case Closed():
+                case ChannelClosed():
                     received = [LostRank(rank, "it closed its channel")]
-                case Failed(cause):
+                case ChannelFailed(cause):
                     received = [LostRank(rank, cause)]
             yield from self._drop_lost(received)
             if rank not in self._links:
@@ -345,7 +345,7 @@ class ChannelLinks:
         if len(link.backlog) > BACKLOG_PLANS_MAX:
             yield from self._drop_lost([LostRank(rank, f"{len(link.backlog)} plans wait for it")])
 
-    def _read(self, rank: int, frame: bytes) -> list[Report | LostRank]:
+    def _read(self, rank: int, frame: bytes) -> list[CopyReport | LostRank]:
         try:
             received = self.acknowledgements.read(frame)
         except PeerError as error:
@@ -357,7 +357,7 @@ class ChannelLinks:
                 return [LostRank(rank, f"{problem}, must bring those of rank {rank}")]
         return received
 
-    def _drop_lost(self, received: list[Report | LostRank]) -> Iterator[Report | LostRank]:
+    def _drop_lost(self, received: list[CopyReport | LostRank]) -> Iterator[CopyReport | LostRank]:
         for each in received:
             if isinstance(each, LostRank):
                 self.drop(each.rank)
@@ -387,15 +387,15 @@ def meet(channel: Channel, *, deadline: float) -> RankFacts:
         UnavailableError: nothing came before `deadline`, or the rank is gone.
     """
     match channel.receive(deadline=deadline):
-        case Item(frame):
+        case ReceivedFrame(frame):
             return RankFacts.from_bytes(frame)
         case Empty():
             raise UnavailableError(
                 f"the rank behind channel {channel.name!r} told no facts in time"
             )
-        case Closed():
+        case ChannelClosed():
             raise UnavailableError(f"the rank behind channel {channel.name!r} closed it")
-        case Failed(cause):
+        case ChannelFailed(cause):
             raise UnavailableError(f"the rank behind channel {channel.name!r} is lost: {cause}")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine import messages as ms
 from penstock.errors import PeerError, UnavailableError
-from penstock.transport.base import BacklogError, Closed, Empty, Failed, Item
+from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -162,13 +162,13 @@ class InstanceLink:
     def _pump(self) -> None:
         while not self.lost:
             match self._channel.receive():
-                case Item(frame):
+                case ReceivedFrame(frame):
                     self._read(frame)
                 case Empty():
                     break
-                case Closed():
+                case ChannelClosed():
                     self._lose(f"instance {self.name!r} ended")
-                case Failed(cause):
+                case ChannelFailed(cause):
                     self._lose(f"instance {self.name!r} is lost: {cause}")
         self._flush()
         self._set_alarm()

@@ -17,7 +17,7 @@ from penstock.engine.spec import InstanceRole, PairSpec, RankSpec, sealed
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.supervisor.messages import ProcessExited, RestartsExhausted
 from penstock.supervisor.spec import OnFailure, ProcessSpec
-from penstock.transport.base import Closed, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed
 from penstock.transport.private_folder import private_folder
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
@@ -99,7 +99,7 @@ class Processes:
                     self._given_up.add(name.partition("-rank-")[0])
                     if self._given_up >= self._needed:
                         self._fail(f"process {name!r} failed too often; no instance is left")
-                case Closed() | Failed():
+                case ChannelClosed() | ChannelFailed():
                     self._fail(f"the supervisor is lost: {event}")
                     return
                 case _:

@@ -10,7 +10,7 @@ Start it before anything else: its processes get the environment and the output 
 has at that time. Every call waits at most until its deadline, on the monotonic clock.
 
 The one rule: a failure never looks like "no event". Once the supervisor is lost, every call
-reports `Failed(cause)`; the health of the engine depends on it.
+reports `ChannelFailed(cause)`; the health of the engine depends on it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from penstock.supervisor.messages import (
     send_packet,
 )
 from penstock.supervisor.spec import READY_S
-from penstock.transport.base import Closed, Empty, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 
 if TYPE_CHECKING:
     import socket
@@ -96,7 +96,9 @@ class Supervisor:
         answer = link.receive(deadline)
         if isinstance(answer, Received) and isinstance(answer.message, SupervisorReady):
             return supervisor
-        problem = answer.cause if isinstance(answer, Failed) else "it did not say that it is ready"
+        problem = (
+            answer.cause if isinstance(answer, ChannelFailed) else "it did not say that it is ready"
+        )
         link.close(deadline=deadline)
         raise UnavailableError(f"no supervisor: {problem}")
 
@@ -184,7 +186,9 @@ class Supervisor:
         """
         return self._link.descriptor
 
-    def receive(self, *, deadline: float | None = None) -> ProcessEvent | Empty | Closed | Failed:
+    def receive(
+        self, *, deadline: float | None = None
+    ) -> ProcessEvent | Empty | ChannelClosed | ChannelFailed:
         """The next event; waits for it until `deadline`, if given."""
         self._require_owner()
         if deadline is not None:
@@ -199,22 +203,22 @@ class Supervisor:
                 return answer
             self._keep(answer)
 
-    def events(self) -> list[ProcessEvent | Closed | Failed]:
+    def events(self) -> list[ProcessEvent | ChannelClosed | ChannelFailed]:
         """All events so far, without waiting; the last may say that no more will come."""
-        found: list[ProcessEvent | Closed | Failed] = []
+        found: list[ProcessEvent | ChannelClosed | ChannelFailed] = []
         while not isinstance(event := self.receive(), Empty):
             found.append(event)
-            if isinstance(event, Closed | Failed):
+            if isinstance(event, ChannelClosed | ChannelFailed):
                 break
         return found
 
     @property
-    def lost(self) -> Failed | None:
+    def lost(self) -> ChannelFailed | None:
         """Why the supervisor is lost, as far as a call has noticed; `None` while it is well."""
         end = self._link.end
-        return end if isinstance(end, Failed) else None
+        return end if isinstance(end, ChannelFailed) else None
 
-    def look(self) -> Failed | None:
+    def look(self) -> ChannelFailed | None:
         """Checks whether the supervisor is lost, and returns why; events wait for `events`."""
         self._require_owner()
         while isinstance(answer := self._link.receive(None), Received):
@@ -229,7 +233,7 @@ class Supervisor:
         What has not ended by the deadline is killed; by default that is after the `stop_s` of
         all processes together and `ANSWER_S`.
         """
-        if isinstance(self._link.end, Closed) or os.getpid() != self._owner:
+        if isinstance(self._link.end, ChannelClosed) or os.getpid() != self._owner:
             return
         if deadline is None:
             deadline = time.monotonic() + sum(self._stop_s.values()) + ANSWER_S
@@ -271,7 +275,7 @@ class Supervisor:
         self._link.send(encode(request), fd, deadline=deadline)
         while True:
             answer = self._link.receive(deadline)
-            if isinstance(answer, Closed | Failed):
+            if isinstance(answer, ChannelClosed | ChannelFailed):
                 raise UnavailableError(_cause(answer))
             if isinstance(answer, Empty):
                 if time.monotonic() >= deadline:
@@ -319,7 +323,7 @@ class SupervisorLink:
     """
 
     def __init__(self, channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        self.end: Closed | Failed | None = None
+        self.end: ChannelClosed | ChannelFailed | None = None
         """Why no more messages come; absent while they do."""
         self._channel = channel
         self._process = process
@@ -348,7 +352,7 @@ class SupervisorLink:
         except ConnectionError:
             raise UnavailableError(self.lose().cause) from None
 
-    def receive(self, deadline: float | None) -> Received | Empty | Closed | Failed:
+    def receive(self, deadline: float | None) -> Received | Empty | ChannelClosed | ChannelFailed:
         """The next message; waits for it until `deadline`, if given."""
         if self.end is not None:
             return self.end
@@ -363,7 +367,7 @@ class SupervisorLink:
             return packet
         return self._read(packet) if isinstance(packet, Packet) else self.lose()
 
-    def _read(self, packet: Packet) -> Received | Failed:
+    def _read(self, packet: Packet) -> Received | ChannelFailed:
         try:
             message = decode_answer(packet.frame)
         except MessageError as error:
@@ -371,9 +375,9 @@ class SupervisorLink:
             return self.lose(f"the supervisor cannot be understood: {error}")
         return Received(message, packet.descriptors)
 
-    def lose(self, cause: str = "") -> Failed:
+    def lose(self, cause: str = "") -> ChannelFailed:
         """Closes the channel, which ends the supervisor and its processes if they still run."""
-        lost = Failed(cause or self._cause())
+        lost = ChannelFailed(cause or self._cause())
         if self.end is None:
             self.end = lost
             self._cut()
@@ -390,7 +394,7 @@ class SupervisorLink:
 
     def close(self, *, deadline: float) -> None:
         """Closes the channel and waits for the process to end; kills it at the deadline."""
-        self.end = self.end or Closed()
+        self.end = self.end or ChannelClosed()
         self._cut()
         if not self._ended_by(deadline):
             self._process.kill()  # The kernel kills its processes as well.
@@ -434,8 +438,8 @@ def _launch() -> tuple[SupervisorLink, int]:
         return SupervisorLink(ours.dup(), process), process.pid
 
 
-def _cause(end: Closed | Failed) -> str:
-    return end.cause if isinstance(end, Failed) else "the supervisor was closed"
+def _cause(end: ChannelClosed | ChannelFailed) -> str:
+    return end.cause if isinstance(end, ChannelFailed) else "the supervisor was closed"
 
 
 def _error_of(refused: RequestRefused) -> ValueError | UnavailableError:

@@ -38,7 +38,7 @@ from penstock.supervisor.messages import (
     send_packet,
 )
 from penstock.supervisor.spec import require_name
-from penstock.transport.base import Closed, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,7 +97,7 @@ class SupervisorKeeper:
         if not readable.poll(left_ms):
             raise UnavailableError(f"the supervisor did not answer in time that it keeps {name!r}")
         packet = receive_packet(self._channel)
-        if isinstance(packet, Closed | Failed) or not isinstance(packet, Packet):
+        if isinstance(packet, ChannelClosed | ChannelFailed) or not isinstance(packet, Packet):
             raise UnavailableError("the supervisor is lost")
         try:
             answer = decode_answer(packet.frame)
@@ -135,7 +135,7 @@ class KeepRequest(enum.Enum):
 def serve_keep_request(channel: socket.socket, held: HeldDescriptors, process: str) -> KeepRequest:
     """Reads and answers one request of a process, if there is one."""
     packet = receive_packet(channel)
-    if isinstance(packet, Closed | Failed):
+    if isinstance(packet, ChannelClosed | ChannelFailed):
         return KeepRequest.CLOSED
     if not isinstance(packet, Packet):
         return KeepRequest.NONE

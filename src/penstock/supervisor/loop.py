@@ -38,7 +38,7 @@ from penstock.supervisor.messages import (
     send_packet,
 )
 from penstock.supervisor.process_table import ProcessTable
-from penstock.transport.base import Closed, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed
 
 if TYPE_CHECKING:
     import socket
@@ -122,7 +122,7 @@ class SupervisorLoop:
         if len(self._replies) >= REPLIES_MAX:
             return  # Writable, or closed: the next `_flush` finds out.
         packet = receive_packet(self._channel)
-        if isinstance(packet, Closed | Failed):
+        if isinstance(packet, ChannelClosed | ChannelFailed):
             self._lose_engine(now)
         elif isinstance(packet, Packet):
             self._handle(packet, now)

@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.errors import PeerError
 from penstock.supervisor.spec import ProcessSpec, require_name, require_stop_s
-from penstock.transport.base import Closed, Empty, Failed
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 from penstock.vocabulary.frames import FrameCodec
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ def send_packet(channel: socket.socket, frame: bytes, fd: int | None = None) -> 
     return True
 
 
-def receive_packet(channel: socket.socket) -> Packet | Empty | Closed | Failed:
+def receive_packet(channel: socket.socket) -> Packet | Empty | ChannelClosed | ChannelFailed:
     """The next packet, if there is one; the caller owns its descriptors."""
     try:
         frame, ancillary, flags, _ = channel.recvmsg(
@@ -297,10 +297,10 @@ def receive_packet(channel: socket.socket) -> Packet | Empty | Closed | Failed:
     except BlockingIOError:
         return Empty()
     except ConnectionError as error:
-        return Failed(f"the channel broke: {error.strerror}")
+        return ChannelFailed(f"the channel broke: {error.strerror}")
     descriptors = _descriptors(ancillary)
     if not frame and not descriptors and _hung_up(channel):
-        return Closed()
+        return ChannelClosed()
     problem = ""
     if flags & socket.MSG_TRUNC:
         problem = f"frame is longer than {FRAME_BYTES_MAX} bytes"

@@ -20,7 +20,13 @@ import pytest
 
 from penstock.errors import CapacityError, UnavailableError
 from penstock.testing.seeds import failing_seed
-from penstock.transport.base import FRAME_BYTES_MAX, Closed, Empty, Failed, Item
+from penstock.transport.base import (
+    FRAME_BYTES_MAX,
+    ChannelClosed,
+    ChannelFailed,
+    Empty,
+    ReceivedFrame,
+)
 from penstock.transport.waiting import wait_any, wait_readable
 
 if TYPE_CHECKING:
@@ -41,14 +47,14 @@ def soon() -> float:
 def receive_frame(channel: Channel) -> bytes:
     """The next frame, which must come."""
     received = channel.receive(deadline=soon())
-    assert isinstance(received, Item), received
+    assert isinstance(received, ReceivedFrame), received
     return received.frame
 
 
 def receive_end(channel: Channel) -> Received:
     """How the channel ended, which must be next."""
     received = channel.receive(deadline=soon())
-    assert isinstance(received, Closed | Failed), received
+    assert isinstance(received, ChannelClosed | ChannelFailed), received
     return received
 
 
@@ -188,8 +194,8 @@ class ChannelSuite(ABC):
         near.close()
 
         assert [receive_frame(far), receive_frame(far)] == [b"one", b"two"]
-        assert receive_end(far) == Closed()
-        assert far.receive() == far.receive(deadline=soon()) == Closed()
+        assert receive_end(far) == ChannelClosed()
+        assert far.receive() == far.receive(deadline=soon()) == ChannelClosed()
         with pytest.raises(UnavailableError, match="closed there"):
             far.send(b"too late")
 
@@ -201,7 +207,7 @@ class ChannelSuite(ABC):
         near.close()
         near.close()
 
-        assert near.receive() == near.receive(deadline=soon()) == Closed()
+        assert near.receive() == near.receive(deadline=soon()) == ChannelClosed()
         with pytest.raises(UnavailableError, match="closed here"):
             near.send(b"x")
 
@@ -212,7 +218,7 @@ class ChannelSuite(ABC):
         near.close()
         far.close()
 
-        assert near.receive() == far.receive() == Closed()
+        assert near.receive() == far.receive() == ChannelClosed()
 
     def test_a_lost_end_is_a_failure_with_a_cause_after_what_it_sent(
         self, pair: tuple[Channel, Channel]
@@ -226,7 +232,7 @@ class ChannelSuite(ABC):
 
         assert frame == b"its last frame"
         end = receive_end(near)
-        assert isinstance(end, Failed)
+        assert isinstance(end, ChannelFailed)
         assert end.cause
         assert near.receive() == near.receive(deadline=soon()) == end
         with pytest.raises(UnavailableError, match="failed"):
@@ -317,7 +323,7 @@ class ChannelSuite(ABC):
         found = wait_any([near], deadline=soon())
 
         assert found.channels == (near,)
-        assert isinstance(receive_end(near), Closed if orderly else Failed)
+        assert isinstance(receive_end(near), ChannelClosed if orderly else ChannelFailed)
 
     def test_a_long_exchange_keeps_its_order(self, pair: tuple[Channel, Channel]) -> None:
         """Over many windows, both ways, in any interleaving of sends and receives."""
@@ -336,7 +342,7 @@ class ChannelSuite(ABC):
             if chance.random() < 0.55 and sent[side] - received[1 - side] < 400:
                 send_soon(pair[side], sent[side].to_bytes(4, "big") * chance.randrange(1, 50))
                 sent[side] += 1
-            elif isinstance(answer := pair[side].receive(), Item):
+            elif isinstance(answer := pair[side].receive(), ReceivedFrame):
                 assert int.from_bytes(answer.frame[:4], "big") == received[side]
                 received[side] += 1
         for side in (0, 1):

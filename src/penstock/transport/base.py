@@ -4,15 +4,15 @@ A channel joins two ends. What one end sends, the other receives once and in ord
 channel has failed. Nothing here waits longer than its deadline, and nothing that went wrong
 looks like an empty channel:
 
-| `receive` returns | meaning                                                       |
-|-------------------|---------------------------------------------------------------|
-| `Item(frame)`     | the next frame                                                |
-| `Empty`           | nothing was there until the deadline; ask again               |
-| `Closed`          | the other end said that it is done; nothing will come         |
-| `Failed(cause)`   | the other end, or the way to it, is lost; nothing will come   |
+| `receive` returns      | meaning                                                     |
+|------------------------|-------------------------------------------------------------|
+| `ReceivedFrame(frame)` | the next frame                                              |
+| `Empty`                | nothing was there until the deadline; ask again             |
+| `ChannelClosed`        | the other end said that it is done; nothing will come       |
+| `ChannelFailed(cause)` | the other end, or the way to it, is lost; nothing will come |
 
-What arrived before the end is received before it, and the end stays: `Closed` and `Failed` are
-answered for ever.
+What arrived before the end is received before it. After the end, every `receive` returns the same
+`ChannelClosed` or `ChannelFailed`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FRAME_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ReceivedFrame:
     """A frame that arrived."""
 
     frame: bytes
@@ -39,18 +39,18 @@ class Empty:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ChannelClosed:
     """The other end closed the channel in good order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ChannelFailed:
     """The channel is broken."""
 
     cause: str
 
 
-Received = Item | Empty | Closed | Failed
+Received = ReceivedFrame | Empty | ChannelClosed | ChannelFailed
 
 
 class BacklogError(CapacityError):
@@ -104,7 +104,7 @@ class Channel(Waitable, Protocol):
     def receive(self, *, deadline: float | None = None) -> Received:
         """The next frame; waits for one until `deadline` on the monotonic clock, if given.
 
-        After `close` of this end it answers `Closed`.
+        After `close` of this end it answers `ChannelClosed`.
         """
         ...
 

@@ -1,7 +1,7 @@
 """A control channel inside one process: two ends that hand frames to each other.
 
     near, far = channel_pair()
-    near.send(b"hello"); far.receive()           # Item(frame=b"hello")
+    near.send(b"hello"); far.receive()           # ReceivedFrame(frame=b"hello")
 
 For tests and simulators, and for an engine whose ranks share its process. A frame is there as
 soon as it was sent, in order, so a run is as deterministic as its caller; no clock is read, and
@@ -22,11 +22,11 @@ from penstock.errors import UnavailableError
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
     BacklogError,
-    Closed,
+    ChannelClosed,
+    ChannelFailed,
     Empty,
-    Failed,
-    Item,
     Received,
+    ReceivedFrame,
     require_frame_fits,
 )
 from penstock.transport.waiting import wait_readable
@@ -61,7 +61,7 @@ class InprocChannel:
         """The next frame; see `Channel`."""
         if deadline is not None and not self.ready:
             self._wait(self.descriptor, deadline)
-        return Closed() if self._closed else self._here.take()
+        return ChannelClosed() if self._closed else self._here.take()
 
     @property
     def ready(self) -> bool:
@@ -85,16 +85,16 @@ class InprocChannel:
         if not self._closed:
             self._closed = True
             self._here.shut()
-            self._there.finish(Closed())
+            self._there.finish(ChannelClosed())
 
     def fail(self, cause: str) -> None:
         """Breaks the channel for both ends: what a simulator does when one of them dies."""
-        self._here.finish(Failed(cause))
-        self._there.finish(Failed(cause))
+        self._here.finish(ChannelFailed(cause))
+        self._there.finish(ChannelFailed(cause))
 
     def _story(self) -> str:
         match self._here.end:
-            case Failed(cause) if not self._closed:
+            case ChannelFailed(cause) if not self._closed:
                 return f"failed: {cause}"
             case _:
                 return "was closed here" if self._closed else "was closed there"
@@ -104,7 +104,7 @@ class Inbox:
     """What has come for one end and was not taken yet, and how it ended."""
 
     def __init__(self) -> None:
-        self.end: Closed | Failed | None = None
+        self.end: ChannelClosed | ChannelFailed | None = None
         self._frames: deque[bytes] = deque()
         self._frame_bytes = 0
         self._shut = False
@@ -127,7 +127,7 @@ class Inbox:
         if self._frames:
             frame = self._frames.popleft()
             self._frame_bytes -= len(frame)
-            return Item(frame)
+            return ReceivedFrame(frame)
         return self.end if self.ready and self.end is not None else Empty()
 
     @property
@@ -138,7 +138,7 @@ class Inbox:
         self._quieten()
         return False
 
-    def finish(self, end: Closed | Failed) -> None:
+    def finish(self, end: ChannelClosed | ChannelFailed) -> None:
         """Nothing comes any more. The first reason counts."""
         if self.end is None:
             self.end = end

@@ -84,7 +84,7 @@ class Notice:
     payload: bytes
 
 
-Pin = Callable[[Any], Callable[[], None]]
+PinMemory = Callable[[Any], Callable[[], None]]
 """Makes memory, an array of bytes, fit for the copies of a device; what it returns undoes that.
 It is undone before the memory goes."""
 

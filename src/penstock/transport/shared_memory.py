@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Area, Pin
+    from penstock.transport.remote import Area, PinMemory
 
 CALLERS_MAX = 64
 """So many connections may be open that have not said what they want; older ones are closed."""
@@ -95,12 +95,12 @@ class SharedTarget:
 
     Args:
         huge_pages: whether to look for huge pages.
-        pin: makes the memory fit for a device; see `Pin`.
+        pin: makes the memory fit for a device; see `PinMemory`.
         folder: where writers come to; the private folder of this process if none is given.
     """
 
     def __init__(
-        self, *, huge_pages: bool = True, pin: Pin | None = None, folder: Path | None = None
+        self, *, huge_pages: bool = True, pin: PinMemory | None = None, folder: Path | None = None
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""

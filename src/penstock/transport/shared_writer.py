@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Pin, Span, WriteEnd
+    from penstock.transport.remote import PinMemory, Span, WriteEnd
     from penstock.transport.shared_greeting import Description
 
 GRANT_S = 10.0
@@ -48,7 +48,7 @@ GRANT_S = 10.0
 class SharedLink:
     """The way of this process to one area; see `WriterLink`."""
 
-    def __init__(self, description: Description, *, grant_s: float, pin: Pin | None) -> None:
+    def __init__(self, description: Description, *, grant_s: float, pin: PinMemory | None) -> None:
         self._peer = description.peer
         self._size = description.size
         self._posted = PostedWrites(description.peer, description.size)
@@ -157,14 +157,14 @@ class SharedLink:
 
 
 def connect_shared(
-    description: bytes, *, grant_s: float = GRANT_S, pin: Pin | None = None
+    description: bytes, *, grant_s: float = GRANT_S, pin: PinMemory | None = None
 ) -> SharedLink:
     """A way to the area that a target of another process described.
 
     Args:
         description: of the area.
         grant_s: patience with the target.
-        pin: makes the memory fit for a device; see `Pin`.
+        pin: makes the memory fit for a device; see `PinMemory`.
 
     Raises:
         ValueError: it is no description of such an area.

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 from penstock.errors import UnavailableError
 from penstock.transport.base import (
     BacklogError,
-    Closed,
+    ChannelClosed,
+    ChannelFailed,
     Empty,
-    Failed,
-    Item,
     Received,
+    ReceivedFrame,
     require_frame_fits,
 )
 from penstock.transport.waiting import wait_readable
@@ -76,7 +76,7 @@ class ZmqChannel:
         self._opened_at = 0.0
         self._open_deadline = time.monotonic() + settings.open_s
         self._closed = False
-        self._end: Closed | Failed | None = None
+        self._end: ChannelClosed | ChannelFailed | None = None
         self._window = Window(settings.window_frames, settings.window_bytes)
         self._sent = _Tally()
         self._sent_taken = _Tally()
@@ -159,7 +159,7 @@ class ZmqChannel:
     @property
     def failure(self) -> str | None:
         """Why the channel failed, if it did."""
-        return self._end.cause if isinstance(self._end, Failed) else None
+        return self._end.cause if isinstance(self._end, ChannelFailed) else None
 
     def wait_open(self, *, deadline: float) -> bool:
         """Whether the channel is open by `deadline` on the monotonic clock; waits for that."""
@@ -197,20 +197,20 @@ class ZmqChannel:
 
     def fail(self, cause: str) -> None:
         """Ends the channel at this end, as lost."""
-        self._finish(Failed(cause))
+        self._finish(ChannelFailed(cause))
 
     # What happens inside.
 
     def _next(self) -> Received:
         if self._closed:
-            return Closed()
+            return ChannelClosed()
         if not self._arrived:
             self._pump()
         if self._arrived:
             frame = self._arrived.popleft()
             self._taken.add(frame)
             self._give_credit()
-            return Item(frame)
+            return ReceivedFrame(frame)
         return Empty() if self._end is None else self._end
 
     def _pump(self) -> None:
@@ -330,7 +330,7 @@ class ZmqChannel:
             case Kind.CREDIT:
                 self._note_credit(*decode_credit(frame.payload))
             case Kind.CLOSE:
-                self._finish(Closed())
+                self._finish(ChannelClosed())
 
     def _require_within_window(self) -> None:
         frames, frame_bytes = self._arrived_tally.minus(self._credited)
@@ -376,7 +376,7 @@ class ZmqChannel:
         self._sequence += posted
         return posted
 
-    def _finish(self, end: Closed | Failed) -> None:
+    def _finish(self, end: ChannelClosed | ChannelFailed) -> None:
         if self._closed or self._end is not None:
             return
         self._end = end
@@ -401,9 +401,9 @@ class ZmqChannel:
         if self._closed:
             return "was closed here"
         match self._end:
-            case Failed(cause):
+            case ChannelFailed(cause):
                 return f"failed: {cause}"
-            case Closed():
+            case ChannelClosed():
                 return "was closed there"
             case None:
                 return "is not open yet"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.protocol.states import Role
-from penstock.transport.base import Closed, Empty, Failed, Item
+from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.zeromq import Listener, dial
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class ZmqLines:
                 self._opened.append(name)
                 self._causes.pop(name, None)
             match answer:
-                case Item(frame):
+                case ReceivedFrame(frame):
                     found.append(Heard(name, frame))
                 case Empty():
                     self._quiet[name] = channel.descriptor
@@ -237,9 +237,9 @@ class ZmqLines:
                     self._lose(name)
                     return
 
-    def _tell(self, name: str, ended: Closed | Failed, *, opened: bool) -> None:
+    def _tell(self, name: str, ended: ChannelClosed | ChannelFailed, *, opened: bool) -> None:
         """Why a line ended, or was not opened: the next try looks the same from outside."""
-        why = ended.cause if isinstance(ended, Failed) else "closed there"
+        why = ended.cause if isinstance(ended, ChannelFailed) else "closed there"
         what = "line lost" if opened else "no line"
         if self._causes.get(name) != (what, why):
             _log.info("%s party=%s peer=%s cause=%s", what, self.name, name, why)

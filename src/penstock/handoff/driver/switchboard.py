@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.driver.lines import FRAMES_A_LINE, Heard
-from penstock.transport.base import Empty, Item
+from penstock.transport.base import Empty, ReceivedFrame
 from penstock.transport.inproc import channel_pair
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class InprocLines:
         for name, channel in list(self._channels.items()):
             for _ in range(FRAMES_A_LINE):
                 match channel.receive():
-                    case Item(frame):
+                    case ReceivedFrame(frame):
                         found.append(Heard(name, frame))
                     case Empty():
                         break
