@@ -21,8 +21,17 @@ from penstock.config import (
     load_config,
     parse_config,
 )
-from penstock.config.schema import CACHE_KEYS, ENGINE_KEYS, MODEL_KEYS, SERVE_KEYS, TIER_KEYS
+from penstock.config.schema import (
+    CACHE_KEYS,
+    ENGINE_KEYS,
+    HANDOFF_KEYS,
+    MODEL_KEYS,
+    SERVE_KEYS,
+    TIER_KEYS,
+)
+from penstock.config.serving import HandoffTable
 from penstock.errors import ConfigError
+from penstock.transport.data import TRANSPORTS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 
 HEAD = """
@@ -147,8 +156,10 @@ def test_without_device_blocks_the_engine_keeps_its_own(cache: str) -> None:
     assert config.cache.device is None
 
 
-def test_the_reserved_tables_may_be_there() -> None:
-    assert parse_config(HEAD + "[handoff]" + DEVICE) == parse_config(HEAD + DEVICE)
+def test_kv_travels_through_shared_memory_unless_the_file_says_otherwise() -> None:
+    assert parse_config(HEAD + DEVICE).handoff is None
+    assert parse_config(HEAD + "[handoff]" + DEVICE).handoff == HandoffTable()
+    assert HandoffTable().transport in TRANSPORTS
 
 
 def test_the_model_fixes_its_part_of_every_namespace() -> None:
@@ -203,7 +214,11 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
         ),
         (HEAD + TIER.replace("kind", "kinds"), "tiers[0].kinds: unknown; did you mean kind?"),
         (HEAD + "[serve]\nports = 80" + DEVICE, "serve.ports: unknown; did you mean port?"),
-        (HEAD + "[handoff]\na = 1", "handoff.a: unknown; [handoff] has no settings yet"),
+        (HEAD + "[handoff]\na = 1", "handoff.a: unknown; known here: transport"),
+        (
+            HEAD + "[handoff]\ntransport = 1",
+            "handoff.transport: is 1, must be one of shared_memory",
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(text: str, message: str) -> None:
@@ -473,7 +488,15 @@ def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
     documented = {(name, default.strip("` ")) for name, default in rows}
 
     wanted = set()
-    known = (MODEL_KEYS, CACHE_KEYS, TIER_KEYS, ENGINE_KEYS, SERVE_KEYS, *TIER_KINDS.values())
+    known = (
+        MODEL_KEYS,
+        CACHE_KEYS,
+        TIER_KEYS,
+        ENGINE_KEYS,
+        HANDOFF_KEYS,
+        SERVE_KEYS,
+        *TIER_KINDS.values(),
+    )
     for keys in known:
         for name, key in keys.items():
             default = f'"{key.default}"' if isinstance(key.default, str) else str(key.default)

@@ -183,7 +183,8 @@ def is_there(dotted: str) -> bool:
     while names and ((at / names[0]).is_dir() or (at / f"{names[0]}.py").is_file()):
         at /= names.pop(0)
     files = [at.with_suffix(".py"), at / "__init__.py"]
-    files += [PACKAGE / "exports.py"] if at == PACKAGE else []
+    # Groups of entry points have names like modules; `extensions.py` lists them.
+    files += [PACKAGE / "exports.py", PACKAGE / "extensions.py"] if at == PACKAGE else []
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     return not names or any(re.search(rf"\b{names[0]}\b", text) for text in texts)
 

@@ -24,6 +24,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 BROAD_EXCEPTS: dict[str, str] = {
     "src/penstock/engine/tokenizer.py": "tokenizers raises a bare Exception for a broken file",
+    "src/penstock/extensions.py": "an entry point imports code of others, which may raise anything",
     "src/penstock/handoff/driver/decode_rank.py": "one part fails its handoff, not the rank",
     "src/penstock/handoff/driver/prefill_rank.py": "one part fails its handoff, not the rank",
 }

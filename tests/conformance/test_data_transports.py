@@ -28,9 +28,6 @@ class TestInproc(DataTransportSuite):
     def make_writer(self) -> SuiteWriter:
         return LocalWriter(self.connect)
 
-    def close_target(self, target: Target) -> None:
-        assert target.retired_bytes >= 0
-
     def connect(self, description: bytes) -> InprocLink:
         try:
             return self.fabric.connect(description)
@@ -46,7 +43,3 @@ class TestSharedMemory(DataTransportSuite):
 
     def make_writer(self) -> SuiteWriter:
         return ProcessWriter()
-
-    def close_target(self, target: Target) -> None:
-        assert isinstance(target, SharedTarget)
-        target.close()

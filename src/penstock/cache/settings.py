@@ -21,7 +21,7 @@ from collections.abc import Mapping  # noqa: TC003
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.cache.eviction import POLICIES
+from penstock.cache.eviction import POLICIES, policy_named
 from penstock.errors import ConfigError
 
 DEVICE = 0
@@ -91,11 +91,7 @@ class TierSettings:
                 f"tier {self.name!r}: slot_count",
                 f"is {self.slot_count}: the tier could never hold a block; must be at least 1",
             )
-        if self.eviction not in EVICTION_POLICIES:
-            known = ", ".join(EVICTION_POLICIES)
-            raise ConfigError(
-                f"tier {self.name!r}: eviction", f"is {self.eviction!r}, must be one of {known}"
-            )
+        policy_named(self.eviction, place=f"tier {self.name!r}: eviction")
         if not 0.0 <= self.low_watermark <= self.high_watermark < 1.0:
             raise ConfigError(
                 f"tier {self.name!r}: low_watermark",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.eviction import POLICIES, EvictionPolicy, SharesArrays
+from penstock.cache.eviction import EvictionPolicy, SharesArrays, policy_named
 from penstock.cache.nodes import NOWHERE, NodeTable, grown
 from penstock.cache.pool import Pool
 from penstock.cache.states import LEAVING, READY
@@ -406,6 +406,7 @@ class Tier:
         return policy
 
     def _make_policy(self) -> EvictionPolicy:
-        policy = POLICIES[self.settings.eviction](self.pool.slot_count, self.standing)
+        make = policy_named(self.settings.eviction)
+        policy = make(self.pool.slot_count, self.standing)
         policy.resize(self.nodes.capacity)
         return policy

@@ -18,6 +18,7 @@ message that names the key as the file spells it, the value, and what would be r
 
 from __future__ import annotations
 
+from penstock.config.keys import Gib, Number, String, TierOption, Whole
 from penstock.config.reading import load_config, parse_config
 from penstock.config.schema import STARTER_TOML, VERSION
 from penstock.config.values import TIER_KINDS, Config, ModelSettings, TierKind
@@ -27,8 +28,13 @@ __all__ = [
     "TIER_KINDS",
     "VERSION",
     "Config",
+    "Gib",
     "ModelSettings",
+    "Number",
+    "String",
     "TierKind",
+    "TierOption",
+    "Whole",
     "load_config",
     "parse_config",
 ]

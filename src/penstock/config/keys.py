@@ -19,13 +19,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from enum import Enum
+
+    from penstock.extensions import ExtensionGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +135,22 @@ class String:
     """A string, any or one of `choices`."""
 
     choices: tuple[str, ...] = ()
+    others: ExtensionGroup[Any] | None = None
+    """Entry points that add choices."""
 
     def read(self, place: str, value: object) -> str:
         """Returns the value, or refuses it in the name of `place`."""
         if not isinstance(value, str):
             raise ConfigError(place, f"is {value!r}, must be {self}")
-        if self.choices and value not in self.choices:
+        if not self.choices or value in self.choices:
+            return value
+        if self.others is None:
             raise ConfigError(place, f"is {value!r}, must be {self}{nearest(value, self.choices)}")
+        if self.others.find(value, place) is None:
+            known = String(choices=(*self.choices, *self.others.names()))
+            raise ConfigError(
+                place, f"is {value!r}, must be {known}{nearest(value, known.choices)}"
+            )
         return value
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from penstock.config.keys import Shares
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
+    HANDOFF_KEYS,
     MODEL_KEYS,
     SERVE_KEYS,
     TIER_KEYS,
@@ -47,6 +48,8 @@ def print_toml(config: Config) -> str:
     for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
         parts.append(_table("[[tiers]]", _tier(tier, kind)))
         parts.append(_quotas("[tiers.quotas]", tier.quotas))
+    if config.handoff is not None:
+        parts.append(_table("[handoff]", _values(HANDOFF_KEYS, config.handoff)))
     if config.engine is not None:
         parts.append(_table("[engine]", _values(ENGINE_KEYS, config.engine)))
     if config.serve is not None:

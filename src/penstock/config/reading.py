@@ -14,15 +14,15 @@ import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config.keys import String, nearest, unknown
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
+    HANDOFF_KEYS,
     MODEL_KEYS,
-    RESERVED_TABLES,
     ROOM_KEYS,
     SERVE_KEYS,
     TABLES,
@@ -30,7 +30,7 @@ from penstock.config.schema import (
     VERSION,
     Setting,
 )
-from penstock.config.serving import EngineTable, ServeTable
+from penstock.config.serving import EngineTable, HandoffTable, ServeTable
 from penstock.config.values import (
     DEVICE_NAME,
     TIER_KINDS,
@@ -38,14 +38,18 @@ from penstock.config.values import (
     Config,
     ModelSettings,
     TierKind,
+    tier_options,
 )
 from penstock.errors import ConfigError
+from penstock.extensions import OTHER_TIERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from typing import Any
 
     from penstock.config.keys import TierOption
+
+Settings = TypeVar("Settings")
 
 
 def load_config(path: str | Path) -> Config:
@@ -134,18 +138,17 @@ def _read_config(document: dict[str, object]) -> Config:
     problems = _Problems()
     for name in document:
         with problems.collect():
-            _check_table_name(name, document)
-    model, engine, serve, table, device = None, None, None, None, None
+            _check_table_name(name)
+    model, table, device = None, None, None
     with problems.collect():
         model = _read_model(document)
     with problems.collect():
         table = _Table("cache", document.get("cache", {}), CACHE_KEYS)
         device = _read_device(table)
     tiers, kinds = _read_tiers(document.get("tiers", []), problems)
-    with problems.collect():
-        engine = _read_engine(document)
-    with problems.collect():
-        serve = _read_serve(document)
+    handoff = _read_table("handoff", document, HANDOFF_KEYS, HandoffTable, problems)
+    engine = _read_table("engine", document, ENGINE_KEYS, EngineTable, problems)
+    serve = _read_table("serve", document, SERVE_KEYS, ServeTable, problems)
     # What concerns all tiers together can be judged only where each of them is in order.
     problems.refuse_if_any()
     assert model is not None, "read, or refused"
@@ -154,32 +157,30 @@ def _read_config(document: dict[str, object]) -> Config:
         model=model,
         cache=_read_cache(table, device, tiers),
         tier_kinds=kinds,
+        handoff=handoff,
         engine=engine,
         serve=serve,
         **table.fields_of(Config),
     )
 
 
-def _check_table_name(name: str, document: dict[str, object]) -> None:
+def _check_table_name(name: str) -> None:
     if name not in TABLES:
         raise ConfigError(name, unknown(name, TABLES))
-    if name in RESERVED_TABLES:
-        for key in _table_at(name, document[name]):
-            raise ConfigError(f"{name}.{key}", f"unknown; [{name}] has no settings yet")
 
 
-def _read_engine(document: dict[str, object]) -> EngineTable | None:
-    if "engine" not in document:
-        return None
-    table = _Table("engine", document["engine"], ENGINE_KEYS)
-    return EngineTable(**table.fields_of(EngineTable))
-
-
-def _read_serve(document: dict[str, object]) -> ServeTable | None:
-    if "serve" not in document:
-        return None
-    table = _Table("serve", document["serve"], SERVE_KEYS)
-    return ServeTable(**table.fields_of(ServeTable))
+def _read_table(
+    name: str,
+    document: dict[str, object],
+    keys: Mapping[str, Setting],
+    owner: type[Settings],
+    problems: _Problems,
+) -> Settings | None:
+    """The settings of an optional table; `None` if it is left out or was refused."""
+    with problems.collect():
+        if name in document:
+            return owner(**_Table(name, document[name], keys).fields_of(owner))
+    return None
 
 
 def _check_version(document: dict[str, object]) -> None:
@@ -253,14 +254,15 @@ def _read_tier_and_kind(
             known = {name: given[name] for name in given if name in TIER_KEYS and name != "kind"}
             _Table(place, known, TIER_KEYS, optional=TIER_KEYS)
         raise
-    table = _Table(place, given, {**TIER_KEYS, **TIER_KINDS[kind]}, optional=["blocks"])
-    options = {name: table.value(name) for name in TIER_KINDS[kind]}
+    own = tier_options(kind)
+    table = _Table(place, given, {**TIER_KEYS, **own}, optional=["blocks"])
+    options = {name: table.value(name) for name in own}
     return _read_tier(table), TierKind(options=options, **table.fields_of(TierKind))
 
 
 def _read_kind(place: str, given: Mapping[str, object]) -> str:
     # The kind decides which keys the table may have, so it is read before the table is.
-    kinds = String(choices=tuple(TIER_KINDS))
+    kinds = String(choices=tuple(TIER_KINDS), others=OTHER_TIERS)
     if "kind" in given:
         return kinds.read(f"{place}.kind", given["kind"])
     for name in given:

@@ -20,8 +20,9 @@ from penstock.cache.settings import (
     WritePolicy,
 )
 from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
-from penstock.config.serving import EngineTable, ServeTable
+from penstock.config.serving import SHARED_MEMORY, EngineTable, HandoffTable, ServeTable
 from penstock.config.values import BLOCKS_MAX, LAYER_WISE, Config, ModelSettings, TierKind
+from penstock.extensions import OTHER_POLICIES, OTHER_TRANSPORTS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve")
-RESERVED_TABLES = ("handoff",)
-"""They may be there, so that a file can be prepared; they have no settings yet."""
 
 COUNT_MAX = 2**24
 """Departures, happenings and events are remembered in memory: more than this is a mistake."""
@@ -86,7 +85,7 @@ MODEL_KEYS: Mapping[str, Setting] = _settings(
 
 ROOM_KEYS: Mapping[str, Setting] = _settings(
     TierSettings,
-    eviction=String(choices=EVICTION_POLICIES),
+    eviction=String(choices=EVICTION_POLICIES, others=OTHER_POLICIES),
     low_watermark=Number(minimum=0, maximum=0.99),
     high_watermark=Number(minimum=0, maximum=0.99),
     quotas=Shares(),
@@ -132,6 +131,10 @@ TIER_KEYS: Mapping[str, Setting] = {
     **_settings(WritePolicy, hits=Whole(minimum=1, maximum=65_535)),
     **ROOM_KEYS,
 }
+
+HANDOFF_KEYS: Mapping[str, Setting] = _settings(
+    HandoffTable, transport=String(choices=(SHARED_MEMORY,), others=OTHER_TRANSPORTS)
+)
 
 ENGINE_KEYS: Mapping[str, Setting] = _settings(
     EngineTable,

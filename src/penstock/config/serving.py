@@ -1,4 +1,4 @@
-"""What `[engine]` and `[serve]` say: how `penstock serve` computes, and whom it answers.
+"""What `[engine]`, `[serve]` and `[handoff]` say: how `penstock serve` computes and answers.
 
 They mean nothing to a cache that another engine embeds, so a `Config` has them only if its file
 does.
@@ -63,6 +63,17 @@ def require_host(key: str, host: str) -> None:
                 f"is {host!r}, must be an address to listen on, such as '127.0.0.1', '0.0.0.0' or "
                 "'::1', or the name of this host",
             ) from None
+
+
+SHARED_MEMORY = "shared_memory"
+"""The data transport that is built in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffTable:
+    """`[handoff]`: how KV travels from a prefill instance to a decode instance."""
+
+    transport: str = SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@
     ├── equal_ranks bool              whether ranks hold equal bytes, and share a hub
     ├── layer_wise  str               whether steps may compute on loads that still arrive
     ├── device_wait_s float           how long a device is waited for
+    ├── handoff     HandoffTable      how KV travels between instances, if the file says
     ├── engine      EngineTable       how `penstock serve` computes, if the file says
     └── serve       ServeTable        whom it answers, if the file says
 
@@ -25,8 +26,9 @@ import msgspec
 
 from penstock.cache.settings import CacheSettings  # noqa: TC001
 from penstock.config.keys import Gib, String, TierOption, Value, Whole
-from penstock.config.serving import EngineTable, ServeTable  # noqa: TC001
+from penstock.config.serving import EngineTable, HandoffTable, ServeTable  # noqa: TC001
 from penstock.errors import ConfigError
+from penstock.extensions import OTHER_TIERS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS, KeyChain
 from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
@@ -50,7 +52,22 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "numa_node": TierOption(Whole(minimum=-1, maximum=1_023), -1),
     },
 }
-"""What the `kind` of a tier can be, with the keys that only a tier of this kind has."""
+"""The built-in kinds of tiers, with the keys that only a tier of this kind has."""
+
+
+def tier_options(kind: str, *, place: str = "kind") -> Mapping[str, TierOption]:
+    """The keys that only tiers of this kind have.
+
+    Raises:
+        ConfigError: there is no such kind, or its entry point is broken; `place` is the setting.
+    """
+    if kind in TIER_KINDS:
+        return TIER_KINDS[kind]
+    factory = OTHER_TIERS.find(kind, place)
+    if factory is None:
+        known = ", ".join([*TIER_KINDS, *OTHER_TIERS.names()])
+        raise ConfigError(place, f"is {kind!r}, must be one of {known}")
+    return factory.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +121,11 @@ class TierKind:
     opened without the tier."""
 
     def __post_init__(self) -> None:
-        if self.name not in TIER_KINDS:
-            known = ", ".join(TIER_KINDS)
-            raise ConfigError("kind", f"is {self.name!r}, must be one of {known}")
-        if set(self.options) != set(TIER_KINDS[self.name]):
+        known = tier_options(self.name)
+        if set(self.options) != set(known):
             raise ConfigError(
                 "options",
-                f"are {sorted(self.options)}, must be {sorted(TIER_KINDS[self.name])} "
-                f"for kind {self.name!r}",
+                f"are {sorted(self.options)}, must be {sorted(known)} for kind {self.name!r}",
             )
 
     @property
@@ -143,6 +157,7 @@ class Config:
     ended, which are made whole."""
     device_wait_s: float = 30.0
     """A device that ends none of its copies for so long while somebody waits counts as stuck."""
+    handoff: HandoffTable | None = None
     engine: EngineTable | None = None
     serve: ServeTable | None = None
 

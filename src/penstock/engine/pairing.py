@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.config.serving import HandoffTable
 from penstock.engine.sharding import share_of
 from penstock.handoff import (
     HandoffBounds,
@@ -43,6 +44,7 @@ def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair:
         model=model.name,
         weights=f"{model.weights_version} {model.kv_dtype}",
         secret=spec.pair.secret,
+        transport=(spec.config.handoff or HandoffTable()).transport,
     )
 
 

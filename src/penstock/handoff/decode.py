@@ -26,7 +26,7 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of, rank_name
-from penstock.transport.shared_memory import SharedTarget
+from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text
 from penstock.vocabulary.checksums import Algorithm
 
@@ -240,7 +240,7 @@ def open_decode(
 
 def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
     assert opening.tier is not None
-    target = SharedTarget(huge_pages=False, folder=folder)
+    target = transport_named(opening.pair.transport).open_target(folder)
     opening.undo.callback(target.close)
     driver = DecodeRankDriver(
         opening.directory,

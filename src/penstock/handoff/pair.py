@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.config.serving import SHARED_MEMORY
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.names import NAME_CHARS_MAX
+from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_text, as_tuple
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
@@ -86,6 +88,9 @@ class HandoffPair:
     """The version of the weights: engines with other weights compute other KV."""
     secret: bytes = field(default=b"", repr=False)
     """Known to both engines and their ranks; nobody else is let in. `tcp` needs one."""
+    transport: str = SHARED_MEMORY
+    """How the KV travels: `shared_memory`, or a data transport that another distribution adds by
+    an entry point of group `penstock.transports`."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -98,6 +103,7 @@ class HandoffPair:
             raise ValueError(f"secret is a {type(self.secret).__name__}, must be bytes")  # noqa: TRY004
         if self.prefill.name == self.decode.name:
             raise ValueError(f"both engines are named {self.prefill.name!r}, names must differ")
+        transport_named(as_text("transport", self.transport))
         _rank_addresses(self.prefill)
 
 

@@ -32,7 +32,7 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of, rank_name
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple, require_methods
 from penstock.vocabulary.checksums import Algorithm
 
@@ -341,7 +341,7 @@ def _rank_driver(opening: Opening, name: str, progress: DrivenSource | None) -> 
         name,
         opening.lines(name),
         reader=ArrayReader(opening.tier, Algorithm.XXH3),
-        connect=connect_shared,
+        connect=transport_named(opening.pair.transport).connect,
         incarnation=draw_incarnation(),
         settings=opening.settings,
         progress=progress,

@@ -1,7 +1,8 @@
 """The tiers below the device, built as the configuration says.
 
-A new kind of tier adds a row to `BUILDERS`. A refusal names the setting as the file spells it, such
-as `tiers[0].gib`, whichever layer found the fault.
+A new kind of tier adds a row to `BUILDERS`; other distributions add kinds by entry points. A
+refusal names the setting as the file spells it, such as `tiers[0].gib`, whichever layer found the
+fault.
 
 Host memory may outlive its rank, if a supervisor keeps its descriptors (`KeptArenas`): the next
 life of the rank maps it again, its pages are there already, and an owner that lived on finds its
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.cache.settings import HUB
 from penstock.config.values import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
+from penstock.extensions import OTHER_TIERS
 from penstock.tiers.arena import MemoryCalls
+from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
 from penstock.tiers.memory import MemoryTier
 from penstock.tiers.memory_limits import require_room
@@ -162,7 +165,7 @@ def _made_or_kept(order: _Order, index: int, kept: KeptArenas) -> SlotStore:
             return _attached(order, fd, writes=True)
         except (UnavailableError, ValueError) as error:
             logger.warning("kept arena left: name=%s cause=%s", order.tier.name, error)
-    tier = BUILDERS[order.kind.name](order)
+    tier = _built(order)
     if isinstance(tier, HostTier):
         kept.keep(index, tier.arena.fd)
     return tier
@@ -171,7 +174,11 @@ def _made_or_kept(order: _Order, index: int, kept: KeptArenas) -> SlotStore:
 def _made(order: _Order, fd: int | None, *, writes: bool) -> SlotStore:
     if fd is None and not writes:
         raise UnavailableError("the rank that writes it has no memory to share")
-    return BUILDERS[order.kind.name](order) if fd is None else _attached(order, fd, writes=writes)
+    return _built(order) if fd is None else _attached(order, fd, writes=writes)
+
+
+def _built(order: _Order) -> SlotStore:
+    return BUILDERS.get(order.kind.name, _from_entry_point)(order)
 
 
 def _attached(order: _Order, fd: int, *, writes: bool) -> SlotStore:
@@ -228,6 +235,26 @@ def _host(order: _Order) -> SlotStore:
     return tier
 
 
+def _from_entry_point(order: _Order) -> SlotStore:
+    place, slot_count = f"{order.place}.kind", order.tier.slot_count
+    factory = OTHER_TIERS.find(order.kind.name, place)
+    if factory is None:
+        raise ConfigError(place, f"is {order.kind.name!r}, which is not installed in this process")
+    try:
+        tier: SlotStore = factory.build(
+            order.layout, slot_count, name=order.tier.name, options=dict(order.kind.options)
+        )
+    except ConfigError as error:
+        raise _spelled_as_in_the_file(error, order) from error
+    if not isinstance(tier, KeepsSums) or tier.slot_count != slot_count:
+        raise ConfigError(
+            place,
+            f"is {order.kind.name!r}, which made a {type(tier).__name__}; must make a tier of "
+            f"{slot_count} slots that keeps checksums: see penstock.testing.SumKeepingTierSuite",
+        )
+    return tier
+
+
 def _spelled_as_in_the_file(error: ConfigError, order: _Order) -> ConfigError:
     if error.field != "size":
         return ConfigError(f"{order.place}.{error.field}", error.problem)
@@ -238,7 +265,7 @@ def _spelled_as_in_the_file(error: ConfigError, order: _Order) -> ConfigError:
 
 
 BUILDERS: dict[str, Callable[[_Order], SlotStore]] = {"memory": _memory, "host": _host}
-"""How a tier of each kind is made."""
+"""How a tier of each built-in kind is made."""
 
 
 class KeptArenas(NamedTuple):

@@ -44,16 +44,12 @@ class DataTransportSuite(ABC):
     def make_writer(self) -> SuiteWriter:
         """A writer that can end for good without this process ending."""
 
-    @abstractmethod
-    def close_target(self, target: Target) -> None:
-        """Gives back what the target has."""
-
     @pytest.fixture(name="target")
     def open_target(self) -> Iterator[Target]:
         """A target, closed after the test."""
         target = self.make_target()
         yield target
-        self.close_target(target)
+        target.close()
 
     @pytest.fixture(name="writer")
     def open_writer(self) -> Iterator[SuiteWriter]:

@@ -19,8 +19,8 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.testing.peer_process import PeerProcess
+from penstock.transport.data import transport_named
 from penstock.transport.remote import Span, WriteDone
-from penstock.transport.shared_writer import connect_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,10 +112,10 @@ class LocalWriter(SuiteWriter):
 
 
 class ProcessWriter(SuiteWriter):
-    """A writer over shared memory, in a process of its own."""
+    """A writer in a process of its own, over a data transport that is built in or installed."""
 
-    def __init__(self) -> None:
-        self.process = PeerProcess(PROGRAM, (), ())
+    def __init__(self, transport: str = "shared_memory") -> None:
+        self.process = PeerProcess(PROGRAM, (transport,), ())
 
     def connect(self, description: bytes) -> None:
         """Begins to connect."""
@@ -153,7 +153,7 @@ class ProcessWriter(SuiteWriter):
 
 def main() -> None:
     """What runs in the process of a `ProcessWriter`."""
-    writer = LocalWriter(connect_shared)
+    writer = LocalWriter(transport_named(sys.argv[1]).connect)
     for line in sys.stdin:
         command = json.loads(line)
         try:

@@ -170,6 +170,12 @@ class InprocTarget:
         """Bytes of areas that wait for a fence, or to be freed."""
         return self._areas.retired_bytes
 
+    def close(self) -> None:
+        """Gives everything back."""
+        for area in self._areas.open:
+            self.retire(area)
+        self._spare.clear()
+
 
 class InprocLink:
     """The way of one writer to one area; see `WriterLink`."""

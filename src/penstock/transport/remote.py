@@ -188,6 +188,10 @@ class Target(Protocol):
         """Bytes of areas that are retired and not freed."""
         ...
 
+    def close(self) -> None:
+        """Gives everything back; nothing else is called after this."""
+        ...
+
 
 class WriterLink(Protocol):
     """The way of one writer to one area."""

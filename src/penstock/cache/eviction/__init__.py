@@ -1,4 +1,8 @@
-"""Which block leaves a tier first: one small interface, several policies."""
+"""Which block leaves a tier first: one small interface, several policies.
+
+`EvictionPolicy` is what a policy has to do, `POLICIES` are the built-in ones, and `policy_named`
+also finds those that other distributions add by an entry point of group `penstock.policies`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,39 @@ from typing import TYPE_CHECKING
 from penstock.cache.eviction.base import EvictionPolicy, SharesArrays, Standing
 from penstock.cache.eviction.lru import LruPolicy
 from penstock.cache.eviction.s3fifo import S3FifoPolicy
+from penstock.errors import ConfigError
+from penstock.extensions import OTHER_POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-POLICIES: dict[str, Callable[[int, Standing], EvictionPolicy]] = {
+    MakePolicy = Callable[[int, Standing], EvictionPolicy]
+
+POLICIES: dict[str, MakePolicy] = {
     "lru": LruPolicy,
     "s3fifo": S3FifoPolicy,
 }
 
-__all__ = ["POLICIES", "EvictionPolicy", "LruPolicy", "S3FifoPolicy", "SharesArrays", "Standing"]
+
+def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
+    """What makes the policy with this name: a built-in one, or that of an entry point.
+
+    Raises:
+        ConfigError: there is none, or its entry point is broken; `place` is the setting.
+    """
+    make = POLICIES.get(name) or OTHER_POLICIES.find(name, place)
+    if make is None:
+        known = ", ".join([*POLICIES, *OTHER_POLICIES.names()])
+        raise ConfigError(place, f"is {name!r}, must be one of {known}")
+    return make
+
+
+__all__ = [
+    "POLICIES",
+    "EvictionPolicy",
+    "LruPolicy",
+    "S3FifoPolicy",
+    "SharesArrays",
+    "Standing",
+    "policy_named",
+]
