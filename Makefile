@@ -17,6 +17,10 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
+# The tests start some hundred processes of this package. Where compiled files may not be written,
+# each of them compiles it anew, and that costs more than most of what they are started for.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
     bench-vllm sim explore gpu clean
@@ -28,10 +32,10 @@ demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every 
 	@$(BIN)/penstock demo
 
 test: $(READY) ## run the tests, but for those that take minutes
-	@$(BIN)/pytest -n $(JOBS) -m "not long and not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
 test-long: $(READY) ## run all tests that need no GPU
-	@$(BIN)/pytest -n $(JOBS) -m "not gpu and not vllm"
+	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
 	@$(VLLM)/bin/python -m pytest -m vllm tests/vllm
