@@ -18,6 +18,7 @@ The one rule they add up to: what arrives is what its key names, or it does not 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -59,6 +60,9 @@ class Ends(NamedTuple):
     source: SlotStore
     target: SlotStore
     mover: Mover
+
+
+_span_of = lru_cache(maxsize=64)(CellSpan.of)
 
 
 def keys_of(count: int) -> list[Key]:
@@ -123,8 +127,8 @@ class MoverSuite(ABC):
         self, store: SlotStore, content: NDArray[np.uint8], keys: Sequence[Key]
     ) -> NDArray[np.uint64]:
         """The sums that these packed blocks have."""
-        span, how = CellSpan.of(store.layout), self.algorithm
-        return span.sum_blocks(content, keys, how, salt=life_salt(*LIFE))
+        span = _span_of(store.layout)
+        return span.sum_blocks(content, keys, self.algorithm, salt=life_salt(*LIFE))
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_every_block_arrives_and_nothing_else_changes(self, kind: str) -> None:
@@ -293,10 +297,18 @@ class CheckingMoverSuite(MoverSuite):
 
     def damaged(self, seed: int, kinds: Sequence[str] = tuple(LAYOUTS)) -> _Damage:
         """Three good blocks of some layout in the source, to be damaged by the test."""
-        ends = self.make_ends(LAYOUTS[kinds[seed % len(kinds)]])
+        kind = kinds[seed % len(kinds)]
+        if kind not in self._made:
+            self._made[kind] = self.make_ends(LAYOUTS[kind])
+        ends = self._made[kind]
         self.fill(ends.target, range(6), seed=seed + 1)
         self.fill(ends.source, SOURCES, seed=seed)
         return _Damage(ends, np.random.default_rng(seed))
+
+    @cached_property
+    def _made(self) -> dict[str, Ends]:
+        """The ends of each layout. Every seed fills them anew: making them takes longer."""
+        return {}
 
     def expect_found(self, damage: _Damage, positions: Sequence[int]) -> None:
         """The blocks at these positions are faults, and the others arrive."""
