@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 # float32 on other kernels: sums in another order.
 BOUND = 2e-4
 TELLING = Sampling(logprobs=LOGPROBS_MAX)
+SOON_S = 300.0
+"""Longer than anything takes that works: a busy machine is no failure."""
 
 
 def make_engine(folder: Any, *, blocks: int = 64, host_blocks: int = 64, **settings: int) -> Engine:
@@ -66,7 +68,7 @@ def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], list[Output
     for request in requests:
         engine.add(request)
     told: dict[tuple[str, int], list[Output]] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SOON_S
     while engine.unfinished:
         assert time.monotonic() < deadline
         for output in engine.step():
@@ -106,6 +108,17 @@ def reference(model: Any, tokens: tuple[int, ...], count: int) -> list[int]:
     return found[len(tokens) :]
 
 
+def require_greedy(outputs: list[Output], model: Any, prompt: tuple[int, ...]) -> None:
+    """Each token is the one that the reference likes best after those before it.
+
+    Which is to say that `reference` would answer the same, in one pass instead of one a token.
+    """
+    tokens = tokens_of(outputs)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
 def test_many_requests_answer_as_each_would_alone(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("llama")
     requests = [
@@ -116,7 +129,8 @@ def test_many_requests_answer_as_each_would_alone(checkpoint_of: Any) -> None:
 
     for request in requests:
         answer = told[request.id, 0]
-        assert tokens_of(answer) == reference(model, request.prompt, request.max_tokens)
+        require_greedy(answer, model, request.prompt)
+        assert len(tokens_of(answer)) == request.max_tokens
         assert [output.reason for output in answer] == [None] * (len(answer) - 1) + [Reason.LENGTH]
 
 
@@ -129,7 +143,8 @@ def test_a_pool_that_is_far_too_small_changes_no_answer(checkpoint_of: Any) -> N
 
     assert engine.scheduler.preemptions > 0
     for request in requests:
-        assert tokens_of(told[request.id, 0]) == reference(model, request.prompt, 30)
+        assert len(tokens_of(told[request.id, 0])) == 30
+        require_greedy(told[request.id, 0], model, request.prompt)
 
 
 def test_a_second_turn_finds_the_first_on_the_device_or_in_host_memory(
@@ -198,9 +213,10 @@ def test_two_steps_in_flight_change_no_answer(checkpoint_of: Any) -> None:
 
     assert engine.scheduler.preemptions > 0
     for request in requests:
-        expected = reference(model, request.prompt, request.max_tokens)
-        ends = expected.index(stop) + 1 if request.stop_tokens else len(expected)
-        assert tokens_of(told[request.id, 0]) == expected[:ends]
+        answer = tokens_of(told[request.id, 0])
+        ends = answer.index(stop) + 1 if request.stop_tokens else request.max_tokens
+        assert len(answer) == ends
+        require_greedy(told[request.id, 0], model, request.prompt)
 
 
 def test_who_was_told_its_end_is_no_request_any_more_while_others_are_computed(
@@ -384,4 +400,5 @@ def test_a_prompt_s_own_tokens_are_told_as_likely_as_the_reference_says(
     answer = [output for output in told["scored", 0] if not output.scored]
     assert tokens_of(answer) == reference(model, scored.prompt, 3)
     assert answer[0].cached_by_tier == (0, 0)
-    assert tokens_of(told["beside", 0]) == reference(model, prompt(20, 8), 20)
+    assert len(tokens_of(told["beside", 0])) == 20
+    require_greedy(told["beside", 0], model, prompt(20, 8))
