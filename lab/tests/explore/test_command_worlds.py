@@ -13,15 +13,8 @@ from lab.worlds.worlds import WORLDS, Small
 
 FIGURES = Path(__file__).parents[3] / "docs" / "measurements" / "explorer.csv"
 
-QUICK = (
-    "one-any-fault",
-    "one-two-faults",
-    "two-by-two-loss",
-    "two-by-two-cancel",
-    "two-by-two-timer",
-    "at-once-cancel",
-)
-"""Half a minute of one core, all together."""
+QUICK = ("one-any-fault", "two-by-two-loss")
+"""Some seconds of one core, and each kind of fault in one of them."""
 
 AMPLE_S = 3600.0
 """Far more than any of them takes, however busy the machine is."""
