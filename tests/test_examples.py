@@ -70,7 +70,7 @@ def test_chats_come_back_through_the_cache_after_preemption(
     # Nobody else has tokens of its answer: who finds more than its prompt was here before.
     prompt_tokens = 160
     assert any(device + host > prompt_tokens for device, host in found)
-    assert made["engine"].cache._driver.statistics().requests > len(found)
+    assert made["engine"].cache.statistics().requests > len(found)
 
 
 def test_the_embedding_engine_notices_kv_that_is_not_its_own(

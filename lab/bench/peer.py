@@ -64,11 +64,11 @@ class VllmPeer:
     ) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process = process
+        self.process = process
         self._orders = process.stdin
         self._answers = process.stdout
         self._errors = errors
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._received = b""
         self.vllm_version = ""
         self.hash_name = ""
@@ -141,7 +141,7 @@ class VllmPeer:
         with contextlib.suppress(BrokenPipeError):
             self._orders.close()
         try:
-            self._process.wait(_CLOSE_S)
+            self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._kill()
         self._answers.close()
@@ -185,11 +185,11 @@ class VllmPeer:
     def _receive_line(self, wait: str) -> bytes:
         poller = select.poll()
         poller.register(self._answers, select.POLLIN)
-        give_up = time.monotonic() + self._timeout_s
+        give_up = time.monotonic() + self.timeout_s
         while b"\n" not in self._received:
             left_s = give_up - time.monotonic()
             if left_s <= 0 or not poller.poll(left_s * 1000):
-                raise self._ended(f"did not answer within {self._timeout_s:g} s ({wait})")
+                raise self._ended(f"did not answer within {self.timeout_s:g} s ({wait})")
             part = os.read(self._answers.fileno(), _ANSWER_LIMIT_BYTES)
             if not part:
                 raise self._ended(f"died during {wait}{self._last_words()}")
@@ -212,10 +212,10 @@ class VllmPeer:
 
     def _kill(self) -> None:
         """Ends the peer and all it started; it leads a session of its own."""
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(_CLOSE_S)
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(_CLOSE_S)
 
 
 def _spawn(python: Path | str, script: Path, errors: BinaryIO) -> subprocess.Popen[bytes]:

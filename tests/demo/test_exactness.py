@@ -70,8 +70,8 @@ def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
 
 
 def kv_of(engine: Engine) -> list[torch.Tensor]:
-    workers: Any = engine._workers
-    found: list[torch.Tensor] = workers._worker._kv
+    workers: Any = engine.workers
+    found: list[torch.Tensor] = workers.worker.kv
     return found
 
 

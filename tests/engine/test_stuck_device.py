@@ -34,7 +34,7 @@ class Lane(Here):
 
 def worker_on(lane: Lane, folder: Any, **settings: int) -> tuple[Worker, Engine]:
     made = make_engine(folder, **settings)
-    decoder, kv = made._workers._worker._decoder, made._workers._worker._kv  # type: ignore[attr-defined]
+    decoder, kv = made.workers.worker.decoder, made.workers.worker.kv  # type: ignore[attr-defined]
     worker = Worker(decoder, kv, block_tokens=8, lane=lane)
     return worker, Engine(made.scheduler, LocalWorkers(worker), step_timeout_s=0.5)
 

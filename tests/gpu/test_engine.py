@@ -266,7 +266,7 @@ def test_an_aborted_request_gives_everything_back(engines: Any) -> None:
 def test_a_step_that_the_device_does_not_end_is_given_up_and_can_end_later(engines: Any) -> None:
     engine = engines()
     run(engine, asked("warm", prompt(40, 1)))
-    worker = engine._workers._worker
+    worker = engine.workers.worker
     step = Step(1, [TokenSpan(0, 0, prompt(8, 2), [0])], [])
     # What a first step of its shape takes (kernels, pinned memory) might wait for the device.
     worker.execute(step)

@@ -129,13 +129,13 @@ def thought_of(prompt: list[int], told: list[Output], reference: Any) -> Said:
 
 def computed(engine: Engine, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities of the engine's own model after each of these tokens."""
-    workers: Any = engine._workers
+    workers: Any = engine.workers
     blocks = -(-len(tokens) // BLOCK_TOKENS)
-    kv = [torch.zeros_like(layer[:, :blocks]) for layer in workers._worker._kv]
+    kv = [torch.zeros_like(layer[:, :blocks]) for layer in workers.worker.kv]
     span = TokenSpan(0, 0, tokens, list(range(blocks)))
     batch = on_device([span], block_tokens=BLOCK_TOKENS, device=torch.device("cpu"))
     every = replace(batch, outputs=torch.arange(len(tokens)))
-    logits: torch.Tensor = workers._worker._decoder.forward(every, kv)
+    logits: torch.Tensor = workers.worker.decoder.forward(every, kv)
     return logits.log_softmax(-1)
 
 

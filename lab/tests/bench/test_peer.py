@@ -66,7 +66,7 @@ def test_a_round_returns_what_the_peer_measured(tmp_path: Path) -> None:
 
 def test_a_peer_that_is_left_has_ended(tmp_path: Path) -> None:
     with start(write_peer(tmp_path, READY + ANSWER_ORDERS)) as peer:
-        pid = peer._process.pid
+        pid = peer.process.pid
         assert is_running(pid)
 
     assert not is_running(pid)
@@ -110,7 +110,7 @@ def test_a_peer_that_dies_in_a_round_is_reported(tmp_path: Path) -> None:
 
 def test_an_order_to_a_peer_that_has_ended_is_reported(tmp_path: Path) -> None:
     with start(write_peer(tmp_path, READY)) as peer:
-        peer._process.wait(60)
+        peer.process.wait(60)
 
         with pytest.raises(UnavailableError, match="takes no more orders"):
             peer.round(tokens=64, block=16, seed=1)
@@ -133,8 +133,8 @@ def test_a_peer_that_is_silent_at_its_start_is_ended_at_the_deadline(tmp_path: P
 
 def test_a_peer_that_hangs_in_a_round_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with start(write_peer(tmp_path, READY + "\nsys.stdin.read()")) as peer:
-        peer._timeout_s = 0.2
-        pid = peer._process.pid
+        peer.timeout_s = 0.2
+        pid = peer.process.pid
 
         with pytest.raises(UnavailableError, match="did not answer within"):
             peer.round(tokens=64, block=16, seed=1)
@@ -146,7 +146,7 @@ def test_half_a_line_is_no_answer(tmp_path: Path) -> None:
     body = READY + "\nsys.stdout.write('{\"kind\"')\nsys.stdout.flush()\nsys.stdin.read()"
 
     with start(write_peer(tmp_path, body)) as peer:
-        peer._timeout_s = 0.2
+        peer.timeout_s = 0.2
 
         with pytest.raises(UnavailableError, match="did not answer within"):
             peer.round(tokens=64, block=16, seed=1)

@@ -75,12 +75,12 @@ class LocalWorkers:
     """One rank, in this process: on a CPU, a step is computed when it is handed over."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._pending: deque[Pending] = deque()
 
     def submit(self, step: Step) -> None:
         """Computes the step, or has a GPU do so."""
-        self._pending.append(self._worker.submit(step))
+        self._pending.append(self.worker.submit(step))
 
     def collect(self, *, deadline: float) -> StepResult | None:
         """The oldest step's result; waits for a GPU until the deadline."""
@@ -122,7 +122,7 @@ class Engine:
         self.cache = scheduler.cache
         self.handoffs = handoffs
         """Its part in handoffs, if it has one: what to wait for beside the ranks."""
-        self._workers = workers
+        self.workers = workers
         self._step_timeout_s = step_timeout_s
         self._flying: list[_Flight] = []
         self._finished = 0.0
@@ -151,7 +151,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Lets copies advance and computes a step, if anything can run."""
-        for report in self._workers.take_reports():
+        for report in self.workers.take_reports():
             self.cache.ranks.receive(report)
         self.cache.step()
         self.scheduler.step_handoffs()
@@ -162,9 +162,9 @@ class Engine:
         self.idle = not (outputs or step or plan or self._flying)
         if step is not None:
             self._flying.append(_Flight(step, time.monotonic()))
-            self._workers.submit(msgspec.structs.replace(step, plan=plan))
+            self.workers.submit(msgspec.structs.replace(step, plan=plan))
         elif plan is not None:
-            self._workers.submit(Step(COPIES_ALONE, [], [], plan))
+            self.workers.submit(Step(COPIES_ALONE, [], [], plan))
         if self.copies_here and self.scheduler.count(Phase.LOADING) > loading:
             # Blocks that were asked for just now set out before anything is waited for.
             self.cache.step()
@@ -177,12 +177,12 @@ class Engine:
     @property
     def channels(self) -> Sequence[Channel]:
         """What to wait for when nothing can run."""
-        return self._workers.channels
+        return self.workers.channels
 
     @property
     def copies_here(self) -> bool:
         """Whether `step` itself moves blocks, so that waiting would delay them."""
-        return not self._workers.channels
+        return not self.workers.channels
 
     def change_weights(self, version: str) -> None:
         """The model has other weights: nothing that was computed before is used any more."""
@@ -199,18 +199,18 @@ class Engine:
     def handed(self) -> HandedCounts:
         """What its ranks have handed over, or taken in."""
         here = self.handoffs.rank if self.handoffs is not None else None
-        return self._workers.handed if here is None else here.counts
+        return self.workers.handed if here is None else here.counts
 
     def close(self, timeout_s: float) -> None:
         """Ends what is under way, drains the copies, and lets the ranks go."""
         self._end_handoffs()
         self.cache.close(timeout_s)
-        self._workers.close()
+        self.workers.close()
 
     def abandon(self) -> None:
         """A rank is lost: gives everything back without waiting for anything."""
         self._end_handoffs()
-        self._workers.abandon()
+        self.workers.abandon()
         with warnings.catch_warnings():
             # What runs is given up with its leases.
             warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
@@ -227,7 +227,7 @@ class Engine:
 
     def _finish(self) -> list[Output]:
         deadline = time.monotonic() + self._step_timeout_s
-        result = self._workers.collect(deadline=deadline)
+        result = self.workers.collect(deadline=deadline)
         flight = self._flying[0]
         if result is None:
             raise UnavailableError(

@@ -164,8 +164,8 @@ class Worker:
         block_tokens: int,
         lane: StepLane | None = None,
     ) -> None:
-        self._decoder = decoder
-        self._kv = kv
+        self.decoder = decoder
+        self.kv = kv
         self._block_tokens = block_tokens
         self._lane: StepLane = lane or Here()
         self._chosen: torch.Tensor | None = None
@@ -214,10 +214,10 @@ class Worker:
 
     def _forward(self, step: Step, batch: StepBatch) -> torch.Tensor | None:
         if self.handed is None:
-            return self._lane.forward(self._decoder, batch, self._kv)
+            return self._lane.forward(self.decoder, batch, self.kv)
         self.handed.begin(step)
         told = self.handed.layer_computed
-        return self._decoder.forward(batch, self._kv, after_layer=told)
+        return self.decoder.forward(batch, self.kv, after_layer=told)
 
 
 def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
