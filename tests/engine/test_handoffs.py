@@ -16,7 +16,7 @@ from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.transport.zeromq import IPC
 from penstock.transport.zmq_link import private_address
-from tests.engine.test_engine import require_right_logits, tokens_of
+from tests.engine.test_engine import SOON_S, require_right_logits, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ class Pair:
             self.told.setdefault((output.request, output.answer), []).append(output)
 
     def until(self, condition: Callable[[], bool], *, prefill: bool = True) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SOON_S
         while not condition():
             assert time.monotonic() < deadline, self.story()
             self.turn(prefill=prefill)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 BLOCK = 4
 LAYERS = 3
 SLOTS = 16
+SOON_S = 120.0
+"""Longer than anything takes that works: a busy machine is no failure."""
 SETTINGS = penstock.HandoffSettings(
     times=penstock.HandoffTimes(resend_s=0.05, resend_cap_s=0.5, ping_s=0.2, suspect_s=1.0),
     bounds=penstock.HandoffBounds(berth_bytes=4096, berth_count=4),
@@ -35,6 +39,18 @@ def a_pair(**changes: object) -> penstock.HandoffPair:
         for name in ("prefill", "decode")
     }
     return penstock.HandoffPair(**{**engines, "model": "toy", "weights": "v1", **changes})
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def require_files_at_most(most: int) -> None:
+    """Waits, because connections end in a thread of ZeroMQ."""
+    deadline = time.monotonic() + SOON_S
+    while open_files() > most and time.monotonic() < deadline:
+        select.select([], [], [], 0.01)
+    assert open_files() <= most
 
 
 class Engines:
@@ -66,7 +82,7 @@ class Engines:
         self.results = {"prefill": [], "decode": []}
 
     def until(self, done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + SOON_S
         while not done():
             assert time.monotonic() < deadline, self.results
             self.results["prefill"] += self.prefill.step()

@@ -17,7 +17,16 @@ import penstock
 from penstock.errors import AccessError, UnavailableError
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import HeadRange
-from tests.handoff.conftest import BLOCK, SETTINGS, SLOTS, a_pair, memory
+from tests.handoff.conftest import (
+    BLOCK,
+    SETTINGS,
+    SLOTS,
+    SOON_S,
+    a_pair,
+    memory,
+    open_files,
+    require_files_at_most,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +172,7 @@ def test_kv_goes_out_when_the_event_of_its_layer_has_passed() -> None:
         for event in events:
             event.passed = True
         prefill.drive(time.monotonic() + 10.0)
-        results, deadline = [], time.monotonic() + 10.0
+        results, deadline = [], time.monotonic() + SOON_S
         while not results and time.monotonic() < deadline:
             prefill.step()
             results = decode.step()
@@ -227,7 +236,7 @@ def test_ranks_in_other_places_get_their_halves_of_the_heads() -> None:
                 blocks[:3] = n + 1
             ranks["prefill", n].computed({"r": len(PROMPT)})
         prefill.first_token("r", 42)
-        results, deadline = [], time.monotonic() + 20.0
+        results, deadline = [], time.monotonic() + SOON_S
         while not results and time.monotonic() < deadline:
             for each in (*ranks.values(), prefill):
                 each.step()
@@ -285,8 +294,8 @@ def test_engines_with_other_weights_refuse_each_other() -> None:
         penstock.open_prefill(pair, kv=memory(), **opened) as prefill,
         penstock.open_decode(other, kv=memory(), **opened) as decode,
     ):
-        decode.claim("r", PROMPT, slots=[5, 6, 7], timeout_s=10.0)
-        results, deadline = [], time.monotonic() + 10.0
+        decode.claim("r", PROMPT, slots=[5, 6, 7], timeout_s=SOON_S)
+        results, deadline = [], time.monotonic() + SOON_S
         while not results and time.monotonic() < deadline:
             prefill.step()
             results = decode.step()
@@ -341,7 +350,7 @@ def test_a_forked_child_can_neither_use_nor_close_it(engines: Engines) -> None:
 
 def test_what_is_closed_says_so_and_holds_nothing() -> None:
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     pair = a_pair()
     prefill = penstock.open_prefill(pair, kv=memory(), block_tokens=BLOCK)
     decode = penstock.open_decode(pair, kv=memory(), block_tokens=BLOCK)
@@ -352,7 +361,7 @@ def test_what_is_closed_says_so_and_holds_nothing() -> None:
             each.step()
     assert repr(decode) == "<DecodeHandoff 'decode': closed>"
 
-    assert len(os.listdir("/proc/self/fd")) <= before + 4  # ZeroMQ keeps some for its own threads.
+    require_files_at_most(before + 4)  # ZeroMQ keeps some for its own threads.
     # The same addresses can be listened on again.
     penstock.open_prefill(pair, kv=memory(), block_tokens=BLOCK).close()
 

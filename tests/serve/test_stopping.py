@@ -205,19 +205,14 @@ def test_an_open_server_warns_in_capitals_and_has_no_torch(
     log = tmp_path / "log"
     with logging_server(model_folder, log, "--host", "0.0.0.0") as running:
         port = running.address.rpartition(":")[2]
-        local = httpx.post(f"http://127.0.0.1:{port}/admin/audit", timeout=SOON_S)
-        rebound = httpx.post(
-            f"http://127.0.0.1:{port}/admin/audit", headers={"Host": "a.example"}, timeout=SOON_S
-        )
-        page = httpx.post(
-            f"http://127.0.0.1:{port}/admin/audit",
-            headers={"Origin": "http://a.example"},
-            timeout=SOON_S,
-        )
+        audit = f"http://127.0.0.1:{port}/admin/audit"
+        # An instance that a busy machine keeps from answering within 10 s is a 503.
+        eventually(lambda: httpx.post(audit, timeout=SOON_S).status_code, 200)
+        rebound = httpx.post(audit, headers={"Host": "a.example"}, timeout=SOON_S)
+        page = httpx.post(audit, headers={"Origin": "http://a.example"}, timeout=SOON_S)
 
         # What computes has torch; what answers needs none.
         assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
-        assert local.status_code == 200, f"{local.text}\n{log.read_text()}"
         assert rebound.status_code == page.status_code == 403
         assert page.json()["error"]["type"] == "permission_error"
     assert "LISTENING ON 0.0.0.0 WITHOUT AN API KEY" in log.read_text()

@@ -165,7 +165,7 @@ class Fleet:
         self.told: dict[str, dict[str, Any]] = {}
         self.deaths = 0
         self.stops = 0
-        self._wake: list[tuple[float, str]] = []
+        self.wake: list[tuple[float, str]] = []
 
     def close(self) -> None:
         for rank in self.ranks.values():
@@ -185,8 +185,8 @@ class Fleet:
             if rank.dead:
                 self._see_dead(rank)
         now = time.monotonic()
-        for at, name in [each for each in self._wake if each[0] <= now]:
-            self._wake.remove((at, name))
+        for at, name in [each for each in self.wake if each[0] <= now]:
+            self.wake.remove((at, name))
             if self.ranks[name].stopped:
                 self.ranks[name].signal(signal.SIGCONT)
         if self.prefill.has_work or self.decode.has_work:
@@ -335,7 +335,7 @@ class Fleet:
             rank.signal(signal.SIGSTOP)
             long = self.rng.random() < 0.25
             for_s = self.rng.uniform(1.2, 2.0) if long else self.rng.uniform(0.02, 0.5)
-            self._wake.append((time.monotonic() + for_s, rank.name))
+            self.wake.append((time.monotonic() + for_s, rank.name))
 
     def ask(self, names: tuple[str, ...], number: int) -> list[dict[str, Any]]:
         for name in names:
@@ -394,7 +394,7 @@ def look(fleet: Fleet, count: int) -> None:
         "prefill": SLOTS,
         "decode": SLOTS,
     }
-    fleet.until(lambda: fleet.everybody_is_there and not fleet._wake)
+    fleet.until(lambda: fleet.everybody_is_there and not fleet.wake)
     deliver_more(fleet, 8, first=count)
     assert fleet.checked > fleet.outcomes["delivered"]
     for name in fleet.directory.prefill.rank_names:
