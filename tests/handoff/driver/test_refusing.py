@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.fixtures.handoff_pair import Shape, directory_of, keys_of
+from lab.fixtures.handoff_pair import SLOTS, Shape, directory_of, keys_of
 from penstock.errors import PeerError
 from penstock.handoff.driver.envelope import (
     Content,
@@ -199,6 +199,20 @@ def test_an_expectation_that_makes_no_sense_is_refused(
 
     assert world.taking["decode/0"].refused["expect"] == 1
     assert not world.taking["decode/0"].machine.collections
+
+
+def test_a_claim_with_a_slot_that_a_rank_does_not_have_fails_at_once_and_says_so(
+    world: World,
+) -> None:
+    slots = {**dict.fromkeys(world.taking, (0, 1, 2, 3)), "decode/0": (0, 1, 2, SLOTS)}
+
+    world.decode.submit("a", token_count=16, slots=slots, keys=keys_of("a", 16, 4))
+    world.settle()
+
+    (ended,) = world.ended["decode"]
+    assert ended.outcome.value == "failed_over"
+    assert ended.why == f"slot is {SLOTS}, must be from 0 to {SLOTS - 1} on 'decode/0'"
+    assert not any(rank.machine.collections for rank in world.taking.values())
 
 
 def test_a_notice_of_another_life_or_kind_is_refused(world: World) -> None:

@@ -247,6 +247,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             expected = self._read(message, attachment)
         except PeerError as error:
             self._refuse("expect", message.sender.name, str(error))
+            self._carry_out(self.machine.reject(message, self._clock(), why=str(error)))
             return False
         self._expected[key] = expected
         return True
@@ -280,8 +281,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
                     f"{len(expect.slots)} slots and {len(content.keys)} keys, must be {slots} "
                     f"and {keys}"
                 )
-        if any(slot >= self._taker.slot_count for slot in expect.slots):
-            raise PeerError(f"slots up to {max(expect.slots)}, there are {self._taker.slot_count}")
+        last = self._taker.slot_count - 1
+        if any(slot > last for slot in expect.slots):
+            raise PeerError(
+                f"slot is {max(expect.slots)}, must be from 0 to {last} on {self.life.name!r}"
+            )
         return _Expected(content, expect.slots, block_first, key_first)
 
     def _attach(self, message: msg.AnyMessage) -> bytes:

@@ -103,6 +103,17 @@ class DecodeRank(Landing):
         self._after_take(key, take)
         return self.effects
 
+    def reject(self, expect: msg.Expect, now: float, *, why: str) -> list[AnyEffect]:
+        """Answers an `Expect` that this rank cannot carry out: the handoff fails at once.
+
+        Nothing is kept of it, so a repeated `Expect` gets the same answer.
+        """
+        self._start(now)
+        if self._acceptable(expect) and expect.sender.name == self.scheduler:
+            self._count("claims rejected")
+            self._report((expect.handoff, expect.epoch), RankReport.FAILED, why)
+        return self.effects
+
     def area_failed(self, peer: Life, generation: int, now: float, *, why: str) -> list[AnyEffect]:
         """There was no memory for an area: the handoffs that need it fail over (P18).
 
