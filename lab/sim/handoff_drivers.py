@@ -16,7 +16,7 @@ from penstock.handoff.protocol import effects as ef
 if TYPE_CHECKING:
     from lab.sim.handoff import HandoffSimulation
     from lab.worlds.casting import AnyActor
-    from penstock.handoff.protocol.names import Life, WriteId
+    from penstock.handoff.protocol.identity import Life, WriteId
 
 _FENCE_LOOK_S = 0.1
 """A fence that does not hold yet is looked at again after this, then after twice as long, …"""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lab.worlds import deeds as do
 from lab.worlds.scene import DECODE, PREFILL
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Life
 
 if TYPE_CHECKING:
     from lab.sim.handoff import HandoffSimulation

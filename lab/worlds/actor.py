@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.identity import Identity
+    from penstock.handoff.protocol.identity import Identity, Life
     from penstock.handoff.protocol.messages import AnyMessage
-    from penstock.handoff.protocol.names import Life
 
 Effects = list[ef.AnyEffect]
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.names import Life
+    from penstock.handoff.protocol.identity import Identity, Life
 
 Area = tuple["Life", int]
 """The peer's life that may write there, and the generation."""

@@ -12,9 +12,8 @@ import msgspec
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import Take, Write
-    from penstock.handoff.protocol.identity import Identity
+    from penstock.handoff.protocol.identity import Identity, Life, WriteId
     from penstock.handoff.protocol.messages import AnyMessage
-    from penstock.handoff.protocol.names import Life, WriteId
     from penstock.handoff.protocol.party import TimerKey
 
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.names import Life, WriteId
+    from penstock.handoff.protocol.identity import Identity, Life, WriteId
 
 
 class Phase(IntEnum):

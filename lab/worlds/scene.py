@@ -12,8 +12,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.identity import Identity
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Identity, Life
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import Role
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.names import Life
+    from penstock.handoff.protocol.identity import Identity, Life
     from penstock.handoff.protocol.states import HandoffOutcome
 
 Place = tuple[str, int]

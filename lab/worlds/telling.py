@@ -11,7 +11,7 @@ from lab.worlds import deeds as do
 from lab.worlds.faults import Fault
 from lab.worlds.moves import NO_FAULT, MoveKind
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.names import Life, WriteId
+from penstock.handoff.protocol.identity import Life, WriteId
 
 if TYPE_CHECKING:
     from lab.worlds.carrying import State

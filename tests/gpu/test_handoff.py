@@ -20,7 +20,7 @@ from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.driver.tensors import TensorReader, TorchEvent
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
-from penstock.handoff.protocol.names import Life, WriteId
+from penstock.handoff.protocol.identity import Life, WriteId
 from penstock.tiers.arrays import ArrayTier
 from penstock.tiers.tensors import TensorTier
 from penstock.vocabulary.checksums import Algorithm

@@ -28,16 +28,14 @@ from lab.tests.explore.epoch_checks import (
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.effects import Fence
-from penstock.handoff.protocol.landing import Landing
 from penstock.handoff.protocol.party import Party
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
 from penstock.handoff.protocol.wants import Want
-from penstock.handoff.protocol.writing import Writer
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.effects import AnyEffect, Take
-    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.identity import WriteId
 
 
 def finder_of(seed: int) -> str:
@@ -66,16 +64,16 @@ def plant_any_rank_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a retired area is given back at once."""
-    retire = Landing._retire
+    retire = DecodeRank._retire
 
-    def retire_and_free(landing: Landing, name: str) -> None:
+    def retire_and_free(landing: DecodeRank, name: str) -> None:
         retire(landing, name)
         landing.effects = [each for each in landing.effects if not isinstance(each, Fence)]
         for peer, generation in [*landing.retired]:
             landing.retired[peer, generation] = True
             landing._free_if_unused(peer, generation)
 
-    monkeypatch.setattr(Landing, "_retire", retire_and_free)
+    monkeypatch.setattr(DecodeRank, "_retire", retire_and_free)
 
 
 def plant_hasty_release(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +100,15 @@ def plant_one_prefill_rank_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_berth_reused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A berth is written to again as soon as the write before has ended."""
-    done = Writer.write_done
+    done = PrefillRank.write_done
 
     def done_and_free(
-        writer: Writer, write: WriteId, now: float, *, sums: bytes = b""
+        writer: PrefillRank, write: WriteId, now: float, *, sums: bytes = b""
     ) -> list[AnyEffect]:
         writer.writes[write] = writer.writes[write]._replace(settled=True)
         return done(writer, write, now, sums=sums)
 
-    monkeypatch.setattr(Writer, "write_done", done_and_free)
+    monkeypatch.setattr(PrefillRank, "write_done", done_and_free)
 
 
 def plant_unverified_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +160,7 @@ def plant_any_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plant_unbounded_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retired areas do not count."""
-    monkeypatch.setattr(Landing, "retired_bytes", property(lambda _: 0))
+    monkeypatch.setattr(DecodeRank, "retired_bytes", property(lambda _: 0))
 
 
 def plant_no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:

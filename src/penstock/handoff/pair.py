@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.config.serving import SHARED_MEMORY
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
-from penstock.handoff.protocol.names import NAME_CHARS_MAX
+from penstock.handoff.protocol.identity import NAME_CHARS_MAX
 from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_text, as_tuple
 from penstock.vocabulary.form import Form

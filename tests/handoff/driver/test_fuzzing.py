@@ -16,7 +16,7 @@ from lab.fixtures.handoff_pair import Shape
 from penstock.errors import PeerError
 from penstock.handoff.driver.envelope import Envelope, seal, unseal
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ import pytest
 from penstock.handoff.driver import moving
 from penstock.handoff.driver.moving import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
-from penstock.handoff.protocol.grid import cut
-from penstock.handoff.protocol.planning import missing_blocks
+from penstock.handoff.protocol.grid import cut, missing_blocks
 from penstock.testing.route_copying import RouteCopier
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm

@@ -19,7 +19,7 @@ from penstock.handoff.driver.envelope import (
     unseal,
 )
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Life
 
 if TYPE_CHECKING:
     from tests.handoff.driver.conftest import World

@@ -10,7 +10,7 @@ from lab.fixtures.handoff_pair import Shape, keys_of
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 
 if TYPE_CHECKING:
-    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.identity import WriteId
     from tests.handoff.driver.conftest import MakeWorld, World
 
 TOKENS = 32

@@ -11,7 +11,7 @@ from penstock.handoff.driver.moving import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
-from penstock.handoff.protocol.names import Life, WriteId
+from penstock.handoff.protocol.identity import Life, WriteId
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form

@@ -20,8 +20,7 @@ from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.identity import Identity, facts_of
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Identity, Life, facts_of
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes

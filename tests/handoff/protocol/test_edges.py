@@ -9,9 +9,7 @@ import pytest
 
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.identity import Identity, misfit
-from penstock.handoff.protocol.names import Life
-from penstock.handoff.protocol.planning import form_facts
+from penstock.handoff.protocol.identity import Identity, Life, form_facts, misfit
 from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.identity import Identity, facts_of, misfit
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Identity, Life, facts_of, misfit
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import Role
 

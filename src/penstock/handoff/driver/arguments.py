@@ -10,8 +10,8 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.envelope import KEY_BYTES_MAX, KEY_COUNT_MAX
+from penstock.handoff.protocol.identity import NAME_CHARS_MAX
 from penstock.handoff.protocol.messages import INDEX_MAX, SLOT_COUNT_MAX
-from penstock.handoff.protocol.names import NAME_CHARS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.lines import Lines
     from penstock.handoff.driver.taking import PartTaker
     from penstock.handoff.protocol.effects import AnyEffect
-    from penstock.handoff.protocol.names import Life
+    from penstock.handoff.protocol.identity import Life
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.transport.remote import Area, Notice, Target
 

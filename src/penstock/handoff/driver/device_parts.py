@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.device_staging import Batch, Kernels, Shape, Window
     from penstock.handoff.driver.parts import PartForm, RouteParts
     from penstock.handoff.protocol.effects import Take
-    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.identity import WriteId
     from penstock.movers.cuda.streams import Steps, StreamEvent
     from penstock.tiers.tensors import TensorTier
     from penstock.vocabulary.layout import Layout

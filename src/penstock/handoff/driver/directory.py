@@ -13,10 +13,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.parts import CELLS_MAX, RouteParts
-from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut
-from penstock.handoff.protocol.identity import Identity, facts_of
-from penstock.handoff.protocol.names import Life
-from penstock.handoff.protocol.planning import form_facts, missing_blocks
+from penstock.handoff.protocol.grid import PART_BYTES_MIN, Grid, cut, missing_blocks
+from penstock.handoff.protocol.identity import Identity, Life, facts_of, form_facts
 from penstock.handoff.protocol.states import Role
 from penstock.vocabulary.reshard import ReshardPlan, plan_reshard
 

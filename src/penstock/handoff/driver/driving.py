@@ -22,9 +22,8 @@ from penstock.errors import PeerError
 from penstock.handoff.driver.envelope import seal, unseal
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Ended, Send
-from penstock.handoff.protocol.identity import COLLEAGUES
+from penstock.handoff.protocol.identity import COLLEAGUES, Life
 from penstock.handoff.protocol.liveness import Liveness
-from penstock.handoff.protocol.names import Life
 from penstock.handoff.protocol.party import Party, Standing
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.frames import FrameVersionError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import msgspec
 
 from penstock.errors import PeerError
-from penstock.handoff.protocol.framing import MESSAGE_BYTES_MAX, decode, encode
+from penstock.handoff.protocol.messages import MESSAGE_BYTES_MAX, decode, encode
 from penstock.transport.base import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:

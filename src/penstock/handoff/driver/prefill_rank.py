@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.progress import DrivenSource
     from penstock.handoff.driver.reading import PartReader
     from penstock.handoff.protocol.effects import AnyEffect
-    from penstock.handoff.protocol.names import Life, WriteId
+    from penstock.handoff.protocol.identity import Life, WriteId
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.transport.remote import WriteEnd, WriterLink
 

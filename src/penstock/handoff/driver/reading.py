@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.handoff.driver.parts import PartForm
-    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.identity import WriteId
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
 

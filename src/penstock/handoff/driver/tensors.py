@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.parts import PartForm, RouteParts
     from penstock.handoff.driver.progress import DeviceEvent
     from penstock.handoff.protocol.effects import Take
-    from penstock.handoff.protocol.names import WriteId
+    from penstock.handoff.protocol.identity import WriteId
     from penstock.tiers.tensors import TensorTier
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.layout import Layout

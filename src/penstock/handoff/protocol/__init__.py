@@ -1,1 +1,23 @@
-"""The prefill → decode protocol as state machines without I/O or clock; `PROTOCOL.md` rules."""
+"""The prefill → decode protocol as four state machines without I/O or clock, after `PROTOCOL.md`.
+
+| when                                  | prefill engine           | decode engine              |
+|---------------------------------------|--------------------------|----------------------------|
+| a request comes                       | `submit`                 | `submit`                   |
+| a rank is about to compute it         | `admit`, on each rank    |                            |
+| a layer, or a chunk, is computed      | `progress`, on each rank |                            |
+| the first token is sampled            | `first_token`            |                            |
+| the client is gone                    | `cancel`                 | `cancel`                   |
+| its room is needed for others         |                          | `withdraw`                 |
+| `Ended` comes, once for each `submit` | its blocks are not read  | its slots are the          |
+|                                       | any more                 | request's, or free         |
+| a rank's process is seen dead         | `suspect(rank)`          | `suspect(rank)`            |
+| a peer is silent                      | `suspect(peer)`          | `suspect(peer)`            |
+
+| modules                                    | hold                                              |
+|--------------------------------------------|---------------------------------------------------|
+| `identity`, `messages`, `effects`, `grid`  | values: who, what is sent, what is done, parts    |
+| `states`, `settings`                       | states with their tables; times and bounds        |
+| `party`, `liveness`                        | what the machines share: peers, timers, silence   |
+| `prefill_scheduler`, `prefill_rank`        | the machines of the prefill engine, with `wants`  |
+| `decode_scheduler`, `decode_rank`          | those of the decode engine, with `collection`     |
+"""

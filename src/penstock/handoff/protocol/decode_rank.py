@@ -1,15 +1,22 @@
-"""The decode rank: it claims parts, takes them out of landing areas, and says when all are there.
+"""The decode rank: claims parts, takes them out of landing areas, and reports when all are there.
 
-A claim says all that the rank wants of a source and all that it has of it; it is sent when a
-handoff begins, whenever a part was taken, and again when nothing was heard. So it is question,
-acknowledgement and return of credit in one, and losing it costs time and nothing else (P3, P9).
+A claim says all that the rank wants of a source and all that it has of it. It is sent when a
+handoff begins, whenever a part was taken, and again when no answer came. So it is request,
+acknowledgement and return of credit in one, and losing it costs only time (P3, P9).
 
-What must not break:
+Each life of each source rank writes into a landing area of its own, so that a late write of one
+cannot hurt another. An area is *retired* when its writer is silent, started again or reports that
+a write failed. Nothing that comes from it is used any more, but its memory is kept: a timeout here
+does not stop the writer. It is given back when the transport's fence holds.
 
-- A part counts when its bytes were verified and moved, not because somebody said so (P11).
-- Nothing of a handoff that was dropped touches its slots any more; and nothing is answered to
-  a scheduler that started again while a move for its earlier life goes on (P13).
+Invariants:
+
+- A part counts when its bytes were verified and moved, not when a message says so (P11).
+- Nothing of a handoff that was dropped touches its slots any more; and a scheduler that started
+  again gets no answer while a move for its earlier life goes on (P13).
 - What a rank does for one source does not depend on another (P1, P20).
+- The memory of an area is given back only when it is fenced and none of our own moves reads it;
+  all areas together stay within `landing_bytes_max` (P18, P19).
 """
 
 from __future__ import annotations
@@ -17,9 +24,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.collecting import Collection, SourceState
+from penstock.handoff.protocol.collection import Area, Berth, Collection, SourceState
+from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
 from penstock.handoff.protocol.grid import to_bytes
-from penstock.handoff.protocol.landing import Berth, Landing
+from penstock.handoff.protocol.party import Frozen, Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     TARGET_MOVES,
     RankReport,
@@ -28,29 +36,48 @@ from penstock.handoff.protocol.states import (
     TargetState,
     advance,
 )
-from penstock.handoff.protocol.statistics import DecodeRankStatistics
 
 if TYPE_CHECKING:
-    from penstock.handoff.protocol.effects import AnyEffect, Take
-    from penstock.handoff.protocol.identity import Identity
-    from penstock.handoff.protocol.names import Life
-    from penstock.handoff.protocol.party import Frozen, TimerKey
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import Identity, Life
+    from penstock.handoff.protocol.party import TimerKey
     from penstock.handoff.protocol.settings import HandoffSettings
 
 Key = tuple[str, int]
 """A handoff and an epoch."""
 
 
-class DecodeRank(Landing):
+class DecodeRankStatistics(PartyStatistics, frozen=True, kw_only=True):
+    """A decode rank."""
+
+    collecting: int
+    complete: int
+    ending: int
+    takes_under_way: int
+    landing_bytes: int
+    """Of areas in use."""
+    retired_bytes: int
+    """Of areas that wait for a fence: memory that nobody can use."""
+    retired_bytes_max: int
+
+
+class DecodeRank(Party):
     """One rank of a decode engine."""
 
     role = Role.DECODE_RANK
-    books = (*Landing.books, "collections")
+    books = (*Party.books, "areas", "retired", "takes", "collections")
 
     def __init__(self, identity: Identity, settings: HandoffSettings, *, scheduler: str) -> None:
         super().__init__(identity, settings)
         self.scheduler = scheduler
         self.collections: dict[Key, Collection] = {}
+        self.areas: dict[str, Area] = {}
+        """The latest area of each source, by its name."""
+        self.retired: dict[tuple[Life, int], bool] = {}
+        """Areas that are not used any more, and whether the fence holds."""
+        self.takes: dict[Berth, Take] = {}
+        """Our own moves out of berths."""
 
     # The local world.
 
@@ -132,6 +159,29 @@ class DecodeRank(Landing):
             self._fail(key, f"no landing area for {peer.name}: {why}")
         return self.effects
 
+    def fenced(self, peer: Life, generation: int, now: float) -> list[AnyEffect]:
+        """The transport's fence holds: this life can write to this area no more.
+
+        Raises:
+            ValueError: no such area is retired.
+        """
+        if (peer, generation) not in self.retired:
+            raise ValueError(f"area {generation} of {peer} is not retired")
+        self._start(now)
+        self.retired[peer, generation] = True
+        self._free_if_unused(peer, generation)
+        return self.effects
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of areas that are in use."""
+        return sum(area.open for area in self.areas.values()) * self.settings.bounds.area_bytes
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of areas that wait for a fence."""
+        return len(self.retired) * self.settings.bounds.area_bytes
+
     def statistics(self) -> DecodeRankStatistics:
         """Counts and sizes, as a frozen value."""
         states = [collection.state for collection in self.collections.values()]
@@ -149,7 +199,12 @@ class DecodeRank(Landing):
         )
 
     def _freeze(self) -> Frozen:
-        return (tuple(sorted(self.collections.items())), *super()._freeze())
+        return (
+            tuple(sorted(self.collections.items())),
+            tuple(sorted(self.areas.items())),
+            tuple(sorted(self.retired.items())),
+            tuple(sorted((berth, take.handoff, take.epoch) for berth, take in self.takes.items())),
+        )
 
     # What others say.
 
@@ -389,6 +444,92 @@ class DecodeRank(Landing):
             self._move(key, TargetMove.ALL_STOPPED)
             del self.collections[key]
             self._disarm(_resend(key))
+
+    # Landing areas.
+
+    def _area_of(self, name: str) -> Area | None:
+        """The area that a source's current life writes to; a new one, if there is room."""
+        peer = self.life_of(name)
+        area = self.areas.get(name)
+        if area is not None and area.open and area.peer == peer:
+            return area
+        bounds = self.settings.bounds
+        if not self._has_room_for(name):
+            return None
+        before = area.generation if area is not None and area.peer == peer else 0
+        area = Area(peer, before + 1, open=True)
+        self.areas[name] = area
+        self._count("areas opened")
+        self.effects.append(
+            OpenArea(
+                peer=peer,
+                generation=area.generation,
+                berth_count=bounds.berth_count,
+                berth_bytes=bounds.berth_bytes,
+            )
+        )
+        return area
+
+    def _has_room_for(self, name: str) -> bool:
+        """Whether one more area of a peer may be opened: not while much is retired."""
+        bounds = self.settings.bounds
+        retired = sum(peer.name == name for peer, _ in self.retired)
+        every_bytes = self.open_bytes + self.retired_bytes
+        return (
+            retired < bounds.retired_count_max
+            and self.retired_bytes + bounds.area_bytes <= bounds.retired_bytes_max
+            and every_bytes + bounds.area_bytes <= bounds.landing_bytes_max
+        )
+
+    def _retire(self, name: str) -> None:
+        """Stops using an area, without giving its memory back."""
+        area = self.areas.get(name)
+        if area is None or not area.open:
+            return
+        self.areas[name] = area._replace(open=False)
+        self.retired[area.peer, area.generation] = False
+        self._count("areas retired")
+        self.effects.append(Fence(peer=area.peer, generation=area.generation))
+
+    def _free_if_unused(self, peer: Life, generation: int) -> None:
+        """Gives memory back that nobody can write to and that we do not read."""
+        if not self.retired.get((peer, generation), False):
+            return
+        if any((berth.peer, berth.generation) == (peer, generation) for berth in self.takes):
+            return
+        del self.retired[peer, generation]
+        self._count("areas freed")
+        self.effects.append(FreeArea(peer=peer, generation=generation))
+
+    def _take(self, landed: msg.Landed, grid: Grid) -> None:
+        """Lets our mover verify a part and move it into its slots."""
+        berth = Berth(landed.sender, landed.generation, landed.berth)
+        take = Take(
+            handoff=landed.handoff,
+            epoch=landed.epoch,
+            source=landed.sender,
+            generation=landed.generation,
+            berth=landed.berth,
+            grid=grid,
+            part=landed.part,
+            attempt=landed.attempt,
+            sums=landed.sums,
+        )
+        self.takes[berth] = take
+        self.effects.append(take)
+
+    def _end_take(self, take: Take, now: float) -> None:
+        """One of our moves has ended.
+
+        Raises:
+            ValueError: it is not under way.
+        """
+        berth = Berth(take.source, take.generation, take.berth)
+        if self.takes.get(berth) != take:
+            raise ValueError(f"take of part {take.part} out of {berth} is not under way")
+        self._start(now)
+        del self.takes[berth]
+        self._free_if_unused(take.source, take.generation)
 
     # Areas that went wrong, peers that are not there.
 

@@ -1,11 +1,11 @@
-"""The decode scheduler: it claims a handoff on all its ranks, and counts them.
+"""The decode scheduler: claims a handoff on all its ranks, and counts their reports.
 
 A handoff is delivered when *every* rank has reported it complete and the first token is there
-(P10, P12). Whatever else happens to it (a rank fails, the prefill side is silent, its deadline
-passes, somebody cancels), every rank drops it, and when the last one has, its slots come back.
+(P10, P12). Whatever else happens (a rank fails, the prefill side is silent, its deadline passes,
+it is cancelled), every rank drops it, and after the last one its slots come back.
 
-What must not break (P2): each handoff that was submitted ends with exactly one `Ended`; and its
-slots are given back only when no rank touches them any more (P13).
+P2, P13: each handoff that was submitted ends with exactly one `Ended`, and its slots are given
+back only when no rank touches them any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Ended
-from penstock.handoff.protocol.party import Party
+from penstock.handoff.protocol.party import Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     DECODE_MOVES,
     DecodeMove,
@@ -25,7 +25,6 @@ from penstock.handoff.protocol.states import (
     Role,
     advance,
 )
-from penstock.handoff.protocol.statistics import DecodeSchedulerStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,6 +63,16 @@ class Claimed(NamedTuple):
     closed: bool = False
     """The prefill side knows, need not know, or cannot be told."""
     close_count: int = 0
+
+
+class DecodeSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
+    """A decode scheduler."""
+
+    claiming: int
+    ending: int
+    closing: int
+    outcomes: Mapping[str, int]
+    """Ended handoffs by outcome."""
 
 
 class DecodeScheduler(Party):

@@ -1,4 +1,4 @@
-"""Everything the machines of a handoff ask the world to do.
+"""What the machines of a handoff ask their drivers to do.
 
 | effect     | from            | carried out by                    | ends with                |
 |------------|-----------------|-----------------------------------|--------------------------|
@@ -11,8 +11,8 @@
 | `FreeArea` | decode rank     | that memory is given back         | at once                  |
 | `Ended`    | both schedulers | the engine: what it held is back  | at once                  |
 
-What must not break: effects are carried out in the order of the list, and each that starts
-work ends with exactly one of the inputs named.
+Effects are carried out in the order of the list, and each that starts work ends with exactly one
+of the inputs named.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import msgspec
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import Life, WriteId
     from penstock.handoff.protocol.messages import AnyMessage, Landed
-    from penstock.handoff.protocol.names import Life, WriteId
     from penstock.handoff.protocol.states import HandoffOutcome
 
 

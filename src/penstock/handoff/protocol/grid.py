@@ -1,18 +1,21 @@
 """Which parts one source rank owes one target rank: a grid of layer groups and block ranges.
 
 Both sides must cut a transfer into the same parts, so the claim carries the cut itself: six
-numbers, not a list. Parts are numbered layer group by layer group, blocks inside; a set of
-parts is a plain integer, bit `n` for part `n`, so that "what is ready, not sent and not there"
-is three operations on integers, however many parts there are.
+numbers, not a list. Parts are numbered layer group by layer group, blocks inside. A set of parts
+is an `int` with bit `n` for part `n`, so that "ready, not sent and not there" is three operations
+on integers, however many parts there are.
 
-What must not break: every (layer, block) of the grid lies in exactly one part.
+Every (layer, block) of the grid lies in exactly one part.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
+
+if TYPE_CHECKING:
+    from penstock.vocabulary.reshard import ReshardPlan
 
 PART_COUNT_MAX = 1 << 20
 """A grid with more parts is refused: its sets would be 128 KiB each in every claim."""
@@ -166,6 +169,21 @@ def cut(
         block_tokens=block_tokens,
         part_bytes=part_layers * layer_bytes,
     )
+
+
+def missing_blocks(plan: ReshardPlan, *, cached_tokens: int, token_count: int) -> range:
+    """The blocks that have to travel, in units that can be resharded (`plan.unit_tokens`).
+
+    Raises:
+        ValueError: `cached_tokens` is not a whole number of units. Where source blocks are the
+            larger ones, the decode side has to leave the rest of its match aside.
+    """
+    unit = plan.unit_tokens
+    if not 0 <= cached_tokens < token_count:
+        raise ValueError(f"cached_tokens is {cached_tokens}, must be from 0 to {token_count - 1}")
+    if cached_tokens % unit:
+        raise ValueError(f"cached_tokens is {cached_tokens}, must be a multiple of {unit}")
+    return range(cached_tokens // unit, -(-token_count // unit))
 
 
 def to_bytes(parts: int) -> bytes:

@@ -1,18 +1,39 @@
-"""Who a party is, and whether two parties can exchange KV at all.
+"""Names of parties, handoffs and writes; and whether two parties can exchange KV at all.
 
-What must not break (P5): nothing is exchanged between two parties before each has found the
-other's version, role and facts to fit. What does not fit is refused with both values named.
+Invariants:
+
+- A name is never given twice. A party that starts again draws a new incarnation, a decode engine
+  that claims a handoff again raises the epoch, and a part that is written again gets the next
+  attempt. So a late message says which of them it belongs to.
+- P5: two parties exchange nothing before each has checked the other's version, role and facts.
+  The first difference is refused with both values.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from penstock.handoff.protocol.messages import PROTOCOL_VERSION
+import msgspec
+
 from penstock.handoff.protocol.states import Role
 
 if TYPE_CHECKING:
-    from penstock.handoff.protocol.names import Life
+    from collections.abc import Sequence
+
+    from penstock.vocabulary.form import Form
+
+PROTOCOL_VERSION = 1
+
+NAME_CHARS_MAX = 128
+"""A longer name of a party or handoff is refused: room for a UUID with a host."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+HandoffId = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+"""One prefill of one prompt. A router gives it to both engines; it is never used again."""
+Incarnation = Annotated[int, msgspec.Meta(ge=0)]
+"""64 random bits, drawn when a party starts."""
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+"""Which claim of a handoff: the decode engine counts from 1."""
 
 SPEAKS_WITH: dict[Role, tuple[Role, ...]] = {
     Role.PREFILL_SCHEDULER: (Role.PREFILL_RANK, Role.DECODE_SCHEDULER),
@@ -28,7 +49,33 @@ COLLEAGUES = frozenset(
         (Role.DECODE_RANK, Role.DECODE_SCHEDULER),
     }
 )
-"""Parties of one engine: its supervisor *sees* their deaths, while a peer is only suspected."""
+"""Parties of one engine. Its supervisor sees their deaths; other peers can only be suspected."""
+
+
+class Life(NamedTuple):
+    """One life of one party (a scheduler or a rank); incarnation 0 means "not known yet"."""
+
+    name: Name
+    incarnation: Incarnation
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation:016x}"
+
+
+class WriteId(NamedTuple):
+    """One remote write, never given twice in the life of the writing rank.
+
+    The target's incarnation and the area's generation belong to it: the same part may have to
+    be written again, into another area.
+    """
+
+    target: Life
+    generation: int
+    berth: int
+    handoff: str
+    epoch: int
+    part: int
+    attempt: int
 
 
 class Identity(NamedTuple):
@@ -42,7 +89,7 @@ class Identity(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """The first thing in which two parties do not fit."""
+    """The first difference between two parties."""
 
     fact: str
     ours: str
@@ -59,11 +106,29 @@ def facts_of(
 
     Args:
         model: its name.
-        weights: their version; two engines with other weights compute other KV.
-        form: what resharding cannot change: number format, heads and layers of the whole model;
-            not one rank's share of it. See `penstock.handoff.protocol.planning.form_facts`.
+        weights: their version; engines with different weights compute different KV.
+        form: what resharding cannot change, see `form_facts`.
     """
     return (("model", model), ("weights", weights), *form)
+
+
+def form_facts(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
+    """The number format, heads and layers of the whole model, over all ranks of an engine.
+
+    How many ranks there are, and how heads, layers and tokens are divided between them, is left
+    out: `plan_reshard` decides whether two divisions fit.
+    """
+    layers: set[tuple[int, bool]] = set()
+    kinds: set[str] = set()
+    for form in forms:
+        for group in form.layout.groups:
+            heads = "no heads" if group.heads is None else f"{group.heads.total} heads"
+            for layer in group.layers:
+                layers.add((layer.number, layer.draft))
+                kinds |= {
+                    f"{group.kind.value}, {heads}, {plane.dtype.value}" for plane in layer.planes
+                }
+    return (("layers", str(len(layers))), ("kinds", "; ".join(sorted(kinds))[:512]))
 
 
 def misfit(ours: Identity, theirs: Identity) -> Misfit | None:

@@ -1,12 +1,11 @@
-"""Who has been silent for too long: heartbeats, beside the four machines.
+"""Which peers have been silent for too long. Kept beside the four machines, not in them.
 
-Any message is a sign of life. A peer that was silent for `ping_s` is asked; one that was silent
-for `suspect_s` is suspected, and the driver tells the machine (`suspect`). It is kept apart from
-the machines, so that an explorer can let suspicion fall on anybody at any time, and because a
-process with several machines needs it only once.
+Any message is a sign of life. A peer that was silent for `ping_s` gets a `Ping`; one that was
+silent for `suspect_s` is suspected, and the driver calls the machine's `suspect`. The machines
+do not know this class, so that an explorer can let any peer be suspected at any time.
 
-What must not break (P20): suspicion is about time and nothing else. It is not proof of death: it
-fails requests over and retires memory, and never frees any.
+P20: suspicion depends on time alone. It is no proof of death: it fails requests over and retires
+memory, and never frees any.
 """
 
 from __future__ import annotations

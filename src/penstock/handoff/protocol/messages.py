@@ -1,4 +1,4 @@
-"""Everything the parties of a handoff say to each other. PROTOCOL.md, section 3.
+"""The messages between the parties of a handoff, and their frames. PROTOCOL.md, section 3.
 
     decode scheduler ──Expect, Drop────────→ decode rank       ──Report───────────→ back
     decode rank      ──Claim, Stop─────────→ prefill rank      ──Landed, Poisoned,
@@ -9,8 +9,11 @@
     every party      ──Hello───────────────→ its peers         ──Welcome, Refused─→ back
     every party      ──Ping────────────────→ its peers         ──Pong─────────────→ back
 
-What must not break (P3): a message says what is, not what changed, so that it can be lost,
-repeated and overtaken without harm; and it names both lives, the handoff and the epoch.
+P3: a message carries the present state, not a change of it, so that it can be lost, repeated and
+overtaken without harm. It names both lives, the handoff and the epoch.
+
+P22: a frame is one version byte and one message in MessagePack. Bytes from outside become a
+message that is well formed in every field, or a `PeerError`; never another exception.
 """
 
 from __future__ import annotations
@@ -20,10 +23,16 @@ from typing import Annotated
 import msgspec
 
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.names import Epoch, HandoffId, Incarnation, Life, Name
+from penstock.handoff.protocol.identity import (
+    PROTOCOL_VERSION,
+    Epoch,
+    HandoffId,
+    Incarnation,
+    Life,
+    Name,
+)
 from penstock.handoff.protocol.states import HandoffOutcome, RankReport  # noqa: TC001 - msgspec reads it
-
-PROTOCOL_VERSION = 1
+from penstock.vocabulary.frames import FrameCodec
 
 FACT_COUNT_MAX = 64
 SOURCE_COUNT_MAX = 4096
@@ -32,6 +41,8 @@ TOKEN_COUNT_MAX = 1024
 """The first token and its drafts; a speculative decoder drafts tens at most."""
 ATTEMPT_COUNT_MAX = 64
 BERTH_COUNT_MAX = 1 << 16
+MESSAGE_BYTES_MAX = 8 << 20
+"""A claim of 2^20 parts that were spoiled 8 times has 1.2 MiB; a block table of 2^20 slots five."""
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 INDEX_MAX = 2**31
@@ -225,3 +236,26 @@ AnyMessage = (
     | Release
     | Released
 )
+
+_frames: FrameCodec[AnyMessage] = FrameCodec(
+    msgspec.msgpack.Decoder(AnyMessage), version=PROTOCOL_VERSION, bytes_max=MESSAGE_BYTES_MAX
+)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The frame of a message.
+
+    Raises:
+        ValueError: the frame would be longer than `MESSAGE_BYTES_MAX`.
+    """
+    return _frames.encode(message)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """The message of a frame.
+
+    Raises:
+        FrameVersionError: the frame is of another version.
+        PeerError: the frame makes no sense here.
+    """
+    return _frames.decode(frame)

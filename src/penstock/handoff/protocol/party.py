@@ -1,22 +1,25 @@
-"""What all four machines have in common: peers and their lives, timers, a short memory.
+"""What all four machines have in common: peers and their lives, timers, ends that are remembered.
 
-What must not break (P4): a message acts only when it comes from the life of the sender that we
-know, and is meant for the life that we are. Everything else is refused and counted, and is
-never an exception: what a peer says cannot break a machine.
+P4: a message acts only when it comes from the life of the sender that we know, and is meant for
+the life that we are. Everything else is refused and counted. No message raises an exception.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+import msgspec
+
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Send
-from penstock.handoff.protocol.identity import COLLEAGUES, Identity, Misfit, misfit
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import COLLEAGUES, Identity, Life, Misfit, misfit
 from penstock.handoff.protocol.states import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.settings import HandoffSettings
 
@@ -50,7 +53,14 @@ class Peer(NamedTuple):
     """Its earlier lives, the latest last."""
 
 
-class Party:
+class PartyStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts and sizes of a machine, as a frozen value."""
+
+    counts: Mapping[str, int]
+    """What happened how often since the start; refused messages as `refused: …`, by reason."""
+
+
+class Party(ABC):
     """One party of handoffs; the four machines are its children."""
 
     role: ClassVar[Role]
@@ -226,28 +236,30 @@ class Party:
 
     # What each machine brings.
 
-    def _hear(self, message: msg.AnyMessage) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _hear(self, message: msg.AnyMessage) -> None: ...
 
-    def _on_timer(self, timer: TimerKey) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _on_timer(self, timer: TimerKey) -> None: ...
 
+    @abstractmethod
     def _peer_open(self, name: str) -> None:
         """A peer was met, or is heard again."""
 
+    @abstractmethod
     def _peer_silent(self, name: str) -> None:
         """A peer is suspected: it may be dead, or slow, or come back."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _peer_gone(self, name: str) -> None:
         """A life of a peer is over: seen dead, or followed by another."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _peer_refused(self, name: str, *, why: str) -> None:
         """A peer says that we do not fit, or does not fit us."""
 
-    def _freeze(self) -> Frozen:
-        raise NotImplementedError
+    @abstractmethod
+    def _freeze(self) -> Frozen: ...
 
     # Lives.
 

@@ -1,11 +1,11 @@
-"""The prefill scheduler: it tells decode the first token, and counts its ranks out at the end.
+"""The prefill scheduler: sends the first token to decode, and waits for its ranks at the end.
 
-A decode engine's question and the request itself come in any order. The blocks of a prompt are
+A decode engine's request and the prompt itself come in any order. The blocks of a prompt are
 kept until decode says that it needs nothing more, or the request is cancelled, or the lease is
-over: a decode engine that is never heard again costs memory for so long, and no longer.
+over: a decode engine that is never heard of again holds memory until then, and no longer.
 
-What must not break (P2, P16): each handoff that was submitted ends with exactly one `Ended`, and
-that is said only when no rank reads its blocks any more.
+P2, P16: each handoff that was submitted ends with exactly one `Ended`, and only when no rank
+reads its blocks any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Ended
-from penstock.handoff.protocol.party import Party
+from penstock.handoff.protocol.party import Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     PREFILL_MOVES,
     HandoffOutcome,
@@ -24,9 +24,10 @@ from penstock.handoff.protocol.states import (
     Role,
     advance,
 )
-from penstock.handoff.protocol.statistics import PrefillSchedulerStatistics
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Identity
     from penstock.handoff.protocol.party import Frozen, TimerKey
@@ -49,6 +50,17 @@ class Prefill(NamedTuple):
     """The set of ranks that read its blocks no more."""
     outcome: HandoffOutcome | None = None
     why: str = ""
+
+
+class PrefillSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
+    """A prefill scheduler."""
+
+    awaited: int
+    computing: int
+    ready: int
+    releasing: int
+    outcomes: Mapping[str, int]
+    """Ended handoffs by outcome."""
 
 
 class PrefillScheduler(Party):
@@ -341,6 +353,12 @@ class PrefillScheduler(Party):
                 del self.prefills[handoff]
             case _:
                 raise InvariantViolation(f"timer {timer} is not one of a prefill scheduler")
+
+    def _peer_open(self, name: str) -> None:
+        """Nothing to do: a decode scheduler asks again, and ranks are asked by the resend."""
+
+    def _peer_refused(self, name: str, *, why: str) -> None:
+        """Nothing to do: the decode engine fails its claims, and the lease ends the offers."""
 
     def _peer_silent(self, name: str) -> None:
         """A decode scheduler is silent: what it asked for is not kept for it any longer."""

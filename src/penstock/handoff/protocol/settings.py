@@ -1,6 +1,6 @@
-"""How patient the parties of a handoff are, and how much they may hold.
+"""How long the parties of a handoff wait, and how much they hold.
 
-What must not break: every wait has a time here (P7), and everything that can grow a bound (P23).
+Every wait has a time here (P7), and everything that can grow has a bound (P23).
 """
 
 from __future__ import annotations

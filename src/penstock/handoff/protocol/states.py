@@ -1,7 +1,7 @@
 """The states of a handoff with each of the four parties, and every legal move, as data.
 
 A move that is not in its table raises `InvariantViolation` and changes nothing. PROTOCOL.md
-prints these tables (a test compares them), so that it cannot drift from the code.
+prints these tables; a test compares them with the code.
 """
 
 from __future__ import annotations

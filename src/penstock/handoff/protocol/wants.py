@@ -1,7 +1,7 @@
-"""What a prefill rank knows of a prompt it computes, and of what a decode rank wants of it.
+"""The values that a prefill rank keeps: prompts, what decode ranks want of them, and its writes.
 
-Watermarks say how far the computation is, sets say which parts were written and which the
-target has. What must not break: neither ever goes back, but by a new epoch or a new area.
+Watermarks say how far the computation is; sets say which parts were written and which the target
+has. Neither ever goes back, except by a new epoch or a new area.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from penstock.handoff.protocol.states import WantState
 
 if TYPE_CHECKING:
     from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import Life, WriteId
 
 
 class Prompt(NamedTuple):
@@ -86,3 +87,29 @@ class Want(NamedTuple):
         marks, first, tokens = prompt.watermarks, prompt.layer_first, prompt.token_count
         ready = self.ready | self.grid.ready(marks, first, tokens, layers)
         return self if ready == self.ready else self._replace(ready=ready)
+
+
+class Lane(NamedTuple):
+    """The landing area of one life of one target, as its writer sees it."""
+
+    target: Life
+    generation: int
+    berth_count: int
+    free: int
+    """The set of berths that are ours to write to."""
+    poisoned: bool = False
+    """A write failed and may land yet: nothing more is written into this generation."""
+
+    def holds(self, write: WriteId) -> bool:
+        """Whether a write went into this area."""
+        return self.target == write.target and self.generation == write.generation
+
+
+class Posted(NamedTuple):
+    """How far a write is."""
+
+    observed: bool = False
+    """It was seen to have ended."""
+    settled: bool = False
+    """The target is through with it, or does not want it."""
+    sums: bytes = b""

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import PeerError
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.framing import MESSAGE_BYTES_MAX, decode, encode
 from penstock.handoff.protocol.grid import Grid
-from penstock.handoff.protocol.names import Life
+from penstock.handoff.protocol.identity import Life
+from penstock.handoff.protocol.messages import MESSAGE_BYTES_MAX, decode, encode
 
 WHO = {"sender": Life("d0", 2**64 - 1), "target": Life("p0", 7)}
 CLAIM = {**WHO, "handoff": "h", "epoch": 3}

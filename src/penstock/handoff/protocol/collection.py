@@ -1,7 +1,7 @@
-"""What a decode rank has of one handoff, source by source, as sets of parts.
+"""The values that a decode rank keeps: what it has of each handoff, and its landing areas.
 
-What must not break (P11): a part is in `have` only after its bytes were verified and moved, and
-a handoff is complete only when every source's set is.
+P11: a part is in `have` only after its bytes were verified and moved, and a handoff is complete
+only when the set of every source is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import Life
     from penstock.handoff.protocol.states import TargetState
+
+
+class Area(NamedTuple):
+    """The landing area of one life of one source; `open` until it is retired."""
+
+    peer: Life
+    generation: int
+    """Counted per life, and never given twice."""
+    open: bool
+
+
+class Berth(NamedTuple):
+    """One place in an area."""
+
+    peer: Life
+    generation: int
+    berth: int
 
 
 class SourceState(NamedTuple):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
-from penstock.handoff.protocol.planning import form_facts, missing_blocks
+from penstock.handoff.protocol.grid import missing_blocks
+from penstock.handoff.protocol.identity import form_facts
 from penstock.handoff.protocol.settings import HandoffBounds
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form, Shard
