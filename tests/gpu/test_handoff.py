@@ -12,12 +12,12 @@ import torch
 
 from penstock.bench.handoff_cuda import LAYERS, WAYS, CudaPair
 from penstock.errors import UnavailableError
-from penstock.handoff.driver import device_staging
+from penstock.handoff.driver import device_parts
+from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
-from penstock.handoff.driver.moving import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.driver.progress import LayerEvents
-from penstock.handoff.driver.tensors import TensorReader, TorchEvent
+from penstock.handoff.driver.tensor_parts import TensorReader, TorchEvent
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.identity import Life, WriteId
@@ -224,7 +224,7 @@ def test_a_close_ends_at_its_deadline_and_gives_nothing_back_before_the_device_i
         torch.cuda._sleep(LONG_CYCLES)
 
     with monkeypatch.context() as soon:
-        soon.setattr(device_staging, "WAIT_S", 0.001)
+        soon.setattr(device_parts, "WAIT_S", 0.001)
         with pytest.raises(UnavailableError, match=r"not ended on the device after 0\.001 s"):
             reader.close()
     reader.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.movers.compiling import compiled
 from penstock.movers.packing import Packing, PartsLibrary, load_parts_library, seeds_of

@@ -34,14 +34,18 @@ from penstock.bench.handoff_rank import CHANNELS, HEADS, keys_of
 from penstock.bench.measure import summarize
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
-from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
-from penstock.handoff.driver.device_staging import device_berths, pin_memory
+from penstock.handoff.driver.device_parts import (
+    DeviceReader,
+    DeviceTaker,
+    device_berths,
+    pin_memory,
+)
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
+from penstock.handoff.driver.lines import Switchboard
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
-from penstock.handoff.driver.switchboard import Switchboard
-from penstock.handoff.driver.tensors import TensorReader, TensorTaker, TorchEvent
+from penstock.handoff.driver.tensor_parts import TensorReader, TensorTaker, TorchEvent
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 from penstock.handoff.protocol.states import DecodeState
 from penstock.tiers.tensors import PART_FIRST, Held, TensorGroup, TensorLayer, TensorTier

@@ -20,14 +20,12 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from penstock.errors import InvariantViolation, UnavailableError
+from penstock.handoff.driver.array_parts import ArrayReader, ArrayTaker, PartGather, PartScatter
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.driver.lines import zmq_lines
-from penstock.handoff.driver.moving import PartGather, PartScatter
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.progress import LayerEvents
-from penstock.handoff.driver.reading import ArrayReader
-from penstock.handoff.driver.taking import ArrayTaker
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.tiers.arrays import ArrayTier
 from penstock.transport.shared_memory import SharedTarget

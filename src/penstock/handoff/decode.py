@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from penstock.handoff.driver.array_parts import ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
-from penstock.handoff.driver.taking import ArrayTaker
 from penstock.handoff.handoff import (
     Handoff,
     Opening,

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.handoff.driver.driving import PartyDriver
     from penstock.handoff.driver.lines import ZmqLines
+    from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.protocol.effects import Ended
     from penstock.runtime.device import Kv
     from penstock.tiers.base import SlotStore

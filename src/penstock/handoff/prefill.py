@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, overload
 
 import msgspec
 
+from penstock.handoff.driver.array_parts import ArrayReader
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
-from penstock.handoff.driver.reading import ArrayReader
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 from penstock.handoff.handoff import (
     Handoff,

@@ -1,8 +1,8 @@
 """Blocks by compiled code: packed and summed, or verified and put away, in one call each.
 
 For saves and loads between host memory and host memory (`memcpy.py`), and for the parts of a
-handoff (`runtime/handoff/moving.py`). `parts.c` does what these do with NumPy and one XXH3 call a
-segment, segment by segment while the bytes are in the first cache, so that blocks take one pass
+handoff (`handoff/driver/array_parts.py`). `parts.c` does what these do with NumPy and one XXH3 call
+a segment, segment by segment while the bytes are in the first cache, so that blocks take one pass
 over memory on each side. It is compiled at first use, like the calls of the CUDA movers; where
 that cannot be done, or a layout is not of the plain kind, NumPy does it: slower, with the same
 bytes and sums.

@@ -16,12 +16,11 @@ from lab.fixtures.handoff_pair import (
     keys_of,
     layouts_of,
 )
+from penstock.handoff.driver.array_parts import ArrayReader, ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
+from penstock.handoff.driver.lines import Switchboard
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
-from penstock.handoff.driver.reading import ArrayReader
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
-from penstock.handoff.driver.switchboard import Switchboard
-from penstock.handoff.driver.taking import ArrayTaker
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 from penstock.transport.inproc_remote import InprocFabric
 from penstock.vocabulary.checksums import Algorithm
@@ -29,9 +28,9 @@ from penstock.vocabulary.checksums import Algorithm
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.handoff.driver.driving import PartyDriver
+    from penstock.handoff.driver.lines import InprocLines
+    from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.driver.progress import DrivenSource
-    from penstock.handoff.driver.switchboard import InprocLines
     from penstock.handoff.protocol.effects import Ended
 
     MakeWorld = Callable[..., "World"]

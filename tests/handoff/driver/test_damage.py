@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.movers.packing import load_parts_library
 from penstock.testing.tier_suite import draw_blocks, read_slots, write_slots

@@ -20,7 +20,7 @@ from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 
 if TYPE_CHECKING:
-    from penstock.handoff.driver.driving import PartyDriver
+    from penstock.handoff.driver.party_driver import PartyDriver
     from tests.handoff.driver.conftest import MakeWorld, World
 
     Heard = tuple[PartyDriver[Any], str, bytes]

@@ -13,8 +13,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError, PeerError, UnavailableError
-from penstock.handoff.driver.driving import PartyDriver
 from penstock.handoff.driver.envelope import Content, decode_content, unseal
+from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
-    from penstock.handoff.driver.taking import PartTaker
+    from penstock.handoff.driver.parts import PartTaker
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Life
     from penstock.handoff.protocol.settings import HandoffSettings

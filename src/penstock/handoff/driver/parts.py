@@ -1,9 +1,16 @@
-"""Which bytes a part consists of: blocks of its source, narrowed to what its target holds.
+"""Which bytes a part consists of, and the interfaces of what packs parts and takes them.
 
     source slots ──gather──→ packed part + sums ──verify──→ ──scatter──→ target slots
 
-What travels is packed as blocks of the source, so its sums are those of the source's cells,
-seeded with the source's keys. Blocks of other sizes at the target are a matter of putting away.
+A part is blocks of the source, narrowed to what the target holds. It travels packed as blocks of
+the source, so its sums are those of the source's cells, seeded with the source's keys. Blocks of
+another size at the target are split or joined when they are put away.
+
+| medium          | packs (`PartReader`)           | takes (`PartTaker`)          |
+|-----------------|--------------------------------|------------------------------|
+| memory of a CPU | `array_parts.ArrayReader`      | `array_parts.ArrayTaker`     |
+| CUDA, kernels   | `device_parts.DeviceReader`    | `device_parts.DeviceTaker`   |
+| torch, staging  | `tensor_parts.TensorReader`    | `tensor_parts.TensorTaker`   |
 
 The one rule: bytes are summed as they were read from slots, and put away only after the target has
 copied them out of the berth and verified the copy.
@@ -13,17 +20,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from penstock.transport.remote import NOTICE_BYTES_MAX
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import SUM_BYTES
-from penstock.vocabulary.narrowing import Cut, narrow
+from penstock.vocabulary.narrowing import Cut, narrow, token_window
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.handoff.protocol.effects import Take
     from penstock.handoff.protocol.grid import Grid
+    from penstock.handoff.protocol.identity import WriteId
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.layout import Layout
+    from penstock.vocabulary.planes import Plane
     from penstock.vocabulary.reshard import ReshardPlan, Route
 
 _NOTICE_ROOM = 1024
@@ -32,6 +44,10 @@ CELLS_MAX = (NOTICE_BYTES_MAX - _NOTICE_ROOM) // SUM_BYTES
 """A part has no more cells than this, since their sums travel in its notice."""
 PART_FORMS_KEPT = 1024
 """Groups of layers whose arithmetic is kept for a route: more than models have layers."""
+
+
+Window_contra = TypeVar("Window_contra", contravariant=True)
+"""What bytes of a berth are: an array, or a tensor on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,6 +157,95 @@ class RouteParts:
             block_bytes=0 if packed is None else packed.block_bytes,
             cell_count=0 if packed is None else len(packed.cells),
         )
+
+
+class PartReader(Protocol[Window_contra]):
+    """Packs parts out of the slots of one rank."""
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots there are."""
+        ...
+
+    def read(
+        self,
+        write: WriteId,
+        form: PartForm,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        memory: Window_contra,
+    ) -> bytes | None:
+        """Packs blocks into `memory`: their cell sums if that is done, nothing if it has begun."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another part can be begun."""
+        ...
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        """The parts that were begun and are packed now, with their sums; never waits."""
+        ...
+
+    def forget(self, write: WriteId) -> None:
+        """Nothing more is to be moved for this write."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part was begun and has not ended."""
+        ...
+
+
+class PartTaker(Protocol[Window_contra]):
+    """Puts parts into the slots of one rank."""
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots there are."""
+        ...
+
+    def take(
+        self,
+        take: Take,
+        route: RouteParts,
+        form: PartForm,
+        memory: Window_contra,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+    ) -> bool | None:
+        """Verifies and puts away: whether it was intact, or nothing if that has begun."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another part can be begun."""
+        ...
+
+    def ended(self) -> list[tuple[Take, bool]]:
+        """The parts that were begun and have ended, and whether they were intact."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a part was begun and has not ended."""
+        ...
+
+
+def windows_of(packed: Layout, target: Layout) -> Iterator[tuple[Layout, Layout]]:
+    """Which tokens of a packed block go to which of a target's, for each window of the coarser."""
+    fine = min(packed.block_tokens, target.block_tokens)
+    for first in range(0, packed.block_tokens, fine):
+        read = token_window(packed, first=first, count=fine)
+        for into in range(0, target.block_tokens, fine):
+            yield read, token_window(target, first=into, count=fine)
+
+
+def plane_pairs(packed: Layout, narrowed: Layout) -> Iterator[tuple[Plane, Plane]]:
+    """The planes of a packed block and of a tier's slots: the same cells in the same order."""
+    for group, other in zip(packed.groups, narrowed.groups, strict=True):
+        for layer, same in zip(group.layers, other.layers, strict=True):
+            yield from zip(layer.planes, same.planes, strict=True)
 
 
 def _blocks_of(units: range, ratio: int, block_count: int) -> range:

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from penstock.errors import CapacityError, UnavailableError
-from penstock.handoff.driver.arguments import (
+from penstock.handoff.driver.envelope import (
     block_keys,
     handoff_name,
+    seal,
     slot_numbers,
     whole_number,
 )
-from penstock.handoff.driver.driving import PartyDriver
-from penstock.handoff.driver.envelope import seal
+from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Abandon, Write
 from penstock.handoff.protocol.prefill_rank import PrefillRank
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
+    from penstock.handoff.driver.parts import PartReader
     from penstock.handoff.driver.progress import DrivenSource
-    from penstock.handoff.driver.reading import PartReader
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Life, WriteId
     from penstock.handoff.protocol.settings import HandoffSettings

@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from penstock.handoff.driver.arguments import (
+from penstock.handoff.driver.envelope import (
+    CONTENT_BYTES_MAX,
+    Content,
     block_keys,
+    encode_content,
     handoff_name,
     numbers,
     slot_numbers,
     whole_number,
 )
-from penstock.handoff.driver.driving import PartyDriver
-from penstock.handoff.driver.envelope import CONTENT_BYTES_MAX, Content, encode_content
+from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 from penstock.handoff.protocol.grid import PART_BYTES_MIN

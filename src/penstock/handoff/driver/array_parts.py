@@ -1,12 +1,12 @@
-"""Packing parts out of slots, and putting them away into slots, on the CPU.
+"""Parts out of and into memory of the CPU: packed, summed, verified and put away.
 
-    PartGather:   slots of the source ──→ packed bytes, and their cell sums
-    PartScatter:  packed bytes, verified ──→ slots of the target
+    ArrayReader, PartGather:   slots of the source ──→ packed bytes, and their cell sums
+    ArrayTaker, PartScatter:   packed bytes, verified ──→ slots of the target
 
-Compiled code does it in one pass, block by block (`packing.py`). Where that cannot be had, and
-for blocks of different sizes, NumPy goes through a part in pieces of some megabytes. Consecutive
-slots are copied in one call, and no Python runs for a single cell. Both ways give the same bytes
-and sums.
+Compiled code does it in one pass, block by block (`movers/packing.py`). Where that cannot be had,
+and for blocks of different sizes, NumPy goes through a part in pieces of some megabytes.
+Consecutive slots are copied in one call, and no Python runs for a single cell. Both give the same
+bytes and sums.
 
 Packed bytes lie in memory that other processes can write at any time. So a piece is packed and
 summed in memory of this process before it is copied there, and copied from there before it is
@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.handoff.driver.parts import plane_pairs, windows_of
 from penstock.movers.packing import Packing, Scratch, load_parts_library, seeds_of
-from penstock.vocabulary.narrowing import narrow, token_window
+from penstock.vocabulary.narrowing import narrow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.handoff.driver.parts import PartForm, RouteParts
+    from penstock.handoff.protocol.effects import Take
+    from penstock.handoff.protocol.identity import WriteId
     from penstock.movers.packing import PartsLibrary
     from penstock.tiers.base import SlotStore
     from penstock.vocabulary.checksums import Algorithm
@@ -44,7 +47,7 @@ _SMALL_BYTES = 8192
 """Of a plane's block. So little is copied by one call for all slots, through a second copy."""
 
 
-class _PlanePair(NamedTuple):
+class _ArrayPlane(NamedTuple):
     """One plane in its packed block, and in the slots of a tier."""
 
     offset: int
@@ -88,12 +91,12 @@ class PartGather:
     ) -> None:
         self._form = form
         self._algorithm = algorithm
-        self._pairs: list[_PlanePair] = []
+        self._pairs: list[_ArrayPlane] = []
         self._scratch = scratch or Scratch()
         self._packing: Packing | None = None
         if form.packed is not None:
             source = narrow(tier.layout, form.source_cuts)
-            self._pairs = _pairs(form.packed, source, tier)
+            self._pairs = _planes(form.packed, source, tier)
             buffers = tier.blocks(()).buffers
             self._packing = Packing.of(
                 source, buffers, algorithm, library=library, scratch=self._scratch
@@ -148,13 +151,13 @@ class PartScatter:
         self._algorithm = algorithm
         self._source_ratio = parts.source_ratio
         self._target_ratio = parts.target_ratio
-        self._windows: list[list[_PlanePair]] = []
+        self._windows: list[list[_ArrayPlane]] = []
         self._scratch = scratch or Scratch()
         self._packing: Packing | None = None
         if form.packed is not None:
             target = narrow(tier.layout, form.target_cuts)
             for packed, narrowed in windows_of(form.packed, target):
-                self._windows.append(_pairs(packed, narrowed, tier))
+                self._windows.append(_planes(packed, narrowed, tier))
             if self._source_ratio == self._target_ratio == 1:
                 buffers = tier.blocks(()).buffers
                 self._packing = Packing.of(
@@ -221,31 +224,102 @@ class PartScatter:
                     pair.slots[there : there + length] = packed[here : here + length]
 
 
-def windows_of(packed: Layout, target: Layout) -> Iterator[tuple[Layout, Layout]]:
-    """Which tokens of a packed block go to which of a target's, for each window of the coarser."""
-    fine = min(packed.block_tokens, target.block_tokens)
-    for first in range(0, packed.block_tokens, fine):
-        read = token_window(packed, first=first, count=fine)
-        for into in range(0, target.block_tokens, fine):
-            yield read, token_window(target, first=into, count=fine)
+class ArrayReader:
+    """Packs parts on the CPU; each is done when `read` returns."""
+
+    def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
+        self.slot_count = tier.slot_count
+        self._tier = tier
+        self._algorithm = algorithm
+        self._gathers: dict[PartForm, PartGather] = {}
+        self._scratch = Scratch()
+
+    def read(
+        self,
+        write: WriteId,  # noqa: ARG002 - it has ended before anybody can name it
+        form: PartForm,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        memory: NDArray[np.uint8],
+    ) -> bytes | None:
+        """Packs blocks into `memory`; see `PartReader`."""
+        gather = self._gathers.get(form)
+        if gather is None:
+            gather = PartGather(form, self._tier, self._algorithm, scratch=self._scratch)
+            self._gathers[form] = gather
+        return gather.gather(slots, keys, memory)
+
+    @property
+    def has_room(self) -> bool:
+        """Always: nothing stays under way."""
+        return True
+
+    def ended(self) -> list[tuple[WriteId, bytes]]:
+        """Nothing stays under way."""
+        return []
+
+    def forget(self, write: WriteId) -> None:
+        """Nothing stays under way."""
+
+    @property
+    def busy(self) -> bool:
+        """Nothing stays under way."""
+        return False
 
 
-def _pairs(packed: Layout, narrowed: Layout, tier: SlotStore) -> list[_PlanePair]:
-    """The planes of both, which are the same cells in the same order."""
+class ArrayTaker:
+    """Takes parts on the CPU; each is done when `take` returns."""
+
+    def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
+        self.slot_count = tier.slot_count
+        self._tier = tier
+        self._algorithm = algorithm
+        self._scatters: dict[PartForm, PartScatter] = {}
+        self._scratch = Scratch()
+
+    def take(
+        self,
+        take: Take,
+        route: RouteParts,
+        form: PartForm,
+        memory: NDArray[np.uint8],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+    ) -> bool | None:
+        """Verifies and puts away; see `PartTaker`."""
+        scatter = self._scatters.get(form)
+        if scatter is None:
+            scatter = PartScatter(route, form, self._tier, self._algorithm, scratch=self._scratch)
+            self._scatters[form] = scatter
+        return scatter.scatter(memory, keys, take.sums, slots)
+
+    @property
+    def has_room(self) -> bool:
+        """Always: nothing stays under way."""
+        return True
+
+    def ended(self) -> list[tuple[Take, bool]]:
+        """Nothing stays under way."""
+        return []
+
+    @property
+    def busy(self) -> bool:
+        """Nothing stays under way."""
+        return False
+
+
+def _planes(packed: Layout, narrowed: Layout, tier: SlotStore) -> list[_ArrayPlane]:
     buffers = tier.blocks(()).buffers
     return [
-        _pair(read, write, buffers[write.buffer])
-        for group, other in zip(packed.groups, narrowed.groups, strict=True)
-        for layer, same in zip(group.layers, other.layers, strict=True)
-        for read, write in zip(layer.planes, same.planes, strict=True)
+        _plane(read, write, buffers[write.buffer]) for read, write in plane_pairs(packed, narrowed)
     ]
 
 
-def _pair(packed: Plane, plane: Plane, buffer: NDArray[np.uint8]) -> _PlanePair:
+def _plane(packed: Plane, plane: Plane, buffer: NDArray[np.uint8]) -> _ArrayPlane:
     seen = packed.view(np.empty(packed.end, dtype=np.uint8))
     slots = plane.view(buffer)
     small = slots[:1].nbytes < _SMALL_BYTES
-    return _PlanePair(packed.offset, seen.shape[1:], seen.strides[1:], slots, small)
+    return _ArrayPlane(packed.offset, seen.shape[1:], seen.strides[1:], slots, small)
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from penstock.handoff.driver.moving import windows_of
+from penstock.handoff.driver.parts import plane_pairs, windows_of
 from penstock.vocabulary.narrowing import narrow
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class _Staging:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
-class _PlanePair(NamedTuple):
+class _TensorPlane(NamedTuple):
     """One plane in its packed block, and in the slots of a tier."""
 
     dtype: Any
@@ -170,7 +170,7 @@ class TensorReader:
         self._tier = tier
         self._algorithm = algorithm
         self._staging = _Staging(tier.device, part_bytes, event)
-        self._pairs: dict[PartForm, list[_PlanePair]] = {}
+        self._pairs: dict[PartForm, list[_TensorPlane]] = {}
         self._reading: deque[_Reading] = deque()
         self._forgotten: set[WriteId] = set()
 
@@ -188,7 +188,7 @@ class TensorReader:
         pairs = self._pairs.get(form)
         if pairs is None:
             narrowed = narrow(self._tier.layout, form.source_cuts)
-            pairs = self._pairs[form] = _pairs(form.packed, narrowed, self._tier, form.block_bytes)
+            pairs = self._pairs[form] = _planes(form.packed, narrowed, self._tier, form.block_bytes)
         staging = self._staging
         buffer = staging.free.popleft()
         with staging.stream_context():
@@ -311,7 +311,7 @@ class WindowScatter:
         self._device = tier.device
         target = narrow(tier.layout, form.target_cuts)
         self._windows = [
-            _pairs(packed, narrowed, tier, form.block_bytes)
+            _planes(packed, narrowed, tier, form.block_bytes)
             for packed, narrowed in windows_of(form.packed, target)
         ]
 
@@ -340,19 +340,13 @@ def _sums(
     return sums.astype("<u8", copy=False).tobytes()
 
 
-def _pairs(
+def _planes(
     packed: Layout, narrowed: Layout, tier: TensorTier, block_bytes: int
-) -> list[_PlanePair]:
-    """The planes of both, which are the same cells in the same order."""
-    return [
-        _pair(read, write, tier, block_bytes)
-        for group, other in zip(packed.groups, narrowed.groups, strict=True)
-        for layer, same in zip(group.layers, other.layers, strict=True)
-        for read, write in zip(layer.planes, same.planes, strict=True)
-    ]
+) -> list[_TensorPlane]:
+    return [_plane(read, write, tier, block_bytes) for read, write in plane_pairs(packed, narrowed)]
 
 
-def _pair(packed: Plane, plane: Plane, tier: TensorTier, block_bytes: int) -> _PlanePair:
+def _plane(packed: Plane, plane: Plane, tier: TensorTier, block_bytes: int) -> _TensorPlane:
     size = plane.dtype.itemsize
     # The axes of `Plane.view`: block, head (of size 1 without heads), tokens, channels.
     here, there = _axes(packed), _axes(plane)
@@ -368,7 +362,7 @@ def _pair(packed: Plane, plane: Plane, tier: TensorTier, block_bytes: int) -> _P
         plane.offset // unit,
     )
     inner = here[1:]
-    return _PlanePair(
+    return _TensorPlane(
         dtype,
         packed.offset,
         tuple(length for length, _ in inner),

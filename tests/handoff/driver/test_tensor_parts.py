@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
@@ -21,8 +21,8 @@ from penstock.vocabulary.reshard import plan_reshard
 
 torch = pytest.importorskip("torch")
 
-from penstock.handoff.driver import tensors  # noqa: E402
-from penstock.handoff.driver.tensors import BUFFERS, TensorReader, TensorTaker  # noqa: E402
+from penstock.handoff.driver import tensor_parts  # noqa: E402
+from penstock.handoff.driver.tensor_parts import BUFFERS, TensorReader, TensorTaker  # noqa: E402
 from penstock.tiers.tensors import TensorTier  # noqa: E402
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def test_what_was_summed_is_what_is_moved_whatever_becomes_of_the_berth(
         kind(tier, Algorithm.XXH3, part_bytes=part.block_bytes)
         for kind, tier in ((TensorReader, there), (TensorTaker, here))
     )
-    plain_sums = tensors._sums
+    plain_sums = tensor_parts._sums
 
     def damage_and_sum(*args: Any) -> bytes:
         berth[7] ^= 1
@@ -215,7 +215,7 @@ def test_what_was_summed_is_what_is_moved_whatever_becomes_of_the_berth(
 
     reader.read(write_of(0), part, [5], [b"key"], berth)
     with monkeypatch.context() as patched:
-        patched.setattr(tensors, "_sums", damage_and_sum)
+        patched.setattr(tensor_parts, "_sums", damage_and_sum)
         ((_, found),) = reader.ended()
         berth[:] = plain
         taker.take(take_of(grid, 0, sums), parts, part, berth, [b"key"], [3])

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from penstock.errors import PeerError
+from penstock.errors import InvariantViolation, PeerError
 from penstock.handoff.driver.envelope import seal, unseal
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Ended, Send
@@ -152,8 +152,8 @@ class PartyDriver(Generic[MachineT]):
         """The role's own share of a step."""
 
     def _act(self, effect: AnyEffect) -> None:
-        """Carries out an effect of the role."""
-        raise NotImplementedError(f"{effect} is not one of {type(self.machine).__name__}")
+        """Carries out an effect that only this role has; the schedulers have none."""
+        raise InvariantViolation(f"{effect} is not an effect of {type(self.machine).__name__}")
 
     def _attach(self, message: msg.AnyMessage) -> bytes:  # noqa: ARG002 - for the roles
         """What goes with a message."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.handoff.driver import moving
-from penstock.handoff.driver.moving import PartGather, PartScatter
+from penstock.handoff.driver import array_parts
+from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.handoff.protocol.grid import cut, missing_blocks
 from penstock.testing.route_copying import RouteCopier
@@ -85,11 +85,11 @@ WORLDS = {
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tokens", [48, 41])
-@pytest.mark.parametrize("piece_bytes", [moving.PIECE_BYTES, 1])
+@pytest.mark.parametrize("piece_bytes", [array_parts.PIECE_BYTES, 1])
 def test_every_part_of_every_route_arrives_as_the_definition_says(
     world: str, tokens: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(array_parts, "PIECE_BYTES", piece_bytes)
     sources, targets = WORLDS[world]
     forms = [Form(layout=each) for each in sources], [Form(layout=each) for each in targets]
     plan = plan_reshard(*forms)

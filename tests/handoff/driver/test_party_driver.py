@@ -8,7 +8,7 @@ import pytest
 
 from lab.fixtures.handoff_pair import LAYERS, Shape
 from penstock.errors import UnavailableError
-from penstock.handoff.driver import driving
+from penstock.handoff.driver import party_driver
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def test_a_party_that_has_something_to_do_does_not_wait(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float | None] = []
-    monkeypatch.setattr(driving, "wait_any", lambda *_, deadline: waits.append(deadline))
+    monkeypatch.setattr(party_driver, "wait_any", lambda *_, deadline: waits.append(deadline))
     world.submit("a", 16)
     world.settle()
     for name in world.taking:
