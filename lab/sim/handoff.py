@@ -176,7 +176,7 @@ class HandoffSimulation:
             self.network.send(message)
         self._set_alarm(actor)
         for effect in asked:
-            if isinstance(effect, ef.Ended):
+            if isinstance(effect, ef.HandoffEnded):
                 ended = (
                     self.engines.prefill_ended
                     if actor.name == PREFILL

@@ -38,7 +38,7 @@ class Drivers:
         match effect:
             case ef.Write():
                 self._world.after(self._of(self._weather.write_s, life), self._post, life, effect)
-            case ef.Abandon(write=write):
+            case ef.AbandonWrite(write=write):
                 self._world.after(0.0, self._give_up, life, write)
             case ef.Take():
                 if (effect.handoff, effect.epoch) in self._world.decode_scheduler.ended:

@@ -95,7 +95,7 @@ class Engines:
         ready = all(rank.is_computed(handoff) for rank in ranks)
         return ready and (handoff, 0) in scheduler.open and handoff not in scheduler.tokens
 
-    def prefill_ended(self, ended: ef.Ended) -> None:
+    def prefill_ended(self, ended: ef.HandoffEnded) -> None:
         """The blocks of a prompt are the prefill engine's again."""
         self._world.copies[f"prefill {ended.outcome.value}"] += 1
         for name in self._world.scene.prefill_ranks:
@@ -132,7 +132,7 @@ class Engines:
             self._world.note("withdrawal")
             self._world.give(DECODE, do.Withdraw(handoff))
 
-    def decode_ended(self, ended: ef.Ended) -> None:
+    def decode_ended(self, ended: ef.HandoffEnded) -> None:
         """The slots belong to the request, or are the decode engine's again."""
         self._world.copies[f"decode {ended.outcome.value}"] += 1
         for name in self._world.scene.decode_ranks:
@@ -143,7 +143,7 @@ class Engines:
         if ended.outcome is HandoffOutcome.WITHDRAWN or self._insists(ended):
             self._world.after(self._while(), self.claim, ended.handoff, ended.epoch + 1)
 
-    def _insists(self, ended: ef.Ended) -> bool:
+    def _insists(self, ended: ef.HandoffEnded) -> bool:
         """Whether the engine tries once more what has failed, or was cancelled."""
         if ended.outcome is HandoffOutcome.DELIVERED or ended.epoch >= EPOCH_MAX:
             return False

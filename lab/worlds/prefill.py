@@ -225,7 +225,7 @@ class PrefillRankActor(Actor[PrefillRank]):
             )
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
-        if isinstance(effect, ef.Abandon):
+        if isinstance(effect, ef.AbandonWrite):
             posting = self.writes[effect.write]
             self.writes[effect.write] = posting._replace(abandoned=True)
             return

@@ -108,7 +108,7 @@ class PrefillSchedulerActor(SchedulerActor[PrefillScheduler]):
         return (prefill.epoch, prefill.state, prefill.outcome)
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
-        if not isinstance(effect, ef.Ended):
+        if not isinstance(effect, ef.HandoffEnded):
             raise TypeError(f"a prefill scheduler does not ask for {effect!r}")
         self._end((effect.handoff, 0), effect.outcome)
 
@@ -140,7 +140,7 @@ class DecodeSchedulerActor(SchedulerActor[DecodeScheduler]):
                 raise TypeError(f"a decode scheduler cannot {deed!r}")
 
     def _carry_out_own(self, effect: ef.AnyEffect) -> None:
-        if not isinstance(effect, ef.Ended):
+        if not isinstance(effect, ef.HandoffEnded):
             raise TypeError(f"a decode scheduler does not ask for {effect!r}")
         if effect.outcome.value == "delivered":
             right = self.scene.prompts[effect.handoff].tokens

@@ -54,14 +54,14 @@ def merge_earlier_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stop_later_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill rank lets a late stop end the claim that came after."""
-    hear_stop = PrefillRank._hear_stop
+    hear_stop = PrefillRank._on_stop
 
     def stop_any(rank: PrefillRank, stop: msg.Stop) -> None:
         if stop.handoff in rank.wants.get(stop.sender.name, {}):
             rank._forget(stop.sender.name, stop.handoff, WantMove.STOP)
         hear_stop(rank, stop)
 
-    monkeypatch.setattr(PrefillRank, "_hear_stop", stop_any)
+    monkeypatch.setattr(PrefillRank, "_on_stop", stop_any)
 
 
 def close_later_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def close_later_claims(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer_earlier_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill scheduler goes back to an earlier claim that asks late."""
-    hear_await = PrefillScheduler._hear_await
+    hear_await = PrefillScheduler._on_await
 
     def await_any(scheduler: PrefillScheduler, awaited: msg.Await) -> None:
         known = scheduler.prefills.get(awaited.handoff)
@@ -79,4 +79,4 @@ def answer_earlier_claims(monkeypatch: pytest.MonkeyPatch) -> None:
             scheduler.prefills[awaited.handoff] = known._replace(epoch=awaited.epoch)
         hear_await(scheduler, awaited)
 
-    monkeypatch.setattr(PrefillScheduler, "_hear_await", await_any)
+    monkeypatch.setattr(PrefillScheduler, "_on_await", await_any)

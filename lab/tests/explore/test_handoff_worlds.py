@@ -14,7 +14,7 @@ from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.decode_scheduler import Claimed, DecodeScheduler
 from penstock.handoff.protocol.effects import Fence
 from penstock.handoff.protocol.prefill_rank import PrefillRank
-from penstock.handoff.protocol.states import RankReport
+from penstock.handoff.protocol.states import ReportStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +168,7 @@ def test_a_rank_that_calls_a_handoff_dropped_while_it_writes_to_its_slots_is_fou
 
     def report_and_stop(rank: DecodeRank, key: Key) -> None:
         if rank.collections[key].is_moving:
-            rank._report(key, RankReport.DROPPED)
+            rank._report(key, ReportStatus.DROPPED)
         stop(rank, key)
 
     monkeypatch.setattr(DecodeRank, "_stop_if_still", report_and_stop)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.lines import ZmqLines
     from penstock.handoff.driver.party_driver import PartyDriver
-    from penstock.handoff.protocol.effects import Ended
+    from penstock.handoff.protocol.effects import HandoffEnded
     from penstock.runtime.device import Kv
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Waitable
@@ -100,7 +100,7 @@ class Handoff:
         self._opened_at = time.monotonic()
         self._open: set[str] = set()
         """Handoffs that were offered or claimed here and have not ended."""
-        self._ended: list[Ended] = []
+        self._ended: list[HandoffEnded] = []
 
     @property
     def name(self) -> str:
@@ -226,7 +226,7 @@ class Handoff:
         for driver in self._drivers:
             self._collect(driver.step())
 
-    def _collect(self, ended: Sequence[Ended]) -> None:
+    def _collect(self, ended: Sequence[HandoffEnded]) -> None:
         self._ended += ended
         self._open.difference_update(each.handoff for each in ended)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.lines import InprocLines
     from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.driver.progress import DrivenSource
-    from penstock.handoff.protocol.effects import Ended
+    from penstock.handoff.protocol.effects import HandoffEnded
 
     MakeWorld = Callable[..., "World"]
 
@@ -65,7 +65,7 @@ class World:
         self.clock = clock or (lambda: self.now)
         self.pools = {name: Pool(layout) for name, layout in layouts_of(self.shape).items()}
         self.targets = {name: self.fabric.target() for name in self.directory.decode.rank_names}
-        self.ended: dict[str, list[Ended]] = {"prefill": [], "decode": []}
+        self.ended: dict[str, list[HandoffEnded]] = {"prefill": [], "decode": []}
         self.prefill = PrefillSchedulerDriver(self.directory, self._join("prefill"), **self._life())
         self.decode = DecodeSchedulerDriver(
             self.directory, self._join("decode"), part_bytes_min=0, **self._life()

@@ -81,14 +81,14 @@ def overhear(world: World) -> list[Heard]:
     heard: list[Heard] = []
 
     def listen(driver: PartyDriver[Any]) -> None:
-        hear = driver._hear
+        hear = driver._on_frame
 
         def listening(name: str, frame: bytes, now: float) -> None:
             if name.split("/", maxsplit=1)[0] != driver.life.name.split("/")[0]:
                 heard.append((driver, name, frame))
             hear(name, frame, now)
 
-        driver._hear = listening  # type: ignore[method-assign]
+        driver._on_frame = listening  # type: ignore[method-assign]
 
     for party in world.parties.values():
         listen(party)
@@ -121,7 +121,7 @@ def test_changed_and_repeated_messages_break_nothing(make_world: MakeWorld, seed
         told = spoiled(unseal(frame), chance)
         if told is not None:
             said += 1
-            driver._hear(name, told, world.now)
+            driver._on_frame(name, told, world.now)
             world.ended.get(driver.life.name, []).extend(driver.step())
     finish(world, {name: there for name, (there, _) in slots.items()})
 

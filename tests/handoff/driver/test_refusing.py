@@ -87,7 +87,9 @@ def test_garbage_on_a_line_is_counted_and_harmless(world: World, frame: bytes) -
 
 def test_nobody_speaks_in_another_ones_name(world: World) -> None:
     scheduler = world.prefill.life
-    release = msg.Release(sender=scheduler, target=world.sending["prefill/0"].life, handoff="a")
+    release = msg.ReleaseBlocks(
+        sender=scheduler, target=world.sending["prefill/0"].life, handoff="a"
+    )
     there, _ = world.submit("a", 16)
     world.settle()
 

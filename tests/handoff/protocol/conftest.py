@@ -76,7 +76,7 @@ class World:
         self.fenced: set[tuple[str, Life, int]] = set()
         self.dead: set[Life] = set()
         self.slots: dict[tuple[str, str, int], set[tuple[str, int]]] = {}
-        self.ended: dict[str, list[eff.Ended]] = {"P": [], "D": []}
+        self.ended: dict[str, list[eff.HandoffEnded]] = {"P": [], "D": []}
         self.submitted: dict[str, int] = {"P": 0, "D": 0}
         self.wanted: dict[tuple[str, int], dict[str, tuple[tuple[str, Grid], ...]]] = {}
         for name in self.names:
@@ -165,7 +165,7 @@ class World:
                 assert not [t for n, t in self.takes if area == (n, t.source, t.generation)]
                 del self.areas[area]
                 self.given_back.add(area)
-            case eff.Ended():
+            case eff.HandoffEnded():
                 self.end(name, effect)
 
     def check_write(self, write: eff.Write) -> None:
@@ -180,7 +180,7 @@ class World:
     def unended(self) -> list[eff.Write]:
         return [*self.posted, *self.landed]
 
-    def end(self, name: str, ended: eff.Ended) -> None:
+    def end(self, name: str, ended: eff.HandoffEnded) -> None:
         self.ended[name].append(ended)
         handoff = ended.handoff
         if name == "D":

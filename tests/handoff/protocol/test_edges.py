@@ -60,7 +60,7 @@ def test_p3_a_lost_report_of_a_failure_is_said_again_with_its_cause(
 ) -> None:
     world = taking(make_world)
     fail_take(world)
-    (report,) = world.said(msg.Report)
+    (report,) = world.said(msg.HandoffReport)
     world.wire.remove(report)
 
     world.drive(20)
@@ -259,7 +259,7 @@ def test_p2_an_answer_to_a_close_that_nobody_sent_is_refused_and_counted(
 ) -> None:
     world = make_world().busy()
     lives = {"sender": world.parties["P"].life, "target": world.parties["D"].life}
-    closed = msg.Closed(**lives, handoff="h", epoch=1)
+    closed = msg.CloseConfirmed(**lives, handoff="h", epoch=1)
 
     world.do("D", lambda d: d.receive(closed, 0.0))
 

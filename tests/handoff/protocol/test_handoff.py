@@ -87,8 +87,8 @@ def test_p10_a_handoff_is_delivered_only_when_every_rank_is_complete(
 
     reports: list[msg.AnyMessage] = []
     for _ in range(200):
-        reports += [m for m in world.wire if isinstance(m, msg.Report)]
-        world.wire = [m for m in world.wire if not isinstance(m, msg.Report)]
+        reports += [m for m in world.wire if isinstance(m, msg.HandoffReport)]
+        world.wire = [m for m in world.wire if not isinstance(m, msg.HandoffReport)]
         if world.wire:
             world.deliver()
         elif not world.progress_without_messages():
@@ -117,7 +117,7 @@ def test_p12_the_first_token_may_come_before_or_after_the_parts(make_world: type
             world.run()
 
         assert world.ended["D"] == [
-            eff.Ended(
+            eff.HandoffEnded(
                 handoff="h", epoch=1, outcome=HandoffOutcome.DELIVERED, tokens=(5,), drafts=(6,)
             )
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.handoff.protocol.liveness import Liveness, Verdict
+from penstock.handoff.protocol.liveness import Liveness, SilentPeers
 from penstock.handoff.protocol.settings import HandoffTimes
 
 TIMES = HandoffTimes(ping_s=1.0, suspect_s=3.0)
@@ -17,7 +17,7 @@ def test_a_peer_that_is_heard_is_neither_asked_nor_suspected() -> None:
         liveness.heard("p0", tick * 0.9)
         verdicts.append(liveness.handle_timer(tick * 0.9 + 0.5))
 
-    assert set(verdicts) == {Verdict((), ())}
+    assert set(verdicts) == {SilentPeers((), ())}
 
 
 def test_p20_a_silent_peer_is_asked_and_then_suspected_once() -> None:
@@ -30,11 +30,11 @@ def test_p20_a_silent_peer_is_asked_and_then_suspected_once() -> None:
         story.append(liveness.handle_timer(float(tick)))
 
     assert story == [
-        Verdict(("p0",), ()),
-        Verdict(("p0",), ()),
-        Verdict(("p0",), ("p0",)),
-        Verdict(("p0",), ()),
-        Verdict(("p0",), ()),
+        SilentPeers(("p0",), ()),
+        SilentPeers(("p0",), ()),
+        SilentPeers(("p0",), ("p0",)),
+        SilentPeers(("p0",), ()),
+        SilentPeers(("p0",), ()),
     ]
 
 
@@ -69,4 +69,4 @@ def test_peers_that_do_not_matter_are_forgotten() -> None:
     liveness.watch(["p1"], 1.0)
     liveness.heard("p0", 1.0)
 
-    assert liveness.handle_timer(3.0) == Verdict(("p1",), ("p1",))
+    assert liveness.handle_timer(3.0) == SilentPeers(("p1",), ("p1",))

@@ -263,12 +263,12 @@ def test_p4_a_colleague_that_was_seen_dead_is_not_heard(make_world: type[World])
     world = make_world()
     world.submit_decode()
     world.run()
-    report = msg.Report(
+    report = msg.HandoffReport(
         sender=world.parties["d0"].life,
         target=world.parties["D"].life,
         handoff="h",
         epoch=1,
-        report=msg.RankReport.COMPLETE,
+        report=msg.ReportStatus.COMPLETE,
     )
     world.crash("d0")
 
@@ -315,7 +315,7 @@ fields = {
     "sources": st.lists(st.tuples(st.sampled_from(NAMES), grids), max_size=3).map(tuple),
     "tokens": st.lists(st.integers(0, 9), max_size=2).map(tuple),
     "outcome": st.sampled_from(list(msg.HandoffOutcome)),
-    "report": st.sampled_from(list(msg.RankReport)),
+    "report": st.sampled_from(list(msg.ReportStatus)),
     "poisoned": st.booleans(),
     "known": st.integers(0, 6),
     "role": st.sampled_from([role.value for role in Role] + ["cook"]),

@@ -270,7 +270,7 @@ def test_p6_a_close_of_an_earlier_epoch_does_not_end_a_later_one(make_world: typ
 
     world.do("P", lambda p: p.receive(early, 0.0))
 
-    assert [type(m) for m in world.wire] == [msg.Closed]
+    assert [type(m) for m in world.wire] == [msg.CloseConfirmed]
     world.compute()
     world.run()
     assert world.outcome("D") == ["delivered"]

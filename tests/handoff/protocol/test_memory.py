@@ -127,7 +127,7 @@ def test_p13_an_expect_that_was_overtaken_by_its_drop_begins_nothing(
     world.do("d0", lambda d: d.receive(expect, 0.0))
 
     assert world.parties["d0"].statistics().collecting == 0
-    assert [m.report.value for m in world.said(msg.Report)] == ["dropped"]
+    assert [m.report.value for m in world.said(msg.HandoffReport)] == ["dropped"]
 
 
 # ------------------------------------------------------------------ berths
@@ -183,8 +183,8 @@ def test_p14_a_release_does_not_return_a_berth_that_the_target_reads(
     assert len(world.takes) == 1
 
     world.do("P", lambda p: p.cancel("h", 0.0))
-    while world.said(msg.Release):
-        world.deliver(world.wire.index(world.said(msg.Release)[0]))
+    while world.said(msg.ReleaseBlocks):
+        world.deliver(world.wire.index(world.said(msg.ReleaseBlocks)[0]))
 
     assert not world.posted
     world.run()

@@ -22,8 +22,8 @@ ONE_OF_EACH: list[msg.AnyMessage] = [
     msg.Ping(**WHO),
     msg.Pong(**WHO),
     msg.Expect(**CLAIM, sources=(("p0", Grid(0, 1, 2, 3)),), slots=(1, 2)),
-    msg.Drop(**CLAIM),
-    msg.Report(**CLAIM, report=msg.RankReport.FAILED, why="w"),
+    msg.DropHandoff(**CLAIM),
+    msg.HandoffReport(**CLAIM, report=msg.ReportStatus.FAILED, why="w"),
     msg.Claim(
         **CLAIM,
         generation=1,
@@ -41,8 +41,8 @@ ONE_OF_EACH: list[msg.AnyMessage] = [
     msg.Finished(**CLAIM, tokens=(1,), drafts=(2, 3)),
     msg.Gone(**CLAIM, why="w"),
     msg.Close(**CLAIM, outcome=msg.HandoffOutcome.DELIVERED),
-    msg.Closed(**CLAIM),
-    msg.Release(**WHO, handoff="h"),
+    msg.CloseConfirmed(**CLAIM),
+    msg.ReleaseBlocks(**WHO, handoff="h"),
     msg.Released(**WHO, handoff="h"),
 ]
 

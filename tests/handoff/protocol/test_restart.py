@@ -24,7 +24,7 @@ def rank_of(world: World) -> PrefillRank:
 
 
 def abandoned(effects: list[eff.AnyEffect]) -> list[eff.AnyEffect]:
-    return [effect.write for effect in effects if isinstance(effect, eff.Abandon)]
+    return [effect.write for effect in effects if isinstance(effect, eff.AbandonWrite)]
 
 
 def admitted(rank: Party, handoff: str, scheduler: int | None) -> list[eff.AnyEffect]:
@@ -179,7 +179,7 @@ def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: ty
     life = world.parties["P"].life
     world.do("p0", lambda p: admitted(p, "next", life.incarnation))
 
-    release = msg.Release(sender=life, target=world.parties["p0"].life, handoff="next")
+    release = msg.ReleaseBlocks(sender=life, target=world.parties["p0"].life, handoff="next")
     world.do("p0", lambda p: p.receive(release, 1.0))
 
     assert [released.handoff for released in world.said(msg.Released)] == ["next"]

@@ -133,7 +133,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
 
     def _work(self, now: float) -> None:
         for notice in self._target.notices():
-            self._hear_notice(notice, now)
+            self._on_notice(notice, now)
         for take, intact in self._taker.ended():
             self._taken(take, intact=intact)
         left_bytes = self._budget_bytes
@@ -144,7 +144,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             for key in [key for key in self._expected if key not in self.machine.collections]:
                 del self._expected[key]
 
-    def _hear_notice(self, notice: Notice, now: float) -> None:
+    def _on_notice(self, notice: Notice, now: float) -> None:
         peer, generation = self._owners[id(notice.area)]
         try:
             message = unseal(notice.payload).message

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from penstock.errors import InvariantViolation, PeerError
 from penstock.handoff.driver.envelope import seal, unseal
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Ended, Send
+from penstock.handoff.protocol.effects import HandoffEnded, Send
 from penstock.handoff.protocol.identity import COLLEAGUES, Life
 from penstock.handoff.protocol.liveness import Liveness
 from penstock.handoff.protocol.party import Party, Standing
@@ -57,7 +57,7 @@ class PartyDriver(Generic[MachineT]):
         self._clock = clock
         self._liveness = Liveness(machine.settings.times)
         self._watched: tuple[str, ...] = ()
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[HandoffEnded] = deque()
         self._claims: dict[tuple[str, str], msg.Claim] = {}
         """To be said at the end of the step."""
         self._held: dict[tuple[str, str], msg.Claim] = {}
@@ -69,7 +69,7 @@ class PartyDriver(Generic[MachineT]):
         """Which life of which party this is."""
         return self.machine.life
 
-    def step(self) -> list[Ended]:
+    def step(self) -> list[HandoffEnded]:
         """Does what there is to do, as far as a step goes; returns the handoffs that ended."""
         now = self._clock()
         came = self.lines.receive()
@@ -77,7 +77,7 @@ class PartyDriver(Generic[MachineT]):
         for name in self.lines.opened():
             self._greet(name)
         for name, frame in came:
-            self._hear(name, frame, now)
+            self._on_frame(name, frame, now)
         self._work(now)
         due = self.machine.next_deadline()
         if due is not None and due <= now:
@@ -86,7 +86,7 @@ class PartyDriver(Generic[MachineT]):
         self._say_claims()
         return self.take_ended()
 
-    def take_ended(self) -> list[Ended]:
+    def take_ended(self) -> list[HandoffEnded]:
         """The handoffs that ended since the last call: an engine's own call may end one, too."""
         ended = list(self._ended)
         self._ended.clear()
@@ -173,7 +173,7 @@ class PartyDriver(Generic[MachineT]):
 
     # Messages.
 
-    def _hear(self, name: str, frame: bytes, now: float) -> None:
+    def _on_frame(self, name: str, frame: bytes, now: float) -> None:
         try:
             envelope = unseal(frame)
         except FrameVersionError as error:
@@ -222,7 +222,7 @@ class PartyDriver(Generic[MachineT]):
                     self._claims[claim.target.name, claim.handoff] = claim
                 case Send(message=message):
                     self._send(message)
-                case Ended():
+                case HandoffEnded():
                     self._ended.append(effect)
                     self._over(effect)
                 case _:
@@ -240,7 +240,7 @@ class PartyDriver(Generic[MachineT]):
         """Whether a claim can be said together with one that will follow soon."""
         return False
 
-    def _over(self, ended: Ended) -> None:
+    def _over(self, ended: HandoffEnded) -> None:
         """A handoff is over on this side."""
 
     # Silence.

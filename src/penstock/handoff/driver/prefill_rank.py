@@ -29,7 +29,7 @@ from penstock.handoff.driver.envelope import (
 )
 from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Abandon, Write
+from penstock.handoff.protocol.effects import AbandonWrite, Write
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.transport.remote import WriteDone
 
@@ -55,7 +55,7 @@ FULL_S = 0.01
 """A target that takes no notices at the moment is tried again after this."""
 
 
-class Prompt(NamedTuple):
+class _PromptBlocks(NamedTuple):
     """What the driver knows of a prompt that is computed here."""
 
     token_count: int
@@ -121,7 +121,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         self._connect = connect
         self._progress = progress
         self._budget_bytes = budget_bytes
-        self._prompts: dict[str, Prompt] = {}
+        self._prompts: dict[str, _PromptBlocks] = {}
         self._ways: dict[str, _Way] = {}
         self._left: list[_Way] = []
         """Ways to areas that their targets have left."""
@@ -174,7 +174,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             scheduler=scheduler,
         )
         if handoff in self.machine.prompts:
-            self._prompts[handoff] = Prompt(token_count, numbers, names)
+            self._prompts[handoff] = _PromptBlocks(token_count, numbers, names)
         self._carry_out(effects)
 
     def progress(self, handoff: str, *, layer: int, tokens: int) -> None:
@@ -331,7 +331,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
                     way.queue.append(effect)
                 else:
                     self._homeless.append(effect)
-            case Abandon(write=write):
+            case AbandonWrite(write=write):
                 self._abandon(write)
             case _:
                 super()._act(effect)

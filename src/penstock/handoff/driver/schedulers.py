@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
-    from penstock.handoff.protocol.effects import Ended
+    from penstock.handoff.protocol.effects import HandoffEnded
     from penstock.handoff.protocol.settings import HandoffSettings
 
 
@@ -101,7 +101,7 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         epoch: int = 1,
         patience_s: float | None = None,
     ) -> None:
-        """Claims the part of a prompt that is missing here. Ends with one `Ended`.
+        """Claims the part of a prompt that is missing here. Ends with one `HandoffEnded`.
 
         Args:
             handoff: its name, the same as on the prefill side.
@@ -184,5 +184,5 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
     def _attach(self, message: msg.AnyMessage) -> bytes:
         return self._contents.get(message.handoff, b"") if isinstance(message, msg.Expect) else b""
 
-    def _over(self, ended: Ended) -> None:
+    def _over(self, ended: HandoffEnded) -> None:
         del self._contents[ended.handoff]

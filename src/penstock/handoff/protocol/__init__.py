@@ -8,7 +8,7 @@
 | the first token is sampled            | `first_token`            |                            |
 | the client is gone                    | `cancel`                 | `cancel`                   |
 | its room is needed for others         |                          | `withdraw`                 |
-| `Ended` comes, once for each `submit` | its blocks are not read  | its slots are the          |
+| `HandoffEnded`, one for each `submit` | its blocks are not read  | its slots are the          |
 |                                       | any more                 | request's, or free         |
 | a rank's process is seen dead         | `suspect(rank)`          | `suspect(rank)`            |
 | a peer is silent                      | `suspect(peer)`          | `suspect(peer)`            |

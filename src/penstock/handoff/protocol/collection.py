@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.states import TargetState
 
 
-class Area(NamedTuple):
+class LandingArea(NamedTuple):
     """The landing area of one life of one source; `open` until it is retired."""
 
     peer: Life

@@ -24,13 +24,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.collection import Area, Berth, Collection, SourceState
+from penstock.handoff.protocol.collection import Berth, Collection, LandingArea, SourceState
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
 from penstock.handoff.protocol.grid import to_bytes
 from penstock.handoff.protocol.party import Frozen, Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     TARGET_MOVES,
-    RankReport,
+    ReportStatus,
     Role,
     TargetMove,
     TargetState,
@@ -72,7 +72,7 @@ class DecodeRank(Party):
         super().__init__(identity, settings)
         self.scheduler = scheduler
         self.collections: dict[Key, Collection] = {}
-        self.areas: dict[str, Area] = {}
+        self.areas: dict[str, LandingArea] = {}
         """The latest area of each source, by its name."""
         self.retired: dict[tuple[Life, int], bool] = {}
         """Areas that are not used any more, and whether the fence holds."""
@@ -138,7 +138,7 @@ class DecodeRank(Party):
         self._start(now)
         if self._acceptable(expect) and expect.sender.name == self.scheduler:
             self._count("claims rejected")
-            self._report((expect.handoff, expect.epoch), RankReport.FAILED, why)
+            self._report((expect.handoff, expect.epoch), ReportStatus.FAILED, why)
         return self.effects
 
     def area_failed(self, peer: Life, generation: int, now: float, *, why: str) -> list[AnyEffect]:
@@ -208,19 +208,21 @@ class DecodeRank(Party):
 
     # What others say.
 
-    def _hear(self, message: msg.AnyMessage) -> None:
+    def _on_message(self, message: msg.AnyMessage) -> None:
         from_scheduler = message.sender.name == self.scheduler
         match message:
-            case msg.Expect() | msg.Drop() if from_scheduler and self._moves_for_an_earlier_life():
+            case msg.Expect() | msg.DropHandoff() if (
+                from_scheduler and self._moves_for_an_earlier_life()
+            ):
                 self._refuse("moves for an earlier life")
             case msg.Expect() if from_scheduler:
-                self._hear_expect(message)
-            case msg.Drop() if from_scheduler:
-                self._hear_drop(message)
+                self._on_expect(message)
+            case msg.DropHandoff() if from_scheduler:
+                self._on_drop(message)
             case msg.Landed() if not from_scheduler:
-                self._hear_landed(message)
+                self._on_landed(message)
             case msg.Stopped() if not from_scheduler:
-                self._hear_stopped(message)
+                self._on_stopped(message)
             case msg.Poisoned() if not from_scheduler:
                 self._poisoned(message.sender.name, message.generation)
             case _:
@@ -238,13 +240,13 @@ class DecodeRank(Party):
             for collection in self.collections.values()
         )
 
-    def _hear_expect(self, expect: msg.Expect) -> None:
+    def _on_expect(self, expect: msg.Expect) -> None:
         key = (expect.handoff, expect.epoch)
         if key in self.collections:
             self._tell_again(key)
         elif expect.epoch <= self._dropped_epoch(expect.handoff):
             # It was overtaken by its own end, which the scheduler may not have heard of.
-            self._report(key, RankReport.DROPPED)
+            self._report(key, ReportStatus.DROPPED)
         elif len(self.collections) >= self.settings.bounds.handoff_count_max:
             self._refuse("too many handoffs")
         else:
@@ -270,16 +272,16 @@ class DecodeRank(Party):
                 return f"parts have {source.grid.part_bytes} bytes, a berth has {berth_bytes}"
         return ""
 
-    def _hear_drop(self, drop: msg.Drop) -> None:
+    def _on_drop(self, drop: msg.DropHandoff) -> None:
         key = (drop.handoff, drop.epoch)
         self._remember_drop(key)
         collection = self.collections.get(key)
         if collection is None or collection.state is TargetState.STOPPING:
-            self._report(key, RankReport.DROPPED)
+            self._report(key, ReportStatus.DROPPED)
         elif collection.state is not TargetState.DROPPING:
             self._drop(key)
 
-    def _hear_landed(self, landed: msg.Landed) -> None:
+    def _on_landed(self, landed: msg.Landed) -> None:
         name = landed.sender.name
         key = (landed.handoff, landed.epoch)
         collection = self.collections.get(key)
@@ -300,13 +302,13 @@ class DecodeRank(Party):
         elif source.has(landed.part) or landed.attempt != source.attempt_of(landed.part):
             self._claim(key, name)
         elif collection.state is TargetState.COLLECTING:
-            self._hear_part(key, landed, source)
+            self._on_part(key, landed, source)
 
     def _is_open_area(self, name: str, generation: int) -> bool:
         area = self.areas.get(name)
         return area is not None and area.open and area.generation == generation
 
-    def _hear_part(self, key: Key, landed: msg.Landed, source: SourceState) -> None:
+    def _on_part(self, key: Key, landed: msg.Landed, source: SourceState) -> None:
         """Takes a part that is missing, unless its notice is here for the second time."""
         if source.is_taking(landed.part):
             self._count("notices repeated")
@@ -316,7 +318,7 @@ class DecodeRank(Party):
             self.collections[key] = self.collections[key].taking(source.name, landed.part)
             self._take(landed, source.grid)
 
-    def _hear_stopped(self, stopped: msg.Stopped) -> None:
+    def _on_stopped(self, stopped: msg.Stopped) -> None:
         key, name = (stopped.handoff, stopped.epoch), stopped.sender.name
         if stopped.poisoned and self._is_open_area(name, stopped.generation):
             self._poisoned(name, stopped.generation)
@@ -385,7 +387,7 @@ class DecodeRank(Party):
         if collection.state is TargetState.COLLECTING and collection.is_complete:
             self._move(key, TargetMove.LAST_PART)
             self._count("completed")
-            self._report(key, RankReport.COMPLETE)
+            self._report(key, ReportStatus.COMPLETE)
 
     def _fail(self, key: Key, why: str) -> None:
         """Gives a handoff up; the scheduler will drop it on every rank."""
@@ -393,7 +395,7 @@ class DecodeRank(Party):
         self.collections[key] = self.collections[key]._replace(why=why[:512])
         self._count("failed")
         self._disarm(_resend(key))
-        self._report(key, RankReport.FAILED, why)
+        self._report(key, ReportStatus.FAILED, why)
 
     def _fail_if_collecting(self, key: Key, why: str) -> None:
         if self.collections[key].state is TargetState.COLLECTING:
@@ -407,7 +409,7 @@ class DecodeRank(Party):
         self._move(key, TargetMove.DROP)
         if collection.state is TargetState.COMPLETE:
             del self.collections[key]
-            self._report(key, RankReport.DROPPED)
+            self._report(key, ReportStatus.DROPPED)
         else:
             self._stop_if_still(key)
 
@@ -417,7 +419,7 @@ class DecodeRank(Party):
         if collection.is_moving:
             return
         self._move(key, TargetMove.LAST_MOVE)
-        self._report(key, RankReport.DROPPED)
+        self._report(key, ReportStatus.DROPPED)
         for source in collection.sources:
             if source.is_complete or not source.claimed or not self.is_open(source.name):
                 self._source_stopped(key, source.name)
@@ -447,7 +449,7 @@ class DecodeRank(Party):
 
     # Landing areas.
 
-    def _area_of(self, name: str) -> Area | None:
+    def _area_of(self, name: str) -> LandingArea | None:
         """The area that a source's current life writes to; a new one, if there is room."""
         peer = self.life_of(name)
         area = self.areas.get(name)
@@ -457,7 +459,7 @@ class DecodeRank(Party):
         if not self._has_room_for(name):
             return None
         before = area.generation if area is not None and area.peer == peer else 0
-        area = Area(peer, before + 1, open=True)
+        area = LandingArea(peer, before + 1, open=True)
         self.areas[name] = area
         self._count("areas opened")
         self.effects.append(
@@ -614,19 +616,19 @@ class DecodeRank(Party):
         collection = self.collections[key]
         match collection.state:
             case TargetState.COMPLETE:
-                self._report(key, RankReport.COMPLETE)
+                self._report(key, ReportStatus.COMPLETE)
             case TargetState.FAILED:
-                self._report(key, RankReport.FAILED, collection.why)
+                self._report(key, ReportStatus.FAILED, collection.why)
             case TargetState.STOPPING:
-                self._report(key, RankReport.DROPPED)
+                self._report(key, ReportStatus.DROPPED)
             case _:
                 pass
 
-    def _report(self, key: Key, report: RankReport, why: str = "") -> None:
+    def _report(self, key: Key, report: ReportStatus, why: str = "") -> None:
         if not self.is_open(self.scheduler):
             return
         self._send(
-            msg.Report(
+            msg.HandoffReport(
                 sender=self.life,
                 target=self.life_of(self.scheduler),
                 handoff=key[0],

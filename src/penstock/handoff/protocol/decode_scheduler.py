@@ -4,8 +4,8 @@ A handoff is delivered when *every* rank has reported it complete and the first 
 (P10, P12). Whatever else happens (a rank fails, the prefill side is silent, its deadline passes,
 it is cancelled), every rank drops it, and after the last one its slots come back.
 
-P2, P13: each handoff that was submitted ends with exactly one `Ended`, and its slots are given
-back only when no rank touches them any more.
+P2, P13: each handoff that was submitted ends with exactly one `HandoffEnded`, and its slots are
+given back only when no rank touches them any more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Ended
+from penstock.handoff.protocol.effects import HandoffEnded
 from penstock.handoff.protocol.party import Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     DECODE_MOVES,
     DecodeMove,
     DecodeState,
     HandoffOutcome,
-    RankReport,
+    ReportStatus,
     Role,
     advance,
 )
@@ -72,7 +72,7 @@ class DecodeSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
     ending: int
     closing: int
     outcomes: Mapping[str, int]
-    """Ended handoffs by outcome."""
+    """HandoffEnded handoffs by outcome."""
 
 
 class DecodeScheduler(Party):
@@ -105,7 +105,7 @@ class DecodeScheduler(Party):
         slots: Mapping[str, tuple[int, ...]] | None = None,
         patience_s: float | None = None,
     ) -> list[AnyEffect]:
-        """Claims a handoff. Ends with one `Ended`.
+        """Claims a handoff. Ends with one `HandoffEnded`.
 
         Args:
             handoff: its name, the same as on the prefill side.
@@ -139,7 +139,7 @@ class DecodeScheduler(Party):
         return self.effects
 
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
-        """Nobody wants it any more; the prefill side is told. Ends with `Ended`, like all.
+        """Nobody wants it any more; the prefill side is told. Ends with `HandoffEnded`, like all.
 
         Raises:
             ValueError: it is not known, or has ended.
@@ -159,8 +159,8 @@ class DecodeScheduler(Party):
     def withdraw(self, handoff: str, now: float) -> list[AnyEffect]:
         """Gives this claim up, because its room is needed.
 
-        After `Ended` it may be submitted again with a higher epoch: the prefill side keeps what
-        it has computed.
+        After `HandoffEnded` it may be submitted again with a higher epoch: the prefill side keeps
+        what it has computed.
 
         Raises:
             ValueError: it is not known, or has ended.
@@ -215,24 +215,24 @@ class DecodeScheduler(Party):
 
     # What others say.
 
-    def _hear(self, message: msg.AnyMessage) -> None:
+    def _on_message(self, message: msg.AnyMessage) -> None:
         match message:
-            case msg.Report() if message.sender.name in self.ranks:
+            case msg.HandoffReport() if message.sender.name in self.ranks:
                 if self._is_current(message):
-                    self._hear_report(message)
+                    self._on_report(message)
             case msg.Finished():
                 if self._is_current(message) and self._is_from_prefill(message):
-                    self._hear_finished(message)
+                    self._on_finished(message)
             case msg.Gone():
                 if self._is_current(message) and self._is_from_prefill(message):
-                    self._hear_gone(message)
-            case msg.Closed():
+                    self._on_gone(message)
+            case msg.CloseConfirmed():
                 if self._is_current(message) and self._is_from_prefill(message):
                     self._closed(message.handoff)
             case _:
                 self._refuse("not for this role")
 
-    def _is_current(self, message: msg.Report | msg.Finished | msg.Gone | msg.Closed) -> bool:
+    def _is_current(self, message: msg.HandoffMessage) -> bool:
         """Whether a message is about the claim that we make now (P6)."""
         claimed = self.claimed.get(message.handoff)
         if claimed is None:
@@ -241,35 +241,35 @@ class DecodeScheduler(Party):
             return self._refuse("from another epoch")
         return True
 
-    def _is_from_prefill(self, message: msg.Finished | msg.Gone | msg.Closed) -> bool:
+    def _is_from_prefill(self, message: msg.Finished | msg.Gone | msg.CloseConfirmed) -> bool:
         if message.sender.name != self.claimed[message.handoff].prefill:
             return self._refuse("from another prefill engine")
         return True
 
-    def _hear_report(self, report: msg.Report) -> None:
+    def _on_report(self, report: msg.HandoffReport) -> None:
         handoff = report.handoff
         claimed = self.claimed[handoff]
         rank = 1 << self.ranks.index(report.sender.name)
         match report.report:
-            case RankReport.COMPLETE if claimed.state is DecodeState.CLAIMING:
+            case ReportStatus.COMPLETE if claimed.state is DecodeState.CLAIMING:
                 if not claimed.complete & rank:
                     self._hasten(("resend", handoff))
                 self.claimed[handoff] = claimed._replace(complete=claimed.complete | rank)
                 self._deliver_if_complete(handoff)
-            case RankReport.FAILED if claimed.state is DecodeState.CLAIMING:
+            case ReportStatus.FAILED if claimed.state is DecodeState.CLAIMING:
                 self._give_up(handoff, HandoffOutcome.FAILED_OVER, report.why)
-            case RankReport.DROPPED if claimed.state is DecodeState.CLAIMING:
+            case ReportStatus.DROPPED if claimed.state is DecodeState.CLAIMING:
                 self._refuse("dropped, but nobody said so")
-            case RankReport.DROPPED:
+            case ReportStatus.DROPPED:
                 self._dropped(handoff, rank)
             case _:
                 self._count("reports too late")
 
-    def _hear_gone(self, gone: msg.Gone) -> None:
+    def _on_gone(self, gone: msg.Gone) -> None:
         if self.claimed[gone.handoff].state is DecodeState.CLAIMING:
             self._give_up(gone.handoff, HandoffOutcome.FAILED_OVER, gone.why)
 
-    def _hear_finished(self, finished: msg.Finished) -> None:
+    def _on_finished(self, finished: msg.Finished) -> None:
         handoff = finished.handoff
         claimed = self.claimed[handoff]
         if not finished.tokens:
@@ -329,7 +329,7 @@ class DecodeScheduler(Party):
         self.outcomes[claimed.outcome.value] = self.outcomes.get(claimed.outcome.value, 0) + 1
         self._disarm(("deadline", handoff))
         self.effects.append(
-            Ended(
+            HandoffEnded(
                 handoff=handoff,
                 epoch=claimed.epoch,
                 outcome=claimed.outcome,
@@ -404,7 +404,7 @@ class DecodeScheduler(Party):
         for n, name in enumerate(self.ranks):
             if not claimed.dropped >> n & 1:
                 self._send(
-                    msg.Drop(
+                    msg.DropHandoff(
                         sender=self.life,
                         target=self.life_of(name),
                         handoff=handoff,

@@ -1,15 +1,15 @@
 """What the machines of a handoff ask their drivers to do.
 
-| effect     | from            | carried out by                    | ends with                |
-|------------|-----------------|-----------------------------------|--------------------------|
-| `Send`     | all             | the channel to `message.target`   | nothing: P3              |
-| `Write`    | prefill rank    | the transport, then the notice    | `write_done/_failed`     |
-| `Abandon`  | prefill rank    | its blocks are read no more       | at once; `write_dropped` |
-| `Take`     | decode rank     | verify, then the rank's own mover | `part_taken/_spoiled`    |
-| `OpenArea` | decode rank     | memory that one peer can write to | at once; `area_failed`   |
-| `Fence`    | decode rank     | the transport, until it holds     | `fenced`                 |
-| `FreeArea` | decode rank     | that memory is given back         | at once                  |
-| `Ended`    | both schedulers | the engine: what it held is back  | at once                  |
+| effect         | from            | carried out by                    | ends with                |
+|----------------|-----------------|-----------------------------------|--------------------------|
+| `Send`         | all             | the channel to `message.target`   | nothing: P3              |
+| `Write`        | prefill rank    | the transport, then the notice    | `write_done/_failed`     |
+| `AbandonWrite` | prefill rank    | its blocks are read no more       | at once; `write_dropped` |
+| `Take`         | decode rank     | verify, then the rank's own mover | `part_taken/_spoiled`    |
+| `OpenArea`     | decode rank     | memory that one peer can write to | at once; `area_failed`   |
+| `Fence`        | decode rank     | the transport, until it holds     | `fenced`                 |
+| `FreeArea`     | decode rank     | that memory is given back         | at once                  |
+| `HandoffEnded` | both schedulers | the engine: what it held is back  | at once                  |
 
 Effects are carried out in the order of the list, and each that starts work ends with exactly one
 of the inputs named.
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.states import HandoffOutcome
 
 
-class Effect(msgspec.Struct, frozen=True, kw_only=True):
+class HandoffEffect(msgspec.Struct, frozen=True, kw_only=True):
     """Something to be done."""
 
 
-class Send(Effect, frozen=True, kw_only=True):
+class Send(HandoffEffect, frozen=True, kw_only=True):
     """Send a message; it may be lost."""
 
     message: AnyMessage
 
 
-class Write(Effect, frozen=True, kw_only=True):
+class Write(HandoffEffect, frozen=True, kw_only=True):
     """Write one part into a berth of the target's landing area, and then give the notice.
 
     The notice must not arrive before the bytes. The transport ends every write, done or
@@ -51,7 +51,7 @@ class Write(Effect, frozen=True, kw_only=True):
     """What the target is told once the bytes are there; the sender's driver adds the sums."""
 
 
-class Abandon(Effect, frozen=True, kw_only=True):
+class AbandonWrite(HandoffEffect, frozen=True, kw_only=True):
     """Read nothing more for a write: its blocks belong to somebody else from now on (P16).
 
     When this was carried out, no byte is read for it any more. If its bytes had not all been
@@ -61,7 +61,7 @@ class Abandon(Effect, frozen=True, kw_only=True):
     write: WriteId
 
 
-class Take(Effect, frozen=True, kw_only=True):
+class Take(HandoffEffect, frozen=True, kw_only=True):
     """Verify a part in its berth and move it into its slots, with the rank's own mover."""
 
     handoff: str
@@ -75,7 +75,7 @@ class Take(Effect, frozen=True, kw_only=True):
     sums: bytes
 
 
-class OpenArea(Effect, frozen=True, kw_only=True):
+class OpenArea(HandoffEffect, frozen=True, kw_only=True):
     """Take memory for a landing area, and let this life of this peer write to it."""
 
     peer: Life
@@ -84,21 +84,21 @@ class OpenArea(Effect, frozen=True, kw_only=True):
     berth_bytes: int
 
 
-class Fence(Effect, frozen=True, kw_only=True):
+class Fence(HandoffEffect, frozen=True, kw_only=True):
     """Find out when this life of this peer can no longer write to the area (P19)."""
 
     peer: Life
     generation: int
 
 
-class FreeArea(Effect, frozen=True, kw_only=True):
+class FreeArea(HandoffEffect, frozen=True, kw_only=True):
     """Give the memory of an area back: nothing can write to it any more."""
 
     peer: Life
     generation: int
 
 
-class Ended(Effect, frozen=True, kw_only=True):
+class HandoffEnded(HandoffEffect, frozen=True, kw_only=True):
     """A handoff is over on this side. Exactly one for each that was submitted.
 
     Decode: `DELIVERED` gives the slots to the request, with its first token; any other outcome
@@ -114,4 +114,4 @@ class Ended(Effect, frozen=True, kw_only=True):
     drafts: tuple[int, ...] = ()
 
 
-AnyEffect = Send | Write | Abandon | Take | OpenArea | Fence | FreeArea | Ended
+AnyEffect = Send | Write | AbandonWrite | Take | OpenArea | Fence | FreeArea | HandoffEnded

@@ -26,7 +26,7 @@ class Pulse(NamedTuple):
     suspected: bool = False
 
 
-class Verdict(NamedTuple):
+class SilentPeers(NamedTuple):
     """What is to be done about silence."""
 
     ask: tuple[str, ...]
@@ -52,7 +52,7 @@ class Liveness:
         if name in self.pulses:
             self.pulses[name] = Pulse(now, now)
 
-    def handle_timer(self, now: float) -> Verdict:
+    def handle_timer(self, now: float) -> SilentPeers:
         """Who is to be asked, and who is suspected; each of the suspected is told once."""
         times = self.times
         suspect = tuple(
@@ -67,7 +67,7 @@ class Liveness:
             self.pulses[name] = self.pulses[name]._replace(suspected=True)
         for name in ask:
             self.pulses[name] = self.pulses[name]._replace(asked=now)
-        return Verdict(ask, suspect)
+        return SilentPeers(ask, suspect)
 
     def next_deadline(self) -> float | None:
         """When `handle_timer` should be called at the latest."""

@@ -1,13 +1,13 @@
 """The messages between the parties of a handoff, and their frames. PROTOCOL.md, section 3.
 
-    decode scheduler ──Expect, Drop────────→ decode rank       ──Report───────────→ back
-    decode rank      ──Claim, Stop─────────→ prefill rank      ──Landed, Poisoned,
-                                                                 Stopped──────────→ back
-    decode scheduler ──Await, Close────────→ prefill scheduler ──Finished, Gone,
-                                                                 Closed───────────→ back
-    prefill scheduler ──Release────────────→ prefill rank      ──Released─────────→ back
-    every party      ──Hello───────────────→ its peers         ──Welcome, Refused─→ back
-    every party      ──Ping────────────────→ its peers         ──Pong─────────────→ back
+| from → to                            | messages                | answers                        |
+|--------------------------------------|-------------------------|--------------------------------|
+| decode scheduler → decode rank       | `Expect`, `DropHandoff` | `HandoffReport`                |
+| decode rank → prefill rank           | `Claim`, `Stop`         | `Landed Poisoned Stopped`      |
+| decode scheduler → prefill scheduler | `Await`, `Close`        | `Finished Gone CloseConfirmed` |
+| prefill scheduler → prefill rank     | `ReleaseBlocks`         | `Released`                     |
+| every party → its peers              | `Hello`                 | `Welcome`, `Refused`           |
+| every party → its peers              | `Ping`                  | `Pong`                         |
 
 P3: a message carries the present state, not a change of it, so that it can be lost, repeated and
 overtaken without harm. It names both lives, the handoff and the epoch.
@@ -31,7 +31,7 @@ from penstock.handoff.protocol.identity import (
     Life,
     Name,
 )
-from penstock.handoff.protocol.states import HandoffOutcome, RankReport  # noqa: TC001 - msgspec reads it
+from penstock.handoff.protocol.states import HandoffOutcome, ReportStatus  # noqa: TC001 - msgspec reads it
 from penstock.vocabulary.frames import FrameCodec
 
 FACT_COUNT_MAX = 64
@@ -107,7 +107,7 @@ class HandoffMessage(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Expect(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Decode scheduler → decode rank: get these parts. Asks for `Report`."""
+    """Decode scheduler → decode rank: get these parts. Asks for `HandoffReport`."""
 
     sources: Annotated[tuple[Source, ...], msgspec.Meta(max_length=SOURCE_COUNT_MAX)]
     """The source ranks that owe it something, by name, and what."""
@@ -115,14 +115,14 @@ class Expect(HandoffMessage, frozen=True, kw_only=True, tag=True):
     """Where the missing blocks are to lie on this rank; for its mover."""
 
 
-class Drop(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Decode scheduler → decode rank: it is over; touch its slots no more. Asks for `Report`."""
+class DropHandoff(HandoffMessage, frozen=True, kw_only=True, tag=True):
+    """Decode scheduler → decode rank: it is over; do not touch its slots. Asks for a report."""
 
 
-class Report(HandoffMessage, frozen=True, kw_only=True, tag=True):
+class HandoffReport(HandoffMessage, frozen=True, kw_only=True, tag=True):
     """Decode rank → decode scheduler: how far this rank is."""
 
-    report: RankReport
+    report: ReportStatus
     why: Text = ""
 
 
@@ -192,17 +192,17 @@ class Gone(HandoffMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Close(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Decode scheduler → prefill scheduler: I need nothing more of it. Asks for `Closed`."""
+    """Decode scheduler → prefill scheduler: nothing more is needed. Asks for `CloseConfirmed`."""
 
     outcome: HandoffOutcome
     why: Text = ""
 
 
-class Closed(HandoffMessage, frozen=True, kw_only=True, tag=True):
+class CloseConfirmed(HandoffMessage, frozen=True, kw_only=True, tag=True):
     """The answer to `Close`."""
 
 
-class Release(Message, frozen=True, kw_only=True, tag=True):
+class ReleaseBlocks(Message, frozen=True, kw_only=True, tag=True):
     """Prefill scheduler → prefill rank: stop reading its blocks. Asks for `Released`."""
 
     handoff: HandoffId
@@ -221,8 +221,8 @@ AnyMessage = (
     | Ping
     | Pong
     | Expect
-    | Drop
-    | Report
+    | DropHandoff
+    | HandoffReport
     | Claim
     | Stop
     | Landed
@@ -232,8 +232,8 @@ AnyMessage = (
     | Finished
     | Gone
     | Close
-    | Closed
-    | Release
+    | CloseConfirmed
+    | ReleaseBlocks
     | Released
 )
 

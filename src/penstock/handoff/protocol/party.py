@@ -94,11 +94,11 @@ class Party(ABC):
         self._start(now)
         match message:
             case msg.Hello():
-                self._hear_hello(message)
+                self._on_hello(message)
             case msg.Welcome():
-                self._hear_welcome(message)
+                self._on_welcome(message)
             case msg.Refused():
-                self._hear_refused(message)
+                self._on_refused(message)
             case _ if not self._acceptable(message):
                 pass
             case msg.Ping():
@@ -106,7 +106,7 @@ class Party(ABC):
             case msg.Pong():
                 pass
             case _:
-                self._hear(message)
+                self._on_message(message)
         return self.effects
 
     def handle_timer(self, now: float) -> list[AnyEffect]:
@@ -237,7 +237,7 @@ class Party(ABC):
     # What each machine brings.
 
     @abstractmethod
-    def _hear(self, message: msg.AnyMessage) -> None: ...
+    def _on_message(self, message: msg.AnyMessage) -> None: ...
 
     @abstractmethod
     def _on_timer(self, timer: TimerKey) -> None: ...
@@ -286,7 +286,7 @@ class Party(ABC):
             self._peer_open(name)
         return True
 
-    def _hear_hello(self, hello: msg.Hello) -> None:
+    def _on_hello(self, hello: msg.Hello) -> None:
         if hello.target.name != self.life.name:
             self._refuse("for another party")
             return
@@ -307,7 +307,7 @@ class Party(ABC):
         elif self._meet(peer):
             self._welcome(hello)
 
-    def _hear_welcome(self, welcome: msg.Welcome) -> None:
+    def _on_welcome(self, welcome: msg.Welcome) -> None:
         if welcome.target != self.life:
             self._refuse("for an earlier life")
             return
@@ -335,7 +335,7 @@ class Party(ABC):
         """
         return welcome.known == self.life_of(welcome.sender.name).incarnation
 
-    def _hear_refused(self, refused: msg.Refused) -> None:
+    def _on_refused(self, refused: msg.Refused) -> None:
         if refused.target != self.life:
             self._refuse("for an earlier life")
         elif refused.sender.incarnation in self._buried(refused.sender.name):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.errors import InvariantViolation
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Abandon, Write
+from penstock.handoff.protocol.effects import AbandonWrite, Write
 from penstock.handoff.protocol.grid import from_bytes
 from penstock.handoff.protocol.identity import Identity, Life, WriteId
 from penstock.handoff.protocol.party import Frozen, Party, PartyStatistics, Standing
@@ -224,20 +224,20 @@ class PrefillRank(Party):
 
     # What others say.
 
-    def _hear(self, message: msg.AnyMessage) -> None:
+    def _on_message(self, message: msg.AnyMessage) -> None:
         match message:
             case msg.Claim():
-                self._hear_claim(message)
+                self._on_claim(message)
             case msg.Stop():
-                self._hear_stop(message)
-            case msg.Release() if message.sender.name == self.scheduler:
+                self._on_stop(message)
+            case msg.ReleaseBlocks() if message.sender.name == self.scheduler:
                 self._let_go(message.handoff)
                 self.releases[message.handoff] = None
                 self._answer_release(message.handoff)
             case _:
                 self._refuse("not for this role")
 
-    def _hear_claim(self, claim: msg.Claim) -> None:
+    def _on_claim(self, claim: msg.Claim) -> None:
         problem = self._problem_of(claim)
         if problem:
             self._refuse(problem)
@@ -259,7 +259,7 @@ class PrefillRank(Party):
         self._pump(target)
         self._keep_noticing(target)
 
-    def _hear_stop(self, stop: msg.Stop) -> None:
+    def _on_stop(self, stop: msg.Stop) -> None:
         target, handoff = stop.sender.name, stop.handoff
         want = self.wants.get(target, {}).get(handoff)
         if want is not None and want.epoch <= stop.epoch:
@@ -371,7 +371,7 @@ class PrefillRank(Party):
         """Nothing more is read of prompts that were let go: their blocks are given to others."""
         for write, posted in self.writes.items():
             if not posted.observed and write.handoff not in self.prompts:
-                self.effects.append(Abandon(write=write))
+                self.effects.append(AbandonWrite(write=write))
 
     def _known(self, handoff: str) -> Prompt | None:
         """The prompt; none if it was released."""

@@ -4,7 +4,7 @@ A decode engine's request and the prompt itself come in any order. The blocks of
 kept until decode says that it needs nothing more, or the request is cancelled, or the lease is
 over: a decode engine that is never heard of again holds memory until then, and no longer.
 
-P2, P16: each handoff that was submitted ends with exactly one `Ended`, and only when no rank
+P2, P16: each handoff that was submitted ends with exactly one `HandoffEnded`, and only when no rank
 reads its blocks any more.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import CapacityError, InvariantViolation, UnavailableError
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.effects import Ended
+from penstock.handoff.protocol.effects import HandoffEnded
 from penstock.handoff.protocol.party import Party, PartyStatistics
 from penstock.handoff.protocol.states import (
     PREFILL_MOVES,
@@ -60,7 +60,7 @@ class PrefillSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
     ready: int
     releasing: int
     outcomes: Mapping[str, int]
-    """Ended handoffs by outcome."""
+    """HandoffEnded handoffs by outcome."""
 
 
 class PrefillScheduler(Party):
@@ -83,7 +83,7 @@ class PrefillScheduler(Party):
     # The engine.
 
     def submit(self, handoff: str, now: float, *, lease_s: float | None = None) -> list[AnyEffect]:
-        """Offers the KV of a prompt that is about to be computed. Ends with one `Ended`.
+        """Offers the KV of a prompt that is about to be computed. Ends with one `HandoffEnded`.
 
         Args:
             handoff: its name, the same as on the decode side; never used before.
@@ -145,7 +145,7 @@ class PrefillScheduler(Party):
         return self.effects
 
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
-        """The request is aborted or has failed; decode is told. Ends with `Ended`, like all.
+        """The request is aborted or has failed; decode is told. Ends with `HandoffEnded`, like all.
 
         Raises:
             ValueError: it was never submitted, or has ended.
@@ -175,19 +175,19 @@ class PrefillScheduler(Party):
 
     # What others say.
 
-    def _hear(self, message: msg.AnyMessage) -> None:
+    def _on_message(self, message: msg.AnyMessage) -> None:
         is_rank = message.sender.name in self.ranks
         match message:
             case msg.Released() if is_rank:
-                self._hear_released(message)
+                self._on_released(message)
             case msg.Await() if not is_rank:
-                self._hear_await(message)
+                self._on_await(message)
             case msg.Close() if not is_rank:
-                self._hear_close(message)
+                self._on_close(message)
             case _:
                 self._refuse("not for this role")
 
-    def _hear_await(self, awaited: msg.Await) -> None:
+    def _on_await(self, awaited: msg.Await) -> None:
         handoff, name = awaited.handoff, awaited.sender.name
         prefill = self.prefills.get(handoff)
         if (handoff,) in self.remembered:
@@ -203,7 +203,7 @@ class PrefillScheduler(Party):
             self._renew(handoff)
             self._tell_finished(handoff)
 
-    def _hear_close(self, close: msg.Close) -> None:
+    def _on_close(self, close: msg.Close) -> None:
         handoff = close.handoff
         prefill = self.prefills.get(handoff)
         ended = Prefill(
@@ -228,14 +228,16 @@ class PrefillScheduler(Party):
                 )
                 self._end(handoff, close.outcome, close.why)
         self._send(
-            msg.Closed(sender=self.life, target=close.sender, handoff=handoff, epoch=close.epoch)
+            msg.CloseConfirmed(
+                sender=self.life, target=close.sender, handoff=handoff, epoch=close.epoch
+            )
         )
 
     def _is_latest(self, prefill: Prefill, close: msg.Close) -> bool:
         """Whether the claim that is closed was not followed by another (P6)."""
         return close.epoch >= prefill.epoch
 
-    def _hear_released(self, released: msg.Released) -> None:
+    def _on_released(self, released: msg.Released) -> None:
         prefill = self.prefills.get(released.handoff)
         if prefill is None or prefill.state is not PrefillState.RELEASING:
             self._refuse("released, but nobody said so")
@@ -289,7 +291,7 @@ class PrefillScheduler(Party):
         for n, name in enumerate(self.ranks):
             if not prefill.released >> n & 1:
                 self._send(
-                    msg.Release(sender=self.life, target=self.life_of(name), handoff=handoff)
+                    msg.ReleaseBlocks(sender=self.life, target=self.life_of(name), handoff=handoff)
                 )
         self._arm_resend(("resend", handoff))
 
@@ -310,7 +312,9 @@ class PrefillScheduler(Party):
         name = prefill.outcome.value
         self.outcomes[name] = self.outcomes.get(name, 0) + 1
         self.effects.append(
-            Ended(handoff=handoff, epoch=prefill.epoch, outcome=prefill.outcome, why=prefill.why)
+            HandoffEnded(
+                handoff=handoff, epoch=prefill.epoch, outcome=prefill.outcome, why=prefill.why
+            )
         )
 
     def _tell_finished(self, handoff: str) -> None:

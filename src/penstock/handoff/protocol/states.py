@@ -38,7 +38,7 @@ class HandoffOutcome(Enum):
     """The decode side gave this claim up and may claim again, in the next epoch."""
 
 
-class RankReport(Enum):
+class ReportStatus(Enum):
     """What a decode rank tells its scheduler."""
 
     COMPLETE = "complete"
