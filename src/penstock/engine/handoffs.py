@@ -11,37 +11,51 @@ nor computed into before the handoff has ended, however it ends.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.engine.pairing import SETTINGS, pair_of
+from penstock.config.serving import HandoffTable
 from penstock.engine.requests import Phase
+from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole
 from penstock.engine.steps import HandedCounts
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff import (
     DecodeHandoff,
+    HandoffBounds,
+    HandoffEngine,
+    HandoffPair,
+    HandoffSettings,
+    HandoffTimes,
     LocalPrefillHandoff,
     PrefillHandoff,
     PrefillHandoffRank,
     open_decode,
     open_prefill,
 )
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.layers import HeadRange
+from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
     from penstock.engine.requests import Answer
-    from penstock.engine.spec import InstanceSpec
+    from penstock.engine.spec import EngineSpec, InstanceSpec
     from penstock.engine.steps import Step
     from penstock.handoff import DecodeHandoffRank, HandoffOffer
     from penstock.tiers.tensors import TensorTier
 
 HANDOFFS_KEPT = 4096
 """Handoffs that have ended and are kept with their times: about half a megabyte."""
+SETTINGS = HandoffSettings(
+    # A step on a CPU may take seconds, in which a scheduler sends nothing; the router sees at once
+    # that a process has died.
+    times=HandoffTimes(ping_s=2.0, suspect_s=20.0),
+    bounds=HandoffBounds(berth_count=8),
+)
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,14 +68,6 @@ class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     began: float
     """On the monotonic clock, which all processes of a machine share."""
     ended: float
-
-
-class Over(NamedTuple):
-    """The handoff of an answer is over."""
-
-    answer: Answer
-    tokens: tuple[int, ...]
-    """The first token, if the prompt's KV has come."""
 
 
 class RankHandoffs:
@@ -78,8 +84,8 @@ class RankHandoffs:
     def counts(self) -> HandedCounts:
         """What the rank has handed over, or taken in."""
         found = self.door.statistics()
-        decodes = not isinstance(self.door, LocalPrefillHandoff | PrefillHandoffRank)
-        return HandedCounts(found.parts if decodes else 0, found.bytes)
+        sends = isinstance(self.door, LocalPrefillHandoff | PrefillHandoffRank)
+        return HandedCounts(0 if sends else found.parts, found.bytes)
 
     def begin(self, step: Step) -> None:
         """A step is about to be computed."""
@@ -96,7 +102,7 @@ class RankHandoffs:
 
 
 class Handoffs:
-    """What a scheduler knows of handoffs; as it stands, those of an instance that has none."""
+    """What a scheduler calls; this class is for an instance without handoffs."""
 
     def begin(self, answer: Answer) -> bool:  # noqa: ARG002
         """An answer has its blocks; `False` if it is of no use to compute it."""
@@ -112,8 +118,11 @@ class Handoffs:
         """What ranks in other processes have to know with the next step."""
         return []
 
-    def step(self) -> list[Over]:
-        """Does what there is to do; returns what is over since the last call."""
+    def step(self) -> list[tuple[Answer, tuple[int, ...]]]:
+        """Sends and receives; returns the answers whose handoff ended since the last call.
+
+        Each comes with its first token, if the prompt's KV has come.
+        """
         return []
 
 
@@ -123,40 +132,43 @@ class Side(Handoffs):
     door: PrefillHandoff | DecodeHandoff
 
     def __init__(self, spec: InstanceSpec, rank: RankHandoffs | None) -> None:
-        config = spec.config
-        self.weights = config.model.weights_version
+        self.weights = spec.config.model.weights_version
         """What the weights are called now; KV of others is refused."""
         self.outcomes: Counter[str] = Counter()
         self.rank = rank
         """The one rank, if it is in this process."""
-        self._block_tokens = config.cache.block_tokens
         self.ended: deque[HandedPrompt] = deque(maxlen=HANDOFFS_KEPT)
         self.delivered: set[str] = set()
         """Requests whose prompts were delivered; whoever reports that removes them."""
-        self._held: dict[str, tuple[Answer, HandedPrompt]] = {}
+        self._block_tokens = spec.config.cache.block_tokens
+        self._held: dict[str, Answer] = {}
 
-    def step(self) -> list[Over]:
+    def step(self) -> list[tuple[Answer, tuple[int, ...]]]:
         over = []
         for result in self.door.step():
-            answer, begun = self._held.pop(result.handoff)
-            self.outcomes[result.outcome.value] += 1
-            now = time.monotonic()
+            answer = self._held.pop(result.handoff)
+            outcome = result.outcome.value
+            self.outcomes[outcome] += 1
             self.ended.append(
-                msgspec.structs.replace(begun, outcome=result.outcome.value, ended=now)
+                HandedPrompt(
+                    handoff=result.handoff,
+                    tokens=result.token_count,
+                    outcome=outcome,
+                    began=result.began,
+                    ended=result.ended,
+                )
             )
             if result.delivered and answer.phase is not Phase.ENDED:
                 self.delivered.add(answer.request.id)
-            over.append(Over(answer, result.tokens))
+            over.append((answer, result.tokens))
         return over
 
     def cancel(self, answer: Answer) -> None:
         self.door.cancel(answer.request.handoff)
 
-    def _hold(self, answer: Answer, *, tokens: int) -> None:
+    def _hold(self, answer: Answer) -> None:
         answer.held = True
-        name, now = answer.request.handoff, time.monotonic()
-        begun = HandedPrompt(handoff=name, tokens=tokens, outcome="", began=now, ended=now)
-        self._held[name] = answer, begun
+        self._held[answer.request.handoff] = answer
 
     def _origin(self, answer: Answer) -> str:
         return f"{self.weights}\n{answer.request.tenant}"
@@ -181,12 +193,11 @@ class Offers(Side):
         if answer.handed:
             return not answer.request.handoff
         answer.handed = True
-        name, prompt = answer.request.handoff, answer.request.prompt
         assert answer.lease is not None
         try:
             offer = self.door.offer(
-                name,
-                prompt,
+                answer.request.handoff,
+                answer.request.prompt,
                 slots=self._blocks(answer),
                 cached_tokens=answer.lease.token_count,
                 origin=self._origin(answer),
@@ -194,13 +205,12 @@ class Offers(Side):
         except (ValueError, UnavailableError, CapacityError):
             self.outcomes["refused"] += 1
             return False
-        self._hold(answer, tokens=len(prompt))
+        self._hold(answer)
         if self.rank is None:
-            self._new[name] = offer
+            self._new[offer.handoff] = offer
         return True
 
     def sampled(self, answer: Answer, token: int) -> None:
-        """The first token goes to the other side."""
         if answer.request.handoff in self._held:
             self.door.first_token(answer.request.handoff, token)
 
@@ -243,7 +253,7 @@ class Claims(Side):
         except (ValueError, UnavailableError, CapacityError):
             self.outcomes["refused"] += 1
             return True
-        self._hold(answer, tokens=len(prompt) - cached)
+        self._hold(answer)
         answer.phase = Phase.CLAIMING
         return True
 
@@ -252,13 +262,14 @@ def rank_handoffs(
     spec: InstanceSpec, architecture: Architecture, tier: TensorTier, *, rank: int
 ) -> RankHandoffs | None:
     """The part of a rank in a process of its own, if its instance is one of a pair."""
-    if spec.pair is None:
-        return None
     pair = pair_of(spec, architecture)
+    if pair is None:
+        return None
     if spec.role is InstanceRole.PREFILL:
         return RankHandoffs(open_prefill(pair, kv=tier, rank=rank, settings=SETTINGS))
-    folder = Path(spec.folder) if spec.folder else None
-    return RankHandoffs(open_decode(pair, kv=tier, rank=rank, settings=SETTINGS, folder=folder))
+    return RankHandoffs(
+        open_decode(pair, kv=tier, rank=rank, settings=SETTINGS, folder=_folder(spec))
+    )
 
 
 def handoffs_of(
@@ -274,14 +285,54 @@ def handoffs_of(
     Raises:
         UnavailableError: the ranks did not come.
     """
-    if spec.pair is None:
-        return None
     pair = pair_of(spec, architecture)
+    if pair is None:
+        return None
     if spec.role is InstanceRole.DECODE:
-        folder = Path(spec.folder) if spec.folder else None
-        decode = open_decode(pair, kv=tier, settings=SETTINGS, folder=folder)
+        decode = open_decode(pair, kv=tier, settings=SETTINGS, folder=_folder(spec))
         return Claims(spec, None if tier is None else RankHandoffs(decode), decode)
     if tier is None:
         return Offers(spec, None, open_prefill(pair, settings=SETTINGS))
     local = open_prefill(pair, kv=tier, settings=SETTINGS)
     return Offers(spec, RankHandoffs(local), local)
+
+
+def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair | None:
+    """The instance and its partner, if it has one: both instances compute the same pair."""
+    if spec.pair is None:
+        return None
+    model = spec.config.model
+    return HandoffPair(
+        prefill=_engine(spec, spec.pair.prefill, architecture),
+        decode=_engine(spec, spec.pair.decode, architecture),
+        model=model.name,
+        weights=f"{model.weights_version} {model.kv_dtype}",
+        secret=spec.pair.secret,
+        transport=(spec.config.handoff or HandoffTable()).transport,
+    )
+
+
+def _engine(spec: InstanceSpec, engine: EngineSpec, architecture: Architecture) -> HandoffEngine:
+    layouts = []
+    for rank in range(engine.ranks):
+        heads = share_of(architecture, rank=rank, ranks=engine.ranks).kv_heads
+        layouts.append(
+            Layout.split(
+                layers=range(architecture.layers),
+                heads=HeadRange(first=heads.start, count=len(heads), total=architecture.kv_heads),
+                channels=architecture.head_dim,
+                dtype=DType.parse(spec.dtype),
+                block_tokens=spec.config.cache.block_tokens,
+                block_count=1,  # The other side need not know how many there are.
+            )
+        )
+    return HandoffEngine(
+        name=engine.name,
+        address=engine.address,
+        rank_addresses=tuple(engine.rank_addresses),
+        layouts=tuple(layouts),
+    )
+
+
+def _folder(spec: InstanceSpec) -> Path | None:
+    return Path(spec.folder) if spec.folder else None

@@ -12,20 +12,22 @@ The one rule: the blocks of a claim belong to the handoff until its `HandoffResu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 from penstock.handoff.driver.array_parts import ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
 from penstock.handoff.handoff import (
-    Handoff,
+    EngineHandoff,
+    HandoffRank,
     Opening,
+    OpeningOptions,
     as_prompt,
     as_slots,
     connected,
     draw_incarnation,
 )
-from penstock.handoff.pair import keys_of, rank_name
+from penstock.handoff.pair import keys_of
 from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text
 from penstock.vocabulary.checksums import Algorithm
@@ -40,12 +42,12 @@ if TYPE_CHECKING:
     from penstock.vocabulary.layout import Layout
 
 
-class DecodeHandoff(Handoff):
+class DecodeHandoff(EngineHandoff):
     """A decode engine: prompts are computed elsewhere and answered here."""
 
     def __init__(self, opening: Opening, drivers: Sequence[DecodeRankDriver] = ()) -> None:
         name = opening.engine.name
-        self._engine = DecodeSchedulerDriver(
+        self._engine: DecodeSchedulerDriver = DecodeSchedulerDriver(
             opening.directory,
             opening.lines(name),
             incarnation=draw_incarnation(),
@@ -104,19 +106,7 @@ class DecodeHandoff(Handoff):
                 epoch=number,
                 patience_s=patience_s,
             )
-            self._open.add(name)
-
-    def cancel(self, handoff: str, why: str = "cancelled") -> None:
-        """The request was aborted; its `HandoffResult` follows. One that has ended is left alone.
-
-        Raises:
-            ValueError: an argument is wrong.
-        """
-        name, reason = as_text("handoff", handoff), as_text("why", why)
-        with self._access:
-            if name in self._open:
-                self._engine.cancel(name, why=reason)
-                self._collect(self._engine.take_ended())
+            self._begin(name, len(words) - cached)
 
     def withdraw(self, handoff: str) -> None:
         """Gives the blocks of a claim back; the prefill engine keeps what it has computed.
@@ -133,26 +123,9 @@ class DecodeHandoff(Handoff):
                 self._engine.withdraw(name)
                 self._collect(self._engine.take_ended())
 
-    def rank_died(self, rank: int) -> None:
-        """The process of a rank was seen dead: what needs it fails at once."""
-        number = as_int("rank", rank, 0, len(self._engine.machine.ranks) - 1)
-        with self._access:
-            self._engine.colleague_died(rank_name(self._name, number))
-            self._collect(self._engine.take_ended())
 
-
-class DecodeHandoffRank(Handoff):
+class DecodeHandoffRank(HandoffRank):
     """One of several ranks of a decode engine, in a process of its own."""
-
-    def __init__(self, opening: Opening, rank: DecodeRankDriver) -> None:
-        super().__init__(rank.life.name, [rank], opening)
-        self._rank = rank
-        self._scheduler = opening.engine.name
-
-    def engine_died(self) -> None:
-        """The process of the engine was seen dead: its claims are dropped."""
-        with self._access:
-            self._rank.colleague_died(self._scheduler)
 
 
 @overload
@@ -160,11 +133,9 @@ def open_decode(
     pair: HandoffPair,
     *,
     kv: Kv | None = None,
-    layout: Layout | None = None,
-    block_tokens: int = 0,
-    settings: HandoffSettings | None = None,
+    rank: None = None,
     folder: Path | None = None,
-    timeout_s: float = 60.0,
+    **options: Unpack[OpeningOptions],
 ) -> DecodeHandoff: ...
 
 
@@ -174,10 +145,8 @@ def open_decode(
     *,
     kv: Kv,
     rank: int,
-    layout: Layout | None = None,
-    block_tokens: int = 0,
-    settings: HandoffSettings | None = None,
     folder: Path | None = None,
+    **options: Unpack[OpeningOptions],
 ) -> DecodeHandoffRank: ...
 
 
@@ -194,22 +163,16 @@ def open_decode(
 ) -> DecodeHandoff | DecodeHandoffRank:
     """Opens a decode engine's part in handoffs.
 
-    | given            | opens                                                    |
-    |------------------|----------------------------------------------------------|
-    | `kv`             | an engine whose one rank is in this process              |
-    | `kv` and `rank`  | that rank of an engine whose scheduler is elsewhere      |
-    | neither          | an engine whose ranks are other processes                |
-
     Args:
         pair: The two engines.
-        kv: The KV of the rank, as for `penstock.open`.
+        kv: As for `open_prefill`, like all arguments that are not explained here.
         rank: Which rank this is.
-        layout: How `kv` lies, where that is not plain from it.
-        block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
+        layout: How `kv` lies.
+        block_tokens: Tokens of a block.
         settings: Times and bounds.
         folder: Where the socket is made at which prefill ranks fetch the memory that they write
             to; a private folder of this process if it is left out.
-        timeout_s: An engine waits so long for its ranks to connect.
+        timeout_s: How long an engine waits for its ranks.
 
     Raises:
         ValueError: an argument is wrong, or the KV of the two engines does not fit.

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
@@ -30,6 +30,7 @@ from penstock.vocabulary.arguments import (
     as_descriptors,
     as_int,
     as_seconds,
+    as_text,
     as_time,
     as_tuple,
 )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.lines import ZmqLines
     from penstock.handoff.driver.party_driver import PartyDriver
+    from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
     from penstock.handoff.protocol.effects import HandoffEnded
     from penstock.runtime.device import Kv
     from penstock.tiers.base import SlotStore
@@ -64,6 +66,11 @@ class HandoffResult(NamedTuple):
     """On the decode side: the first token of a prompt that was delivered."""
     drafts: tuple[int, ...] = ()
     """On the decode side: the drafts that came with it."""
+    token_count: int = 0
+    """Tokens of the prompt whose KV was to be handed over."""
+    began: float = 0.0
+    """When it was offered or claimed, on the monotonic clock."""
+    ended: float = 0.0
 
     @property
     def delivered(self) -> bool:
@@ -98,9 +105,10 @@ class Handoff:
         self._undo = opening.undo.pop_all()
         self._access = Access(f"the handoff of {name!r}")
         self._opened_at = time.monotonic()
-        self._open: set[str] = set()
-        """Handoffs that were offered or claimed here and have not ended."""
-        self._ended: list[HandoffEnded] = []
+        self._open: dict[str, tuple[int, float]] = {}
+        """Handoffs that were offered or claimed here and have not ended: their tokens, and since
+        when."""
+        self._results: list[HandoffResult] = []
 
     @property
     def name(self) -> str:
@@ -124,17 +132,8 @@ class Handoff:
         """
         with self._access:
             self._advance()
-            ended, self._ended = self._ended, []
-            return [
-                HandoffResult(
-                    each.handoff,
-                    each.outcome,
-                    "" if each.outcome is HandoffOutcome.DELIVERED else each.why,
-                    each.tokens,
-                    each.drafts,
-                )
-                for each in ended
-            ]
+            results, self._results = self._results, []
+            return results
 
     def wait(self, deadline: float, *, descriptors: Sequence[int] = ()) -> bool:
         """Waits until `step` has something to do, or `deadline` on the monotonic clock.
@@ -156,7 +155,7 @@ class Handoff:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do at once."""
-        return bool(self._ended) or any(driver.has_work for driver in self._drivers)
+        return bool(self._results) or any(driver.has_work for driver in self._drivers)
 
     @property
     def waitables(self) -> list[Waitable]:
@@ -227,8 +226,24 @@ class Handoff:
             self._collect(driver.step())
 
     def _collect(self, ended: Sequence[HandoffEnded]) -> None:
-        self._ended += ended
-        self._open.difference_update(each.handoff for each in ended)
+        for each in ended:
+            token_count, began = self._open.pop(each.handoff)
+            delivered = each.outcome is HandoffOutcome.DELIVERED
+            self._results.append(
+                HandoffResult(
+                    each.handoff,
+                    each.outcome,
+                    "" if delivered else each.why,
+                    each.tokens,
+                    each.drafts,
+                    token_count,
+                    began,
+                    time.monotonic(),
+                )
+            )
+
+    def _begin(self, handoff: str, token_count: int) -> None:
+        self._open[handoff] = token_count, time.monotonic()
 
     def _connect(self, ranks: Sequence[str], timeout_s: float) -> None:
         """Waits until all ranks of an engine have connected; its own driver is the last.
@@ -245,6 +260,53 @@ class Handoff:
                 )
             self.wait(deadline)
             self._advance()
+
+
+class EngineHandoff(Handoff):
+    """An engine; its own driver is the last, after those of ranks in this process."""
+
+    _engine: PrefillSchedulerDriver | DecodeSchedulerDriver
+
+    def cancel(self, handoff: str, why: str = "cancelled") -> None:
+        """The request was aborted; its `HandoffResult` follows. One that has ended is left alone.
+
+        Raises:
+            ValueError: an argument is wrong.
+        """
+        name, reason = as_text("handoff", handoff), as_text("why", why)
+        with self._access:
+            if name in self._open:
+                self._engine.cancel(name, why=reason)
+                self._collect(self._engine.take_ended())
+
+    def rank_died(self, rank: int) -> None:
+        """The process of a rank was seen dead: what needs it fails at once."""
+        number = as_int("rank", rank, 0, len(self._engine.machine.ranks) - 1)
+        with self._access:
+            self._engine.colleague_died(rank_name(self._name, number))
+            self._collect(self._engine.take_ended())
+
+
+class HandoffRank(Handoff):
+    """One of several ranks of an engine, in a process of its own."""
+
+    def __init__(self, opening: Opening, rank: PartyDriver[Any]) -> None:
+        super().__init__(rank.life.name, [rank], opening)
+        self._scheduler = opening.engine.name
+
+    def engine_died(self) -> None:
+        """The process of the engine was seen dead: its offers and claims are dropped here."""
+        with self._access:
+            self._drivers[0].colleague_died(self._scheduler)
+
+
+class OpeningOptions(TypedDict, total=False):
+    """Arguments that `open_prefill` and `open_decode` share, for their overloads."""
+
+    layout: Layout | None
+    block_tokens: int
+    settings: HandoffSettings | None
+    timeout_s: float
 
 
 class Opening:

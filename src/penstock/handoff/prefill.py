@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 import msgspec
 
@@ -24,14 +24,16 @@ from penstock.handoff.driver.array_parts import ArrayReader
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 from penstock.handoff.handoff import (
-    Handoff,
+    EngineHandoff,
+    HandoffRank,
     Opening,
+    OpeningOptions,
     as_prompt,
     as_slots,
     connected,
     draw_incarnation,
 )
-from penstock.handoff.pair import keys_of, rank_name
+from penstock.handoff.pair import keys_of
 from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple, require_methods
 from penstock.vocabulary.checksums import Algorithm
@@ -59,12 +61,12 @@ class HandoffOffer(msgspec.Struct, frozen=True, array_like=True):
     """The life of the engine that offers it."""
 
 
-class PrefillHandoff(Handoff):
+class PrefillHandoff(EngineHandoff):
     """A prefill engine: prompts are computed here for another engine."""
 
     def __init__(self, opening: Opening, drivers: Sequence[PrefillRankDriver] = ()) -> None:
         name = opening.engine.name
-        self._engine = PrefillSchedulerDriver(
+        self._engine: PrefillSchedulerDriver = PrefillSchedulerDriver(
             opening.directory,
             opening.lines(name),
             incarnation=draw_incarnation(),
@@ -124,7 +126,7 @@ class PrefillHandoff(Handoff):
         lease_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
         with self._access:
             self._engine.submit(name, lease_s=lease_s)
-            self._open.add(name)
+            self._begin(name, len(words))
             self._offered(offer)
         return offer
 
@@ -141,25 +143,6 @@ class PrefillHandoff(Handoff):
         with self._access:
             if name in self._open:
                 self._engine.first_token(name, (first,), more)
-
-    def cancel(self, handoff: str, why: str = "cancelled") -> None:
-        """The request was aborted; its `HandoffResult` follows. One that has ended is left alone.
-
-        Raises:
-            ValueError: an argument is wrong.
-        """
-        name, reason = as_text("handoff", handoff), as_text("why", why)
-        with self._access:
-            if name in self._open:
-                self._engine.cancel(name, why=reason)
-                self._collect(self._engine.take_ended())
-
-    def rank_died(self, rank: int) -> None:
-        """The process of a rank was seen dead: what needs it fails at once."""
-        number = as_int("rank", rank, 0, len(self._engine.machine.ranks) - 1)
-        with self._access:
-            self._engine.colleague_died(rank_name(self._name, number))
-            self._collect(self._engine.take_ended())
 
     def _offered(self, offer: HandoffOffer) -> None:
         """An offer was made; ranks elsewhere are told by the engine."""
@@ -202,13 +185,12 @@ class LocalPrefillHandoff(PrefillHandoff):
         _admit(self._rank, offer)
 
 
-class PrefillHandoffRank(Handoff):
+class PrefillHandoffRank(HandoffRank):
     """One of several ranks of a prefill engine, in a process of its own."""
 
     def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
-        super().__init__(rank.life.name, [rank], opening)
+        super().__init__(opening, rank)
         self._rank = rank
-        self._scheduler = opening.engine.name
 
     def admit(self, offer: HandoffOffer) -> None:
         """The rank is going to compute a prompt that its engine offered.
@@ -240,22 +222,15 @@ class PrefillHandoffRank(Handoff):
         with self._access:
             self._rank.drive(until)
 
-    def engine_died(self) -> None:
-        """The process of the engine was seen dead: nothing is read for its offers any more."""
-        with self._access:
-            self._rank.colleague_died(self._scheduler)
-
 
 @overload
 def open_prefill(
     pair: HandoffPair,
     *,
     kv: Kv,
-    layout: Layout | None = None,
-    block_tokens: int = 0,
+    rank: None = None,
     progress: DrivenSource | None = None,
-    settings: HandoffSettings | None = None,
-    timeout_s: float = 60.0,
+    **options: Unpack[OpeningOptions],
 ) -> LocalPrefillHandoff: ...
 
 
@@ -265,16 +240,14 @@ def open_prefill(
     *,
     kv: Kv,
     rank: int,
-    layout: Layout | None = None,
-    block_tokens: int = 0,
     progress: DrivenSource | None = None,
-    settings: HandoffSettings | None = None,
+    **options: Unpack[OpeningOptions],
 ) -> PrefillHandoffRank: ...
 
 
 @overload
 def open_prefill(
-    pair: HandoffPair, *, settings: HandoffSettings | None = None, timeout_s: float = 60.0
+    pair: HandoffPair, *, kv: None = None, **options: Unpack[OpeningOptions]
 ) -> PrefillHandoff: ...
 
 
