@@ -76,12 +76,12 @@ class DecodeHandoff(EngineHandoff):
             tokens: The prompt.
             slots: Where the missing blocks are to lie: a block of the engine's KV for each, the
                 same on every rank.
-            cached_tokens: The KV of so many leading tokens is here already: a whole number of
+            cached_tokens: How many leading tokens have their KV here already: a whole number of
                 blocks of both engines.
-            origin: What the KV depends on besides model, weights and prompt: a tenant, say. The
+            origin: What the KV depends on besides model, weights and prompt, such as a tenant. The
                 same on both sides.
             epoch: 1; a higher number for each claim that follows a `withdraw`.
-            timeout_s: It fails after so long.
+            timeout_s: It fails after this many seconds.
 
         Raises:
             ValueError: an argument is wrong, or the name is in use.

@@ -98,10 +98,10 @@ class PrefillHandoff(EngineHandoff):
             tokens: The prompt.
             slots: The block of the engine's KV for each block of the prompt, first to last; the
                 same on every rank.
-            cached_tokens: The KV of so many leading tokens is there already.
-            origin: What the KV depends on besides model, weights and prompt: a tenant, say. The
+            cached_tokens: How many leading tokens have their KV there already.
+            origin: What the KV depends on besides model, weights and prompt, such as a tenant. The
                 same on both sides.
-            timeout_s: It fails if the decode engine has not asked for it for so long.
+            timeout_s: It fails if the decode engine has not asked for it this long.
 
         Raises:
             ValueError: an argument is wrong, or the name is in use.
@@ -145,7 +145,7 @@ class PrefillHandoff(EngineHandoff):
                 self._engine.first_token(name, (first,), more)
 
     def _offered(self, offer: HandoffOffer) -> None:
-        """An offer was made; ranks elsewhere are told by the engine."""
+        """An offer was made; the engine sends it to ranks elsewhere."""
 
 
 class LocalPrefillHandoff(PrefillHandoff):
@@ -274,11 +274,11 @@ def open_prefill(
         pair: The two engines.
         kv: The KV of the rank, as for `penstock.open`.
         rank: Which rank this is.
-        layout: How `kv` lies, where that is not plain from it.
+        layout: How `kv` lies, where that does not follow from it.
         block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
-        progress: Tells what a device has computed; `LayerEvents`.
+        progress: Reports what a device has computed; `LayerEvents`.
         settings: Times and bounds.
-        timeout_s: An engine waits so long for its ranks to connect.
+        timeout_s: How long an engine waits for its ranks to connect.
 
     Raises:
         ValueError: an argument is wrong, or the KV of the two engines does not fit.

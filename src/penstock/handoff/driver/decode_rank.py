@@ -2,8 +2,8 @@
 
     notice ─→ machine ─→ Take ─→ verified in its berth ─→ into the slots ─→ machine
 
-The one rule: memory of an area goes back to the transport only when the machine says so, and the
-machine hears of a fence only from the transport.
+The one rule: memory of an area goes back to the transport only when the machine asks for it, and
+the machine learns that a fence holds only from the transport.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from penstock.transport.remote import Area, Notice, Target
 
 BUDGET_BYTES = 32 << 20
-"""Verified and put away in one step, at most about so much: some milliseconds of a core."""
+"""About this much is verified and put away in one step: some milliseconds of a core."""
 FENCE_S = 0.05
 """A fence that nothing wakes us for is looked at again after this."""
 TAKING_S = 0.001
 """The same for moves of a device."""
 CLAIM_S = 0.005
-"""So long a berth may be kept back, to be returned together with others in one claim."""
+"""A free berth may be kept back this long, to be returned with others in one claim."""
 KEPT_BACK = 2
-"""Of so many berths of a source, at most one is kept back: it has enough to go on with."""
+"""At most one in this many berths of a source is kept back: it has enough to go on with."""
 
 
 class _KeptBack(NamedTuple):
-    """Berths of a source that are free and that it was not told of."""
+    """Free berths of a source that were not returned to it yet."""
 
     berths: int
     since: float
@@ -73,7 +73,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         incarnation: of this life.
         settings: patience and bounds.
         clock: the time.
-        budget_bytes: put away in a step, at most about so much.
+        budget_bytes: about how much is put away in one step, at most.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     def _can_wait(self, claim: msg.Claim) -> bool:
         """Whether a claim does nothing but return some berths, of which the source has enough.
 
-        One that says that all parts are there does not wait, nor one that asks for something.
+        A claim that reports the last part does not wait, nor one that asks for something.
         """
         name = claim.target.name
         kept = self._kept_back.get(name)
@@ -314,7 +314,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         try:
             area = self._target.open_area(str(effect.peer), size)
         except (UnavailableError, ConfigError, OSError, MemoryError) as error:
-            # The machine is told when the effects of its last input were carried out.
+            # The machine gets it after the effects of its last input were carried out.
             self._refuse("no memory", effect.peer.name, str(error))
             self._unopened.append((effect.peer, effect.generation, str(error)))
             return

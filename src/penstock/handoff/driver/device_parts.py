@@ -9,7 +9,7 @@ an area that two processes share (`pin_memory`); which of them makes no differen
 
 | hazard                            | what orders it                                             |
 |-----------------------------------|------------------------------------------------------------|
-| the part is not computed          | progress is told when its event was passed, before `read`  |
+| the part is not computed          | progress is reported after its event has passed            |
 | a slot to be filled is still read | the scatter waits for the last step that touched it         |
 | a berth, a staging buffer         | used again when the CPU has seen the event                  |
 | the area was left                 | `forget` waits for the copy that was submitted              |
@@ -409,7 +409,7 @@ class Device:
         return all(shape.free for shape in self._shapes.values())
 
     def kernels_of(self, form: PartForm, layout_of: Callable[[], Layout]) -> Kernels:
-        """The kernels for parts of a form whose blocks lie as a layout says; prepared once."""
+        """The kernels for parts of a form whose blocks have this layout; prepared once."""
         found = self._kernels.get(form)
         if found is None:
             layout = layout_of()

@@ -1,7 +1,7 @@
 """Who takes part in the handoffs of two engines: names, addresses, forms, and what follows.
 
-Both engines are given the same directory; that they were is compared when they meet, by a fact
-of their own (`plan`), so that two sides never cut a transfer differently.
+Both engines are given the same directory. They compare it when they meet, by a fact of its own
+(`plan`), so that two sides never cut a transfer differently.
 
 The one rule: what one rank owes another is computed here alone, from the forms of the ranks.
 """

@@ -7,12 +7,10 @@
 | prefill rank      | yes     | its scheduler                     |
 | decode rank       |         | its scheduler, its source ranks   |
 
-A line that ends is dialled again by who dialled it, after `redial_s`; what was said meanwhile is
-lost, and the protocol says it again. A new life of a party is a new line in the place of the
-old one.
+The side that dialled a line dials again after `REDIAL_S` when it ends. Frames sent meanwhile are
+lost, and the protocol sends them again. A new life of a party is a new line that replaces the old.
 
-The one rule: a party is heard under its own name only. What comes over a line counts as said by
-the party that the line goes to, and by nobody else.
+The one rule: a frame counts as sent by the party that its line leads to, and by no other.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 REDIAL_S = 0.1
 FRAMES_A_LINE = 64
-"""So many frames of one line are taken before the others have their turn."""
+"""Frames that are taken from one line before the others have their turn."""
 
 
 class Heard(NamedTuple):
@@ -87,7 +85,7 @@ class Lines(Protocol):
 
 
 class _Unopened:
-    """A channel whose opening has not been reported: that it is open is something to do.
+    """A channel whose opening has not been reported: opening counts as ready, too.
 
     A channel itself is ready only when a frame has come, and asking it may open it.
     """
@@ -147,7 +145,7 @@ class ZmqLines:
         """To whom the line is known to be open."""
         self._opened: list[str] = []
         self._causes: dict[str, tuple[str, str]] = {}
-        """Why each line ended last: told once, however often it is dialled in vain."""
+        """Why each line ended last: logged once, however often it is dialled in vain."""
         self._redial_at = dict.fromkeys(self._dials, 0.0)
         self._quiet: dict[str, int] = {}
         """Lines that were found empty and not used since, and their descriptors: asking one
@@ -248,7 +246,7 @@ class ZmqLines:
         self._causes[name] = (what, why)
 
     def _silent(self) -> set[str]:
-        """The lines that have nothing to tell."""
+        """The lines from which nothing can be received."""
         if not self._quiet:
             return set()
         poll = select.poll()
@@ -303,7 +301,7 @@ def zmq_lines(
     secret: bytes = b"",
     settings: ChannelSettings | None = None,
 ) -> ZmqLines:
-    """The lines of a party, as the table above says, at the addresses of a directory."""
+    """The lines of a party after the table above, at the addresses of a directory."""
     prefill, decode = directory.prefill, directory.decode
     peers = directory.peers_of(name)
     listen, dials = "", {}

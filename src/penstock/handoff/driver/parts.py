@@ -112,7 +112,7 @@ class RouteParts:
         return self.unit_tokens // self.target_tokens
 
     def place(self, grid: Grid, part: int, token_count: int) -> PartPlace:
-        """One part of a grid, for a prompt of so many tokens."""
+        """One part of a grid, for a prompt of `token_count` tokens."""
         layers, units = grid.layers_of(part), grid.blocks_of(part)
         return PartPlace(
             self.form_of(layers.start, layers.stop),
@@ -121,7 +121,7 @@ class RouteParts:
         )
 
     def problem_of(self, grid: Grid, *, berth_bytes: int) -> str:
-        """Why a grid cannot be one of this route, if it cannot: said of what a peer claims."""
+        """Why a grid that a peer claims does not fit this route; empty if it does."""
         wrong = grid.problem()
         if wrong:
             return wrong

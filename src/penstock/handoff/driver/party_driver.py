@@ -1,11 +1,11 @@
-"""What the drivers of all four parties do: hear, keep time, carry out effects, wait.
+"""What the drivers of all four parties share: receiving, timers, effects, waiting.
 
     step()   takes what came, lets timers expire, does a bounded share of the work: never waits
     wait()   one poll over lines, notices and fences, until a deadline
 
 A driver belongs to one thread, that of its engine. With lines and a data transport of one
-process and a clock of the test's own it is deterministic; with ZeroMQ, shared memory and the
-monotonic clock it is the real thing. The code is the same.
+process and a clock of the test's own it is deterministic; production uses ZeroMQ, shared memory
+and the monotonic clock.
 
 The one rule: the machine decides. A driver carries out its effects in their order, and gives
 every end back to it exactly once.
@@ -59,9 +59,9 @@ class PartyDriver(Generic[MachineT]):
         self._watched: tuple[str, ...] = ()
         self._ended: deque[HandoffEnded] = deque()
         self._claims: dict[tuple[str, str], msg.Claim] = {}
-        """To be said at the end of the step."""
+        """Claims to send at the end of the step."""
         self._held: dict[tuple[str, str], msg.Claim] = {}
-        """To be said later, together with what comes until then."""
+        """Claims to send later, together with those of the steps until then."""
         self._closed = False
 
     @property
@@ -135,7 +135,7 @@ class PartyDriver(Generic[MachineT]):
     def colleague_died(self, name: str) -> None:
         """The supervisor has *seen* a colleague's process dead.
 
-        One that never was heard of is left alone.
+        One that was never met is left alone.
         """
         if name in self.machine.peers:
             self._carry_out(self.machine.suspect(name, self._clock()))
@@ -218,7 +218,7 @@ class PartyDriver(Generic[MachineT]):
         for effect in effects:
             match effect:
                 case Send(message=msg.Claim() as claim):
-                    # A claim says all that is: the last of a step says it for those before.
+                    # A claim carries the whole state: the last one of a step replaces those before.
                     self._claims[claim.target.name, claim.handoff] = claim
                 case Send(message=message):
                     self._send(message)
@@ -237,7 +237,7 @@ class PartyDriver(Generic[MachineT]):
                 self._send(claim)
 
     def _can_wait(self, claim: msg.Claim) -> bool:  # noqa: ARG002 - for the roles
-        """Whether a claim can be said together with one that will follow soon."""
+        """Whether a claim can wait for one that will follow soon."""
         return False
 
     def _over(self, ended: HandoffEnded) -> None:

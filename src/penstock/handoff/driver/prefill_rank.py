@@ -7,8 +7,8 @@ have not ended. In a step, ways take turns, so that a target which takes nothing
 other.
 
 The one rule: a write is begun only on the way to the very area that it was meant for; one whose
-area was left ends as failed, and nothing of it is moved after its link was closed. What was
-abandoned is not read any more when that was said.
+area was left ends as failed, and nothing of it is moved after its link was closed. Once `_abandon`
+returns, the blocks of that write are not read any more.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from penstock.transport.remote import WriteEnd, WriterLink
 
 BUDGET_BYTES = 32 << 20
-"""Packed in one step, at most about so much: some milliseconds of a core."""
+"""About this much is packed in one step: some milliseconds of a core."""
 DRIVE_S = 200e-6
-"""So long events alone are looked at before lines are: a claim may return a berth."""
+"""Only events are polled this long; then lines are, since a claim may return a berth."""
 READING_S = 0.001
 """Copies of a device that nothing wakes us for are looked at again after this."""
 FULL_S = 0.01
@@ -94,8 +94,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         incarnation: of this life.
         settings: patience and bounds.
         clock: the time.
-        progress: tells what the device has computed, where `step` and `drive` are to ask.
-        budget_bytes: packed in a step, at most about so much.
+        progress: reports what the device has computed; `step` and `drive` ask it.
+        budget_bytes: about how much is packed in one step, at most.
     """
 
     def __init__(

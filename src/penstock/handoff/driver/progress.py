@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SPARE_MAX = 1024
-"""So many events are kept for the next steps."""
+"""Events that are kept for the next steps."""
 
 
 class Progress(NamedTuple):
@@ -56,10 +56,9 @@ class ProgressSource(Protocol):
 class StepProgress:
     """Which prompts each layer of each step in flight belongs to, without a device.
 
-    What every progress source needs beside its events: the engine says what a step will
-    compute (`begin`), the source says which layer of which step is done (`layer_done`), in any
-    order; out comes the progress of each prompt. Engines have two steps in flight, and a rank
-    never hears of the same layer twice.
+    What every progress source needs beside its events. The engine calls `begin` with what a step
+    will compute, the source calls `layer_done` for each layer, in any order, and gets the
+    progress of each prompt. A layer of a step is reported once.
     """
 
     def __init__(self, *, step_count_max: int = 8) -> None:
@@ -69,7 +68,7 @@ class StepProgress:
         self.steps: dict[int, tuple[dict[str, int], set[int]]] = {}
 
     def begin(self, step: int, tokens: dict[str, int], layers: range) -> None:
-        """A step will have computed so many tokens of each prompt, in these layers.
+        """A step will bring each prompt to this many tokens, in these layers.
 
         Raises:
             ValueError: the step is known, or too many are in flight.
@@ -123,7 +122,7 @@ class DrivenSource(ProgressSource, Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether an event was recorded and not told of."""
+        """Whether an event was recorded and not reported."""
         ...
 
 
@@ -157,7 +156,7 @@ class LayerEvents:
         self._number = 0
 
     def begin(self, tokens: Mapping[str, int], layers: range) -> int:
-        """A step is about to be submitted that will have computed so many tokens of each prompt.
+        """A step is about to be submitted that will bring each prompt to this many tokens.
 
         Returns its number. See `StepProgress.begin`.
         """
@@ -182,7 +181,7 @@ class LayerEvents:
 
     @property
     def busy(self) -> bool:
-        """Whether an event was recorded and not told of."""
+        """Whether an event was recorded and not reported."""
         return bool(self._recorded)
 
     def poll(self) -> list[Progress]:

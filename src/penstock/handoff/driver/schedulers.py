@@ -1,6 +1,6 @@
 """The drivers of the two schedulers: what an engine's scheduler calls, with the clock filled in.
 
-The one rule: what a rank has to know of a prompt goes with every `Expect` for it.
+The one rule: every `Expect` carries all that a rank has to know of its prompt.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ for none. On tensors of the CPU the same code runs without streams, which is how
 
 | hazard                            | what orders it                                             |
 |-----------------------------------|------------------------------------------------------------|
-| the part is not computed          | progress is told when its event was passed, before `read`  |
+| the part is not computed          | progress is reported after its event has passed            |
 | a slot to be filled is still read | the stream waits for what the engine submitted before      |
 | a berth, a staging buffer         | used again when the CPU has seen the event                  |
 
@@ -155,7 +155,7 @@ class TensorReader:
         tier: the KV of the rank.
         algorithm: of the sums; they are computed on the CPU.
         part_bytes: the largest part: the bytes of a berth.
-        event: makes events; those of torch unless told.
+        event: makes events; those of torch by default.
     """
 
     def __init__(

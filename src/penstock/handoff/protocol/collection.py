@@ -131,11 +131,11 @@ class Collection(NamedTuple):
         return self._with(name, lambda source: source.with_spoiled(part, attempt))
 
     def claimed(self, name: str, incarnation: int) -> Collection:
-        """After a life of a source was told what is wanted."""
+        """After a claim was sent to a life of a source."""
         return self._with(name, lambda source: source._replace(claimed=incarnation))
 
     def stopped(self, name: str) -> Collection:
-        """After a source said that it writes nothing more, or cannot be asked."""
+        """After a source confirmed that it writes nothing more, or cannot be asked."""
         return self._with(name, lambda source: source._replace(claimed=0))
 
     def _with(self, name: str, change: Callable[[SourceState], SourceState]) -> Collection:

@@ -1,6 +1,6 @@
 """The decode rank: claims parts, takes them out of landing areas, and reports when all are there.
 
-A claim says all that the rank wants of a source and all that it has of it. It is sent when a
+A claim carries all that the rank wants of a source and all that it has of it. It is sent when a
 handoff begins, whenever a part was taken, and again when no answer came. So it is request,
 acknowledgement and return of credit in one, and losing it costs only time (P3, P9).
 
@@ -206,7 +206,7 @@ class DecodeRank(Party):
             tuple(sorted((berth, take.handoff, take.epoch) for berth, take in self.takes.items())),
         )
 
-    # What others say.
+    # Messages.
 
     def _on_message(self, message: msg.AnyMessage) -> None:
         from_scheduler = message.sender.name == self.scheduler
@@ -231,8 +231,8 @@ class DecodeRank(Party):
     def _moves_for_an_earlier_life(self) -> bool:
         """Whether a move touches slots that the scheduler's present life thinks are free.
 
-        It may have given them away again, so it hears nothing of us until the move has ended;
-        it asks again.
+        It may have given them away again, so it gets no answer until the move has ended. It
+        resends.
         """
         present = self.life_of(self.scheduler).incarnation
         return any(
@@ -245,7 +245,7 @@ class DecodeRank(Party):
         if key in self.collections:
             self._tell_again(key)
         elif expect.epoch <= self._dropped_epoch(expect.handoff):
-            # It was overtaken by its own end, which the scheduler may not have heard of.
+            # Its own drop overtook it, and the report of that may be lost.
             self._report(key, ReportStatus.DROPPED)
         elif len(self.collections) >= self.settings.bounds.handoff_count_max:
             self._refuse("too many handoffs")
@@ -338,7 +338,7 @@ class DecodeRank(Party):
                 self._claim(key, source.name)
 
     def _claim(self, key: Key, name: str) -> None:
-        """Tells a source what is wanted of it and what is there."""
+        """Sends a source what is wanted of it and what is there."""
         if not self.is_open(name):
             if self.collections[key].state is TargetState.COLLECTING:
                 self._greet(self.life_of(name))

@@ -61,7 +61,7 @@ class Claimed(NamedTuple):
     outcome: HandoffOutcome | None = None
     why: str = ""
     closed: bool = False
-    """The prefill side knows, need not know, or cannot be told."""
+    """True once no further `Close` is sent."""
     close_count: int = 0
 
 
@@ -139,7 +139,7 @@ class DecodeScheduler(Party):
         return self.effects
 
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
-        """Nobody wants it any more; the prefill side is told. Ends with `HandoffEnded`, like all.
+        """The request was aborted; the prefill side gets a `Close`. Ends with `HandoffEnded`.
 
         Raises:
             ValueError: it is not known, or has ended.
@@ -149,7 +149,7 @@ class DecodeScheduler(Party):
         if claimed.state is DecodeState.CLAIMING:
             self._give_up(handoff, HandoffOutcome.CANCELLED, why)
         elif claimed.outcome is HandoffOutcome.WITHDRAWN:
-            # It was going to be claimed again, and is not: now the prefill side must hear.
+            # It will not be claimed again: now the prefill side needs a `Close`.
             self.claimed[handoff] = claimed._replace(
                 outcome=HandoffOutcome.CANCELLED, why=why, closed=False
             )
@@ -213,7 +213,7 @@ class DecodeScheduler(Party):
             raise ValueError(f"handoff is {handoff!r}, which is not known or has ended")
         return claimed
 
-    # What others say.
+    # Messages.
 
     def _on_message(self, message: msg.AnyMessage) -> None:
         match message:
@@ -360,7 +360,7 @@ class DecodeScheduler(Party):
     # Asking.
 
     def _ask(self, handoff: str) -> None:
-        """Says again whatever has had no answer yet."""
+        """Sends again whatever has had no answer yet."""
         claimed = self.claimed[handoff]
         if claimed.state is DecodeState.CLAIMING:
             for n, (name, order) in enumerate(zip(self.ranks, claimed.orders, strict=True)):
@@ -413,7 +413,7 @@ class DecodeScheduler(Party):
                 )
 
     def _close(self, handoff: str) -> None:
-        """Tells the prefill side how it ended; if it does not hear, its own lease will do."""
+        """Sends the prefill side how it ended; if that is lost, its lease runs out."""
         claimed = self.claimed[handoff]
         if claimed.closed or claimed.outcome is None:
             return

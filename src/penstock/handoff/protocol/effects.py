@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HandoffEffect(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to be done."""
+    """Something that the driver has to do."""
 
 
 class Send(HandoffEffect, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Write(HandoffEffect, frozen=True, kw_only=True):
     write: WriteId
     grid: Grid
     notice: Landed
-    """What the target is told once the bytes are there; the sender's driver adds the sums."""
+    """The notice for the target once the bytes are there; the sender's driver adds the sums."""
 
 
 class AbandonWrite(HandoffEffect, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ class HandoffEnded(HandoffEffect, frozen=True, kw_only=True):
 
     handoff: str
     epoch: int
-    """On the prefill side the last epoch it heard of, 0 if none."""
+    """On the prefill side the last epoch that was claimed, 0 if none."""
     outcome: HandoffOutcome
     why: str = ""
     tokens: tuple[int, ...] = ()

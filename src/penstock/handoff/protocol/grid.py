@@ -146,7 +146,7 @@ def cut(
         cell_bytes: what one block of one layer takes between these two ranks.
         block_tokens: tokens of a block: the coarser of the two sides' blocks.
         berth_bytes: no part is larger.
-        part_bytes_min: layers are put together until a part has so many bytes.
+        part_bytes_min: layers are put together until a part has this many bytes.
 
     Raises:
         ValueError: one block of one layer does not fit a berth, or something is empty.

@@ -4,7 +4,7 @@ Invariants:
 
 - A name is never given twice. A party that starts again draws a new incarnation, a decode engine
   that claims a handoff again raises the epoch, and a part that is written again gets the next
-  attempt. So a late message says which of them it belongs to.
+  attempt. So a late message names the one it belongs to.
 - P5: two parties exchange nothing before each has checked the other's version, role and facts.
   The first difference is refused with both values.
 """

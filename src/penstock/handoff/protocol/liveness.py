@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pulse(NamedTuple):
-    """When a peer was last heard, and asked."""
+    """When a peer last sent something, and was last asked."""
 
     heard: float
     asked: float
@@ -27,12 +27,12 @@ class Pulse(NamedTuple):
 
 
 class SilentPeers(NamedTuple):
-    """What is to be done about silence."""
+    """The peers that have been silent."""
 
     ask: tuple[str, ...]
     """Send these a `Ping`."""
     suspect: tuple[str, ...]
-    """Tell the machine that these are silent."""
+    """Call the machine's `suspect` for these."""
 
 
 class Liveness:
@@ -53,7 +53,7 @@ class Liveness:
             self.pulses[name] = Pulse(now, now)
 
     def handle_timer(self, now: float) -> SilentPeers:
-        """Who is to be asked, and who is suspected; each of the suspected is told once."""
+        """Who is to be asked, and who is suspected now; each silence is reported once."""
         times = self.times
         suspect = tuple(
             name

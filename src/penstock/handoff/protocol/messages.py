@@ -54,15 +54,15 @@ Source = tuple[Name, Grid]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Something one party says to another."""
+    """A message of one party to another."""
 
     sender: Life
     target: Life
-    """Whom it is for; another life of the same party refuses it."""
+    """The receiver; another life of the same party refuses it."""
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):
-    """Who I am, and what my KV is. Asks for `Welcome` or `Refused`."""
+    """Who the sender is, and what its KV is. Asks for `Welcome` or `Refused`."""
 
     version: Index = PROTOCOL_VERSION
     role: Text
@@ -79,7 +79,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     role: Text
     facts: Annotated[tuple[Fact, ...], msgspec.Meta(max_length=FACT_COUNT_MAX)] = ()
     known: Incarnation = 0
-    """As the `Hello` had it: whoever says this lives later than the life named here began."""
+    """Copied from the `Hello`: the sender started after the life that is named here."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
@@ -92,7 +92,7 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag=True):
-    """Are you there?"""
+    """Asks a silent peer for a sign of life."""
 
 
 class Pong(Message, frozen=True, kw_only=True, tag=True):
@@ -100,7 +100,7 @@ class Pong(Message, frozen=True, kw_only=True, tag=True):
 
 
 class HandoffMessage(Message, frozen=True, kw_only=True, tag=True):
-    """Something about one claim of one handoff."""
+    """A message about one claim of one handoff."""
 
     handoff: HandoffId
     epoch: Epoch
@@ -127,7 +127,7 @@ class HandoffReport(HandoffMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Claim(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Decode rank → prefill rank: all I want from you, and all I have of it.
+    """Decode rank → prefill rank: all parts that it wants, and all that it has of them.
 
     The first claim, every acknowledgement, the return of credits and the request for what is
     missing are this one message, sent again whenever it changed.
@@ -174,7 +174,7 @@ class Poisoned(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Await(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Decode scheduler → prefill scheduler: tell me the first token. Asks for `Finished`."""
+    """Decode scheduler → prefill scheduler: wait for the first token. Asks for `Finished`."""
 
 
 class Finished(HandoffMessage, frozen=True, kw_only=True, tag=True):
@@ -186,7 +186,7 @@ class Finished(HandoffMessage, frozen=True, kw_only=True, tag=True):
 
 
 class Gone(HandoffMessage, frozen=True, kw_only=True, tag=True):
-    """Prefill scheduler → decode scheduler: nothing will come of it."""
+    """Prefill scheduler → decode scheduler: the handoff ended on the prefill side."""
 
     why: Text
 

@@ -28,9 +28,9 @@ TimerKey = tuple[str, ...]
 """What a timer is for, e.g. `("resend", handoff)`."""
 
 BURIED_COUNT = 8
-"""Of each peer, so many earlier lives are known as such; none speaks so long after its end."""
+"""Earlier lives of each peer that are remembered; no message of an older one can still arrive."""
 BACKOFF_DOUBLINGS_MAX = 16
-"""A resend waits at most so many times twice as long; the cap cuts it off long before."""
+"""How often the wait of a resend doubles at most; the cap cuts it off long before."""
 
 
 class Standing(Enum):
@@ -40,7 +40,7 @@ class Standing(Enum):
     SUSPECTED = "suspected"
     """Silent. One message from it, and it is open again."""
     LOST = "lost"
-    """Seen dead: a colleague of the same engine. Only its next life is heard."""
+    """Seen dead: a colleague of the same engine. Only messages of its next life count."""
 
 
 class Peer(NamedTuple):
@@ -87,10 +87,10 @@ class Party(ABC):
         """The time of the input that is being dealt with."""
         self.effects: list[AnyEffect] = []
 
-    # What every driver calls.
+    # Calls of the driver.
 
     def receive(self, message: msg.AnyMessage, now: float) -> list[AnyEffect]:
-        """Takes in what another party said. Never raises, whatever it is."""
+        """Handles a message of another party. Never raises, whatever it is."""
         self._start(now)
         match message:
             case msg.Hello():
@@ -139,7 +139,7 @@ class Party(ABC):
         return self.effects
 
     def introduce(self, peer: Identity, now: float) -> list[AnyEffect]:
-        """Makes a party known as if it had said `Welcome`.
+        """Makes a party known as if it had sent `Welcome`.
 
         Raises:
             ValueError: it does not fit; or this life of it is known to be over.
@@ -201,8 +201,8 @@ class Party(ABC):
     def freeze(self) -> Frozen:
         """The state as nested tuples: machines that freeze alike behave alike.
 
-        Left out are the times (which timers run says what may happen; when, says nothing) and
-        the counts.
+        Left out are the times (which timers run decides what may happen; when they are due does
+        not) and the counts.
         """
         return (
             self.life,
@@ -234,7 +234,7 @@ class Party(ABC):
             known=self.life_of(who.name).incarnation,
         )
 
-    # What each machine brings.
+    # What each machine implements.
 
     @abstractmethod
     def _on_message(self, message: msg.AnyMessage) -> None: ...
@@ -244,7 +244,7 @@ class Party(ABC):
 
     @abstractmethod
     def _peer_open(self, name: str) -> None:
-        """A peer was met, or is heard again."""
+        """A peer was met, or answers again."""
 
     @abstractmethod
     def _peer_silent(self, name: str) -> None:
@@ -256,7 +256,7 @@ class Party(ABC):
 
     @abstractmethod
     def _peer_refused(self, name: str, *, why: str) -> None:
-        """A peer says that we do not fit, or does not fit us."""
+        """A peer refused us, or does not fit us."""
 
     @abstractmethod
     def _freeze(self) -> Frozen: ...
@@ -301,7 +301,7 @@ class Party(ABC):
                 )
             )
         elif self._is_another_life(peer.life):
-            # It may be a late word of a life that is over: only an answer shows that it is not.
+            # It may be a late message of a life that is over: only an answer shows that it is not.
             self._welcome(hello)
             self._greet(peer.life)
         elif self._meet(peer):
@@ -373,7 +373,7 @@ class Party(ABC):
         return True
 
     def _greet(self, who: Life) -> None:
-        """Tells another party who we are; the answer tells us who it is."""
+        """Sends another party who we are; its answer says who it is."""
         self._send(self.hello_to(who))
 
     def _welcome(self, hello: msg.Hello) -> None:
@@ -462,7 +462,7 @@ def _first(item: tuple[str, object]) -> str:
 
 
 def _identity(greeting: msg.Hello | msg.Welcome) -> Identity | None:
-    """Who says so; nobody we know of when the role is none."""
+    """The sender; `None` when its role is unknown."""
     try:
         role = Role(greeting.role)
     except ValueError:

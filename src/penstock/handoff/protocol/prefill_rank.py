@@ -4,7 +4,7 @@ Progress of layers and chunks, claims and stops come in any order. After each of
 writes whatever is allowed by now. It waits for no other rank (P1, P8).
 
 A target's landing area consists of berths, each for one part. A berth belongs to the writer until
-it writes; then to the target, until the target has verified and moved the part and says so. So
+it writes; then to the target, until the target has verified and moved the part and claims again. So
 the number of berths is the credit of this writer.
 
 Invariants:
@@ -69,7 +69,7 @@ class PrefillRank(Party):
         self.releases: dict[str, None] = {}
         """Releases that wait for a write to end."""
 
-    # The local world.
+    # Calls of the engine and the driver.
 
     def admit(
         self,
@@ -89,9 +89,9 @@ class PrefillRank(Party):
             token_count: of the whole prompt.
             layers: of this rank.
             now: the time.
-            scheduler: the incarnation of the scheduler that gives it; the one this rank knows
-                unless told. The work of a scheduler that started again may come before its
-                greeting: to name it ends whatever was under way for an earlier life (P16).
+            scheduler: the incarnation of the scheduler that gives it; by default the one this rank
+                knows. Work of a scheduler that started again may come before its greeting: to
+                name it ends what was under way for an earlier life (P16).
 
         Raises:
             ValueError: the prompt is known, or has no tokens or layers; or that life of the
@@ -222,7 +222,7 @@ class PrefillRank(Party):
             tuple(sorted(self.writes.items())),
         )
 
-    # What others say.
+    # Messages.
 
     def _on_message(self, message: msg.AnyMessage) -> None:
         match message:
@@ -362,7 +362,7 @@ class PrefillRank(Party):
         return dead or scheduler in known.buried
 
     def _serve(self, scheduler: int) -> None:
-        """Takes a life of the scheduler for the present one: our own engine says so (P16)."""
+        """Takes a life of the scheduler for the present one, as our own engine names it (P16)."""
         if self.life_of(self.scheduler).incarnation != scheduler:
             life = Life(self.scheduler, scheduler)
             self._meet(Identity(life, Role.PREFILL_SCHEDULER, self.identity.facts))
@@ -605,8 +605,7 @@ class PrefillRank(Party):
         """Nothing to do: a decode rank that does not fit claims nothing."""
 
     def _peer_silent(self, name: str) -> None:
-        # Nothing is written to it and nothing forgotten: its area is as it was, should it be
-        # heard again.
+        # Nothing is written to it and nothing forgotten: its area stays, in case it answers again.
         self._keep_noticing(name)
 
     def _peer_gone(self, name: str) -> None:

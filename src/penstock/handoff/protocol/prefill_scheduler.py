@@ -1,8 +1,8 @@
 """The prefill scheduler: sends the first token to decode, and waits for its ranks at the end.
 
 A decode engine's request and the prompt itself come in any order. The blocks of a prompt are
-kept until decode says that it needs nothing more, or the request is cancelled, or the lease is
-over: a decode engine that is never heard of again holds memory until then, and no longer.
+kept until decode sends `Close`, or the request is cancelled, or the lease is over: a decode engine
+that never answers again holds memory until then, and no longer.
 
 P2, P16: each handoff that was submitted ends with exactly one `HandoffEnded`, and only when no rank
 reads its blocks any more.
@@ -43,7 +43,7 @@ class Prefill(NamedTuple):
     epoch: int = 0
     """Of its latest claim."""
     lease_s: float = 0.0
-    """It is given up when decode was not heard of for so long."""
+    """It is given up when decode has not asked for it this long."""
     tokens: tuple[int, ...] = ()
     drafts: tuple[int, ...] = ()
     released: int = 0
@@ -88,7 +88,7 @@ class PrefillScheduler(Party):
         Args:
             handoff: its name, the same as on the decode side; never used before.
             now: the time.
-            lease_s: gives it up when decode has not asked for it for so long.
+            lease_s: gives it up when decode has not asked for it this long.
 
         Raises:
             ValueError: it is known, or is over.
@@ -145,7 +145,7 @@ class PrefillScheduler(Party):
         return self.effects
 
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
-        """The request is aborted or has failed; decode is told. Ends with `HandoffEnded`, like all.
+        """The request was aborted or has failed; decode gets `Gone`. Ends with `HandoffEnded`.
 
         Raises:
             ValueError: it was never submitted, or has ended.
@@ -173,7 +173,7 @@ class PrefillScheduler(Party):
     def _freeze(self) -> Frozen:
         return (tuple(sorted(self.prefills.items(), key=_name)),)
 
-    # What others say.
+    # Messages.
 
     def _on_message(self, message: msg.AnyMessage) -> None:
         is_rank = message.sender.name in self.ranks
@@ -263,7 +263,7 @@ class PrefillScheduler(Party):
     # The end.
 
     def _end(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
-        """The outcome is known: ranks stop reading, and decode hears of it unless it said so."""
+        """The outcome is known: ranks stop reading its blocks."""
         self._move(handoff, PrefillMove.END)
         self._disarm(("lease", handoff))
         gone = sum(1 << n for n, name in enumerate(self.ranks) if not self.is_open(name))
@@ -318,7 +318,7 @@ class PrefillScheduler(Party):
         )
 
     def _tell_finished(self, handoff: str) -> None:
-        """Tells decode the first token, once it is there and somebody asked."""
+        """Sends decode the first token, once it is there and was asked for."""
         prefill = self.prefills[handoff]
         if prefill.tokens and self.is_open(prefill.decode):
             self._send(

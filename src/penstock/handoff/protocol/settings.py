@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RESEND_GROWTH_MIN = 8
-"""A resend must be able to wait so many times longer than the first: peers may be slow."""
+"""A resend must be able to wait this many times longer than the first: peers may be slow."""
 
 
 def _check_fields(
@@ -42,13 +42,13 @@ class HandoffTimes:
     handoff_s: float = 60.0
     """Decode gives a handoff up after this, if it was submitted without a patience of its own."""
     lease_s: float = 120.0
-    """Prefill keeps a prompt's blocks so long after decode last asked for it."""
+    """Prefill keeps a prompt's blocks this long after decode last asked for it."""
     park_s: float = 60.0
     """A claim for a handoff that never came is forgotten after this."""
     ping_s: float = 1.0
-    """A peer that was silent for so long is asked whether it is there."""
+    """A peer that was silent this long gets a `Ping`."""
     suspect_s: float = 5.0
-    """A peer that was silent for so long is suspected."""
+    """A peer that was silent this long is suspected."""
 
     def __post_init__(self) -> None:
         _check_fields(self, as_seconds)
@@ -82,11 +82,11 @@ class HandoffBounds:
     retired_count_max: int = 3
     """Retired areas of one peer: one that falls silent again and again costs others nothing."""
     attempt_count_max: int = 3
-    """A part that was not intact is asked for again until it was written so often."""
+    """How often a part is written at most, when it was not intact."""
     poison_count_max: int = 2
-    """So many areas may fail under one handoff before it is given up."""
+    """Areas that may fail under one handoff before it is given up."""
     close_count_max: int = 8
-    """A `Close` without an answer is sent so often; the prefill side's lease does the rest."""
+    """How often a `Close` without an answer is sent; then the prefill side's lease ends."""
     handoff_count_max: int = 4096
     """Handoffs of one party at a time."""
     peer_count_max: int = 4096
@@ -94,7 +94,7 @@ class HandoffBounds:
     parked_count_max: int = 4096
     """Claims and questions for handoffs that have not come yet."""
     remembered_count: int = 4096
-    """Of so many handoffs that are over, their end is remembered."""
+    """Ended handoffs whose end is remembered."""
 
     def __post_init__(self) -> None:
         _check_fields(self, lambda name, value: as_int(name, value, 1))

@@ -39,7 +39,7 @@ class HandoffOutcome(Enum):
 
 
 class ReportStatus(Enum):
-    """What a decode rank tells its scheduler."""
+    """What a decode rank reports to its scheduler."""
 
     COMPLETE = "complete"
     """Every part is verified and in its slot."""
@@ -57,7 +57,7 @@ class DecodeState(Enum):
     ENDING = "ending"
     """The outcome is known, but a rank may still touch the slots."""
     CLOSING = "closing"
-    """The engine knows the outcome; ranks have to forget it and the prefill side to hear it."""
+    """The engine has the outcome; ranks have to forget it, the prefill side to confirm it."""
     OVER = "over"
     """Forgotten, but for its last epoch."""
 
@@ -87,7 +87,7 @@ class TargetState(Enum):
     DROPPING = "dropping"
     """Dropped, but the rank's own mover still moves a part."""
     STOPPING = "stopping"
-    """Nothing touches the slots; a source has not said yet that it stopped."""
+    """Nothing touches the slots; a source has not confirmed yet that it stopped."""
     OVER = "over"
     """Forgotten, but for its name."""
 

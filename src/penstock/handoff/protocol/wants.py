@@ -1,7 +1,7 @@
 """The values that a prefill rank keeps: prompts, what decode ranks want of them, and its writes.
 
-Watermarks say how far the computation is; sets say which parts were written and which the target
-has. Neither ever goes back, except by a new epoch or a new area.
+Watermarks record how far the computation is; sets record which parts were written and which the
+target has. Neither ever goes back, except by a new epoch or a new area.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
         return range(self.layer_first, self.layer_first + len(self.watermarks))
 
     def raised(self, tokens: int, layers: range) -> Prompt:
-        """The prompt after so many tokens are ready in these layers."""
+        """The prompt after `tokens` tokens are ready in these layers."""
         marks = self.watermarks
         first, end = layers.start - self.layer_first, layers.stop - self.layer_first
         middle = (max(mark, tokens) for mark in marks[first:end])
