@@ -90,9 +90,10 @@ def true_signatures() -> dict[str, str]:
 
 
 def public_functions(owner: type) -> Iterator[tuple[str, object]]:
+    described = [base for base in COMMON if base in owner.__mro__ and base is not owner]
     for each in owner.__mro__:
         # What several classes have in common is described once.
-        shared = each in COMMON and each is not owner
+        shared = any(issubclass(base, each) for base in described)
         if each.__module__.split(".")[0] != "penstock" or shared:
             continue
         for name, member in vars(each).items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from penstock.handoff.driver.lines import Heard, ZmqLines
+from penstock.handoff.driver.lines import LineFrame, ZmqLines
 from penstock.testing.channel_suite import soon
 from penstock.transport.waiting import wait_any
 from penstock.transport.zeromq import IPC, Listener, dial
@@ -39,7 +39,7 @@ def dialling(stack: ExitStack, address: str, name: str = "rank") -> ZmqLines:
     return stack.enter_context(closing(ZmqLines(name, dials={"scheduler": address})))
 
 
-def until(done: Callable[[], bool], *parties: ZmqLines) -> list[Heard]:
+def until(done: Callable[[], bool], *parties: ZmqLines) -> list[LineFrame]:
     """What parties hear until something is so."""
     deadline, heard = soon(), []
     while not done():
@@ -64,7 +64,7 @@ def test_a_line_is_open_for_both_and_carries_frames_both_ways(stack: ExitStack) 
 
     until(both_open, near, far)
     sent = near.send("rank", b"down"), far.send("scheduler", b"up")
-    found: list[Heard] = []
+    found: list[LineFrame] = []
 
     def both_heard() -> bool:
         found.extend([*near.receive(), *far.receive()])
@@ -73,7 +73,7 @@ def test_a_line_is_open_for_both_and_carries_frames_both_ways(stack: ExitStack) 
     until(both_heard)
 
     assert sent == (True, True)
-    assert sorted(found) == [Heard("rank", b"up"), Heard("scheduler", b"down")]
+    assert sorted(found) == [LineFrame("rank", b"up"), LineFrame("scheduler", b"down")]
     assert not near.send("nobody", b"lost")
 
 

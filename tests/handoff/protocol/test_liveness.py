@@ -14,7 +14,7 @@ def test_a_peer_that_is_heard_is_neither_asked_nor_suspected() -> None:
 
     verdicts = []
     for tick in range(1, 10):
-        liveness.heard("p0", tick * 0.9)
+        liveness.record_message("p0", tick * 0.9)
         verdicts.append(liveness.handle_timer(tick * 0.9 + 0.5))
 
     assert set(verdicts) == {SilentPeers((), ())}
@@ -26,7 +26,7 @@ def test_p20_a_silent_peer_is_asked_and_then_suspected_once() -> None:
 
     story = []
     for tick in range(1, 6):
-        liveness.heard("p1", float(tick))
+        liveness.record_message("p1", float(tick))
         story.append(liveness.handle_timer(float(tick)))
 
     assert story == [
@@ -43,7 +43,7 @@ def test_a_suspected_peer_that_is_heard_can_be_suspected_again() -> None:
     liveness.watch(["p0"], 0.0)
     assert liveness.handle_timer(3.0).suspect == ("p0",)
 
-    liveness.heard("p0", 4.0)
+    liveness.record_message("p0", 4.0)
 
     assert liveness.handle_timer(6.9).suspect == ()
     assert liveness.handle_timer(7.0).suspect == ("p0",)
@@ -67,6 +67,6 @@ def test_peers_that_do_not_matter_are_forgotten() -> None:
     liveness.watch(["p0", "p1"], 0.0)
 
     liveness.watch(["p1"], 1.0)
-    liveness.heard("p0", 1.0)
+    liveness.record_message("p0", 1.0)
 
     assert liveness.handle_timer(3.0) == SilentPeers(("p1",), ("p1",))

@@ -101,7 +101,7 @@ def test_p5_a_peer_of_another_version_fails_the_handoff_with_both(make_world: ty
     world = strangers(make_world)
     world.submit_decode()
 
-    world.do("D", lambda d: d.misunderstand("P", 0.0, version=9))
+    world.do("D", lambda d: d.refuse_version("P", 0.0, version=9))
     world.wire = [m for m in world.wire if m.target.name != "P"]
     world.run()
 

@@ -187,17 +187,17 @@ class PartScatter:
         cells = self._form.cell_count
         if len(sums) != len(keys) * cells * 8:
             return False
-        told = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
+        given = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
         if self._packing is not None:
             seeds = seeds_of(tuple(keys))
-            return self._packing.put_away(memory, seeds, told, slots) is None
+            return self._packing.put_away(memory, seeds, given, slots) is None
         step, targets = self._step * self._source_ratio, self._step * self._target_ratio
         for first in range(0, len(keys), step):
             some = keys[first : first + step]
             piece = self._scratch.room(len(some) * size)
             piece[:] = memory[first * size : (first + len(some)) * size]
             found = span.sum_blocks(piece.reshape(len(some), size), some, self._algorithm)
-            if not np.array_equal(found, told[first : first + len(some)]):
+            if not np.array_equal(found, given[first : first + len(some)]):
                 return False
             at = first // self._source_ratio * self._target_ratio
             self._put_away(piece, len(some), slots[at : at + targets])
@@ -242,7 +242,6 @@ class ArrayReader:
         keys: Sequence[bytes],
         memory: NDArray[np.uint8],
     ) -> bytes | None:
-        """Packs blocks into `memory`; see `PartReader`."""
         gather = self._gathers.get(form)
         if gather is None:
             gather = PartGather(form, self._tier, self._algorithm, scratch=self._scratch)
@@ -251,11 +250,9 @@ class ArrayReader:
 
     @property
     def has_room(self) -> bool:
-        """Always: nothing stays under way."""
         return True
 
     def ended(self) -> list[tuple[WriteId, bytes]]:
-        """Nothing stays under way."""
         return []
 
     def forget(self, write: WriteId) -> None:
@@ -263,7 +260,6 @@ class ArrayReader:
 
     @property
     def busy(self) -> bool:
-        """Nothing stays under way."""
         return False
 
 
@@ -286,7 +282,6 @@ class ArrayTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
-        """Verifies and puts away; see `PartTaker`."""
         scatter = self._scatters.get(form)
         if scatter is None:
             scatter = PartScatter(route, form, self._tier, self._algorithm, scratch=self._scratch)
@@ -295,16 +290,13 @@ class ArrayTaker:
 
     @property
     def has_room(self) -> bool:
-        """Always: nothing stays under way."""
         return True
 
     def ended(self) -> list[tuple[Take, bool]]:
-        """Nothing stays under way."""
         return []
 
     @property
     def busy(self) -> bool:
-        """Nothing stays under way."""
         return False
 
 

@@ -156,7 +156,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         elif message.sender != peer or message.generation != generation:
             self._refuse("notice", peer.name, f"of {message.sender}, area {message.generation}")
         else:
-            self._liveness.heard(peer.name, now)
+            self._liveness.record_message(peer.name, now)
             self._carry_out(self.machine.receive(message, now))
 
     def _begin(self, take: Take) -> int:
@@ -213,7 +213,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             and self._clock() < kept.since + CLAIM_S
         )
 
-    def _say_claims(self) -> None:
+    def _send_claims(self) -> None:
         while self._unopened:
             peer, generation, why = self._unopened.popleft()
             area = self.machine.areas.get(peer.name)
@@ -230,7 +230,7 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             for at, claim in self._claims.items()
             if (claim.target, claim.generation) in self._areas
         }
-        super()._say_claims()
+        super()._send_claims()
         if self._kept_back:
             waiting = {name for name, _ in self._held}
             self._kept_back = {n: kept for n, kept in self._kept_back.items() if n in waiting}

@@ -102,7 +102,6 @@ class DeviceReader:
         keys: Sequence[bytes],
         memory: Window,
     ) -> bytes | None:
-        """Begins to pack blocks into a berth; see `PartReader`."""
         if form.packed is None:
             return b""
         kernels = self._kernels_of(form)
@@ -123,11 +122,9 @@ class DeviceReader:
 
     @property
     def has_room(self) -> bool:
-        """Whether a part can be submitted."""
         return self._device.has_room
 
     def ended(self) -> list[tuple[WriteId, bytes]]:
-        """The parts that are in their berths, with their sums; see `PartReader`."""
         found = []
         while self._reading and self._reading[0].batch.manifest.ended.reached:
             write, shape, batch = self._reading.popleft()
@@ -153,11 +150,9 @@ class DeviceReader:
 
     @property
     def busy(self) -> bool:
-        """Whether a part is under way."""
         return bool(self._reading)
 
     def close(self) -> None:
-        """Waits for what is under way, and gives everything back; see `Device.close`."""
         self._device.close()
 
     def _kernels_of(self, form: PartForm) -> Kernels:
@@ -205,7 +200,6 @@ class DeviceTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
-        """Begins to put a part away, and to verify it on the way; see `PartTaker`."""
         if form.packed is None:
             return not take.sums
         if len(take.sums) != len(keys) * form.cell_count * SUM_BYTES:
@@ -244,11 +238,9 @@ class DeviceTaker:
 
     @property
     def has_room(self) -> bool:
-        """Whether a part can be submitted."""
         return self._device.has_room
 
     def ended(self) -> list[tuple[Take, bool]]:
-        """The parts whose verdict is known; see `PartTaker`."""
         found = []
         while self._taking and self._taking[0].batch.manifest.ended.reached:
             taking = self._taking[0]
@@ -268,11 +260,9 @@ class DeviceTaker:
 
     @property
     def busy(self) -> bool:
-        """Whether a part is under way."""
         return bool(self._taking)
 
     def close(self) -> None:
-        """Waits for what is under way, and gives everything back; see `Device.close`."""
         self._device.close()
 
     def _kernels_of(self, form: PartForm, *, whole: bool) -> Kernels:

@@ -43,7 +43,7 @@ FRAMES_A_LINE = 64
 """Frames that are taken from one line before the others have their turn."""
 
 
-class Heard(NamedTuple):
+class LineFrame(NamedTuple):
     """A frame, and whose line it came over."""
 
     name: str
@@ -57,7 +57,7 @@ class Lines(Protocol):
         """Hands a frame over; `False` if there is no line, or no room on it: it is lost."""
         ...
 
-    def receive(self) -> list[Heard]:
+    def receive(self) -> list[LineFrame]:
         """What has come, a bounded number of frames of each line; never waits."""
         ...
 
@@ -141,7 +141,7 @@ class ZmqLines:
             Listener(name, listen, secret=secret, settings=settings) if listen else None
         )
         self._channels: dict[str, ZmqChannel] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """To whom the line is known to be open."""
         self._opened: list[str] = []
         self._causes: dict[str, tuple[str, str]] = {}
@@ -158,7 +158,6 @@ class ZmqLines:
         return "" if self._listener is None else self._listener.address
 
     def send(self, name: str, frame: bytes) -> bool:
-        """Hands a frame over; see `Lines`."""
         channel = self._channels.get(name)
         if channel is None or not channel.is_open:
             return False
@@ -169,11 +168,10 @@ class ZmqLines:
             return False
         return True
 
-    def receive(self) -> list[Heard]:
-        """What has come; see `Lines`."""
+    def receive(self) -> list[LineFrame]:
         self._accept()
         self._redial()
-        found: list[Heard] = []
+        found: list[LineFrame] = []
         silent = self._silent()
         for name, channel in list(self._channels.items()):
             if name not in silent:
@@ -181,7 +179,6 @@ class ZmqLines:
         return found
 
     def opened(self) -> list[str]:
-        """To whom a line was opened; see `Lines`."""
         found, self._opened = self._opened, []
         return found
 
@@ -189,7 +186,7 @@ class ZmqLines:
     def waitables(self) -> Sequence[Waitable]:
         """The listener, and the channels that were used since they were found empty."""
         channels: list[Waitable] = [
-            channel if name in self._told else _Unopened(channel)
+            channel if name in self._reported else _Unopened(channel)
             for name, channel in self._channels.items()
             if name not in self._quiet
         ]
@@ -206,7 +203,6 @@ class ZmqLines:
         return min((*self._redial_at.values(), *(at for at in alarms if at)), default=None)
 
     def close(self) -> None:
-        """Ends all lines; see `Lines`."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -215,29 +211,29 @@ class ZmqLines:
         if self._listener is not None:
             self._listener.close()
 
-    def _receive_from(self, name: str, channel: ZmqChannel, found: list[Heard]) -> None:
+    def _receive_from(self, name: str, channel: ZmqChannel, found: list[LineFrame]) -> None:
         for _ in range(FRAMES_A_LINE):
             answer = channel.receive()
-            if channel.was_open and name not in self._told:
+            if channel.was_open and name not in self._reported:
                 if name in self._dials and channel.name != name:
                     self.refused["answered under another name"] += 1
                     self._lose(name)
                     return
-                self._told.add(name)
+                self._reported.add(name)
                 self._opened.append(name)
                 self._causes.pop(name, None)
             match answer:
                 case ReceivedFrame(frame):
-                    found.append(Heard(name, frame))
+                    found.append(LineFrame(name, frame))
                 case Empty():
                     self._quiet[name] = channel.descriptor
                     return
                 case ended:
-                    self._tell(name, ended, opened=channel.was_open)
+                    self._log_end(name, ended, opened=channel.was_open)
                     self._lose(name)
                     return
 
-    def _tell(self, name: str, ended: ChannelClosed | ChannelFailed, *, opened: bool) -> None:
+    def _log_end(self, name: str, ended: ChannelClosed | ChannelFailed, *, opened: bool) -> None:
         """Why a line ended, or was not opened: the next try looks the same from outside."""
         why = ended.cause if isinstance(ended, ChannelFailed) else "closed there"
         what = "line lost" if opened else "no line"
@@ -279,7 +275,7 @@ class ZmqLines:
             self._redial_at[name] = time.monotonic() + REDIAL_S
 
     def _drop(self, name: str) -> None:
-        self._told.discard(name)
+        self._reported.discard(name)
         self._quiet.pop(name, None)
         channel = self._channels.pop(name, None)
         if channel is not None:
@@ -370,7 +366,6 @@ class InprocLines:
         self._opened.append(peer)
 
     def send(self, name: str, frame: bytes) -> bool:
-        """Hands a frame over; see `Lines`."""
         channel = self._channels.get(name)
         try:
             if channel is not None:
@@ -379,14 +374,13 @@ class InprocLines:
             return False
         return channel is not None
 
-    def receive(self) -> list[Heard]:
-        """What has come; see `Lines`."""
-        found: list[Heard] = []
+    def receive(self) -> list[LineFrame]:
+        found: list[LineFrame] = []
         for name, channel in list(self._channels.items()):
             for _ in range(FRAMES_A_LINE):
                 match channel.receive():
                     case ReceivedFrame(frame):
-                        found.append(Heard(name, frame))
+                        found.append(LineFrame(name, frame))
                     case Empty():
                         break
                     case _:
@@ -395,13 +389,11 @@ class InprocLines:
         return found
 
     def opened(self) -> list[str]:
-        """To whom a line was opened; see `Lines`."""
         found, self._opened = self._opened, []
         return found
 
     @property
     def waitables(self) -> Sequence[Waitable]:
-        """The channels."""
         return list(self._channels.values())
 
     @property
@@ -414,7 +406,6 @@ class InprocLines:
         return None
 
     def close(self) -> None:
-        """Ends all lines."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

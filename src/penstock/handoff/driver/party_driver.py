@@ -83,7 +83,7 @@ class PartyDriver(Generic[MachineT]):
         if due is not None and due <= now:
             self._carry_out(self.machine.handle_timer(now))
         self._keep_watch(now)
-        self._say_claims()
+        self._send_claims()
         return self.take_ended()
 
     def take_ended(self) -> list[HandoffEnded]:
@@ -178,7 +178,7 @@ class PartyDriver(Generic[MachineT]):
             envelope = unseal(frame)
         except FrameVersionError as error:
             self._refuse("version", name, str(error))
-            self._carry_out(self.machine.misunderstand(name, now, version=error.theirs))
+            self._carry_out(self.machine.refuse_version(name, now, version=error.theirs))
             return
         except PeerError as error:
             self._refuse("garbage", name, str(error))
@@ -188,7 +188,7 @@ class PartyDriver(Generic[MachineT]):
             self._refuse("in another's name", name, str(message.sender))
             return
         if message.sender == self.machine.life_of(name):
-            self._liveness.heard(name, now)
+            self._liveness.record_message(name, now)
         if self._admits(message, envelope.attachment):
             self._carry_out(self.machine.receive(message, now))
 
@@ -228,7 +228,7 @@ class PartyDriver(Generic[MachineT]):
                 case _:
                     self._act(effect)
 
-    def _say_claims(self) -> None:
+    def _send_claims(self) -> None:
         claims, self._claims = {**self._held, **self._claims}, {}
         urgent = {at[0] for at, claim in claims.items() if not self._can_wait(claim)}
         self._held = {at: claim for at, claim in claims.items() if at[0] not in urgent}

@@ -2,11 +2,10 @@
 
     progress ─→ machine ─→ Write ─→ packed into the berth, summed ─→ notice ─→ observed
 
-Each target has a way of its own: a link into its landing area, a queue of parts, the writes that
-have not ended. In a step, ways take turns, so that a target which takes nothing holds up no
-other.
+For the landing area of each target there is a link, a queue of parts and the writes that have not
+ended. In a step, areas take turns, so that a target which takes nothing holds up no other.
 
-The one rule: a write is begun only on the way to the very area that it was meant for; one whose
+The one rule: a write is begun only in the very area that it was meant for; one whose
 area was left ends as failed, and nothing of it is moved after its link was closed. Once `_abandon`
 returns, the blocks of that write are not read any more.
 """
@@ -64,8 +63,8 @@ class _PromptBlocks(NamedTuple):
     keys: tuple[bytes, ...]
 
 
-class _Way:
-    """The way to one landing area."""
+class _TargetArea:
+    """The landing area of one target: its link, and the writes into it."""
 
     def __init__(self, target: Life, claim: msg.Claim, link: WriterLink) -> None:
         self.target = target
@@ -78,7 +77,7 @@ class _Way:
         self.stuck = False
         """It is not connected yet, or takes no notices at the moment."""
 
-    def leads_to(self, write: WriteId) -> bool:
+    def holds(self, write: WriteId) -> bool:
         return self.target == write.target and self.generation == write.generation
 
 
@@ -122,11 +121,11 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         self._progress = progress
         self._budget_bytes = budget_bytes
         self._prompts: dict[str, _PromptBlocks] = {}
-        self._ways: dict[str, _Way] = {}
-        self._left: list[_Way] = []
-        """Ways to areas that their targets have left."""
-        self._homeless: list[Write] = []
-        """Writes to areas that there is no way to."""
+        self._areas: dict[str, _TargetArea] = {}
+        self._left: list[_TargetArea] = []
+        """Areas that their targets have left."""
+        self._unplaced: list[Write] = []
+        """Writes into areas that this rank is not connected to."""
         self._dropped: list[WriteId] = []
         """Writes that were abandoned before their bytes were read."""
 
@@ -201,16 +200,16 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def has_work(self) -> bool:
         """Whether the next step has something to do."""
         moving = self._reader.has_room and any(
-            (way.queue or way.posted) and not way.stuck for way in self._ways.values()
+            (area.queue or area.posted) and not area.stuck for area in self._areas.values()
         )
-        return super().has_work or moving or bool(self._left or self._homeless or self._dropped)
+        return super().has_work or moving or bool(self._left or self._unplaced or self._dropped)
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
         due = super().next_deadline()
         if self._reader.busy:
             soon = self._clock() + READING_S
-        elif any(way.stuck and way.posted for way in self._ways.values()):
+        elif any(area.stuck and area.posted for area in self._areas.values()):
             soon = self._clock() + FULL_S
         else:
             return due
@@ -218,11 +217,11 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def close(self) -> None:
         """Ends lines and links: nothing is written after this returns."""
-        for way in (*self._ways.values(), *self._left):
-            for write in way.reading:
+        for area in (*self._areas.values(), *self._left):
+            for write in area.reading:
                 self._reader.forget(write)
-            way.link.close()
-        self._ways.clear()
+            area.link.close()
+        self._areas.clear()
         self._left.clear()
         super().close()
 
@@ -242,50 +241,50 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         for write, sums in self._reader.ended():
             self._packed(write, sums)
         while left_bytes > 0:
-            moved = sum(self._advance(way) for way in list(self._ways.values()))
+            moved = sum(self._advance(area) for area in list(self._areas.values()))
             self._leave()
             if not moved:
                 return
             left_bytes -= moved
 
-    def _advance(self, way: _Way) -> int:
-        """Begins one part of a way, and observes those before; about how many bytes it moved."""
+    def _advance(self, area: _TargetArea) -> int:
+        """Begins one part in an area, and observes those before; about how many bytes it moved."""
         moved = 0
-        if way.queue and self._reader.has_room:
-            moved = self._begin(way)
-        if not way.posted:
+        if area.queue and self._reader.has_room:
+            moved = self._begin(area)
+        if not area.posted:
             return moved
-        ends, _ = way.link.observe(budget_bytes=self._budget_bytes)
-        way.stuck = not ends
+        ends, _ = area.link.observe(budget_bytes=self._budget_bytes)
+        area.stuck = not ends
         for end in ends:
-            self._end(way, end)
+            self._end(area, end)
         return moved + len(ends)
 
-    def _begin(self, way: _Way) -> int:
-        write = way.queue[0]
+    def _begin(self, area: _TargetArea) -> int:
+        write = area.queue[0]
         name, prompt = write.write, self._prompts[write.write.handoff]
         route = self._directory.route(self.life.name, name.target.name)
         assert route is not None, "claims without a route are refused"
         place = route.place(write.grid, name.part, prompt.token_count)
         try:
-            window = way.link.window(name.berth * way.berth_bytes, place.size)
+            window = area.link.window(name.berth * area.berth_bytes, place.size)
         except UnavailableError:
-            way.queue.popleft()
+            area.queue.popleft()
             self._fail(name)
             return 1
-        way.stuck = window is None
+        area.stuck = window is None
         if window is None:
             return 0
-        way.queue.popleft()
+        area.queue.popleft()
         blocks = place.source_blocks
         slots = prompt.slots[blocks.start : blocks.stop]
         keys = prompt.keys[blocks.start : blocks.stop]
-        way.reading[name] = write
+        area.reading[name] = write
         try:
             sums = self._reader.read(name, place.form, slots, keys, window)
         except UnavailableError as error:  # Of a device that is lost, or cannot do it.
             self._refuse("reader", name.target.name, str(error))
-            del way.reading[name]
+            del area.reading[name]
             self._fail(name)
             return 1
         except Exception as error:  # noqa: BLE001 - see tests/test_tidy.py
@@ -300,18 +299,18 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _packed(self, name: WriteId, sums: bytes) -> None:
         """The bytes of a part are in its berth: its notice follows."""
-        way = self._ways[name.target.name]
-        write = way.reading.pop(name)
+        area = self._areas[name.target.name]
+        write = area.reading.pop(name)
         notice = seal(msgspec.structs.replace(write.notice, sums=sums))
         try:
-            number = way.link.post((), notice)
+            number = area.link.post((), notice)
         except (UnavailableError, CapacityError):
             self._fail(name)
         else:
-            way.posted[number] = (name, sums)
+            area.posted[number] = (name, sums)
 
-    def _end(self, way: _Way, end: WriteEnd) -> None:
-        name, sums = way.posted.pop(end.number)
+    def _end(self, area: _TargetArea, end: WriteEnd) -> None:
+        name, sums = area.posted.pop(end.number)
         if isinstance(end, WriteDone):
             self.parts_moved += 1
             self._carry_out(self.machine.write_done(name, self._clock(), sums=sums))
@@ -321,16 +320,16 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _fail(self, name: WriteId) -> None:
         self._carry_out(self.machine.write_failed(name, self._clock()))
 
-    # Ways.
+    # Landing areas.
 
     def _act(self, effect: AnyEffect) -> None:
         match effect:
             case Write(write=write):
-                way = self._ways.get(write.target.name)
-                if way is not None and way.leads_to(write):
-                    way.queue.append(effect)
+                area = self._areas.get(write.target.name)
+                if area is not None and area.holds(write):
+                    area.queue.append(effect)
                 else:
-                    self._homeless.append(effect)
+                    self._unplaced.append(effect)
             case AbandonWrite(write=write):
                 self._abandon(write)
             case _:
@@ -339,17 +338,17 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _abandon(self, write: WriteId) -> None:
         """Reads nothing more for a write; one that is packed goes on.
 
-        One on a way that was left fails in this very step, and is not read either.
+        One in an area that was left fails in this very step, and is not read either.
         """
-        way = self._ways.get(write.target.name)
-        if way is None:
+        area = self._areas.get(write.target.name)
+        if area is None:
             return
-        if write in way.reading:
+        if write in area.reading:
             self._reader.forget(write)
-            del way.reading[write]
+            del area.reading[write]
             self._dropped.append(write)
-        elif any(each.write == write for each in way.queue):
-            way.queue = deque(each for each in way.queue if each.write != write)
+        elif any(each.write == write for each in area.queue):
+            area.queue = deque(each for each in area.queue if each.write != write)
             self._dropped.append(write)
 
     def _admits(self, message: msg.AnyMessage, attachment: bytes) -> bool:
@@ -372,8 +371,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _enter(self, claim: msg.Claim, description: bytes) -> bool:
         """Connects to the area that a claim names, if that is a new one."""
         name = claim.sender.name
-        way = self._ways.get(name)
-        if way is not None and way.target == claim.sender and claim.generation <= way.generation:
+        area = self._areas.get(name)
+        if area is not None and area.target == claim.sender and claim.generation <= area.generation:
             return True
         try:
             link = self._connect(description)
@@ -386,24 +385,24 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             link.close()
             self._refuse("area", name, str(error))
             return False
-        if way is not None:
-            self._left.append(way)
-        self._ways[name] = _Way(claim.sender, claim, link)
+        if area is not None:
+            self._left.append(area)
+        self._areas[name] = _TargetArea(claim.sender, claim, link)
         return True
 
     def _leave(self) -> None:
-        """Ends the ways to areas that were left, and the writes that were on them."""
+        """Closes the areas that their targets left, and fails the writes into them."""
         while self._dropped:
             self._carry_out(self.machine.write_dropped(self._dropped.pop(), self._clock()))
-        while self._left or self._homeless:
-            ways, self._left = self._left, []
-            writes, self._homeless = [each.write for each in self._homeless], []
-            for way in ways:
-                for name in way.reading:
+        while self._left or self._unplaced:
+            areas, self._left = self._left, []
+            writes, self._unplaced = [each.write for each in self._unplaced], []
+            for area in areas:
+                for name in area.reading:
                     self._reader.forget(name)
-                way.link.close()
-                writes += [*way.reading, *(each.write for each in way.queue)]
-                writes += [name for name, _ in way.posted.values()]
+                area.link.close()
+                writes += [*area.reading, *(each.write for each in area.queue)]
+                writes += [name for name, _ in area.posted.values()]
             for name in writes:
                 self._fail(name)
 
@@ -411,14 +410,14 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """Forgets prompts that were released and are not read any more."""
         if len(self._prompts) == len(self.machine.prompts):
             return
-        read = {each.write.handoff for way in self._ways.values() for each in way.queue}
+        read = {each.write.handoff for area in self._areas.values() for each in area.queue}
         for handoff in [*self._prompts]:
             if handoff not in self.machine.prompts and handoff not in read:
                 del self._prompts[handoff]
 
     def _descriptors(self) -> Sequence[int]:
         """Links that wait for their memory."""
-        links = (way.link for way in self._ways.values() if way.stuck)
+        links = (area.link for area in self._areas.values() if area.stuck)
         return [link.descriptor for link in links if link.descriptor is not None]
 
 

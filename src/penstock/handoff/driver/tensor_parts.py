@@ -182,7 +182,6 @@ class TensorReader:
         keys: Sequence[bytes],
         memory: NDArray[np.uint8],
     ) -> bytes | None:
-        """Begins to pack blocks; see `PartReader`."""
         if form.packed is None:
             return b""
         pairs = self._pairs.get(form)
@@ -204,11 +203,9 @@ class TensorReader:
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer is free."""
         return bool(self._staging.free)
 
     def ended(self) -> list[tuple[WriteId, bytes]]:
-        """Puts what has arrived on the host into its window; see `PartReader`."""
         found = []
         while self._reading and self._reading[0].buffer.event.reached:
             write, form, keys, memory, buffer = self._reading.popleft()
@@ -229,7 +226,6 @@ class TensorReader:
 
     @property
     def busy(self) -> bool:
-        """Whether a part is under way."""
         return bool(self._reading)
 
 
@@ -260,7 +256,6 @@ class TensorTaker:
         keys: Sequence[bytes],
         slots: Sequence[int],
     ) -> bool | None:
-        """Verifies a copy of a part, and begins to put it away; see `PartTaker`."""
         if form.packed is None:
             return not take.sums
         staging = self._staging
@@ -283,11 +278,9 @@ class TensorTaker:
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer is free."""
         return bool(self._staging.free)
 
     def ended(self) -> list[tuple[Take, bool]]:
-        """The parts that are in their slots; see `PartTaker`."""
         found = []
         while self._taking and self._taking[0][1].event.reached:
             take, buffer = self._taking.popleft()
@@ -297,7 +290,6 @@ class TensorTaker:
 
     @property
     def busy(self) -> bool:
-        """Whether a part is under way."""
         return bool(self._taking)
 
 

@@ -243,7 +243,7 @@ class DecodeRank(Party):
     def _on_expect(self, expect: msg.Expect) -> None:
         key = (expect.handoff, expect.epoch)
         if key in self.collections:
-            self._tell_again(key)
+            self._repeat_report(key)
         elif expect.epoch <= self._dropped_epoch(expect.handoff):
             # Its own drop overtook it, and the report of that may be lost.
             self._report(key, ReportStatus.DROPPED)
@@ -611,7 +611,7 @@ class DecodeRank(Party):
         else:
             self._disarm(_resend(key))
 
-    def _tell_again(self, key: Key) -> None:
+    def _repeat_report(self, key: Key) -> None:
         """Repeats the last report: the scheduler asked again."""
         collection = self.collections[key]
         match collection.state:

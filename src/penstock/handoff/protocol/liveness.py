@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Pulse(NamedTuple):
     """When a peer last sent something, and was last asked."""
 
-    heard: float
-    asked: float
+    last_message: float
+    last_ping: float
     suspected: bool = False
 
 
@@ -47,7 +47,7 @@ class Liveness:
         before = self.pulses
         self.pulses = {name: before.get(name, Pulse(now, now)) for name in names}
 
-    def heard(self, name: str, now: float) -> None:
+    def record_message(self, name: str, now: float) -> None:
         """A message from a peer came."""
         if name in self.pulses:
             self.pulses[name] = Pulse(now, now)
@@ -58,15 +58,15 @@ class Liveness:
         suspect = tuple(
             name
             for name, pulse in self.pulses.items()
-            if not pulse.suspected and now - pulse.heard >= times.suspect_s
+            if not pulse.suspected and now - pulse.last_message >= times.suspect_s
         )
         ask = tuple(
-            name for name, pulse in self.pulses.items() if now - pulse.asked >= times.ping_s
+            name for name, pulse in self.pulses.items() if now - pulse.last_ping >= times.ping_s
         )
         for name in suspect:
             self.pulses[name] = self.pulses[name]._replace(suspected=True)
         for name in ask:
-            self.pulses[name] = self.pulses[name]._replace(asked=now)
+            self.pulses[name] = self.pulses[name]._replace(last_ping=now)
         return SilentPeers(ask, suspect)
 
     def next_deadline(self) -> float | None:
@@ -74,9 +74,9 @@ class Liveness:
         times = self.times
         return min(
             (
-                pulse.asked + times.ping_s
+                pulse.last_ping + times.ping_s
                 if pulse.suspected
-                else min(pulse.asked + times.ping_s, pulse.heard + times.suspect_s)
+                else min(pulse.last_ping + times.ping_s, pulse.last_message + times.suspect_s)
                 for pulse in self.pulses.values()
             ),
             default=None,

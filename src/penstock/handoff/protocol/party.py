@@ -175,7 +175,7 @@ class Party(ABC):
                 self._peer_silent(name)
         return self.effects
 
-    def misunderstand(self, name: str, now: float, *, version: int) -> list[AnyEffect]:
+    def refuse_version(self, name: str, now: float, *, version: int) -> list[AnyEffect]:
         """A party speaks another version of the protocol: what needs it fails, at once (P5).
 
         A life that is open speaks ours, so that one such frame of it is nothing but garbage.

@@ -174,7 +174,7 @@ class PrefillRank(Party):
         lane = self.lanes.get(write.target.name)
         if lane is not None and lane.holds(write):
             self.lanes[write.target.name] = lane._replace(poisoned=True)
-            self._tell_poisoned(write.target.name)
+            self._send_poisoned(write.target.name)
         self._after_end(write)
         return self.effects
 
@@ -255,7 +255,7 @@ class PrefillRank(Party):
         if self._is_wanted(claim):
             self._want(claim, have, spoiled)
         if self.lanes[target].poisoned:
-            self._tell_poisoned(target)
+            self._send_poisoned(target)
         self._pump(target)
         self._keep_noticing(target)
 
@@ -575,10 +575,10 @@ class PrefillRank(Party):
             self._send(self._notice(write, self.writes[write].sums))
         lane = self.lanes.get(target)
         if lane is not None and lane.poisoned:
-            self._tell_poisoned(target)
+            self._send_poisoned(target)
         self._keep_noticing(target)
 
-    def _tell_poisoned(self, target: str) -> None:
+    def _send_poisoned(self, target: str) -> None:
         lane = self.lanes[target]
         self._send(msg.Poisoned(sender=self.life, target=lane.target, generation=lane.generation))
 

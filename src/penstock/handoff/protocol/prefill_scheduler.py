@@ -141,7 +141,7 @@ class PrefillScheduler(Party):
         if prefill is not None and prefill.state is PrefillState.COMPUTING:
             self._move(handoff, PrefillMove.FIRST_TOKEN)
             self.prefills[handoff] = self.prefills[handoff]._replace(tokens=tokens, drafts=drafts)
-            self._tell_finished(handoff)
+            self._send_finished(handoff)
         return self.effects
 
     def cancel(self, handoff: str, now: float, *, why: str = "cancelled") -> list[AnyEffect]:
@@ -155,7 +155,7 @@ class PrefillScheduler(Party):
             raise ValueError(f"handoff is {handoff!r}, which was not submitted or has ended")
         self._start(now)
         if prefill.state is not PrefillState.RELEASING:
-            self._tell_and_end(handoff, HandoffOutcome.CANCELLED, why)
+            self._send_gone_and_end(handoff, HandoffOutcome.CANCELLED, why)
         return self.effects
 
     def statistics(self) -> PrefillSchedulerStatistics:
@@ -191,17 +191,17 @@ class PrefillScheduler(Party):
         handoff, name = awaited.handoff, awaited.sender.name
         prefill = self.prefills.get(handoff)
         if (handoff,) in self.remembered:
-            self._tell_gone(awaited, self.remembered[handoff,][1])
+            self._send_gone(awaited, self.remembered[handoff,][1])
         elif prefill is None:
             self._park(handoff, Prefill(PrefillState.AWAITED, name, awaited.epoch))
         elif prefill.epoch > awaited.epoch or prefill.decode not in ("", name):
             self._refuse("from another epoch")
         elif prefill.outcome is not None:
-            self._tell_gone(awaited, prefill.why)
+            self._send_gone(awaited, prefill.why)
         else:
             self.prefills[handoff] = prefill._replace(decode=name, epoch=awaited.epoch)
             self._renew(handoff)
-            self._tell_finished(handoff)
+            self._send_finished(handoff)
 
     def _on_close(self, close: msg.Close) -> None:
         handoff = close.handoff
@@ -272,7 +272,7 @@ class PrefillScheduler(Party):
         self._let_ranks_release(handoff)
         self._released(handoff, 0)
 
-    def _tell_and_end(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
+    def _send_gone_and_end(self, handoff: str, outcome: HandoffOutcome, why: str) -> None:
         prefill = self.prefills[handoff]
         if self.is_open(prefill.decode):
             self._send(
@@ -317,7 +317,7 @@ class PrefillScheduler(Party):
             )
         )
 
-    def _tell_finished(self, handoff: str) -> None:
+    def _send_finished(self, handoff: str) -> None:
         """Sends decode the first token, once it is there and was asked for."""
         prefill = self.prefills[handoff]
         if prefill.tokens and self.is_open(prefill.decode):
@@ -332,7 +332,7 @@ class PrefillScheduler(Party):
                 )
             )
 
-    def _tell_gone(self, awaited: msg.Await, why: str) -> None:
+    def _send_gone(self, awaited: msg.Await, why: str) -> None:
         self._send(
             msg.Gone(
                 sender=self.life,
@@ -348,7 +348,7 @@ class PrefillScheduler(Party):
     def _on_timer(self, timer: TimerKey) -> None:
         match timer:
             case ("lease", handoff):
-                self._tell_and_end(handoff, HandoffOutcome.EXPIRED, "its lease is over")
+                self._send_gone_and_end(handoff, HandoffOutcome.EXPIRED, "its lease is over")
             case ("resend", handoff):
                 self._let_ranks_release(handoff)
             case ("park", handoff):
@@ -387,7 +387,7 @@ class PrefillScheduler(Party):
                 self._move(handoff, PrefillMove.FORGET)
                 del self.prefills[handoff]
             case PrefillState.COMPUTING | PrefillState.READY:
-                self._tell_and_end(handoff, HandoffOutcome.FAILED_OVER, why)
+                self._send_gone_and_end(handoff, HandoffOutcome.FAILED_OVER, why)
             case _:
                 pass
 
