@@ -108,6 +108,31 @@ def broad_excepts_of(name: str) -> Iterator[int]:
                 yield node.lineno
 
 
+def public_names_of(package: str) -> set[str]:
+    """What the `__init__` of a package says is public: `__all__`, its re-exports, or its docstring.
+
+    Names are relative to the package: `module`, `module.name`, or a name of `__init__` itself. The
+    docstring names them after "Public", up to the end of that paragraph or list.
+    """
+    module = ast.parse(text_of(f"{package}/__init__.py"))
+    names: set[str] = set()
+    for node in module.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names if alias.name == alias.asname}
+    stated = re.search(r"\bPublic\b.*?(\n\n(?!- )|\Z)", ast.get_docstring(module) or "", re.DOTALL)
+    if stated:
+        names |= {"Public", *re.findall(r"`(?!penstock\b)([\w.]+)`", stated[0])}
+    return names
+
+
+def packages() -> list[str]:
+    """Every package but `penstock` itself, which tests/test_exports.py looks at."""
+    found = [name.removesuffix("/__init__.py") for name in python_files("src/penstock/")]
+    return [name for name in found if (ROOT / name).is_dir() and name != "src/penstock"]
+
+
 def test_the_project_has_files_to_look_at() -> None:
     found = project_files()
 
@@ -185,3 +210,29 @@ def test_pages_that_should_be_short_are_short() -> None:
     long = {name: line_count(name) for name, limit in limits.items() if line_count(name) > limit}
 
     assert not long
+
+
+def test_every_package_says_what_is_public_of_it() -> None:
+    silent = [package for package in packages() if not public_names_of(package)]
+
+    assert packages()
+    assert not silent
+
+
+def test_what_a_package_says_is_public_exists() -> None:
+    missing = []
+    for package in packages():
+        init = ast.parse(text_of(f"{package}/__init__.py"))
+        own = " ".join(ast.unparse(node) for node in init.body[1:])
+        for name in public_names_of(package) - {"Public"}:
+            module, _, member = name.partition(".")
+            path = f"{package}/{module}.py"
+            if (ROOT / path).is_file():
+                defined = set(re.findall(r"^(?:class |def )?(\w+)", text_of(path), re.MULTILINE))
+                found = not member or member in defined
+            else:
+                found = (ROOT / package / module).is_dir() or re.search(rf"\b{module}\b", own)
+            if not found:
+                missing.append(f"{package}: {name}")
+
+    assert not missing

@@ -1,1 +1,4 @@
-"""Measurements, each beside the naive way, a peer, or the hardware's ceiling in the same run."""
+"""Measurements, each beside the naive way, a peer, or the hardware's ceiling in the same run.
+
+Public: nothing. `penstock bench` is the interface.
+"""

@@ -1,1 +1,4 @@
-"""The `penstock` command."""
+"""The `penstock` command.
+
+Public: nothing. docs/cli.md describes the commands.
+"""

@@ -1,1 +1,4 @@
-"""The OpenAI-compatible server and router in front of the engine."""
+"""The OpenAI-compatible server and router in front of the engine.
+
+Public: nothing. `penstock serve` is the interface.
+"""

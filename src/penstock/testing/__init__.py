@@ -17,7 +17,11 @@ of it on your class. The suites need pytest.
 | a control channel    | `ChannelSuite`                                                        |
 | a data transport     | `DataTransportSuite`                                                  |
 
-docs/conformance.md has an example for each. The modules behind these names are private.
+Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `LoadingMoverSuite`,
+`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`; what they take, `Ends`,
+`SuiteWriter`, `LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of layouts
+`tier_suite.draw_blocks`, `tier_suite.read_slots`, `tier_suite.write_slots` and
+`route_copying.RouteCopier`. docs/conformance.md has an example.
 
 The one rule: this file loads nothing. Processes that a suite starts are modules of this package,
 and need neither pytest nor NumPy before their work begins.

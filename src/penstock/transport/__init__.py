@@ -1,1 +1,10 @@
-"""How messages and remote writes travel, and what counts as a fence on each way."""
+"""How messages and remote writes travel, and what counts as a fence on each way.
+
+Public:
+
+- `base`: what a control channel does; `waiting`: how to wait for several
+- `zeromq`, `zmq_link.ChannelSettings`: channels between processes
+- `remote`: what a data transport does; `data`: which ones there are
+- `shared_memory.SharedTarget`, `shared_writer.connect_shared`: the data transport between processes
+- `private_folder`: where sockets of one user lie
+"""

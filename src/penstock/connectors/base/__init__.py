@@ -15,4 +15,7 @@
 An adapter opens a `WorkerConnector` in each worker and a `SchedulerConnector` over all of them, and
 translates the engine's calls into theirs. Requests and block pools are described by the protocols
 `EngineRequest` and `BlockPool`.
+
+Public: `scheduler.SchedulerConnector`, `worker.WorkerConnector` and the values that they
+take, in `engine`, `keys` and `statistics`.
 """

@@ -12,4 +12,7 @@
 | `progress`                                  | what a device has computed, by events           |
 
 The one rule: a step does bounded work and never waits; `wait` is one poll with a deadline.
+
+Engines use `penstock.handoff`. Public, for those who join the parts themselves: `directory`,
+`schedulers`, `prefill_rank`, `decode_rank`.
 """

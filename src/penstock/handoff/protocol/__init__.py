@@ -20,4 +20,8 @@
 | `party`, `liveness`                        | what the machines share: peers, timers, silence   |
 | `prefill_scheduler`, `prefill_rank`        | the machines of the prefill engine, with `wants`  |
 | `decode_scheduler`, `decode_rank`          | those of the decode engine, with `collection`     |
+
+Public, for those who drive the machines themselves: `prefill_scheduler.PrefillScheduler`,
+`prefill_rank.PrefillRank`, `decode_scheduler.DecodeScheduler`, `decode_rank.DecodeRank`, and what
+they take and return in `messages`, `effects`, `states`, `settings`, `grid` and `identity`.
 """
