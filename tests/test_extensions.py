@@ -46,7 +46,7 @@ from penstock.errors import ConfigError, UnavailableError
 from penstock.extensions import DataTransport, TierFactory
 from penstock.tiers.memory import MemoryTier
 from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import connect_shared
 
 used = []
 

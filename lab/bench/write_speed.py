@@ -18,8 +18,7 @@ import numpy as np
 
 from penstock.testing.peer_process import PATIENCE_S, peer_process
 from penstock.transport.remote import Span
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:

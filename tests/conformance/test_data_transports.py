@@ -9,11 +9,11 @@ import pytest
 from penstock.errors import UnavailableError
 from penstock.testing.data_transport_suite import DataTransportSuite
 from penstock.testing.writer_process import LocalWriter, ProcessWriter, SuiteWriter
-from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.inproc import InprocFabric
 from penstock.transport.shared_memory import SharedTarget
 
 if TYPE_CHECKING:
-    from penstock.transport.inproc_remote import InprocLink
+    from penstock.transport.inproc import InprocLink
     from penstock.transport.remote import Target
 
 

@@ -19,14 +19,13 @@ import pytest
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers import arena as arenas
 from penstock.tiers.arena import Arena, MemoryCalls, round_up
-from penstock.tiers.kernel_files import read_text
-from penstock.tiers.pages import Pages
+from penstock.tiers.linux_memory import Pages, read_text
 from tests.descriptors import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from penstock.tiers.kernel_files import ReadText
+    from penstock.tiers.linux_memory import ReadText
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.tiers.kernel_files import read_text
-from penstock.tiers.memory_limits import gib, memory_limits, node_limits, require_room
+from penstock.tiers.linux_memory import gib, memory_limits, node_limits, read_text, require_room
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.tiers.kernel_files import ReadText
+    from penstock.tiers.linux_memory import ReadText
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB\n"

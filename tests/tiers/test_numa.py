@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.tiers.arena import Arena
-from penstock.tiers.numa import bind_memory, online_nodes
+from penstock.tiers.linux_memory import bind_memory, online_nodes
 
 
 @pytest.mark.parametrize(

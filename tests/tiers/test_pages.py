@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.tiers.pages import Pages, huge_page_bytes, huge_pages_missing, pages_to_try
+from penstock.tiers.linux_memory import Pages, huge_page_bytes, huge_pages_missing, pages_to_try
 
 if TYPE_CHECKING:
-    from penstock.tiers.kernel_files import ReadText
+    from penstock.tiers.linux_memory import ReadText
 
 MIB = 1 << 20
 

@@ -14,10 +14,9 @@ from penstock.errors import UnavailableError
 from penstock.testing.channel_suite import receive_frame, send_until_full, soon
 from penstock.testing.peer_process import peer_process
 from penstock.transport.base import Empty
-from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.inproc import InprocFabric
 from penstock.transport.remote import Fenced, Span, WriteDone
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import _map, connect_shared
+from penstock.transport.shared_memory import SharedTarget, _map, connect_shared
 from penstock.transport.waiting import wait_readable
 from penstock.transport.zeromq import IPC, ChannelSettings, Listener, dial
 from tests.descriptors import open_descriptors
@@ -34,7 +33,7 @@ PATIENT = ChannelSettings(
 # A writer that takes its memory and stays until it is killed.
 WRITER = """
 import sys
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import connect_shared
 
 link = connect_shared(bytes.fromhex(sys.argv[1]))
 print("connected", flush=True)

@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 from penstock.errors import UnavailableError
 from penstock.testing.peer_process import peer_process
 from penstock.testing.writer_process import drawn_bytes
-from penstock.transport import shared_greeting
+from penstock.transport import shared_memory
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet, Span, WriteDone, WriteFailed
-from penstock.transport.shared_greeting import (
+from penstock.transport.shared_memory import (
+    CALLERS_MAX,
+    SPARE_MAX,
     Description,
+    SharedTarget,
     call,
+    connect_shared,
     decode_description,
     encode_description,
 )
-from penstock.transport.shared_memory import CALLERS_MAX, SPARE_MAX, SharedTarget
-from penstock.transport.shared_writer import connect_shared
 from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
 
@@ -34,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.testing.peer_process import PeerProcess
-    from penstock.transport.shared_memory import SharedArea
-    from penstock.transport.shared_writer import SharedLink
+    from penstock.transport.shared_memory import SharedArea, SharedLink
 
 SIZE = 8 << 20
 
@@ -44,7 +45,7 @@ SIZE = 8 << 20
 SCRIBBLER = """
 import mmap, socket, sys
 import numpy as np
-from penstock.transport.shared_greeting import call, decode_description
+from penstock.transport.shared_memory import call, decode_description
 from penstock.transport.waiting import wait_readable
 
 description = decode_description(bytes.fromhex(sys.argv[1]))
@@ -64,7 +65,7 @@ PARENT = """
 import os, sys
 import numpy as np
 from penstock.transport.remote import Span
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import connect_shared
 from penstock.transport.waiting import wait_readable
 
 link = connect_shared(bytes.fromhex(sys.argv[1]))
@@ -347,7 +348,7 @@ def test_a_closed_connection_is_no_fence(target: SharedTarget) -> None:
 def test_an_older_kernel_tells_the_process_by_its_number(
     target: SharedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_greeting, "_SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(shared_memory, "_SO_PEERPIDFD", 9999)
     area = target.open_area("rank 0", SIZE)
     with peer_process(SCRIBBLER, area.description.hex()) as peer:
         let_in(target, peer)

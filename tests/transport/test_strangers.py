@@ -26,8 +26,7 @@ from penstock.transport.private_folder import (
     runtime_root,
     socket_path,
 )
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.transport.zeromq import IPC, LOOPBACK, ChannelSettings, connect, dial
 from tests.transport.hostile import bound_by, send_stream, storm, streams
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.inproc import InprocFabric
 from penstock.transport.remote import Span, WriteDone
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

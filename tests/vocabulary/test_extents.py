@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.vocabulary.extents import Extent, coalesce
+from penstock.vocabulary.planes import Extent, coalesce
 
 extents = st.builds(Extent, st.integers(0, 2), st.integers(0, 30), st.integers(1, 12))
 

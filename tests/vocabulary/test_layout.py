@@ -8,10 +8,16 @@ from itertools import pairwise
 import pytest
 
 from penstock.vocabulary.dtypes import DType
-from penstock.vocabulary.extents import Extent
 from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, Plane, PlaneRole, opaque_plane, plane_from_strides
+from penstock.vocabulary.planes import (
+    Axis,
+    Extent,
+    Plane,
+    PlaneRole,
+    opaque_plane,
+    plane_from_strides,
+)
 
 HEADS = HeadRange(first=4, count=2, total=8)
 HEAD_FIRST = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)

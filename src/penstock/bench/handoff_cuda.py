@@ -49,9 +49,8 @@ from penstock.handoff.driver.tensor_parts import TensorReader, TensorTaker, Torc
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
 from penstock.handoff.protocol.states import DecodeState
 from penstock.tiers.tensors import PART_FIRST, Held, TensorGroup, TensorLayer, TensorTier
-from penstock.transport.inproc_remote import InprocFabric
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.inproc import InprocFabric
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.layers import GroupKind, HeadRange
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.bench.report import BenchReport
-    from penstock.transport.inproc_remote import InprocTarget
+    from penstock.transport.inproc import InprocTarget
     from penstock.transport.remote import WriterLink
 
 LAYERS, TOKENS, BLOCK_TOKENS = 32, 2048, 16

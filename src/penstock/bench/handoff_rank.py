@@ -28,8 +28,7 @@ from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.tiers.arrays import ArrayTier
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form

@@ -3,11 +3,10 @@
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
 | `values`   | `Config` and its parts, with their defaults                             |
-| `serving`  | `EngineTable` and `ServeTable`: what `penstock serve` needs besides     |
+| `serving`  | `EngineTable`, `ServeTable`, `HandoffTable`: for `penstock serve`       |
 | `keys`     | the kinds of values a key can have                                      |
 | `schema`   | which tables and keys there are, their ranges, and what they become     |
-| `reading`  | text → `Config`, or one refusal that names the key                      |
-| `printing` | `Config` → text                                                         |
+| `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |
 
 The one rule that must not break: nothing that is written in a file is ignored. A key that
 is unknown, of the wrong type, out of its range or without any effect is refused, by a
@@ -19,8 +18,8 @@ message that names the key as the file spells it, the value, and what would be r
 from __future__ import annotations
 
 from penstock.config.keys import Gib, Number, String, TierOption, Whole
-from penstock.config.reading import load_config, parse_config
 from penstock.config.schema import STARTER_TOML, VERSION
+from penstock.config.toml import load_config, parse_config
 from penstock.config.values import TIER_KINDS, Config, ModelSettings, TierKind
 
 __all__ = [

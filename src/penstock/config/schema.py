@@ -1,8 +1,7 @@
 """Which keys a configuration file may have: each with its range and the setting it becomes.
 
-The defaults are those of the settings themselves, which are stated there and nowhere else. Both
-`reading` and `printing` go through these tables, so a new key is a field of its settings and a
-row here.
+The defaults are those of the settings themselves, which are stated there and nowhere else. `toml`
+reads and prints through these tables, so a new key is a field of its settings and a row here.
 """
 
 from __future__ import annotations

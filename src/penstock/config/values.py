@@ -213,7 +213,7 @@ class Config:
 
     def to_toml(self) -> str:
         """Every setting with the value in effect, as a file that reads back equal."""
-        from penstock.config.printing import print_toml  # noqa: PLC0415  (imports this module)
+        from penstock.config.toml import print_toml  # noqa: PLC0415  (imports this module)
 
         return print_toml(self)
 

@@ -22,8 +22,7 @@ from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS
 from penstock.engine.checkpoints import DEFAULT_NAME
 from penstock.engine.sampling_options import Sampling
 from penstock.errors import ConfigError
-from penstock.tiers.kernel_files import read_text
-from penstock.tiers.memory_limits import gib, memory_limits
+from penstock.tiers.linux_memory import gib, memory_limits, read_text
 from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:

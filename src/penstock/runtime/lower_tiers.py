@@ -23,8 +23,8 @@ from penstock.extensions import OTHER_TIERS
 from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
+from penstock.tiers.linux_memory import require_room
 from penstock.tiers.memory import MemoryTier
-from penstock.tiers.memory_limits import require_room
 from penstock.vocabulary.checksums import SUM_BYTES
 
 if TYPE_CHECKING:

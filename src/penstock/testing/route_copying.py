@@ -21,9 +21,9 @@ from penstock.vocabulary.packing import BlockCopier
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.vocabulary.extents import Extent
     from penstock.vocabulary.layout import Layout
     from penstock.vocabulary.packing import Buffers
+    from penstock.vocabulary.planes import Extent
     from penstock.vocabulary.reshard import Route
 
 

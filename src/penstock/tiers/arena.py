@@ -28,10 +28,18 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from penstock.errors import ConfigError, UnavailableError
-from penstock.tiers.kernel_files import ReadText, read_text
-from penstock.tiers.memory_limits import gib, require_room
-from penstock.tiers.numa import bind_memory, online_nodes
-from penstock.tiers.pages import Pages, huge_page_bytes, huge_pages_missing, pages_to_try
+from penstock.tiers.linux_memory import (
+    Pages,
+    ReadText,
+    bind_memory,
+    gib,
+    huge_page_bytes,
+    huge_pages_missing,
+    online_nodes,
+    pages_to_try,
+    read_text,
+    require_room,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType

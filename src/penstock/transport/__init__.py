@@ -5,6 +5,7 @@ Public:
 - `base`: what a control channel does; `waiting`: how to wait for several
 - `zeromq`, `zmq_link.ChannelSettings`: channels between processes
 - `remote`: what a data transport does; `data`: which ones there are
-- `shared_memory.SharedTarget`, `shared_writer.connect_shared`: the data transport between processes
+- `shared_memory.SharedTarget`, `shared_memory.connect_shared`: the data transport between processes
+- `inproc`: both inside one process
 - `private_folder`: where sockets of one user lie
 """

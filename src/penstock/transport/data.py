@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.config.serving import SHARED_MEMORY
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TRANSPORTS, DataTransport
-from penstock.transport.shared_memory import SharedTarget
-from penstock.transport.shared_writer import connect_shared
+from penstock.transport.shared_memory import SharedTarget, connect_shared
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,13 +1,18 @@
-"""A control channel inside one process: two ends that hand frames to each other.
+"""Channels and remote writes inside one process.
 
     near, far = channel_pair()
     near.send(b"hello"); far.receive()           # ReceivedFrame(frame=b"hello")
 
-For tests and simulators, and for an engine whose ranks share its process. A frame is there as
-soon as it was sent, in order, so a run is as deterministic as its caller; no clock is read, and
-no descriptor made, unless somebody waits.
+    fabric = InprocFabric()
+    target = fabric.target();  area = target.open_area("rank 0", 1 << 20)
+    link = fabric.connect(area.description)
 
-The one rule: an end sees of the other only what it sent, closed or failed, as if it were far.
+For tests, and for an engine whose ranks share its process. A frame is there as soon as it was
+sent, in order, so a run is as deterministic as its caller; no clock is read, and no descriptor
+made, unless somebody waits. A link writes while it is observed, until it is closed.
+
+Two rules. An end sees of the other only what it sent, closed or failed, as if it were far. The
+fence holds when the link was closed, or there never was one and there can be none.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.transport.base import (
@@ -29,7 +36,14 @@ from penstock.transport.base import (
     ReceivedFrame,
     require_frame_fits,
 )
+from penstock.transport.posted import Areas, Delivery, PostedWrites, require_within
+from penstock.transport.remote import Fenced, Notice, NotYet
 from penstock.transport.waiting import wait_readable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.transport.remote import Area, Memory, Span, WriteEnd
 
 WINDOW_FRAMES = 1024
 """A backlog of more frames, or bytes, is refused, as ZeroMQ channels do."""
@@ -176,3 +190,203 @@ def channel_pair(
     """The two ends of a new channel. An end is called what the *other* one is named here."""
     here, there = Inbox(), Inbox()
     return InprocChannel(far, here, there, wait), InprocChannel(near, there, here, wait)
+
+
+NOTICES_MAX = 1024
+"""So many notices wait for a target before its writers have to wait."""
+
+
+SPARE_MAX = 8
+"""So much freed memory is kept for the next areas; the rest goes back to the system."""
+_NOTHING = np.empty(0, dtype=np.uint8)
+"""What writes without spans are moved into."""
+
+
+class InprocFabric:
+    """What targets and writers of one process have in common."""
+
+    def __init__(self) -> None:
+        self._areas: dict[bytes, InprocArea] = {}
+        self._next_number = 0
+
+    def target(self, allocate: Callable[[int], Memory] | None = None) -> InprocTarget:
+        """A new target.
+
+        Args:
+            allocate: gives memory for an area of so many bytes; plain memory unless told. Where
+                it is not an array, as on a device, writers pack into windows.
+        """
+        return InprocTarget(self, allocate or _plain_memory)
+
+    def connect(self, description: bytes) -> InprocLink:
+        """A way to the area that a target described.
+
+        Raises:
+            ValueError: it describes no area.
+            UnavailableError: the area was retired, or somebody else has connected to it.
+        """
+        area = self._areas.get(description)
+        if area is None:
+            raise ValueError(f"description {description[:40]!r} is of no area of this fabric")
+        if area.retired or area.link is not None:
+            why = "was retired" if area.retired else "has its writer already"
+            raise UnavailableError(f"no way to the area of {area.peer!r}: it {why}")
+        area.link = InprocLink(area)
+        return area.link
+
+    def describe(self, area: InprocArea) -> bytes:
+        """Makes an area known, under a number of its own."""
+        description = b"penstock inproc area %d" % self._next_number
+        self._next_number += 1
+        self._areas[description] = area
+        return description
+
+    def forget(self, area: InprocArea) -> None:
+        """Nobody can connect to this area any more."""
+        del self._areas[area.description]
+
+
+class InprocArea:
+    """A piece of memory, with the notices that were given for it."""
+
+    def __init__(self, fabric: InprocFabric, peer: str, memory: Memory) -> None:
+        self.peer = peer
+        self.memory = memory
+        self.arrived: deque[bytes] = deque()
+        self.retired = False
+        self.link: InprocLink | None = None
+        self.description = fabric.describe(self)
+
+    def deliver(self, notice: bytes) -> Delivery:
+        """Takes a notice of the area's writer."""
+        if self.retired:
+            return Delivery.GONE
+        if len(self.arrived) >= NOTICES_MAX:
+            return Delivery.FULL
+        self.arrived.append(notice)
+        return Delivery.GIVEN
+
+
+class InprocTarget:
+    """The side that is written to; see `Target`."""
+
+    def __init__(self, fabric: InprocFabric, allocate: Callable[[int], Memory]) -> None:
+        self._fabric = fabric
+        self._allocate = allocate
+        self._areas: Areas[InprocArea] = Areas()
+        self._spare: list[Memory] = []
+
+    def open_area(self, peer: str, size: int) -> InprocArea:
+        """Memory for one writer; that of an area that was freed, if there is any."""
+        if size < 1:
+            raise ValueError(f"size is {size}, must be at least 1")
+        fitting = [at for at, memory in enumerate(self._spare) if len(memory) == size]
+        memory = self._spare.pop(fitting[0]) if fitting else self._allocate(size)
+        return self._areas.add(InprocArea(self._fabric, peer, memory))
+
+    def notices(self) -> list[Notice]:
+        """Takes the notices that arrived."""
+        found: list[Notice] = []
+        for area in self._areas.open:
+            found += [Notice(area, notice) for notice in area.arrived]
+            area.arrived.clear()
+        return found
+
+    def retire(self, area: Area) -> None:
+        """Ends our interest in an area; see `Target`."""
+        known = self._areas.retire(area)
+        if known is not None:
+            known.retired = True
+            known.arrived.clear()
+            self._fabric.forget(known)
+
+    def fence(self, area: Area) -> Fenced | NotYet:
+        """Whether the writing task has ended."""
+        link = self._areas.require_retired(area).link
+        if link is None or link.closed:
+            return Fenced()
+        return NotYet(f"the link of {area.peer!r} is not closed")
+
+    @property
+    def descriptor(self) -> None:
+        """Nothing: notices come by calls of this process."""
+        return
+
+    @property
+    def watches_fences(self) -> bool:
+        """No: a link is closed by a call of this process."""
+        return False
+
+    def fence_descriptor(self, _area: Area) -> None:
+        """Nothing; see `watches_fences`."""
+
+    def free(self, area: Area) -> None:
+        """Gives the memory of an area back; see `Target`."""
+        known = self._areas.free(area, self.fence(area))
+        self._spare = [*self._spare, known.memory][-SPARE_MAX:]
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of areas that are in use."""
+        return self._areas.open_bytes
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of areas that wait for a fence, or to be freed."""
+        return self._areas.retired_bytes
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for area in self._areas.open:
+            self.retire(area)
+        self._spare.clear()
+
+
+class InprocLink:
+    """The way of one writer to one area; see `WriterLink`."""
+
+    def __init__(self, area: InprocArea) -> None:
+        self._area = area
+        self._posted = PostedWrites(area.peer, len(area.memory))
+        self.closed = False
+
+    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+        """Begins a write."""
+        if self.closed:
+            raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        if spans and not isinstance(self._area.memory, np.ndarray):
+            raise ValueError(f"spans are {len(spans)}, must be 0: pack into a window of this area")
+        return self._posted.post(spans, notice)
+
+    def window(self, offset: int, length: int) -> Memory | None:
+        """These bytes of the area; see `WriterLink`."""
+        if self.closed:
+            raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        require_within(offset, length, len(self._area.memory))
+        window: Memory = self._area.memory[offset : offset + length]
+        return window
+
+    def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
+        """Moves some bytes, and tells which writes have ended."""
+        memory = self._area.memory
+        array = memory if isinstance(memory, np.ndarray) else _NOTHING
+        return self._posted.advance(array, budget_bytes, self._area.deliver)
+
+    @property
+    def descriptor(self) -> None:
+        """Nothing: the memory is there at once."""
+        return
+
+    @property
+    def busy(self) -> bool:
+        """Whether a posted write has not ended."""
+        return bool(self._posted)
+
+    def close(self) -> None:
+        """Ends the writing task."""
+        self.closed = True
+        self._posted.fail("closed")
+
+
+def _plain_memory(size: int) -> Memory:
+    return np.zeros(size, dtype=np.uint8)

@@ -1,10 +1,13 @@
-"""Posted writes, carried out by copying: some bytes at a time, then the notice.
+"""What the in-process and the shared-memory transport have in common.
 
-What in-process and shared-memory writers have in common. No thread: bytes move while somebody
-observes, in bounded pieces.
+`PostedWrites` carries writes out by copying, some bytes at a time, then the notice. There is no
+thread: bytes move while somebody observes, in bounded pieces. A notice is given after the last
+byte of its write, and a write is done after its notice.
 
-The one rule: a notice is given after the last byte of its write, and a write is done after its
-notice.
+`Areas` knows which areas of a target are open and which are retired. An area goes this way once,
+and is not freed before its fence holds:
+
+    open ──retire──→ retired ──free, once fenced──→ (forgotten)
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -20,6 +23,9 @@ from penstock.errors import CapacityError
 from penstock.transport.remote import (
     NOTICE_BYTES_MAX,
     POSTED_MAX,
+    Area,
+    Fenced,
+    NotYet,
     Span,
     WriteDone,
     WriteEnd,
@@ -27,7 +33,7 @@ from penstock.transport.remote import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -152,3 +158,70 @@ def _move_piece(write: _Posted, memory: NDArray[np.uint8], room: int) -> int:
         write.spans.popleft()
         write.moved = 0
     return count
+
+
+SomeArea = TypeVar("SomeArea", bound=Area)
+
+
+class Areas(Generic[SomeArea]):
+    """The areas of one target."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, SomeArea] = {}
+        self._retired: dict[int, SomeArea] = {}
+
+    @property
+    def open(self) -> tuple[SomeArea, ...]:
+        """Areas that are in use."""
+        return tuple(self._open.values())
+
+    @property
+    def retired(self) -> tuple[SomeArea, ...]:
+        """Areas that are not used any more, but still ours to keep."""
+        return tuple(self._retired.values())
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of areas that are in use."""
+        return _total(self._open.values())
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of areas that are retired."""
+        return _total(self._retired.values())
+
+    def add(self, area: SomeArea) -> SomeArea:
+        """Takes a new area into the books."""
+        self._open[id(area)] = area
+        return area
+
+    def retire(self, area: Area) -> SomeArea | None:
+        """The area as it is retired, or nothing if it was before."""
+        if id(area) in self._retired:
+            return None
+        if id(area) not in self._open:
+            raise ValueError(f"area of {area.peer!r} is not of this target, or was freed")
+        known = self._open.pop(id(area))
+        self._retired[id(area)] = known
+        return known
+
+    def require_retired(self, area: Area) -> SomeArea:
+        """The area, which must be retired."""
+        if id(area) not in self._retired:
+            raise ValueError(f"area of {area.peer!r} is not retired")
+        return self._retired[id(area)]
+
+    def free(self, area: Area, fence: Fenced | NotYet) -> SomeArea:
+        """The area as it leaves the books."""
+        known = self.require_retired(area)
+        match fence:
+            case NotYet(cause):
+                raise ValueError(f"area of {area.peer!r} cannot be freed: {cause}")
+            case Fenced():
+                pass
+        del self._retired[id(area)]
+        return known
+
+
+def _total(areas: Iterable[Area]) -> int:
+    return sum(len(area.memory) for area in areas)

@@ -1,53 +1,70 @@
-"""Remote writes into shared memory: the side that is written to.
+"""Remote writes into shared memory: `SharedTarget` is written to, `connect_shared` writes.
 
-    area     an arena (a memfd) for one writer process, given to it by descriptor
-    notices  messages on the Unix socket over which the descriptor was given
+    description    magic (8 bytes), version (1), msgpack map: address, token, size
+    writer  ──→    the token (16 bytes)
+    target  ──→    one byte, with the descriptor of the memory: an arena (a memfd)
+    writer  ──→    notices, each led by one byte
 
-Notices go over the socket rather than through a ring in the memory itself: a system call on
+They meet at a Unix socket in a folder of mode 0700; each looks whether the other is of the same
+user. Notices go over the socket rather than through a ring in the memory itself: a system call on
 both sides orders them behind their bytes on every machine; a message is there whole or not at
 all, also from a writer that was stopped in the middle of it; and the socket has a bound, wakes
 up who waits, and ends with its writer. It costs some microseconds for each part.
 
 The one rule (the fence): memory that was given to a process is its to write until that process
-is *seen dead*, by a pidfd that we held before we gave it. Neither a closed socket nor silence
-says that.
+is *seen dead*, by a pidfd from the kernel that the target held before it gave the memory. Neither a
+closed socket nor silence says that. Therefore nobody but the connected process can write through a
+link: the descriptor is closed as soon as the memory is mapped, and a child of the process does not
+inherit the mapping.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import secrets
 import select
 import socket
+import struct
+import time
 from collections import Counter
+from contextlib import suppress
 from hmac import compare_digest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
 
 from penstock.errors import UnavailableError
-from penstock.tiers.arena import Arena
-from penstock.transport.areas import Areas
+from penstock.tiers.arena import Arena, populate_pages
+from penstock.transport.posted import Areas, Delivery, PostedWrites, require_within
+from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, Notice, NotYet
-from penstock.transport.shared_greeting import (
-    GRANT,
-    NOTICE,
-    TOKEN_BYTES,
-    Description,
-    encode_description,
-    listen,
-    pidfd_of_peer,
-    user_of_peer,
-)
 from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.transport.remote import Area, PinMemory
+    from penstock.transport.remote import Area, PinMemory, Span, WriteEnd
 
+MAGIC = b"PENSTOCK"
+VERSION = 1
+TOKEN_BYTES = 16
+GRANT = b"\x01"
+"""What a descriptor is sent along with."""
+NOTICE = b"\x02"
+"""What a notice begins with, so that an empty one is not mistaken for the end."""
+SIZE_MAX = 1 << 48
+
+# As plain numbers: joining flags of an enum takes longer than the call.
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
+_CREDENTIALS = struct.Struct("3i")  # Process, user, group.
+_SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet.
 CALLERS_MAX = 64
 """So many connections may be open that have not said what they want; older ones are closed."""
 NOTICES_AT_ONCE = 256
@@ -56,6 +73,128 @@ SPARE_MAX = 8
 """So many freed arenas are kept for the next areas; the memory of others goes back."""
 
 _TRUNCATED = int(socket.MSG_TRUNC)
+
+
+class Description(msgspec.Struct, frozen=True, tag="shared memory", forbid_unknown_fields=True):
+    """What a writer has to know of an area."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=200)]
+    """Whose area it is."""
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=107)]
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=SIZE_MAX)]
+
+
+_DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
+
+
+def encode_description(description: Description) -> bytes:
+    """As it goes over a control channel."""
+    return MAGIC + bytes((VERSION,)) + msgspec.msgpack.encode(description)
+
+
+def decode_description(encoded: bytes) -> Description:
+    """What `encode_description` wrote; `ValueError` for anything else."""
+    if not encoded.startswith(MAGIC) or len(encoded) <= len(MAGIC):
+        raise ValueError("description is of no area: it does not begin as one")
+    if encoded[len(MAGIC)] != VERSION:
+        raise ValueError(
+            f"description is of version {encoded[len(MAGIC)]}, this end knows {VERSION}"
+        )
+    try:
+        return _DESCRIPTIONS.decode(encoded[len(MAGIC) + 1 :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"description cannot be read: {error}") from error
+
+
+def listen(folder: Path | None = None) -> tuple[socket.socket, Path]:
+    """A socket for writers to come to, and where it is: in a folder that only this user enters.
+
+    Args:
+        folder: where to make it; the private folder of this process if none is given.
+
+    Raises:
+        UnavailableError: it cannot be made there.
+    """
+    path = socket_path(private_folder() if folder is None else folder)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(bytes(path))
+    except OSError as error:
+        listener.close()
+        raise UnavailableError(f"cannot listen at {path}: {error.strerror}") from error
+    listener.listen()
+    return listener, path
+
+
+def user_of_peer(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket, as the kernel knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(raw)[1]
+    return user
+
+
+def call(description: Description) -> socket.socket:
+    """A connection to the target of an area, on which the token was sent.
+
+    Raises:
+        UnavailableError: nobody is there, or too many are calling.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(description.address)
+        if user_of_peer(connection) != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        connection.send(description.token)
+    except OSError as error:
+        connection.close()
+        raise UnavailableError(
+            f"no way to the area of {description.peer!r}: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        # A path with a zero byte: what is described is no socket.
+        connection.close()
+        raise UnavailableError(f"no way to the area of {description.peer!r}: {error}") from error
+    return connection
+
+
+def pidfd_of_peer(connection: socket.socket) -> int:
+    """A descriptor of the process at the other end of a connection.
+
+    Raises:
+        UnavailableError: it is gone already.
+    """
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+        return int(struct.unpack("i", raw)[0])
+    except OSError as error:
+        if error.errno not in {errno.ENOPROTOOPT, errno.EINVAL}:
+            raise UnavailableError(f"the writer is gone: {error.strerror}") from error
+    return _pidfd_by_number(connection)
+
+
+def _pidfd_by_number(connection: socket.socket) -> int:
+    """The same on an older kernel, which tells a number that may have been given again."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid = _CREDENTIALS.unpack(raw)[0]
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as error:
+        raise UnavailableError(f"the writer, process {pid}, is gone: {error.strerror}") from error
+    if is_hung_up(connection):
+        os.close(pidfd)
+        raise UnavailableError(f"the writer, process {pid}, is gone")
+    return pidfd
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """Whether the other end of a connection was closed, with its process or without."""
+    try:
+        return not connection.recv(1, _PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class SharedArea:
@@ -284,3 +423,148 @@ class SharedTarget:
                 continue
             found.append(message[len(NOTICE) :])
         return found
+
+
+GRANT_S = 10.0
+"""A target that has not given the memory by then is taken for gone."""
+
+
+class SharedLink:
+    """The way of this process to one area; see `WriterLink`."""
+
+    def __init__(self, description: Description, *, grant_s: float, pin: PinMemory | None) -> None:
+        self._peer = description.peer
+        self._size = description.size
+        self._posted = PostedWrites(description.peer, description.size)
+        self._connection = call(description)
+        self._memory: NDArray[np.uint8] | None = None
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
+        self._grant_s = grant_s
+        self._grant_deadline = time.monotonic() + grant_s
+        self._closed = False
+        self.failure: str | None = None
+        """Why nothing can be written any more, if so."""
+
+    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+        """Begins a write."""
+        if self._closed:
+            raise UnavailableError(f"link to {self._peer!r} was closed")
+        return self._posted.post(spans, notice)
+
+    def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+        """These bytes of the area, once the target has given it; see `WriterLink`."""
+        if not self._closed and self.failure is None:
+            self._look()
+        if self._closed or self.failure is not None:
+            why = self.failure or "it was closed"
+            raise UnavailableError(f"no way to the area of {self._peer!r}: {why}")
+        require_within(offset, length, self._size)
+        return None if self._memory is None else self._memory[offset : offset + length]
+
+    def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
+        """Copies some bytes, and tells which writes have ended."""
+        if not self._closed and self.failure is None:
+            self._look()
+        if self.failure is not None:
+            return self._posted.fail(self.failure), 0
+        if self._memory is None:
+            return [], 0
+        return self._posted.advance(self._memory, budget_bytes, self._deliver)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a posted write has not ended."""
+        return bool(self._posted)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the memory is there to write to."""
+        return self._memory is not None
+
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when the target has given the memory, or is gone; nothing once closed."""
+        fd = self._connection.fileno()
+        return fd if fd >= 0 else None
+
+    def close(self) -> None:
+        """Unmaps the memory and hangs up; see `WriterLink`."""
+        self._closed = True
+        self._posted.fail("closed")
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._memory = None
+        self._connection.close()
+
+    def _look(self) -> None:
+        """Takes the memory when it is given, and notices when the target hangs up."""
+        if self._memory is None:
+            self._take_memory()
+        elif is_hung_up(self._connection):
+            self.failure = f"{self._peer} hung up"
+
+    def _take_memory(self) -> None:
+        try:
+            message, fds, _, _ = socket.recv_fds(self._connection, len(GRANT), 1)
+        except BlockingIOError:
+            if time.monotonic() >= self._grant_deadline:
+                self.failure = f"{self._peer} has not given its memory in {self._grant_s} s"
+            return
+        except OSError as error:
+            self.failure = f"{self._peer} is gone: {error.strerror}"
+            return
+        if message != GRANT or len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            self.failure = f"{self._peer} refused"
+            return
+        try:
+            memory = _map(fds[0], self._size)
+            if self._pin is not None:
+                self._unpin = self._pin(memory)
+            self._memory = memory
+        except (OSError, ValueError, UnavailableError) as error:
+            self.failure = f"the memory of {self._peer} cannot be mapped: {error}"
+        finally:
+            os.close(fds[0])
+
+    def _deliver(self, notice: bytes) -> Delivery:
+        try:
+            self._connection.send(NOTICE + notice)
+        except BlockingIOError:
+            return Delivery.FULL
+        except OSError:
+            return Delivery.GONE
+        return Delivery.GIVEN
+
+
+def connect_shared(
+    description: bytes, *, grant_s: float = GRANT_S, pin: PinMemory | None = None
+) -> SharedLink:
+    """A way to the area that a target of another process described.
+
+    Args:
+        description: of the area.
+        grant_s: patience with the target.
+        pin: makes the memory fit for a device; see `PinMemory`.
+
+    Raises:
+        ValueError: it is no description of such an area.
+        UnavailableError: the target is gone.
+    """
+    return SharedLink(decode_description(description), grant_s=grant_s, pin=pin)
+
+
+def _map(fd: int, size: int) -> NDArray[np.uint8]:
+    """The first `size` bytes of an arena, for this process alone, with every page in place."""
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if not seals & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < size:
+        raise ValueError(f"it is not sealed, or has less than {size} bytes")
+    mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # Both are a matter of speed and size alone.
+        mapping.madvise(mmap.MADV_DONTDUMP)
+        populate_pages(mapping, 0, len(mapping))
+    return np.frombuffer(mapping, dtype=np.uint8)[:size]

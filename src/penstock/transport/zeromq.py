@@ -41,10 +41,10 @@ from penstock.transport.wire import (
     require_name,
 )
 from penstock.transport.zmq_channel import ZmqChannel
-from penstock.transport.zmq_dialling import Dialling
 from penstock.transport.zmq_link import (
     CURVE_BYTES,
     ChannelSettings,
+    Dialling,
     Socket,
     ZmqLink,
     ZmqPulse,

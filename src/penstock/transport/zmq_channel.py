@@ -45,8 +45,7 @@ from penstock.transport.wire import (
 )
 
 if TYPE_CHECKING:
-    from penstock.transport.zmq_dialling import Dialling
-    from penstock.transport.zmq_link import ChannelSettings, ZmqLink, ZmqPulse
+    from penstock.transport.zmq_link import ChannelSettings, Dialling, ZmqLink, ZmqPulse
 
 
 REFUSED_MAX = 4096

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from xxhash import xxh3_64_intdigest
 
-from penstock.vocabulary.checksums import Algorithm, CellSums, cell_seeds, place_number
-from penstock.vocabulary.mix64 import mix64_sums
+from penstock.vocabulary.checksums import Algorithm, CellSums, cell_seeds, mix64_sums, place_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

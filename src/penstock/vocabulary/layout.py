@@ -20,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.vocabulary.extents import Extent, coalesce
 from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.planes import (
     Axis,
     Dim,
+    Extent,
     Plane,
     PlaneRole,
+    coalesce,
     dense_strides,
     opaque_plane,
     pair_from_strides,

@@ -22,7 +22,7 @@ from penstock.handoff.driver.lines import Switchboard
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings
-from penstock.transport.inproc_remote import InprocFabric
+from penstock.transport.inproc import InprocFabric
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:

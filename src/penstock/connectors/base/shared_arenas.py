@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.errors import UnavailableError
 from penstock.transport.private_folder import NamedFolder, named_folder
-from penstock.transport.shared_greeting import user_of_peer
+from penstock.transport.shared_memory import user_of_peer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

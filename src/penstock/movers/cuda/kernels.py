@@ -11,7 +11,7 @@ A program works on one *chunk*: some words of one segment (one plane and head) o
 Where the segments lie is a table in device memory, one row a chunk; which blocks, and under
 which keys, is the batch's manifest, there too.
 
-The one rule: the sums are those of `penstock.vocabulary.mix64`, bit for bit.
+The one rule: the sums are those of `penstock.vocabulary.checksums`, bit for bit.
 """
 
 # Triton reads the annotations itself and knows no other than `constexpr`; capitals set what it

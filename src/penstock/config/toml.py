@@ -1,23 +1,29 @@
-"""TOML → `Config`, or one refusal that lists everything that is wrong.
+"""TOML → `Config`, or one refusal that lists everything that is wrong; and `Config` → TOML.
 
 A refusal is a `ConfigError` whose field is the key as the file spells it, such as
 `cache.block_tokens` or `tiers[1].write` (tiers are counted from 0), behind the name of the
 file when there is one. Reading goes on past a wrong key, so that `further` has the others.
 
-The one rule that must not break: every key of the text is either used or refused.
+Two rules. Every key of the text is either used or refused. What is printed reads back as an equal
+`Config`, but for the API key, which is never printed; so a setting that would be refused for having
+no effect (room on a device that the engine owns, `hits` without `selective`, `blocks` beside `gib`)
+is left out.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import reprlib
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
-from penstock.config.keys import String, nearest, unknown
+from penstock.config.keys import Shares, String, nearest, unknown
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
@@ -47,7 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from typing import Any
 
-    from penstock.config.keys import TierOption
+    from penstock.config.keys import TierOption, Value
 
 Settings = TypeVar("Settings")
 
@@ -365,3 +371,83 @@ def _table_at(place: str, given: object) -> dict[str, object]:
     if not isinstance(given, dict):
         raise ConfigError(place, f"is {given!r}, must be a table")
     return given
+
+
+def print_toml(config: Config) -> str:
+    """The text of a configuration file that says what `config` says."""
+    device = config.cache.device
+    parts = [
+        f"version = {VERSION}\n",
+        _table("[model]", _values(MODEL_KEYS, config.model)),
+        _table("[cache]", _cache(config)),
+        _quotas("[cache.quotas]", device.quotas if device else {}),
+    ]
+    for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True):
+        parts.append(_table("[[tiers]]", _tier(tier, kind)))
+        parts.append(_quotas("[tiers.quotas]", tier.quotas))
+    if config.handoff is not None:
+        parts.append(_table("[handoff]", _values(HANDOFF_KEYS, config.handoff)))
+    if config.engine is not None:
+        parts.append(_table("[engine]", _values(ENGINE_KEYS, config.engine)))
+    if config.serve is not None:
+        parts.append(_table("[serve]", _serve(config.serve)))
+    return "\n".join(part for part in parts if part)
+
+
+def _values(keys: Mapping[str, Setting], *owners: object) -> dict[str, Value]:
+    """The values of those keys whose settings are given; quotas have a table of their own."""
+    of_type = {type(owner): owner for owner in owners}
+    found = {}
+    for name, setting in keys.items():
+        if setting.owner in of_type and not isinstance(setting.key, Shares):
+            value = getattr(of_type[setting.owner], setting.field)
+            found[name] = value.value if isinstance(value, Enum) else value
+    return found
+
+
+def _serve(serve: ServeTable) -> dict[str, Value]:
+    """Printed text ends up in terminals, logs and bug reports, where no key belongs."""
+    values = _values(SERVE_KEYS, serve)
+    if serve.api_key:
+        del values["api_key"]
+    return values
+
+
+def _cache(config: Config) -> dict[str, Value]:
+    if config.cache.device is None:
+        return {**_values(CACHE_KEYS, config, config.cache), "blocks": 0}
+    return _values(CACHE_KEYS, config, config.cache, config.cache.device)
+
+
+def _tier(tier: TierSettings, kind: TierKind) -> dict[str, Value]:
+    values = _values(TIER_KEYS, tier, kind, tier.write)
+    if kind.gib:
+        del values["blocks"]
+    if tier.write.kind is not WriteKind.SELECTIVE:
+        del values["hits"]
+    return {**values, **kind.options}
+
+
+def _quotas(heading: str, quotas: Mapping[str, float]) -> str:
+    return _table(heading, quotas) if quotas else ""
+
+
+def _table(heading: str, values: Mapping[str, Value]) -> str:
+    lines = [f"{_name(name)} = {_value(value)}\n" for name, value in values.items()]
+    return f"{heading}\n{''.join(lines)}"
+
+
+def _name(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _string(name)
+
+
+def _value(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _string(value) if isinstance(value, str) else repr(value)
+
+
+def _string(text: str) -> str:
+    # JSON escapes a string as TOML does, but for DEL, which TOML wants escaped as well.
+    # Characters beyond ASCII stay themselves: TOML has no surrogate pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

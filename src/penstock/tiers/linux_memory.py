@@ -1,4 +1,4 @@
-"""How much memory this process can still take, and which limit says so.
+"""What Linux says about memory: how much there is, in which pages, on which NUMA node.
 
 | limit                     | what is available under it                                    |
 |---------------------------|---------------------------------------------------------------|
@@ -10,29 +10,67 @@
 A container is a control group. Every group on the way from the process up to the root counts,
 and the tightest limit wins. What a group uses for the file cache is available all the same: the
 kernel takes it back before it refuses anything, and a group that has read the weights of a model
-would otherwise look full.
+would otherwise look full. Memory that is not there is refused before it is touched: after that,
+the kernel would not refuse it either, but kill the process.
 
-The one rule: memory that is not there is refused before it is touched. After that, the kernel
-would not refuse it either, but kill the process.
+| pages of an arena | taken when                                                                 |
+|-------------------|----------------------------------------------------------------------------|
+| `HUGE`            | the machine has set aside enough free huge pages (`vm.nr_hugepages`)       |
+| `TRANSPARENT`     | it may make huge pages of shared memory (`shmem_enabled`)                  |
+| `PLAIN`           | otherwise                                                                  |
+
+Large pages need fewer entries in page tables, also in those of a device. They change how fast an
+arena is, never whether there is one.
+
+Everything here takes a `ReadText`, so that a test can be any machine. A file that is missing or
+may not be read says nothing, and that is no error.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
+import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from penstock.errors import ConfigError
-from penstock.tiers.kernel_files import MEMINFO, meminfo_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.tiers.kernel_files import ReadText
+ReadText: TypeAlias = Callable[[str], str]
+"""From the path of a file to its text; empty where there is none."""
 
+MEMINFO = "/proc/meminfo"
 UNLIMITED_BYTES = 1 << 62
 """Version 1 spells "no limit" as the largest number of whole pages, near 2**63."""
+
+
+def read_text(path: str) -> str:
+    """The text of a file of this machine; empty if it is missing or may not be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def meminfo_bytes(text: str, name: str) -> int | None:
+    """One row of /proc/meminfo, or of a node's own, in bytes; `None` if it has no such row."""
+    found = re.search(rf"\b{re.escape(name)}: +(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else None
+
+
+def meminfo_count(text: str, name: str) -> int:
+    """One row of /proc/meminfo that is a number of pages; 0 if it has no such row."""
+    found = re.search(rf"^{re.escape(name)}: +(\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,3 +209,90 @@ def _limits_in(folder: str, version: _Version, read: ReadText) -> Iterator[Limit
 def _cached_bytes(stat: str, version: _Version) -> int:
     rows = dict(re.findall(r"^(\w+) (\d+)$", stat, re.MULTILINE))
     return sum(int(rows.get(name, 0)) for name in version.cached)
+
+
+SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+class Pages(Enum):
+    """What kind of pages an arena has."""
+
+    HUGE = "huge"
+    """From the machine's pool of huge pages: set aside, and sure."""
+    TRANSPARENT = "transparent"
+    """Asked for by advice: huge as far as the kernel finds room for them."""
+    PLAIN = "plain"
+
+
+def huge_page_bytes(read: ReadText) -> int:
+    """The size of the machine's huge pages; that of plain ones if it has none."""
+    return meminfo_bytes(read(MEMINFO), "Hugepagesize") or mmap.PAGESIZE
+
+
+def pages_to_try(size_bytes: int, read: ReadText) -> list[Pages]:
+    """The kinds of pages to make an arena of, best first; the last one always works."""
+    wanted = [Pages.PLAIN]
+    if _transparent_allowed(read(SHMEM_ENABLED)):
+        wanted = [Pages.TRANSPARENT, *wanted]
+    if huge_pages_missing(size_bytes, read) == 0:
+        wanted = [Pages.HUGE, *wanted]
+    return wanted
+
+
+def huge_pages_missing(size_bytes: int, read: ReadText) -> int:
+    """How many free huge pages the machine lacks for an arena."""
+    meminfo = read(MEMINFO)
+    # Reserved pages still count as free, but are promised to somebody.
+    free = meminfo_count(meminfo, "HugePages_Free") - meminfo_count(meminfo, "HugePages_Rsvd")
+    return max(0, -(-size_bytes // huge_page_bytes(read)) - max(0, free))
+
+
+def _transparent_allowed(shmem_enabled: str) -> bool:
+    chosen = re.search(r"\[(\w+)\]", shmem_enabled)
+    return chosen is not None and chosen[1] not in {"never", "deny"}
+
+
+NODES_ONLINE = "/sys/devices/system/node/online"
+
+# The C library has no function for it: that one lives in libnuma, which not every machine has.
+_MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
+_MPOL_BIND = 2
+_MASK_WORD_BITS = 64
+
+
+def online_nodes(read: ReadText) -> list[int]:
+    """The NUMA nodes of the machine; one, number 0, where it does not tell."""
+    nodes: list[int] = []
+    for part in read(NODES_ONLINE).strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            nodes += range(int(first), int(last or first) + 1)
+    return nodes or [0]
+
+
+def bind_memory(address: int, length: int, node: int) -> None:
+    """Has the pages from `address` on come from one node, when they are touched.
+
+    Raises:
+        OSError: the kernel refuses, or this processor is not known here.
+    """
+    number = _MBIND_NUMBERS.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"mbind has no known number on {platform.machine()}")
+    words = (ctypes.c_uint64 * (node // _MASK_WORD_BITS + 1))()
+    words[node // _MASK_WORD_BITS] = 1 << node % _MASK_WORD_BITS
+    # The kernel looks at one bit fewer than it is told.
+    bits = len(words) * _MASK_WORD_BITS + 1
+    system = ctypes.CDLL(None, use_errno=True)
+    failed = system.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(length),
+        ctypes.c_int(_MPOL_BIND),
+        words,
+        ctypes.c_ulong(bits),
+        ctypes.c_uint(0),
+    )
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
