@@ -86,7 +86,7 @@ class Operation:
     outcome: Outcome | None = None
     failure: str = ""
     settled_told: bool = False
-    """Whether the engine was told that its slots are quiet."""
+    """Whether it was reported to the engine that nothing writes to its slots any more."""
 
     def move(self, move: OperationMove) -> None:
         """Changes the state by the table."""

@@ -68,9 +68,9 @@ class MovingMedian:
 
 
 STEPS_TO_TELL = 5
-"""Steps of the engine in which any copy is told to have ended, however quick it was. It is asked
+"""Steps of the engine until the end of any copy is reported, however quick it was. It is asked
 for before one, waits on the device for the two that may be under way, and is seen to have ended
-in the next, or, where ranks are heard with the engine's own messages, in the one after that."""
+in the next, or, where reports of ranks come with the engine's messages, in the one after that."""
 
 
 class HopMeter:

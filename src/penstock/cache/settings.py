@@ -144,7 +144,7 @@ class CacheSettings:
     """A load that saves fewer tokens than this is not worth its wait for the next step. 0: as
     many as the engine prefills in `LOAD_WAIT_S`, and any number while its speed is not known."""
     rate_age_s: float = 60.0
-    """A rate is believed for so long after its last sample. Long enough for a lull between
+    """A rate is used for this long after its last sample. Long enough for a lull between
     requests, short enough that a tier which was slow for a while is soon tried again."""
     block_bytes: int = 0
     """Bytes of a block on one rank, to give rates in bytes; 0 where they are not known."""

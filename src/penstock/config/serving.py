@@ -31,7 +31,7 @@ def require_address(key: str, address: str, *, ports: int = 1) -> tuple[str, int
     Args:
         key: what the setting is called.
         address: the setting.
-        ports: so many ports are taken, this one and those after it.
+        ports: how many ports are taken, this one and those after it.
 
     Raises:
         ConfigError: nobody could dial it.
@@ -140,11 +140,11 @@ class ServeTable:
     requests_max: int = 512
     connections_max: int = 1024
     header_s: float = 10.0
-    """The head of a request may take so long to come."""
+    """How long the head of a request may take to arrive."""
     body_s: float = 60.0
-    """The body of a request may take so long to come."""
+    """How long the body of a request may take to arrive."""
     drain_s: float = 20.0
-    """Answers under way may take so long to end when the server is asked to stop."""
+    """How long answers may go on after the server was asked to stop."""
     log_level: str = "info"
     log_json: bool = False
     router: str = ""

@@ -156,7 +156,7 @@ class Config:
     compute on those whose layers will arrive in time; `off`: a request waits until its loads have
     ended, which are made whole."""
     device_wait_s: float = 30.0
-    """A device that ends none of its copies for so long while somebody waits counts as stuck."""
+    """A device that ends none of its copies for this long while somebody waits counts as stuck."""
     handoff: HandoffTable | None = None
     engine: EngineTable | None = None
     serve: ServeTable | None = None

@@ -60,7 +60,7 @@ def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float 
 
 @dataclass(slots=True)
 class MachineCounters:
-    """What happened so often; only ever grows."""
+    """Counts of what happened; they only grow."""
 
     requests: int = 0
     requests_refused: int = 0

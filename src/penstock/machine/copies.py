@@ -247,7 +247,7 @@ def _fill_targets(books: Books, operation: Operation, good: NDArray[np.bool_], n
 
 
 def announce(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> list[Key]:
-    """Tells the readers of KV events about ready blocks, one event a chain; returns their keys."""
+    """Makes KV events of ready blocks, one for each chain; returns their keys."""
     keys = books.nodes.keys_of(nodes.tolist())
     parents = books.nodes.parent[nodes]
     heads = (parents[1:] != nodes[:-1]).nonzero()[0] + 1

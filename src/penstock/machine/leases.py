@@ -359,7 +359,7 @@ def _leave(books: Books, lease: LeaseRecord, operation_id: OperationId, now: flo
 def after_operation(
     books: Books, operation: Operation, bad_slots: NDArray[np.int32], now: float
 ) -> None:
-    """Tells the leases that waited: some may run, some have to compute more, some are lost."""
+    """Updates the leases that waited: some may run, some must compute more, some are lost."""
     waiters, operation.waiters = operation.waiters, set()
     leases = [books.leases[lease_id] for lease_id in sorted(waiters)]
     missing: dict[LeaseId, int] = {}

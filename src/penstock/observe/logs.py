@@ -30,7 +30,7 @@ def set_up(level: str, *, as_json: bool) -> None:
 
     Args:
         level: `debug`, `info`, `warning` or `error`, for our own loggers; those of other packages
-            are heard from warnings on.
+            log warnings and errors only.
         as_json: One JSON object a line, instead of text.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -63,17 +63,17 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of JSON, in ASCII."""
-        told: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": _time_of(record),
             "level": record.levelname.lower(),
             "logger": record.name,
         }
         if message := record.getMessage():
-            told["message"] = message
-        told |= {name: value for name, value in _fields_of(record).items() if name not in told}
+            fields["message"] = message
+        fields |= {name: value for name, value in _fields_of(record).items() if name not in fields}
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
 def printable(text: str) -> str:

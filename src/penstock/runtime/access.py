@@ -154,7 +154,7 @@ class Access:
         )
 
     def _look_at_unfinished(self) -> None:
-        """Tells a call that was cut off at its first or last instruction from one under way."""
+        """Marks the access broken if a call was cut off at its first or last instruction."""
         if get_ident() == self._owner and not _within_a_call():
             self._broken = "a call was interrupted before its end"
 

@@ -155,7 +155,7 @@ class MissingReports:
 
     def __init__(self, received: Mapping[int, SequenceNumbers]) -> None:
         self.reports_lost = 0
-        """Reports that were missing for so long that they count as lost."""
+        """Reports that have been missing long enough to count as lost."""
         self._received = received
         self._since: dict[int, float] = {}
         self._ask_at = -math.inf

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import OperationId
 
 DEVICE_SHARE = 16
-"""A byte that a device copies counts as so much less of a step's budget: 64 MiB of it are 1 GiB
+"""How much less a byte that a device copies counts in a step's budget: 64 MiB of it are 1 GiB
 for a GPU, which PCIe 5 moves in 20 ms. The movers bound what is in flight themselves."""
 
 

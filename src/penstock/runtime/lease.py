@@ -46,7 +46,7 @@ class Verdict(Enum):
 
 
 def deliver_changes(leases: Leases, effects: list[ef.Effect]) -> None:
-    """Tells leases what became of the copies they waited for."""
+    """Reports to leases what became of the copies they waited for."""
     for effect in effects:
         if isinstance(effect, ef.LeaseChanged) and effect.lease in leases:
             lease = leases[effect.lease]()

@@ -180,7 +180,7 @@ class Rank:
         return bool(ready.channels or ready.descriptors)
 
     def finish(self, timeout_s: float = 0.0) -> bytes | None:
-        """Drains and fences: copies may end for so long, the rest is cut short.
+        """Drains and fences: copies may end within the timeout, the rest is cut short.
 
         Returns the last report: send it to the owner, then `close`. No plan is taken any more.
 
@@ -210,7 +210,7 @@ class Rank:
         return self._report(moved) if moved else None
 
     def close(self, timeout_s: float = 0.0) -> Drained:
-        """Drains, fences, releases: copies may end for so long, the rest is cut short.
+        """Drains, fences, releases: copies may end within the timeout, the rest is cut short.
 
         After it nothing touches the engine's memory any more. A second call changes nothing.
         What ended last is not reported: send the owner the report of `finish` before. Where the

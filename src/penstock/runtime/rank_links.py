@@ -391,7 +391,7 @@ def meet(channel: Channel, *, deadline: float) -> RankFacts:
             return RankFacts.from_bytes(frame)
         case Empty():
             raise UnavailableError(
-                f"the rank behind channel {channel.name!r} told no facts in time"
+                f"the rank behind channel {channel.name!r} sent no facts in time"
             )
         case ChannelClosed():
             raise UnavailableError(f"the rank behind channel {channel.name!r} closed it")

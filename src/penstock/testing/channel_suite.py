@@ -5,7 +5,7 @@
         def lose(self, far: Channel) -> None: ...
 
 pytest then runs every sentence on your channel. The one rule they add up to: what was sent
-arrives once and in order, or the receiver is told that it will not.
+arrives once and in order, or the receiver gets an end that says why not.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ChannelSuite(ABC):
         assert far.receive() == Empty()
 
     def test_the_two_directions_do_not_mix(self, pair: tuple[Channel, Channel]) -> None:
-        """An end does not hear itself."""
+        """An end does not receive what it sent itself."""
         near, far = pair
 
         near.send(b"to far")

@@ -50,7 +50,7 @@ TARGETS = (5, 3, 4)
 POLLS_MAX = 100  # More than any copy here can need.
 UNLIMITED = 1 << 40
 SEEDS = range(200)
-"""Each kind of damage is done so often, to blocks of every layout in turn."""
+"""How often each kind of damage is done, to blocks of every layout in turn."""
 GROUPED = ("two groups", "groups of different kinds")
 
 
@@ -318,7 +318,7 @@ class CheckingMoverSuite(MoverSuite):
         for position in set(range(3)) - set(positions):
             expected[TARGETS[position]] = content[position]
 
-        # Block by block or all at once: a fault is told by its position in the copy.
+        # Block by block or all at once: a fault is reported by its position in the copy.
         budget_bytes = (0, UNLIMITED)[damage.random.integers(2)]
         ends.mover.submit(self.copy(1))
         (moved,) = poll_until_idle(ends.mover, budget_bytes=budget_bytes)
@@ -340,7 +340,7 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_exchanged_slots_are_found_although_their_sums_went_with_them(self) -> None:
-        """Bytes and sums agree; only the key tells."""
+        """Bytes and sums agree; only the key differs."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)

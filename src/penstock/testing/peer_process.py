@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATIENCE_S = 60.0
-"""How long a peer may take to end; only failures take so long."""
+"""How long a peer may take to end; it takes this long only if something failed."""
 HEAR_S = 120.0
-"""A peer that has said nothing for so long says nothing any more."""
+"""How long to wait for a line of a peer."""
 _READ_BYTES = 1 << 16
 
 
@@ -41,7 +41,7 @@ class PeerProcess:
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         self._said = b""
-        """What it printed and nobody has heard yet."""
+        """What it printed and nobody has read yet."""
 
     @property
     def pid(self) -> int:
@@ -101,7 +101,7 @@ class PeerProcess:
     def close(self) -> None:
         """Kills it if it is still there, and closes the pipes."""
         self.kill()
-        with suppress(BrokenPipeError):  # Of what it was told last and did not read.
+        with suppress(BrokenPipeError):  # Of lines that it did not read.
             self._input.close()
         self._output.close()
 

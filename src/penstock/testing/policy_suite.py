@@ -31,7 +31,7 @@ HISTORIES = range(25)
 
 
 class Shelf:
-    """A tier in miniature: knows which blocks may leave, and tells its policy what a tier would.
+    """A tier in miniature: knows which blocks may leave, and calls its policy as a tier would.
 
     A block is a node number, and its key follows from the number and how often it was given.
     """
@@ -55,7 +55,7 @@ class Shelf:
             self.let_leave(*nodes, priority=priority)
 
     def allow(self, *nodes: int, priority: int = 0) -> None:
-        """Nothing needs these blocks now, but the policy has not been told yet."""
+        """Nothing needs these blocks now, but the policy does not know yet."""
         self._standing.update(dict.fromkeys(nodes, priority))
 
     def let_leave(self, *nodes: int, priority: int = 0) -> None:
@@ -64,7 +64,7 @@ class Shelf:
         self.policy.offer(nodes)
 
     def hold(self, *nodes: int) -> None:
-        """Somebody needs these blocks; as in a tier, the policy is not told."""
+        """Somebody needs these blocks; as in a tier, the policy is not called."""
         for node in nodes:
             self._standing.pop(node, None)
 
@@ -88,7 +88,7 @@ class Shelf:
         return node
 
     def set_aside(self, count: int) -> dict[int, int]:
-        """Up to so many blocks are popped and held, as when room is planned."""
+        """Pops up to `count` blocks and holds them, as when room is planned."""
         aside: dict[int, int] = {}
         self.policy.mark()
         while len(aside) < count and (node := self.policy.pop()) is not None:
@@ -141,7 +141,7 @@ class PolicySuite(ABC):
 
     @abstractmethod
     def make_policy(self, slot_count: int, standing: Standing) -> EvictionPolicy:
-        """The policy under test, for a tier of so many slots."""
+        """The policy under test, for a tier of `slot_count` slots."""
 
     def make_shelf(self) -> Shelf:
         """A shelf without blocks."""

@@ -1,7 +1,7 @@
 """Carrying out a route: the bytes of one source rank into the blocks of one target rank.
 
 `RouteCopier` copies between arrays, and is the definition that every faster way has to agree
-with, byte for byte. `RouteExtents` tells a transport that writes by itself which bytes to put
+with, byte for byte. `RouteExtents` says to a transport that writes by itself which bytes to put
 where.
 
 Blocks of different sizes: `fine` blocks follow each other in a coarse one, so fine block *i* of

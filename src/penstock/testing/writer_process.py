@@ -1,4 +1,4 @@
-"""A writer of remote writes that does what it is told, in this process or in another.
+"""A writer of remote writes that a test controls, in this process or in another.
 
     writer.connect(description)
     writer.post([(offset, length, seed)], notice)
@@ -43,7 +43,7 @@ def drawn_bytes(length: int, seed: int) -> NDArray[np.uint8]:
 
 
 class SuiteWriter(ABC):
-    """A writer that is told what to do, step by step."""
+    """A writer that a test controls, step by step."""
 
     @abstractmethod
     def connect(self, description: bytes) -> None:

@@ -51,7 +51,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes that are ready and the bytes that there will be."""
 
 PREFAULT_BYTES = 256 << 20
-"""Pages are made so many at a time: about a tenth of a second, in which no signal is heard."""
+"""How many bytes of pages are made at a time: about a tenth of a second, without signals."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.

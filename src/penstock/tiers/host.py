@@ -164,14 +164,14 @@ def slot_bytes(layout: Layout) -> int:
 
 
 def tier_bytes(layout: Layout, slot_count: int) -> int:
-    """Bytes of a tier of so many slots, with their sums."""
+    """Bytes of a tier of `slot_count` slots, with their sums."""
     if slot_count < 1:
         raise ValueError(f"slot_count is {slot_count}, must be at least 1")
     return _sums_bytes(layout, slot_count) + slot_count * slot_bytes(layout)
 
 
 def slots_within(layout: Layout, size_bytes: int) -> int:
-    """How many slots a tier of at most so many bytes can have; 0 if it is too small for one."""
+    """How many slots fit into `size_bytes`, with their sums; 0 if not even one does."""
     count = size_bytes // (slot_bytes(layout) + len(layout.cells) * SUM_BYTES)
     # The table of sums ends with a page, for which a slot or a few may have to go.
     while count > 0 and tier_bytes(layout, count) > size_bytes:

@@ -75,7 +75,7 @@ def meminfo_count(text: str, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """So many bytes are available, and who says so."""
+    """How many bytes are available, and which limit says so."""
 
     available_bytes: int
     source: str
@@ -114,7 +114,7 @@ def memory_limits(read: ReadText) -> list[Limit]:
 
 
 def node_limits(node: int, read: ReadText) -> list[Limit]:
-    """The limit of one NUMA node; none where the machine does not tell."""
+    """The limit of one NUMA node; none where the machine does not say."""
     path = f"/sys/devices/system/node/node{node}/meminfo"
     text = read(path)
     free = meminfo_bytes(text, "MemFree")
@@ -261,7 +261,7 @@ _MASK_WORD_BITS = 64
 
 
 def online_nodes(read: ReadText) -> list[int]:
-    """The NUMA nodes of the machine; one, number 0, where it does not tell."""
+    """The NUMA nodes of the machine; one, number 0, where it does not say."""
     nodes: list[int] = []
     for part in read(NODES_ONLINE).strip().split(","):
         first, _, last = part.partition("-")
@@ -281,7 +281,7 @@ def bind_memory(address: int, length: int, node: int) -> None:
         raise OSError(errno.ENOSYS, f"mbind has no known number on {platform.machine()}")
     words = (ctypes.c_uint64 * (node // _MASK_WORD_BITS + 1))()
     words[node // _MASK_WORD_BITS] = 1 << node % _MASK_WORD_BITS
-    # The kernel looks at one bit fewer than it is told.
+    # The kernel looks at one bit fewer than the given number.
     bits = len(words) * _MASK_WORD_BITS + 1
     system = ctypes.CDLL(None, use_errno=True)
     failed = system.syscall(

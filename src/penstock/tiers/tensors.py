@@ -85,7 +85,7 @@ class Held:
     def pair(
         cls, tensor: torch.Tensor, axes: Sequence[Axis] = PART_FIRST, *, dtype: DType | None = None
     ) -> Held:
-        """K and V in one tensor, told apart by the axis `part`."""
+        """K and V in one tensor, in which the axis `part` separates them."""
         return cls(tensor=tensor, role=None, axes=tuple(axes), dtype=_dtype_of(tensor, dtype))
 
     @classmethod

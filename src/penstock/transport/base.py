@@ -124,7 +124,7 @@ class Channel(Waitable, Protocol):
         ...
 
     def close(self) -> None:
-        """Tells the other end that nothing more will come, and gives the resources back.
+        """Sends the end of the channel, and gives the resources back.
 
         What was sent before still arrives, if the other end takes it in time. Closing twice
         does no harm.

@@ -95,7 +95,7 @@ class InprocChannel:
         return None
 
     def close(self) -> None:
-        """Tells the other end that nothing more will come."""
+        """Ends the channel in good order."""
         if not self._closed:
             self._closed = True
             self._here.shut()
@@ -127,7 +127,7 @@ class Inbox:
     def put(self, frame: bytes, name: str) -> None:
         """Keeps a frame; `name` is what its sender calls the channel."""
         if self._shut:
-            return  # Its sender is about to hear of that, and does not know it yet.
+            return  # Its sender does not know of the end yet.
         if len(self._frames) >= WINDOW_FRAMES or self._frame_bytes + len(frame) > WINDOW_BYTES:
             raise BacklogError(
                 channel=name, frames=len(self._frames), frame_bytes=self._frame_bytes
@@ -193,11 +193,11 @@ def channel_pair(
 
 
 NOTICES_MAX = 1024
-"""So many notices wait for a target before its writers have to wait."""
+"""How many notices wait for a target before its writers have to wait."""
 
 
 SPARE_MAX = 8
-"""So much freed memory is kept for the next areas; the rest goes back to the system."""
+"""How many freed areas are kept for the next ones; the memory of others goes back."""
 _NOTHING = np.empty(0, dtype=np.uint8)
 """What writes without spans are moved into."""
 
@@ -213,7 +213,7 @@ class InprocFabric:
         """A new target.
 
         Args:
-            allocate: gives memory for an area of so many bytes; plain memory unless told. Where
+            allocate: gives memory for an area, given its bytes; plain memory by default. Where
                 it is not an array, as on a device, writers pack into windows.
         """
         return InprocTarget(self, allocate or _plain_memory)
@@ -367,7 +367,7 @@ class InprocLink:
         return window
 
     def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
-        """Moves some bytes, and tells which writes have ended."""
+        """Moves some bytes; returns which writes have ended."""
         memory = self._area.memory
         array = memory if isinstance(memory, np.ndarray) else _NOTHING
         return self._posted.advance(array, budget_bytes, self._area.deliver)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PIECE_BYTES = 1 << 20
-"""Bytes are copied so many at a time: about a tenth of a millisecond."""
+"""How many bytes are copied at a time: about a tenth of a millisecond."""
 
 
 class Delivery(Enum):

@@ -66,11 +66,11 @@ _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _CREDENTIALS = struct.Struct("3i")  # Process, user, group.
 _SO_PEERPIDFD = 77  # Linux 6.5; Python has no name for it yet.
 CALLERS_MAX = 64
-"""So many connections may be open that have not said what they want; older ones are closed."""
+"""How many connections without a token may be open; older ones are closed."""
 NOTICES_AT_ONCE = 256
-"""So many notices of one area are taken before the others have their turn."""
+"""How many notices of one area are taken before the others have their turn."""
 SPARE_MAX = 8
-"""So many freed arenas are kept for the next areas; the memory of others goes back."""
+"""How many freed arenas are kept for the next areas; the memory of others goes back."""
 
 _TRUNCATED = int(socket.MSG_TRUNC)
 
@@ -174,7 +174,7 @@ def pidfd_of_peer(connection: socket.socket) -> int:
 
 
 def _pidfd_by_number(connection: socket.socket) -> int:
-    """The same on an older kernel, which tells a number that may have been given again."""
+    """The same on an older kernel, by a process number that may have been reused."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid = _CREDENTIALS.unpack(raw)[0]
     try:
@@ -463,7 +463,7 @@ class SharedLink:
         return None if self._memory is None else self._memory[offset : offset + length]
 
     def observe(self, *, budget_bytes: int) -> tuple[list[WriteEnd], int]:
-        """Copies some bytes, and tells which writes have ended."""
+        """Copies some bytes; returns which writes have ended."""
         if not self._closed and self.failure is None:
             self._look()
         if self.failure is not None:

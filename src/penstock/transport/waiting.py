@@ -2,7 +2,7 @@
 
     ready = wait_any([store, *ranks], [pidfd], deadline=now + 0.5)
 
-The one rule: a channel is asked before it is polled. Its descriptor tells only of what happened
+The one rule: a channel is asked before it is polled. Its descriptor shows only what happened
 since it was last found empty, so a frame that came in earlier would otherwise be slept through.
 """
 
@@ -28,7 +28,7 @@ class ReadyWaitable(NamedTuple):
     channels: tuple[Waitable, ...] = ()
     """They answer `receive` with something else than `Empty`; a listener has a channel."""
     descriptors: tuple[int, ...] = ()
-    """They are readable, or have failed in a way that a read will tell."""
+    """They are readable, or a read of them fails."""
 
 
 def wait_any(

@@ -66,9 +66,9 @@ LOOPBACK = "tcp://127.0.0.1:*"
 """Listen on a port of the loopback interface that the kernel chooses."""
 
 WAITING_MAX = 64
-"""So many peers are let in at the same time; who comes later is told to come again."""
+"""How many peers are let in at the same time; later ones must try again."""
 LIVES_MAX = 4096
-"""So many incarnations are remembered, so that the hello of an earlier life is not answered."""
+"""How many incarnations are remembered, so that the hello of an earlier life is ignored."""
 
 
 class _Parked(NamedTuple):

@@ -9,7 +9,7 @@ lost. An end sends at most a *window* of frames and bytes before the other end h
 the other end says how much it took by *credit*. So neither end keeps more than a window for the
 other, and a slow one is not mistaken for a dead one.
 
-The one rule: an end is told once and for good, and after everything that came before it.
+The one rule: an end is reported after everything that came before it, and stays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 REFUSED_MAX = 4096
-"""A peer that sends so much garbage is dropped; less is thrown away and counted."""
+"""How much garbage a peer may send before it is dropped; less is thrown away and counted."""
 
 
 class ZmqChannel:
@@ -118,7 +118,7 @@ class ZmqChannel:
         return bool(self._arrived) or self._closed or self._end is not None
 
     def close(self) -> None:
-        """Tells the other end that nothing more will come; see `Channel`."""
+        """Ends the channel in good order; see `Channel`."""
         if self._closed:
             return
         self._post(Kind.CLOSE)
@@ -353,7 +353,7 @@ class ZmqChannel:
         self._sent_taken = _Tally(frames, frame_bytes)
 
     def _give_credit(self) -> None:
-        """Tells what was taken once it is a good part of the window, not for every frame."""
+        """Gives credit for what was taken once it is a good part of the window, not per frame."""
         frames, frame_bytes = self._taken.minus(self._credited)
         due = (
             2 * frames >= self._settings.window_frames

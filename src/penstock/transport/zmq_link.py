@@ -86,14 +86,14 @@ class ChannelSettings:
     """How long ends wait for each other, and how much they keep for each other."""
 
     heartbeat_s: float = 1.0
-    """An end that hears nothing asks this often whether the other is there."""
+    """How often an end that receives nothing asks whether the other is there."""
     silence_s: float = 5.0
-    """A peer that does not answer for so long is lost: found within `heartbeat_s + silence_s +
+    """A peer that does not answer for this long is lost: found within `heartbeat_s + silence_s +
     settle_s` of its last sign of life."""
     open_s: float = 10.0
     """A channel that is not open by then has failed."""
     settle_s: float = 0.2
-    """When the pulse is lost but not the link, so long is waited for what is on its way."""
+    """How long to wait for what is on its way when the pulse is lost but not the link."""
     linger_s: float = 1.0
     """What was sent before `close` is kept for delivery no longer than this."""
     window_frames: int = 1024
@@ -252,7 +252,7 @@ class MonitoredSocket:
         return True
 
     def look(self) -> None:
-        """Reads what the monitor has to tell."""
+        """Reads the events of the monitor."""
         while (parts := _receive(self._monitor)) is not None:
             event = parse_monitor_message(parts)
             kind, fd = event["event"], int(event["value"])
@@ -334,7 +334,7 @@ class ZmqPulse(MonitoredSocket):
         """Whether the peer sent a message here, where none belongs."""
 
     def look(self) -> None:
-        """Reads what the monitor has to tell, and whether a message came."""
+        """Reads the events of the monitor, and whether a message came."""
         super().look()
         self.spoke |= _receive(self._socket) is not None
 

@@ -39,7 +39,7 @@ MEMBERS_MAX = 2**24
 """Of a list that is gone through one by one: more blocks than a sequence has. A `range` can be
 longer than all memory."""
 PAST_S = 60.0
-"""A deadline may be so much older than the cache. What is older was never read from its clock."""
+"""How much older than the cache a deadline may be. An older one is not from its clock."""
 
 
 def as_int(name: str, value: object, low: int = 0, high: int = INT_MAX) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 COUNTS_KEPT = 8
-"""Of so many numbers of blocks, the places of all segments are kept."""
+"""For how many numbers of blocks the places of all segments are kept."""
 
 
 class _Run(NamedTuple):
@@ -169,7 +169,7 @@ class CellSpan:
         return np.stack(rows) if rows else np.empty(seeds.shape, dtype=np.uint64)
 
     def _slices_of(self, count: int) -> list[slice]:
-        """The segments of so many blocks that follow each other."""
+        """The segments of `count` blocks that follow each other."""
         found = self._following.get(count)
         if found is None:
             if len(self._following) >= COUNTS_KEPT:

@@ -75,7 +75,7 @@ def key_seeds(keys: Sequence[bytes], salt: int = 0) -> list[int]:
 
 
 def seed_prefix(key_bytes: int) -> bytes:
-    """What stands before a key of so many bytes: a seed is XXH3-64 of both."""
+    """What stands before a key of `key_bytes` bytes: a seed is XXH3-64 of both."""
     return _framed(SEED_DOMAIN) + key_bytes.to_bytes(4, "little")
 
 
@@ -209,7 +209,7 @@ WORD_BYTES = 4
 LENGTH_MAX = (1 << 32) - 1
 """The length has to fit into a word."""
 _CHUNK_WORDS = 1 << 16
-"""Two arrays of so many words stay in a core's second-level cache. Measured: 1.2 GB/s, and
+"""Two arrays of this many words stay in a core's second-level cache. Measured: 1.2 GB/s, and
 half of it with a quarter of the words, where the calls cost as much as their work."""
 
 

@@ -10,7 +10,7 @@ And it does not know who holds the copy, only what is held: ranks with the same 
 layers have equal forms, however many ranks there are. docs/forms.md lists every field.
 
 The one rule: equality, fingerprint, encoding and `difference` all come from one list of
-facts. What is not a fact tells no two forms apart.
+facts. Forms with the same facts are the same.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Shard:
 
 
 class Fact(NamedTuple):
-    """One thing that tells forms apart."""
+    """One thing by which forms differ."""
 
     name: str
     value: str
@@ -128,7 +128,7 @@ class Form:
     """Whose copy it is, where that is known. No fact: ranks that hold the same have equal
     forms."""
     facts: tuple[Fact, ...] = field(init=False, repr=False)
-    """All that tells it from other forms."""
+    """All by which it differs from other forms."""
     fingerprint: bytes = field(init=False)
     """Sixteen bytes that are equal for equal forms and for no others."""
 

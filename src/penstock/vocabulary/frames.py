@@ -50,7 +50,7 @@ class FrameCodec(Generic[MessageT]):
             decoder: Accepts the messages that may arrive, and nothing else.
             version: The byte that follows the mark.
             bytes_max: The longest frame, its head included.
-            mark: Opens every frame, to tell it from those of other protocols.
+            mark: Opens every frame; other protocols have other marks.
             name: What error messages call a frame.
         """
         self._decoder = decoder

@@ -89,7 +89,7 @@ class Layer:
 
     @property
     def headed(self) -> tuple[Plane, ...]:
-        """The planes that tell KV heads apart."""
+        """The planes that have KV heads."""
         return tuple(plane for plane in self.planes if plane.has_heads)
 
     @property

@@ -284,7 +284,7 @@ class Layout:
         block_count: int,
         order: Sequence[Axis] = (Axis.PART, *BLOCK_TOKEN_HEAD),
     ) -> Layout:
-        """Per layer one dense array that holds K and V, told apart by the axis `part`."""
+        """Per layer one dense array that holds K and V, separated by the axis `part`."""
         sizes = {
             Axis.PART: 2,
             Axis.BLOCK: block_count,

@@ -186,12 +186,12 @@ class Plane:
 
     @property
     def has_heads(self) -> bool:
-        """Whether its numbers are told apart by KV head."""
+        """Whether it has a head axis."""
         return bool(self._along(Axis.HEAD))
 
     @property
     def heads(self) -> int:
-        """How many KV heads it tells apart; 1 for a plane without heads."""
+        """How many KV heads it has; 1 for a plane without heads."""
         return self._count(Axis.HEAD)
 
     @property
@@ -307,7 +307,7 @@ def pair_from_strides(
     buffer: int = 0,
     offset: int = 0,
 ) -> tuple[Plane, Plane]:
-    """The K and V planes of a tensor that holds both, told apart by an axis `part` of size 2.
+    """The K and V planes of a tensor that holds both, separated by an axis `part` of size 2.
 
     For K and V side by side in the channels, view the tensor as [..., 2, channel] first.
     """

@@ -313,7 +313,7 @@ def _runs(wanted: _Wanted, layer: Layer, holdings: Sequence[_Holding]) -> Iterat
 def _whole_candidates(
     wanted: _Wanted, layer: Layer, holdings: Sequence[_Holding]
 ) -> tuple[_Candidate, ...]:
-    """Who has the very heads of a target, where a plane does not tell heads apart."""
+    """Who has the very heads of a target, where a plane has no heads."""
     same = [each for each in holdings if each.group.heads == wanted.group.heads]
     if not same:
         theirs = ", ".join(sorted({str(each.group.heads) for each in holdings}))

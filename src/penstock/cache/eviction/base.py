@@ -1,8 +1,8 @@
 """What every eviction policy answers: of the blocks that may leave, which one goes first?
 
 The tier decides *whether* a block may leave (it is ready, nothing holds it, and no block
-that follows it lies in the tier); the policy decides the *order*. It is told every block
-that enters, is hit, and goes, and of each block in the moment it may leave. Blocks that may
+that follows it lies in the tier); the policy decides the *order*. It is called for every block
+that enters, is hit, and goes, and for each block when it may leave. Blocks that may
 no longer leave are not withdrawn one by one: the policy asks for the block's standing when
 its turn comes, and drops it from the queue then. So a hit on a prompt of ten thousand
 blocks costs the policy two array writes.
