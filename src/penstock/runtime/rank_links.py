@@ -144,7 +144,6 @@ class LocalLink:
         """Nothing has to be sent."""
 
     def take_plan(self) -> bytes | None:
-        """No plan: copies are submitted at once."""
         return None
 
     def wait(self, deadline: float, *, descriptors: Sequence[int]) -> bool:
@@ -233,11 +232,9 @@ class MessageLinks:
         self._queue = PlanQueue(self.acknowledgements)
 
     def order(self, effect: Copy | Abandon) -> None:
-        """Puts it into the next plan."""
         self._queue.put(effect)
 
     def ask(self, operation: OperationId) -> None:
-        """Puts the question into a next plan."""
         self._queue.ask(operation)
 
     def take_plan(self) -> bytes | None:
@@ -245,7 +242,6 @@ class MessageLinks:
         return self._queue.take_plan()
 
     def collect(self, *, budget_bytes: int) -> Iterator[CopyReport | LostRank]:  # noqa: ARG002
-        """Nothing: the engine hands reports over itself."""
         return iter(())
 
     def dispatch(self) -> None:
@@ -277,11 +273,9 @@ class ChannelLinks:
         }
 
     def order(self, effect: Copy | Abandon) -> None:
-        """Puts it into the next plan."""
         self._queue.put(effect)
 
     def ask(self, operation: OperationId) -> None:
-        """Puts the question into a next plan."""
         self._queue.ask(operation)
 
     def take_plan(self) -> bytes | None:

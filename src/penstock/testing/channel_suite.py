@@ -101,7 +101,6 @@ class ChannelSuite(ABC):
         far.close()
 
     def test_frames_arrive_once_and_in_order(self, pair: tuple[Channel, Channel]) -> None:
-        """Whatever their length."""
         near, far = pair
         frames = [b"", b"x", b"\0" * 1000, os.urandom(100_000), b"last"]
 
@@ -114,7 +113,6 @@ class ChannelSuite(ABC):
     def test_the_longest_frame_passes_and_a_longer_one_is_refused(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """A refused frame is the caller's mistake, and harms nothing."""
         near, far = pair
         longest = bytes(FRAME_BYTES_MAX)
 
@@ -126,7 +124,6 @@ class ChannelSuite(ABC):
         assert far.receive() == Empty()
 
     def test_the_two_directions_do_not_mix(self, pair: tuple[Channel, Channel]) -> None:
-        """An end does not receive what it sent itself."""
         near, far = pair
 
         near.send(b"to far")
@@ -139,7 +136,6 @@ class ChannelSuite(ABC):
     def test_an_empty_channel_is_empty_at_once_or_at_the_deadline(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """Neither earlier nor never."""
         near, _ = pair
         started = time.monotonic()
 
@@ -156,7 +152,6 @@ class ChannelSuite(ABC):
     def test_a_backlog_is_bounded_and_comes_through_whole(
         self, pair: tuple[Channel, Channel], length: int
     ) -> None:
-        """Sending never waits: it refuses, and takes frames again once some were received."""
         near, far = pair
         frame = bytes(length)
 
@@ -175,7 +170,6 @@ class ChannelSuite(ABC):
     def test_a_full_channel_still_carries_the_other_direction(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """Or two ends that are both full would wait for each other for ever."""
         near, far = pair
         near_taken = send_until_full(near, b"near")
         far_taken = send_until_full(far, b"far")
@@ -186,7 +180,6 @@ class ChannelSuite(ABC):
     def test_frames_before_the_close_arrive_and_then_it_is_closed_for_good(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """An orderly end loses nothing."""
         near, far = pair
         near.send(b"one")
         near.send(b"two")
@@ -200,7 +193,6 @@ class ChannelSuite(ABC):
             far.send(b"too late")
 
     def test_an_end_that_was_closed_here_says_so(self, pair: tuple[Channel, Channel]) -> None:
-        """Closing it twice does no harm, and frames that waited for it are gone."""
         near, far = pair
         far.send(b"never taken")
 
@@ -212,7 +204,6 @@ class ChannelSuite(ABC):
             near.send(b"x")
 
     def test_both_ends_may_close_at_once(self, pair: tuple[Channel, Channel]) -> None:
-        """Their last words cross."""
         near, far = pair
 
         near.close()
@@ -223,7 +214,6 @@ class ChannelSuite(ABC):
     def test_a_lost_end_is_a_failure_with_a_cause_after_what_it_sent(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """It is never an empty channel, and never a closed one."""
         near, far = pair
         far.send(b"its last frame")
         frame = receive_frame(near)
@@ -239,7 +229,6 @@ class ChannelSuite(ABC):
             near.send(b"x")
 
     def test_a_descriptor_wakes_up_for_a_frame(self, pair: tuple[Channel, Channel]) -> None:
-        """Once the channel was found empty, it sleeps until there is something."""
         near, far = pair
         while far.ready:
             far.receive()
@@ -254,7 +243,6 @@ class ChannelSuite(ABC):
     def test_wait_any_finds_the_channels_that_have_something(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """And no others."""
         near, far = pair
         far.send(b"x")
 
@@ -268,7 +256,6 @@ class ChannelSuite(ABC):
     def test_wait_any_does_not_sleep_through_what_came_during_a_send(
         self, pair: tuple[Channel, Channel]
     ) -> None:
-        """Sending may take notice of an arrival, and its descriptor fall silent."""
         near, far = pair
         assert near.receive() == Empty()
         for _ in range(200):
@@ -282,7 +269,6 @@ class ChannelSuite(ABC):
             assert receive_frame(near) == b"x"
 
     def test_wait_any_ends_at_its_deadline(self, pair: tuple[Channel, Channel]) -> None:
-        """Or at once, without one."""
         before = time.monotonic()
 
         at_once = wait_any(pair, deadline=None)
@@ -292,7 +278,6 @@ class ChannelSuite(ABC):
         assert MOMENT_S <= time.monotonic() - before < SOON_S / 2
 
     def test_wait_any_watches_plain_descriptors_too(self, pair: tuple[Channel, Channel]) -> None:
-        """A pidfd, for example."""
         near, far = pair
         readable, writable = os.pipe()
         try:
@@ -313,7 +298,6 @@ class ChannelSuite(ABC):
     def test_the_end_of_a_channel_wakes_who_waits(
         self, pair: tuple[Channel, Channel], *, orderly: bool
     ) -> None:
-        """An end is something to receive."""
         near, far = pair
 
         if orderly:
@@ -326,7 +310,6 @@ class ChannelSuite(ABC):
         assert isinstance(receive_end(near), ChannelClosed if orderly else ChannelFailed)
 
     def test_a_long_exchange_keeps_its_order(self, pair: tuple[Channel, Channel]) -> None:
-        """Over many windows, both ways, in any interleaving of sends and receives."""
         for seed in range(5):
             with failing_seed(seed):
                 self.exchange(pair, random.Random(seed))

@@ -80,7 +80,6 @@ class DataTransportSuite(ABC):
     def test_bytes_land_where_they_belong_and_nowhere_else(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Several spans of a write, in any order and of any length."""
         area = self.join(target, writer)
         where = [(2_000_001, 1_000_003, 1), (0, 1, 2), (17, 70_000, 3)]
         expected = np.zeros(AREA_BYTES, dtype=np.uint8)
@@ -97,7 +96,6 @@ class DataTransportSuite(ABC):
     def test_a_notice_comes_once_and_after_its_bytes(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """However little is moved at a time."""
         area = self.join(target, writer)
         writer.post([(100, 200_000, 1)], b"first")
         writer.post([(300_000, 200_000, 2)], b"second")
@@ -122,7 +120,6 @@ class DataTransportSuite(ABC):
     def test_a_descriptor_is_readable_while_a_notice_waits(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Or its owner would sleep through it; a transport without one is asked in a loop."""
         self.join(target, writer)
         if target.descriptor is None:
             return
@@ -142,7 +139,6 @@ class DataTransportSuite(ABC):
     def test_a_fence_that_is_watched_shows_the_end_of_its_writer(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Where fences are not watched there is no descriptor for one."""
         area = self.join(target, writer)
         target.retire(area)
         fd = target.fence_descriptor(area)
@@ -161,7 +157,6 @@ class DataTransportSuite(ABC):
     def test_an_observation_moves_about_its_budget(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """And something at least, or a budget of nothing would never end."""
         self.join(target, writer)
         writer.post([(0, AREA_BYTES, 1)], b"")
 
@@ -173,7 +168,6 @@ class DataTransportSuite(ABC):
         assert rest == [(0, "")]
 
     def test_many_writes_end_once_each(self, target: Target, writer: SuiteWriter) -> None:
-        """More than any queue on the way holds: the writer goes on as the target takes notices."""
         self.join(target, writer)
         notices: list[bytes] = []
         ended: list[int] = []
@@ -191,7 +185,6 @@ class DataTransportSuite(ABC):
         assert sorted(notices) == sorted(b"%d" % at + bytes(500) for at in range(3000))
 
     def test_a_write_without_bytes_is_a_notice(self, target: Target, writer: SuiteWriter) -> None:
-        """Also an empty one, and the longest."""
         self.join(target, writer)
         longest = bytes(NOTICE_BYTES_MAX)
 
@@ -217,7 +210,6 @@ class DataTransportSuite(ABC):
         notice_bytes: int,
         message: str,
     ) -> None:
-        """Beyond the area, or with too much to say."""
         area = self.join(target, writer)
 
         with pytest.raises(ValueError, match=message):
@@ -227,7 +219,6 @@ class DataTransportSuite(ABC):
         assert not area.memory.any()
 
     def test_writers_have_areas_of_their_own(self, target: Target, writer: SuiteWriter) -> None:
-        """Neither their bytes nor their notices mix."""
         other_pen = self.make_writer()
         areas = [self.join(target, each, 1000) for each in (writer, other_pen)]
 
@@ -244,7 +235,6 @@ class DataTransportSuite(ABC):
     def test_no_notice_of_a_retired_area_is_taken_and_its_writer_learns_that(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Every write ends, whatever became of the target."""
         area = self.join(target, writer)
         writer.post([(0, 1000, 1)], b"before")
         self.finish(writer)
@@ -261,7 +251,6 @@ class DataTransportSuite(ABC):
     def test_a_fence_does_not_hold_as_long_as_the_writer_can_write(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Not while it is stopped in the middle of a write, nor when it is merely idle."""
         area = self.join(target, writer)
         writer.post([(0, AREA_BYTES, 1)], b"")
         writer.observe(100_000)
@@ -284,7 +273,6 @@ class DataTransportSuite(ABC):
     def test_memory_is_counted_until_it_is_given_back(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """Retired bytes can be bounded by who knows them."""
         area = self.join(target, writer)
         before = (target.open_bytes, target.retired_bytes)
 
@@ -300,7 +288,6 @@ class DataTransportSuite(ABC):
             target.free(area)
 
     def test_reused_memory_does_not_change(self, target: Target, writer: SuiteWriter) -> None:
-        """A writer is stopped in mid-write; its memory is not used again until it has ended."""
         old = self.join(target, writer)
         writer.post([(0, AREA_BYTES, 1)], b"")
         writer.observe(1_000_000)
@@ -324,7 +311,6 @@ class DataTransportSuite(ABC):
         assert (again.memory == 88).all()
 
     def test_an_area_that_nobody_connected_to_is_fenced_at_once(self, target: Target) -> None:
-        """And nobody can connect to it from then on."""
         area = target.open_area("rank 0", 100)
 
         target.retire(area)
@@ -335,7 +321,6 @@ class DataTransportSuite(ABC):
     def test_who_connects_to_a_retired_area_gets_nothing(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """The description was on its way when the area was retired."""
         area = target.open_area("rank 0", 1000)
         area.memory[:] = 5
         target.retire(area)
@@ -356,7 +341,6 @@ class DataTransportSuite(ABC):
     def test_a_fence_of_an_area_in_use_is_a_mistake(
         self, target: Target, writer: SuiteWriter
     ) -> None:
-        """It could never hold."""
         area = self.join(target, writer)
 
         with pytest.raises(ValueError, match="not retired"):
@@ -366,6 +350,5 @@ class DataTransportSuite(ABC):
     def test_a_description_of_nothing_is_refused(
         self, writer: SuiteWriter, description: bytes
     ) -> None:
-        """It came over a wire."""
         with pytest.raises(ValueError, match="description"):
             writer.connect(description)

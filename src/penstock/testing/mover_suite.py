@@ -132,7 +132,6 @@ class MoverSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_every_block_arrives_and_nothing_else_changes(self, kind: str) -> None:
-        """Whatever the strides at either end."""
         ends = self.make_ends(LAYOUTS[kind])
         self.fill(ends.target, TARGETS, seed=1)
         content = self.fill(ends.source, SOURCES, seed=2)
@@ -148,7 +147,6 @@ class MoverSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_bytes_below_the_device_get_the_sums_of_their_key(self, kind: str) -> None:
-        """Or nobody could check them on their way back."""
         ends = self.make_ends(LAYOUTS[kind])
         content = self.fill(ends.source, SOURCES, seed=1)
 
@@ -160,7 +158,6 @@ class MoverSuite(ABC):
             np.testing.assert_array_equal(kept, self.sums_of(ends.source, content, keys_of(3)))
 
     def test_every_copy_is_reported_once_in_the_order_they_came(self) -> None:
-        """The machine gives slots back at each report: one too many would give them twice."""
         ends = self.make_ends(LAYOUTS["K and V apart"])
         self.fill(ends.source, SOURCES, seed=1)
         copies = [self.copy(number) for number in range(5)]
@@ -174,7 +171,6 @@ class MoverSuite(ABC):
 
     @pytest.mark.parametrize("polls", range(5))
     def test_an_abandoned_copy_is_reported_once_too(self, polls: int) -> None:
-        """Before it began, in the middle of it, after its last block, after its report."""
         ends = self.make_ends(LAYOUTS["K and V apart"])
         self.fill(ends.source, SOURCES, seed=1)
         ends.mover.submit(self.copy(1))
@@ -189,7 +185,6 @@ class MoverSuite(ABC):
         assert moved == [Moved(self.copy(1).operation), Moved(self.copy(2).operation)]
 
     def test_a_copy_is_abandoned_without_waiting_for_its_turn(self) -> None:
-        """Its slots would be held as long as whatever came before it takes."""
         ends = self.make_ends(LAYOUTS["K and V apart"])
         self.fill(ends.source, SOURCES, seed=1)
         ends.mover.submit(self.copy(1))
@@ -202,7 +197,6 @@ class MoverSuite(ABC):
         assert poll_until_idle(ends.mover) == [Moved(self.copy(1).operation)]
 
     def test_an_unknown_copy_can_be_abandoned_without_harm(self) -> None:
-        """Its report and the wish to abandon it may cross."""
         ends = self.make_ends(LAYOUTS["K and V apart"])
         self.fill(ends.source, SOURCES, seed=1)
         ends.mover.submit(self.copy(1))
@@ -213,7 +207,6 @@ class MoverSuite(ABC):
 
     @pytest.mark.parametrize("abandoned", [False, True])
     def test_slots_are_left_alone_after_the_report(self, *, abandoned: bool) -> None:
-        """They belong to somebody else from then on."""
         ends = self.make_ends(LAYOUTS["two groups"])
         self.fill(ends.source, SOURCES, seed=1)
         ends.mover.submit(self.copy(1, SOURCES[:2], TARGETS[:2]))
@@ -232,7 +225,6 @@ class MoverSuite(ABC):
     def test_a_poll_moves_what_its_budget_allows_and_one_block_at_least(
         self, budget_blocks: float
     ) -> None:
-        """Or a budget below a block would move nothing, ever."""
         ends = self.make_ends(LAYOUTS["K and V in one array"])
         self.fill(ends.source, SOURCES, seed=1)
         for number in range(3):
@@ -249,7 +241,6 @@ class MoverSuite(ABC):
         assert all(part >= block_bytes for part in spent)
 
     def test_a_mover_is_busy_until_its_last_report(self) -> None:
-        """The engine steps on as long as it is."""
         ends = self.make_ends(LAYOUTS["latent"])
         self.fill(ends.source, SOURCES, seed=1)
         idle_before = not ends.mover.busy
@@ -274,7 +265,6 @@ class SavingMoverSuite(MoverSuite):
 
     @pytest.mark.parametrize("kind", GROUPED)
     def test_groups_of_one_block_are_gathered_from_their_slots(self, kind: str) -> None:
-        """An engine places the groups of a block where it likes; below they lie together."""
         layout = LAYOUTS[kind]
         ends = self.make_ends(layout)
         content = self.fill(ends.source, range(6), seed=1)
@@ -328,7 +318,6 @@ class CheckingMoverSuite(MoverSuite):
         np.testing.assert_array_equal(read_slots(ends.target), expected)
 
     def test_a_flipped_bit_is_found(self) -> None:
-        """Any bit of any cell."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)
@@ -340,7 +329,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_exchanged_slots_are_found_although_their_sums_went_with_them(self) -> None:
-        """Bytes and sums agree; only the key differs."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)
@@ -353,7 +341,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [one, other])
 
     def test_an_older_generation_of_a_slot_is_found(self) -> None:
-        """What lay there before, whole and with its sums, as if the last write was lost."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)
@@ -366,7 +353,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_exchanged_layers_are_found(self) -> None:
-        """With their sums or without."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)
@@ -376,7 +362,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_exchanged_heads_are_found(self) -> None:
-        """With their sums or without."""
         for seed in SEEDS:
             with failing_seed(seed):
                 headed = [
@@ -389,7 +374,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_a_zeroed_tail_is_found(self) -> None:
-        """As a torn write leaves it; from one byte to the whole block."""
         for seed in SEEDS:
             with failing_seed(seed):
                 damage = self.damaged(seed)
@@ -401,7 +385,6 @@ class CheckingMoverSuite(MoverSuite):
                 self.expect_found(damage, [position])
 
     def test_sums_of_a_block_that_was_not_delivered_are_not_either(self) -> None:
-        """The target keeps what it had, bytes and sums."""
         damage = self.damaged(0)
         target = damage.ends.target
         kept = target.sums(np.arange(6, dtype=np.int32)) if isinstance(target, KeepsSums) else None
@@ -421,20 +404,17 @@ class LoadingMoverSuite(CheckingMoverSuite):
 
     @pytest.mark.parametrize("kind", GROUPED)
     def test_groups_of_one_block_go_to_slots_of_their_own(self, kind: str) -> None:
-        """One row a group."""
         self.expect_scattered(kind, [[5, 3, 4], [4, 5, 0]])
 
     @pytest.mark.parametrize("kind", GROUPED)
     @pytest.mark.parametrize("group", [0, 1])
     def test_a_group_that_does_not_need_a_block_gets_nothing(self, kind: str, group: int) -> None:
-        """A sliding window has left it behind, for example."""
         targets = [[5, 3, 4], [4, 5, 0]]
         targets[group][1] = NOWHERE
 
         self.expect_scattered(kind, targets)
 
     def test_a_block_that_no_group_needs_goes_nowhere(self) -> None:
-        """Least of all into the last slot."""
         self.expect_scattered("two groups", [[5, NOWHERE, 4], [4, NOWHERE, 0]])
         self.expect_scattered("latent", [[5, NOWHERE, 4]])
 

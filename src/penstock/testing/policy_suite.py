@@ -154,15 +154,12 @@ class PolicySuite(ABC):
         return shelf
 
     def test_nothing_leaves_an_empty_tier(self) -> None:
-        """`None` is the answer, not an error."""
         assert self.make_shelf().policy.pop() is None
 
     def test_a_policy_has_a_name(self) -> None:
-        """It is shown with every block that the policy evicted."""
         assert self.make_shelf().policy.name
 
     def test_a_block_that_was_never_offered_stays(self) -> None:
-        """Entering is not leaving: the block is in use until the tier says otherwise."""
         shelf = self.make_shelf()
         shelf.enter(1)
 
@@ -170,7 +167,6 @@ class PolicySuite(ABC):
         assert shelf.policy.candidates() == set()
 
     def test_every_block_that_may_leave_does_so_once(self) -> None:
-        """None is forgotten, and none comes up twice."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, 3, priority=0)
         shelf.enter(4, 5)
@@ -178,7 +174,6 @@ class PolicySuite(ABC):
         assert sorted(shelf.drain()) == [1, 2, 3]
 
     def test_a_block_offered_while_in_use_stays(self) -> None:
-        """The tier may offer more than may leave; the standing decides."""
         shelf = self.make_shelf()
         shelf.enter(1)
 
@@ -187,7 +182,6 @@ class PolicySuite(ABC):
         assert shelf.policy.pop() is None
 
     def test_a_block_in_use_again_stays(self) -> None:
-        """Nobody withdraws an offer: the policy asks when the block's turn comes."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -197,7 +191,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [2]
 
     def test_a_block_that_was_in_use_in_between_leaves_once(self) -> None:
-        """The old offer and the new one are one."""
         shelf = self.make_shelf()
         shelf.enter(1, priority=0)
         shelf.hold(1)
@@ -207,7 +200,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [1]
 
     def test_a_block_offered_often_leaves_once(self) -> None:
-        """Offers do not add up."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -217,7 +209,6 @@ class PolicySuite(ABC):
         assert sorted(shelf.drain()) == [1, 2]
 
     def test_a_hit_block_can_still_leave(self) -> None:
-        """A hit changes the order, not the right to leave."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -228,7 +219,6 @@ class PolicySuite(ABC):
         assert sorted(shelf.drain()) == [1, 2]
 
     def test_low_priority_leaves_first_whatever_was_used_last(self) -> None:
-        """A priority is the request's word; recency is only our guess."""
         shelf = self.make_shelf()
         shelf.enter(1, priority=1)
         shelf.enter(2, priority=0)
@@ -239,7 +229,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [3, 2, 1]
 
     def test_a_raised_priority_counts_once_the_block_is_offered_again(self) -> None:
-        """The old offer no longer holds."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -248,7 +237,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [2, 1]
 
     def test_a_lowered_priority_counts_once_the_block_is_offered_again(self) -> None:
-        """A block whose time to live has passed goes before all others."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -257,7 +245,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [2, 1]
 
     def test_a_block_that_is_gone_does_not_leave_again(self) -> None:
-        """Blocks also go without being evicted: lost, corrupt, reset."""
         shelf = self.make_shelf()
         shelf.enter(1, 2, priority=0)
 
@@ -267,7 +254,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [2]
 
     def test_the_number_of_a_block_that_is_gone_can_stand_for_another(self) -> None:
-        """Nothing of the first block sticks to the second."""
         shelf = self.make_shelf()
         shelf.enter(1, priority=0)
         shelf.remove(1, evicted=True)
@@ -280,7 +266,6 @@ class PolicySuite(ABC):
         assert shelf.drain() == [1]
 
     def test_more_node_numbers_do_not_change_the_order(self) -> None:
-        """The index grows while blocks wait."""
         for seed in HISTORIES:
             grown, other = self.lived_in(seed), self.lived_in(seed)
 
@@ -289,7 +274,6 @@ class PolicySuite(ABC):
             assert grown.drain() == other.drain()
 
     def test_exactly_the_blocks_that_may_leave_are_candidates(self) -> None:
-        """The audit relies on it: none too many, none forgotten."""
         for seed in HISTORIES:
             shelf = self.lived_in(seed)
             may_leave = shelf.may_leave()
@@ -300,7 +284,6 @@ class PolicySuite(ABC):
             assert sorted(shelf.drain()) == sorted(may_leave)
 
     def test_asking_for_candidates_changes_nothing(self) -> None:
-        """An audit after every event must not be felt."""
         for seed in HISTORIES:
             asked, other = self.lived_in(seed), self.lived_in(seed)
 
@@ -309,20 +292,16 @@ class PolicySuite(ABC):
             assert asked.drain() == other.drain()
 
     def test_the_same_life_gives_the_same_order(self) -> None:
-        """A simulation can be run again."""
         for seed in HISTORIES:
             assert self.lived_in(seed).drain() == self.lived_in(seed).drain()
 
     def test_a_plan_that_is_put_back_leaves_the_order_as_it_was(self) -> None:
-        """A request that is refused changes nothing, not even who leaves next."""
         self._compare_after_plan(steps_afterwards=0)
 
     def test_a_plan_that_is_put_back_is_not_felt_later_either(self) -> None:
-        """Counts and positions are as they were, so that later hits weigh the same."""
         self._compare_after_plan(steps_afterwards=15)
 
     def test_a_plan_that_is_carried_out_is_the_same_as_evicting_one_by_one(self) -> None:
-        """Marking alone changes nothing."""
         for seed in HISTORIES:
             planned, other = self.lived_in(seed), self.lived_in(seed)
 
@@ -333,7 +312,6 @@ class PolicySuite(ABC):
             assert planned.drain() == other.drain()
 
     def test_an_earlier_plan_is_not_undone_with_a_later_one(self) -> None:
-        """Only what was popped since the last mark is put back."""
         for seed in HISTORIES:
             planned, other = self.lived_in(seed), self.lived_in(seed)
 
@@ -344,7 +322,6 @@ class PolicySuite(ABC):
             assert planned.drain() == other.drain()
 
     def test_offering_and_popping_at_once_is_the_same_as_one_after_the_other(self) -> None:
-        """A shortcut for speed, not another rule."""
         for seed in HISTORIES:
             at_once, in_turn = self.lived_in(seed), self.lived_in(seed)
             (node,) = at_once.spare_numbers(1)
@@ -363,7 +340,6 @@ class PolicySuite(ABC):
             assert at_once.drain() == in_turn.drain()
 
     def test_blocks_said_to_leave_together_leave_one_after_the_other(self) -> None:
-        """Whole chains are evicted on its word, without asking for each block."""
         for seed in HISTORIES:
             shelf = self.lived_in(seed)
             *before, last = shelf.spare_numbers(4)
@@ -381,7 +357,6 @@ class PolicySuite(ABC):
                 assert shelf.policy.offer_and_pop(node) == node
 
     def test_a_long_life_never_lets_a_block_leave_that_may_not(self) -> None:
-        """Thousands of steps, and after each the policy knows what may leave."""
         shelf, random = self.make_shelf(), Random(0)
 
         for _ in range(1500):

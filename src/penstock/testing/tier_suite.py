@@ -172,7 +172,6 @@ class TierSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_a_tier_has_the_slots_and_cells_it_was_made_for(self, kind: str) -> None:
-        """A mover finds the same cells at both ends, however they lie."""
         tier = self.make_tier(LAYOUTS[kind])
 
         cells = [(cell.group, cell.layer, cell.head, cell.length) for cell in tier.layout.cells]
@@ -184,7 +183,6 @@ class TierSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_every_slot_keeps_what_was_written_to_it(self, kind: str) -> None:
-        """All slots full at once, each with bytes of its own."""
         tier = self.make_tier(LAYOUTS[kind])
         content = draw_blocks(tier.layout, SLOT_COUNT, seed=1)
 
@@ -196,7 +194,6 @@ class TierSuite(ABC):
     @pytest.mark.parametrize("slot", ALL_SLOTS)
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_writing_a_slot_touches_no_other(self, kind: str, slot: int) -> None:
-        """Neither its neighbours nor those far away."""
         tier = self.make_tier(LAYOUTS[kind])
         expected = draw_blocks(tier.layout, SLOT_COUNT, seed=1)
         write_slots(tier, ALL_SLOTS, expected)
@@ -208,7 +205,6 @@ class TierSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_slots_are_written_and_read_in_the_order_they_are_named(self, kind: str) -> None:
-        """Slots of one copy lie anywhere."""
         tier = self.make_tier(LAYOUTS[kind])
         content = draw_blocks(tier.layout, 3, seed=1)
 
@@ -218,7 +214,6 @@ class TierSuite(ABC):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_what_one_view_writes_another_reads(self, kind: str) -> None:
-        """A view holds no bytes of its own."""
         tier = self.make_tier(LAYOUTS[kind])
         content = draw_blocks(tier.layout, 1, seed=1)
         seen = np.zeros_like(content)
@@ -241,7 +236,6 @@ class SumKeepingTierSuite(TierSuite):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_every_slot_keeps_its_sums(self, kind: str) -> None:
-        """All 64 bits of them."""
         _, keeper = self.make_sum_tier(LAYOUTS[kind])
         sums = draw_sums(LAYOUTS[kind], SLOT_COUNT, seed=1)
 
@@ -252,7 +246,6 @@ class SumKeepingTierSuite(TierSuite):
 
     @pytest.mark.parametrize("slot", ALL_SLOTS)
     def test_the_sums_of_a_slot_touch_no_others(self, slot: int) -> None:
-        """As with bytes."""
         layout = LAYOUTS["K and V apart"]
         _, keeper = self.make_sum_tier(layout)
         expected = draw_sums(layout, SLOT_COUNT, seed=1)
@@ -264,7 +257,6 @@ class SumKeepingTierSuite(TierSuite):
         np.testing.assert_array_equal(keeper.sums(_slots(ALL_SLOTS)), expected)
 
     def test_sums_are_kept_and_given_in_the_order_slots_are_named(self) -> None:
-        """As with bytes."""
         layout = LAYOUTS["two groups"]
         _, keeper = self.make_sum_tier(layout)
         sums = draw_sums(layout, 3, seed=1)
@@ -274,7 +266,6 @@ class SumKeepingTierSuite(TierSuite):
         np.testing.assert_array_equal(keeper.sums(_slots([3, 5, 0])), sums[[2, 0, 1]])
 
     def test_sums_that_were_read_do_not_change_with_their_slot(self) -> None:
-        """A mover compares what it read, while others write."""
         layout = LAYOUTS["latent"]
         _, keeper = self.make_sum_tier(layout)
         first = draw_sums(layout, 1, seed=1)
@@ -287,7 +278,6 @@ class SumKeepingTierSuite(TierSuite):
 
     @pytest.mark.parametrize("kind", LAYOUTS)
     def test_bytes_and_sums_leave_each_other_alone(self, kind: str) -> None:
-        """Which of them is wrong is for a mover to find out."""
         tier, keeper = self.make_sum_tier(LAYOUTS[kind])
         content = draw_blocks(tier.layout, SLOT_COUNT, seed=1)
         sums = draw_sums(LAYOUTS[kind], SLOT_COUNT, seed=2)

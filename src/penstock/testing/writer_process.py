@@ -84,16 +84,13 @@ class LocalWriter(SuiteWriter):
         return self._link
 
     def connect(self, description: bytes) -> None:
-        """Begins to connect."""
         self._link = self._connect(description)
 
     def post(self, where: Sequence[Where], notice: bytes) -> int:
-        """Posts a write."""
         spans = [Span(drawn_bytes(length, seed), offset) for offset, length, seed in where]
         return self.link.post(spans, notice)
 
     def observe(self, budget_bytes: int) -> Observed:
-        """Moves some bytes."""
         ends, spent = self.link.observe(budget_bytes=budget_bytes)
         return [
             (end.number, "" if isinstance(end, WriteDone) else end.cause) for end in ends
@@ -106,7 +103,6 @@ class LocalWriter(SuiteWriter):
         """See `stop`."""
 
     def end(self) -> None:
-        """Closes its link."""
         if self._link is not None:
             self._link.close()
 
@@ -118,29 +114,23 @@ class ProcessWriter(SuiteWriter):
         self.process = PeerProcess(PROGRAM, (transport,), ())
 
     def connect(self, description: bytes) -> None:
-        """Begins to connect."""
         self._ask(do="connect", description=description.hex())
 
     def post(self, where: Sequence[Where], notice: bytes) -> int:
-        """Posts a write."""
         answer = self._ask(do="post", where=list(where), notice=notice.hex())
         return int(answer["number"])
 
     def observe(self, budget_bytes: int) -> Observed:
-        """Moves some bytes."""
         answer = self._ask(do="observe", budget_bytes=budget_bytes)
         return [(number, cause) for number, cause in answer["ends"]], answer["spent"]
 
     def stop(self) -> None:
-        """Stops the process."""
         self.process.stop()
 
     def resume(self) -> None:
-        """Continues the process."""
         self.process.resume()
 
     def end(self) -> None:
-        """Kills the process."""
         self.process.close()
 
     def _ask(self, **command: object) -> dict[str, Any]:

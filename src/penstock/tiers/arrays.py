@@ -41,7 +41,6 @@ class ArrayTier:
                 )
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
-        """The bytes of some slots, for reading or writing."""
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
 
 

@@ -109,16 +109,13 @@ class HostTier:
         return cls(layout, slot_count, arena)
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
-        """The bytes of some slots, for reading or writing."""
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
 
     def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """The tables of cell sums that were written with the blocks, one row a slot."""
         rows: NDArray[np.uint64] = self._sums[slots]
         return rows
 
     def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
-        """Writes the tables of cell sums, one row a slot."""
         self._sums[slots] = sums
 
     def extents(self, max_bytes: int) -> list[tuple[int, int]]:
@@ -139,7 +136,6 @@ class HostTier:
         return [(first + start, min(step, end - start)) for start in range(0, end, step)]
 
     def close(self) -> None:
-        """Lets the arena go."""
         self._sums = self._sums[:0].copy()
         self._buffers = {}
         self.arena.close()

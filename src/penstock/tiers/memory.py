@@ -32,14 +32,11 @@ class MemoryTier:
         self._sums = np.zeros((slot_count, len(layout.cells)), dtype=np.uint64)
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
-        """The bytes of some slots, for reading or writing."""
         return Blocks(layout=self.layout, buffers={0: self._bytes}, numbers=slots)
 
     def sums(self, slots: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """The tables of cell sums that were written with the blocks, one row a slot."""
         rows: NDArray[np.uint64] = self._sums[slots]
         return rows
 
     def keep_sums(self, slots: NDArray[np.int32], sums: NDArray[np.uint64]) -> None:
-        """Writes the tables of cell sums, one row a slot."""
         self._sums[slots] = sums

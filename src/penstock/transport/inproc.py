@@ -65,14 +65,12 @@ class InprocChannel:
         self._closed = False
 
     def send(self, frame: bytes) -> None:
-        """Hands a frame to the other end; see `Channel`."""
         require_frame_fits(frame)
         if self._closed or self._here.end is not None:
             raise UnavailableError(f"channel {self.name!r} can take no frame: it {self._story()}")
         self._there.put(frame, self.name)
 
     def receive(self, *, deadline: float | None = None) -> Received:
-        """The next frame; see `Channel`."""
         if deadline is not None and not self.ready:
             self._wait(self.descriptor, deadline)
         return ChannelClosed() if self._closed else self._here.take()
@@ -84,7 +82,6 @@ class InprocChannel:
 
     @property
     def descriptor(self) -> int:
-        """A descriptor that becomes readable when something may be there; see `Channel`."""
         if self._closed:
             raise UnavailableError(f"channel {self.name!r} has no descriptor: it was closed here")
         return self._here.descriptor
@@ -95,7 +92,6 @@ class InprocChannel:
         return None
 
     def close(self) -> None:
-        """Ends the channel in good order."""
         if not self._closed:
             self._closed = True
             self._here.shut()
@@ -285,7 +281,6 @@ class InprocTarget:
         return self._areas.add(InprocArea(self._fabric, peer, memory))
 
     def notices(self) -> list[Notice]:
-        """Takes the notices that arrived."""
         found: list[Notice] = []
         for area in self._areas.open:
             found += [Notice(area, notice) for notice in area.arrived]
@@ -293,7 +288,6 @@ class InprocTarget:
         return found
 
     def retire(self, area: Area) -> None:
-        """Ends our interest in an area; see `Target`."""
         known = self._areas.retire(area)
         if known is not None:
             known.retired = True
@@ -301,7 +295,6 @@ class InprocTarget:
             self._fabric.forget(known)
 
     def fence(self, area: Area) -> Fenced | NotYet:
-        """Whether the writing task has ended."""
         link = self._areas.require_retired(area).link
         if link is None or link.closed:
             return Fenced()
@@ -321,13 +314,11 @@ class InprocTarget:
         """Nothing; see `watches_fences`."""
 
     def free(self, area: Area) -> None:
-        """Gives the memory of an area back; see `Target`."""
         known = self._areas.free(area, self.fence(area))
         self._spare = [*self._spare, known.memory][-SPARE_MAX:]
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of areas that are in use."""
         return self._areas.open_bytes
 
     @property
@@ -336,7 +327,6 @@ class InprocTarget:
         return self._areas.retired_bytes
 
     def close(self) -> None:
-        """Gives everything back."""
         for area in self._areas.open:
             self.retire(area)
         self._spare.clear()
@@ -351,7 +341,6 @@ class InprocLink:
         self.closed = False
 
     def post(self, spans: Sequence[Span], notice: bytes) -> int:
-        """Begins a write."""
         if self.closed:
             raise UnavailableError(f"link to {self._area.peer!r} was closed")
         if spans and not isinstance(self._area.memory, np.ndarray):
@@ -359,7 +348,6 @@ class InprocLink:
         return self._posted.post(spans, notice)
 
     def window(self, offset: int, length: int) -> Memory | None:
-        """These bytes of the area; see `WriterLink`."""
         if self.closed:
             raise UnavailableError(f"link to {self._area.peer!r} was closed")
         require_within(offset, length, len(self._area.memory))
@@ -374,16 +362,13 @@ class InprocLink:
 
     @property
     def descriptor(self) -> None:
-        """Nothing: the memory is there at once."""
         return
 
     @property
     def busy(self) -> bool:
-        """Whether a posted write has not ended."""
         return bool(self._posted)
 
     def close(self) -> None:
-        """Ends the writing task."""
         self.closed = True
         self._posted.fail("closed")
 

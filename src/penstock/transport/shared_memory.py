@@ -281,7 +281,6 @@ class SharedTarget:
         return self._epoll.fileno()
 
     def retire(self, area: Area) -> None:
-        """Ends our interest in an area; see `Target`."""
         known = self._areas.retire(area)
         if known is not None:
             known.hang_up()
@@ -302,7 +301,6 @@ class SharedTarget:
         return self._areas.require_retired(area).pidfd
 
     def free(self, area: Area) -> None:
-        """Gives the memory of an area back; see `Target`."""
         known = self._areas.free(area, self.fence(area))
         known.forget_writer()
         self._spare.append(known.arena)
@@ -311,7 +309,6 @@ class SharedTarget:
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of areas that are in use."""
         return self._areas.open_bytes
 
     @property
@@ -447,13 +444,11 @@ class SharedLink:
         """Why nothing can be written any more, if so."""
 
     def post(self, spans: Sequence[Span], notice: bytes) -> int:
-        """Begins a write."""
         if self._closed:
             raise UnavailableError(f"link to {self._peer!r} was closed")
         return self._posted.post(spans, notice)
 
     def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
-        """These bytes of the area, once the target has given it; see `WriterLink`."""
         if not self._closed and self.failure is None:
             self._look()
         if self._closed or self.failure is not None:
@@ -474,7 +469,6 @@ class SharedLink:
 
     @property
     def busy(self) -> bool:
-        """Whether a posted write has not ended."""
         return bool(self._posted)
 
     @property
@@ -489,7 +483,6 @@ class SharedLink:
         return fd if fd >= 0 else None
 
     def close(self) -> None:
-        """Unmaps the memory and hangs up; see `WriterLink`."""
         self._closed = True
         self._posted.fail("closed")
         if self._unpin is not None:

@@ -89,7 +89,6 @@ class ZmqChannel:
     # The four verbs of a channel.
 
     def send(self, frame: bytes) -> None:
-        """Hands a frame over for sending; see `Channel`."""
         require_frame_fits(frame)
         if not self._has_room(frame):
             self._pump()
@@ -103,7 +102,6 @@ class ZmqChannel:
         raise BacklogError(channel=self.name, frames=frames, frame_bytes=frame_bytes)
 
     def receive(self, *, deadline: float | None = None) -> Received:
-        """The next frame; see `Channel`."""
         while True:
             answer = self._next()
             if not isinstance(answer, Empty) or deadline is None or time.monotonic() >= deadline:
@@ -118,7 +116,6 @@ class ZmqChannel:
         return bool(self._arrived) or self._closed or self._end is not None
 
     def close(self) -> None:
-        """Ends the channel in good order; see `Channel`."""
         if self._closed:
             return
         self._post(Kind.CLOSE)
@@ -129,7 +126,6 @@ class ZmqChannel:
 
     @property
     def descriptor(self) -> int:
-        """A descriptor for a poll; see `Channel`."""
         return self._epoll.fileno()
 
     @property

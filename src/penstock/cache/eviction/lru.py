@@ -69,7 +69,6 @@ class LruPolicy:
         self._used[nodes] = tick
 
     def offer(self, nodes: Iterable[int]) -> None:
-        """Queues blocks by their last use."""
         for node in nodes:
             priority = self._standing(node)
             if priority is not None:
@@ -113,7 +112,6 @@ class LruPolicy:
         self._used[list(nodes)] = -1
 
     def candidates(self) -> set[int]:
-        """The nodes of all entries that hold."""
         return {
             node
             for priority, used, node in self._queue
@@ -121,7 +119,6 @@ class LruPolicy:
         }
 
     def resize(self, node_capacity: int) -> None:
-        """Makes room for more node numbers."""
         self._arrays.resize(node_capacity)
         self._used = self._arrays.used
         self._used_view = self._used.data

@@ -144,7 +144,6 @@ class S3FifoPolicy:
         self._moved.clear()
 
     def offer_and_pop(self, node: int) -> int | None:
-        """The next block to leave, `node` included."""
         self._enqueue(node)
         return self.pop()
 
@@ -164,7 +163,6 @@ class S3FifoPolicy:
             del self._ghosts[next(iter(self._ghosts))]
 
     def candidates(self) -> set[int]:
-        """The nodes of all entries that hold."""
         return {
             entry[2]
             for where in (_SMALL, _MAIN)
@@ -173,7 +171,6 @@ class S3FifoPolicy:
         }
 
     def resize(self, node_capacity: int) -> None:
-        """Makes room for more node numbers."""
         self._arrays.resize(node_capacity)
         self._look_at_arrays()
 
