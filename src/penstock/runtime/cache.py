@@ -29,7 +29,6 @@ from penstock.vocabulary.keys import Item, as_token_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -191,12 +190,7 @@ class Pin:
     def __enter__(self) -> Pin:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # With a cache that is closed or broken there is nothing left to unpin.
         if self._pinned and self._driver.access.usable:
             self.unpin()

@@ -21,7 +21,6 @@ from penstock.vocabulary.arguments import as_int, as_text
 from penstock.vocabulary.keys import KeyChain, as_token_array
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import TypeAlias
 
     from numpy.typing import NDArray
@@ -217,12 +216,7 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # With a cache that is closed or broken there is nothing left to release.
         if self.state is not LeaseState.RELEASED and self._access.usable:
             self.release()

@@ -39,7 +39,6 @@ from penstock.vocabulary.arguments import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
     from typing import Self
 
     import numpy as np
@@ -240,12 +239,7 @@ class Rank:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # A forked child has nothing to close: all of it belongs to its parent.
         if not self._access.forked:
             self.close()

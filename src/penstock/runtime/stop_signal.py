@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Self
 
 
@@ -51,12 +51,7 @@ class StopSignal:
             self._before[each] = signal.signal(each, self._remember)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for each, before in self._before.items():
             # `None`: it was not Python that had set it, and Python cannot set it again.
             signal.signal(each, signal.SIG_DFL if before is None else before)  # type: ignore[arg-type]

@@ -54,7 +54,6 @@ from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 
 if TYPE_CHECKING:
     import socket
-    from types import TracebackType
     from typing import Self
 
     from penstock.supervisor.spec import ProcessSpec
@@ -248,12 +247,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Requests.

@@ -57,7 +57,6 @@ from penstock.transport.zmq_link import (
 )
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 IPC = "ipc://*"
@@ -180,12 +179,7 @@ class Listener:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _pump(self) -> None:
