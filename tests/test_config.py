@@ -29,7 +29,7 @@ from penstock.config.schema import (
     SERVE_KEYS,
     TIER_KEYS,
 )
-from penstock.config.serving import HandoffTable
+from penstock.config.values import HandoffTable
 from penstock.errors import ConfigError
 from penstock.transport.data import TRANSPORTS
 from penstock.vocabulary.dtypes import DTYPE_NAMES

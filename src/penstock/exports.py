@@ -52,6 +52,7 @@ from penstock.machine.kv_events import BlocksStored as BlocksStored
 from penstock.machine.kv_events import KvEvent as KvEvent
 from penstock.machine.kv_events import Snapshot as Snapshot
 from penstock.machine.statistics import CacheStatistics as CacheStatistics
+from penstock.runtime.base import RankRegistry as RankRegistry
 from penstock.runtime.cache import Cache as Cache
 from penstock.runtime.cache import Pin as Pin
 from penstock.runtime.lease import Lease as Lease
@@ -62,7 +63,6 @@ from penstock.runtime.open import open_offload as open_offload
 from penstock.runtime.open import open_rank as open_rank
 from penstock.runtime.rank import Rank as Rank
 from penstock.runtime.rank_facts import RankFacts as RankFacts
-from penstock.runtime.rank_registry import RankRegistry as RankRegistry
 from penstock.runtime.status import Drained as Drained
 from penstock.runtime.status import Health as Health
 from penstock.runtime.stop_signal import StopSignal as StopSignal

@@ -10,8 +10,8 @@ import pytest
 from penstock.cache.operations import Outcome
 from penstock.machine import effects as ef
 from penstock.runtime import rank_links
-from penstock.runtime.acknowledgements import ASK_S, GRACE_S, SequenceNumbers
 from penstock.runtime.messages import NAME_BYTES_MAX, decode_plan
+from penstock.runtime.rank_links import ASK_S, GRACE_S, SequenceNumbers
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.machine import effects as ef
 from penstock.movers.base import Moved
 from penstock.runtime import rank_links
-from penstock.runtime.acknowledgements import ASK_S, GRACE_S
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank import serve, take_plans
-from penstock.runtime.rank_links import meet, send_all
+from penstock.runtime.rank_links import ASK_S, GRACE_S, meet, send_all
 from penstock.transport.base import ChannelClosed, Empty, ReceivedFrame
 from penstock.transport.inproc import WINDOW_FRAMES, InprocChannel, channel_pair
 

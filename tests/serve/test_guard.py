@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.requests import Request
 
-from penstock.config.serving import ServeTable
+from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
 from penstock.serve.guard import Guard, find_key, is_loopback
 from penstock.serve.openai_requests import BadRequest

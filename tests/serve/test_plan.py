@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import PENSTOCK, run
 from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
-from penstock.config.serving import ServeTable
+from penstock.config.values import ServeTable
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
 from penstock.serve.http import listen

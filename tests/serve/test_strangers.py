@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import run
-from penstock.config.serving import ServeTable
+from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.role_secret import secret_between
 from penstock.transport.zeromq import ChannelSettings, connect

@@ -90,9 +90,7 @@ class RuntimeWorld(World):
 
     def run(self) -> None:
         """Lives the world to its end; losses that it makes itself are not worth a log line."""
-        logs = [
-            logging.getLogger(f"penstock.runtime.{name}") for name in ("status", "acknowledgements")
-        ]
+        logs = [logging.getLogger(f"penstock.runtime.{name}") for name in ("status", "rank_links")]
         levels = [log.level for log in logs]
         for log in logs:
             log.setLevel(logging.ERROR)

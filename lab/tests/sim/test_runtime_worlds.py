@@ -12,12 +12,11 @@ from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.weather import Way
 from lab.sim.scenarios import Scenario
 from penstock.runtime import rank as rank_module
-from penstock.runtime.acknowledgements import LostRank, MissingReports
 from penstock.runtime.copy_executor import CopyExecutor
 from penstock.runtime.driver import Driver
 from penstock.runtime.messages import decode_plan
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_links import ChannelLinks
+from penstock.runtime.rank_links import ChannelLinks, LostRank, MissingReports
 from penstock.vocabulary.cell_span import CellSpan
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config import load_config
-from penstock.config.serving import KEY_VARIABLE, ServeTable
+from penstock.config.values import KEY_VARIABLE, ServeTable
 from penstock.errors import UnavailableError
 from penstock.observe import logs
 

@@ -2,8 +2,7 @@
 
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
-| `values`   | `Config` and its parts, with their defaults                             |
-| `serving`  | `EngineTable`, `ServeTable`, `HandoffTable`: for `penstock serve`       |
+| `values`   | `Config` and its parts, those of `penstock serve` too, with defaults    |
 | `keys`     | the kinds of values a key can have                                      |
 | `schema`   | which tables and keys there are, their ranges, and what they become     |
 | `toml`     | text → `Config`, or one refusal that names the key; `Config` → text     |

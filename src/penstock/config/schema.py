@@ -19,8 +19,17 @@ from penstock.cache.settings import (
     WritePolicy,
 )
 from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
-from penstock.config.serving import SHARED_MEMORY, EngineTable, HandoffTable, ServeTable
-from penstock.config.values import BLOCKS_MAX, LAYER_WISE, Config, ModelSettings, TierKind
+from penstock.config.values import (
+    BLOCKS_MAX,
+    LAYER_WISE,
+    SHARED_MEMORY,
+    Config,
+    EngineTable,
+    HandoffTable,
+    ModelSettings,
+    ServeTable,
+    TierKind,
+)
 from penstock.extensions import OTHER_POLICIES, OTHER_TRANSPORTS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 from penstock.vocabulary.keys import ALGORITHMS

@@ -36,13 +36,15 @@ from penstock.config.schema import (
     VERSION,
     Setting,
 )
-from penstock.config.serving import EngineTable, HandoffTable, ServeTable
 from penstock.config.values import (
     DEVICE_NAME,
     TIER_KINDS,
     UNSIZED_BLOCKS,
     Config,
+    EngineTable,
+    HandoffTable,
     ModelSettings,
+    ServeTable,
     TierKind,
     tier_options,
 )

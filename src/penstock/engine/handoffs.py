@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.serving import HandoffTable
+from penstock.config.values import HandoffTable
 from penstock.engine.requests import Phase
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole

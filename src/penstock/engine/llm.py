@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock.config import Config, load_config
-from penstock.config.serving import EngineTable
+from penstock.config.values import EngineTable
 from penstock.engine.requests import TOKENS_MAX, Reason, Request
 from penstock.engine.sampling_options import TOP_K_MAX, Sampling
 from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError

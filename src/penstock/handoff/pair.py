@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.serving import SHARED_MEMORY
+from penstock.config.values import SHARED_MEMORY
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.identity import NAME_CHARS_MAX
 from penstock.transport.data import transport_named

@@ -29,10 +29,7 @@ NOBODY = 0
 """No thread has this number."""
 _CALLS = frozenset(
     (
-        *(
-            f"penstock.runtime.{name}"
-            for name in ("cache", "lease", "offload", "base", "rank", "rank_registry")
-        ),
+        *(f"penstock.runtime.{name}" for name in ("cache", "lease", "offload", "base", "rank")),
         *(f"penstock.handoff.{name}" for name in ("handoff", "prefill", "decode")),
     )
 )

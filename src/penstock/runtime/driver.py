@@ -29,8 +29,8 @@ from penstock.machine.events import (
 )
 from penstock.machine.machine import CacheMachine
 from penstock.runtime.access import Access
-from penstock.runtime.acknowledgements import LostRank, MissingReports
 from penstock.runtime.rank import STEP_BUDGET_BYTES
+from penstock.runtime.rank_links import LostRank, MissingReports
 from penstock.runtime.status import CopyLog, Drained, HealthLog
 from penstock.vocabulary.arguments import as_time
 

@@ -20,7 +20,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.serving import KEY_VARIABLE
+from penstock.config.values import KEY_VARIABLE
 from penstock.errors import ConfigError
 from penstock.serve.fields import BadRequest
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
-    from penstock.config.serving import ServeTable
+    from penstock.config.values import ServeTable
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _FILE_BYTES_MAX = 4096

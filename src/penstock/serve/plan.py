@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.config import Config, parse_config
-from penstock.config.serving import EngineTable, ServeTable, require_address
+from penstock.config.values import EngineTable, ServeTable, require_address
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import config_of, require_memory, with_host_tier
 from penstock.engine.sharding import share_of

@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config.serving import require_address
+from penstock.config.values import require_address
 from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.guard import is_loopback
 from penstock.transport.zmq_link import SECRET_BYTES_MIN
@@ -25,7 +25,7 @@ from penstock.transport.zmq_link import SECRET_BYTES_MIN
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from penstock.config.serving import ServeTable
+    from penstock.config.values import ServeTable
 
 SECRET_BYTES = 32
 SECRET_BYTES_MAX = 4096

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.config.serving import SHARED_MEMORY
+from penstock.config.values import SHARED_MEMORY
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TRANSPORTS, DataTransport
 from penstock.transport.shared_memory import SharedTarget, connect_shared
