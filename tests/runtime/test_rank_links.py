@@ -265,7 +265,7 @@ def test_a_rank_is_served_once(make_fleet: MakeFleet) -> None:
 @pytest.mark.parametrize(
     ("end", "problem"),
     [
-        (lambda _: None, "told no facts in time"),
+        (lambda _: None, "sent no facts in time"),
         (lambda channel: channel.close(), "closed it"),
         (lambda channel: channel.fail("reset"), "is lost: reset"),
     ],

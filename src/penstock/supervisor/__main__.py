@@ -12,7 +12,7 @@ import sys
 
 from penstock.supervisor.descriptors import make_private
 from penstock.supervisor.loop import SupervisorLoop
-from penstock.supervisor.process import IGNORED
+from penstock.supervisor.process_table import IGNORED
 
 USAGE = "the supervisor is started by Supervisor.start(), with two descriptors: CHANNEL ENGINE"
 WRONG_USE = 2
