@@ -89,7 +89,7 @@ def parse_config(text: str, *, source: str = "") -> Config:
         source: where it came from; every refusal begins with it.
 
     Raises:
-        ConfigError: the text is no TOML, or says something that has no meaning here.
+        ConfigError: the text is not TOML, or says something that has no meaning here.
     """
     if not isinstance(text, str):
         raise ConfigError("text", f"is {reprlib.repr(text)}, must be a TOML document, as a str")

@@ -41,7 +41,7 @@ from penstock.vocabulary.namespace import FIELD_BYTES_MAX, Namespace
 DEVICE_NAME = "device"
 """The name of the device tier, which a file configures in `[cache]`."""
 UNKNOWN = "unknown"
-"""What a namespace says when nobody said which weights the model has, or how its KV is kept."""
+"""The value in a namespace where the weights version or the KV type was not given."""
 LAYER_WISE = ("auto", "off")
 """Whether a step may compute on loads that are still arriving, layer by layer."""
 BLOCKS_MAX = 2**31 - 1
@@ -160,7 +160,7 @@ def require_address(key: str, address: str, *, ports: int = 1) -> tuple[str, int
         ports: how many ports are taken, this one and those after it.
 
     Raises:
-        ConfigError: nobody could dial it.
+        ConfigError: it cannot be dialled.
     """
     found = _ADDRESS.fullmatch(address)
     host, port = (found["host"], int(found["port"])) if found else ("", 0)

@@ -112,7 +112,7 @@ def _check_acquire(books: Books, event: Acquire) -> None:
 
 
 def _match(books: Books, event: Acquire, now: float) -> tuple[Finding, Miss, int]:
-    """What a request gets, why no more, and how many blocks it had better compute."""
+    """What a request gets, why not more, and how many blocks are quicker to compute."""
     # At least one token is left to compute, in a block of the request's own.
     full = (event.token_count - 1) // books.settings.block_tokens
     useful = event.keys[:full] if event.reuse else ()

@@ -7,7 +7,7 @@
 | `Lookup Load Save Prefetch Cancel`            | an engine that offloads         |
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
-| `RankLost RankBack TierOff TierOn Discovered` | the runtime, about the world    |
+| `RankLost RankBack TierOff TierOn Discovered` | the runtime                     |
 | `Tick Reset`                                  | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.

@@ -1,4 +1,4 @@
-"""When the world changes: ranks and tiers come and go, blocks are found, all is void.
+"""Ranks and tiers that come and go, blocks that are found, and resets.
 
 A reset cancels what is under way and starts a new epoch at once. What old operations hold
 stays held until their ranks have reported, so a late answer finds its operation, gives its

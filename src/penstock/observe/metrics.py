@@ -381,7 +381,7 @@ class _Instances:
             family = row.kind(f"penstock_{row.name}", row.about, labels=["instance", *row.labels])
             for stats in self._instances:
                 for labels, value in row.read(stats):
-                    # A rate that nobody knows is no zero.
+                    # A rate that is not known is left out, not 0.
                     if value is not None:
                         family.add_metric([stats.instance, *labels], value)
             yield family

@@ -159,7 +159,7 @@ class BaseCache:
         holds no memory any more: only the engine itself is left, and is to be started again.
 
         Raises:
-            ValueError: it is no supervisor.
+            ValueError: it is not a supervisor.
         """
         require_methods("supervisor", supervisor, "Supervisor", "look")
         self._access.require()
@@ -183,7 +183,7 @@ class BaseCache:
             budget_bytes: How much is copied in this process at most, but one block by each mover.
 
         Raises:
-            ValueError: the budget is no number of bytes.
+            ValueError: the budget is not a number of bytes.
         """
         budget_bytes = as_int("budget_bytes", budget_bytes)
         with self._access:
@@ -215,7 +215,7 @@ class BaseCache:
 
         Raises:
             UnavailableError: the device does not end its copies.
-            ValueError: the deadline is no time on that clock, but a number of seconds, say.
+            ValueError: the deadline is not a time on that clock, but a number of seconds, say.
         """
         self._access.require()
         deadline = self._driver.as_time("deadline", deadline)

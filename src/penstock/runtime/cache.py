@@ -142,7 +142,7 @@ class Cache(BaseCache):
         Running leases go on; what they compute is not found by others.
 
         Raises:
-            ConfigError: the version is no string that a key can hold.
+            ConfigError: the version is not a string that a key can hold.
         """
         model = replace(self._config.model, weights_version=as_text("version", version))
         config = replace(self._config, model=model)

@@ -1,4 +1,4 @@
-"""The driver of one engine's cache: the only place where the machine meets the world.
+"""The driver of one engine's cache: it feeds events to the machine and carries effects out.
 
 `handle` gives the machine an event with the time and has the ranks carry out what it asks for;
 `step` takes in what they have done. Both return at once; `wait` alone waits.

@@ -147,7 +147,7 @@ class Lease:
             NeverFitsError: the device has fewer blocks than `token_count` tokens need.
             CapacityError: there is no room now; nothing was changed.
             LeaseError: the lease is not ready.
-            ValueError: it is no number of tokens.
+            ValueError: it is not a number of tokens.
         """
         token_count = as_int("token_count", token_count)
         with self._access:
@@ -194,7 +194,7 @@ class Lease:
 
         Raises:
             LeaseError: the lease is not ready.
-            ValueError: the name is no str.
+            ValueError: the name is not a str.
         """
         request = as_text("request", request)
         with self._access:
@@ -308,7 +308,7 @@ class Lease:
 
 
 def _copied(table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """A table of one's own: what is done to it, by whatever way, does not reach the cache's."""
+    """A copy of a table, so that changes to it do not reach the cache's own."""
     own = table.copy()
     own.flags.writeable = False
     return own

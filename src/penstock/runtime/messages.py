@@ -166,7 +166,7 @@ def decode_plan(message: bytes) -> Plan:
     """The plan that a message says.
 
     Raises:
-        PeerError: the message is no plan.
+        PeerError: the message is not a plan.
     """
     row = _plans.decode(message)
     return Plan(
@@ -211,7 +211,7 @@ def decode_report(message: bytes) -> RankReport:
     """The report that a message says.
 
     Raises:
-        PeerError: the message is no report.
+        PeerError: the message is not a report.
     """
     row = _reports.decode(message)
     moved = [

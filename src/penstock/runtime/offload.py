@@ -75,7 +75,7 @@ class Offload(BaseCache):
                 counted when loading is compared with computing.
 
         Raises:
-            ValueError: more are held than there are, or something is no key.
+            ValueError: more are held than there are, or something is not a key.
         """
         start, again = self._known(last)
         keys = as_keys(keys, start=start)
@@ -146,7 +146,7 @@ class Offload(BaseCache):
             deadline: On the monotonic clock; after it the save has expired.
 
         Raises:
-            ValueError: the slots do not fit the keys, or something is no key.
+            ValueError: the slots do not fit the keys, or something is not a key.
             UnavailableError: a rank is lost.
             CapacityError: tens of thousands of results were not polled.
         """
@@ -184,7 +184,7 @@ class Offload(BaseCache):
         """Ends the interest in an operation; it is still reported, and settles.
 
         Raises:
-            ValueError: it is no name of an operation.
+            ValueError: it is not a name of an operation.
         """
         if type(operation) is not OperationId:
             raise ValueError(
@@ -200,7 +200,7 @@ class Offload(BaseCache):
             most: How many at a time; the rest comes with the next call.
 
         Raises:
-            ValueError: it is no number of results.
+            ValueError: it is not a number of results.
         """
         most = as_int("most", most)
         with self._access:

@@ -100,7 +100,7 @@ class Rank:
         """Takes a plan in; its work is done in `step`. A plan it has seen before is left alone.
 
         Raises:
-            PeerError: it is no plan, one is missing before it, it comes from another owner, or
+            PeerError: it is not a plan, one is missing before it, it comes from another owner, or
                 it names what this rank does not have. Nothing of it was taken.
             UnavailableError: the rank is closed, or about to be.
             ValueError: it is not even bytes.
@@ -146,7 +146,7 @@ class Rank:
 
         Raises:
             UnavailableError: the rank is closed.
-            ValueError: the budget is no number of bytes.
+            ValueError: the budget is not a number of bytes.
         """
         budget_bytes = as_int("budget_bytes", budget_bytes)
         with self._access:
@@ -166,7 +166,7 @@ class Rank:
 
         Raises:
             UnavailableError: the device does not end its copies: the rank is of no use any more.
-            ValueError: the deadline is no time on that clock, but a number of seconds, say.
+            ValueError: the deadline is not a time on that clock, but a number of seconds, say.
         """
         self._access.require()
         now = time.monotonic()

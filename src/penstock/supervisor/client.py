@@ -145,7 +145,7 @@ class Supervisor:
 
         Raises:
             UnavailableError: too many are held, or there was no answer.
-            ValueError: the name is held already, or `fd` is no open descriptor.
+            ValueError: the name is held already, or `fd` is not an open descriptor.
         """
         try:
             os.fstat(fd)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.transport.base import Channel, Received
 
 SOON_S = 60.0
-"""Longer than anything takes that works, so that a slow machine is no failure."""
+"""Longer than anything takes that works, also on a slow machine."""
 MOMENT_S = 0.05
 
 

@@ -97,7 +97,7 @@ class LocalWriter(SuiteWriter):
         ], spent
 
     def stop(self) -> None:
-        """It does nothing of itself, and is as good as stopped."""
+        """Nothing to do: it writes only when it is called."""
 
     def resume(self) -> None:
         """See `stop`."""

@@ -55,7 +55,7 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """A write has ended, and nobody knows which of its bytes are there."""
+    """A write has ended; which of its bytes are there is unknown."""
 
     number: int
     cause: str

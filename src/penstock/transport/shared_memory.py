@@ -544,7 +544,7 @@ def connect_shared(
         pin: makes the memory fit for a device; see `PinMemory`.
 
     Raises:
-        ValueError: it is no description of such an area.
+        ValueError: it is not a description of such an area.
         UnavailableError: the target is gone.
     """
     return SharedLink(decode_description(description), grant_s=grant_s, pin=pin)

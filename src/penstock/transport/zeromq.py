@@ -164,7 +164,7 @@ class Listener:
         return min((*alarms, *(parked.until for parked in self._parked.values())), default=None)
 
     def close(self) -> None:
-        """Lets nobody in any more. Channels that were accepted go on."""
+        """Stops accepting peers. Channels that were accepted go on."""
         if self._closed:
             return
         self._closed = True

@@ -17,7 +17,7 @@ class DType(Enum):
     FP16 = "fp16"
     FP32 = "fp32"
     FP64 = "fp64"
-    """What NumPy makes where nobody says otherwise; no engine keeps its KV so."""
+    """NumPy's default; no engine keeps its KV like this."""
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
     FP8_E8M0 = "fp8_e8m0"
