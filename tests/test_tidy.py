@@ -133,6 +133,30 @@ def packages() -> list[str]:
     return [name for name in found if (ROOT / name).is_dir() and name != "src/penstock"]
 
 
+def imports_on_pages() -> Iterator[tuple[str, str, str]]:
+    """Each name of Penstock that an example imports: where, from which module, which name."""
+    for name in project_files():
+        if name.startswith("examples/") and name.endswith(".py"):
+            blocks = [text_of(name)]
+        elif name.endswith(".md") and not name.startswith(("lab/", "src/")):
+            blocks = re.findall(r"^```py[^\n]*\n(.*?)^```", text_of(name), re.MULTILINE | re.DOTALL)
+        else:
+            continue
+        for block in blocks:
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+                    yield from ((name, node.module or "", alias.name) for alias in node.names)
+
+
+def is_public(module: str, name: str) -> bool:
+    *parents, last = module.split(".")
+    if (ROOT / "src" / "/".join([*parents, last, "__init__.py"])).is_file():
+        return module == "penstock" or name in public_names_of("/".join(["src", *parents, last]))
+    if parents == ["penstock"]:
+        return True  # A module that no package hides.
+    return not {last, f"{last}.{name}"}.isdisjoint(public_names_of("/".join(["src", *parents])))
+
+
 def test_the_project_has_files_to_look_at() -> None:
     found = project_files()
 
@@ -212,6 +236,16 @@ def test_pages_that_should_be_short_are_short() -> None:
     assert not long
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for name in python_files("src/penstock/"):
+        for node in ast.parse(text_of(name)).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_every_package_says_what_is_public_of_it() -> None:
     silent = [package for package in packages() if not public_names_of(package)]
 
@@ -236,3 +270,9 @@ def test_what_a_package_says_is_public_exists() -> None:
                 missing.append(f"{package}: {name}")
 
     assert not missing
+
+
+def test_examples_import_only_what_is_public() -> None:
+    private = {where for where in imports_on_pages() if not is_public(*where[1:])}
+
+    assert not sorted(private)

@@ -14,5 +14,5 @@
 The one rule: a step does bounded work and never waits; `wait` is one poll with a deadline.
 
 Engines use `penstock.handoff`. Public, for those who join the parts themselves: `directory`,
-`schedulers`, `prefill_rank`, `decode_rank`.
+`schedulers`, `prefill_rank`, `decode_rank`, `lines`, `array_parts`.
 """
