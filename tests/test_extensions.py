@@ -7,7 +7,9 @@ the path.
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +33,8 @@ from penstock.transport.private_folder import private_folder, socket_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from penstock.cache.eviction import EvictionPolicy, Standing
     from penstock.tiers.base import SlotStore
@@ -180,32 +184,54 @@ def test_what_the_tier_of_another_distribution_refuses_is_named_as_in_the_file()
         open_cache(failures=10)
 
 
-def test_a_handoff_uses_the_transport_of_another_distribution(outside: list[str]) -> None:
-    outside.clear()
-    folder, kv = private_folder(), np.zeros((4, 4, 2), dtype=np.float32)
+def a_pair(transport: str) -> penstock.HandoffPair:
+    folder = private_folder()
     prefill, decode = (
         penstock.HandoffEngine(name=name, address=f"ipc://{socket_path(folder)}")
         for name in ("prefill", "decode")
     )
-    pair = penstock.HandoffPair(
-        prefill=prefill, decode=decode, model="toy", weights="1", transport="wire"
+    return penstock.HandoffPair(
+        prefill=prefill, decode=decode, model="toy", weights="1", transport=transport
     )
 
+
+def hand_over(
+    kv: NDArray[np.float32], of_prefill: penstock.HandoffPair, of_decode: penstock.HandoffPair
+) -> penstock.HandoffResult:
+    """Hands three tokens over, to block 2 of `kv`."""
     with ExitStack() as stack:
-        source = stack.enter_context(penstock.open_prefill(pair, kv=kv + 1, block_tokens=4))
-        target = stack.enter_context(penstock.open_decode(pair, kv=kv, block_tokens=4))
+        source = stack.enter_context(penstock.open_prefill(of_prefill, kv=kv + 1, block_tokens=4))
+        target = stack.enter_context(penstock.open_decode(of_decode, kv=kv, block_tokens=4))
         target.claim("h", [1, 2, 3], slots=[2], timeout_s=30.0)
         source.offer("h", [1, 2, 3], slots=[0])
         source.computed({"h": 3})
         source.first_token("h", 9)
         results: list[penstock.HandoffResult] = []
-        while not results:
+        while not results:  # The claim ends by itself.
             source.step()
             results = target.step()
+            target.wait(time.monotonic() + 0.01, descriptors=source.descriptors)
+    return results[0]
 
-    assert results[0].delivered
+
+def test_a_handoff_uses_the_transport_of_another_distribution(outside: list[str]) -> None:
+    outside.clear()
+    kv, pair = np.zeros((4, 4, 2), dtype=np.float32), a_pair("wire")
+
+    result = hand_over(kv, pair, pair)
+
+    assert result.delivered
     assert kv[2, :3].all()
     assert outside == ["target", "link"]
+
+
+def test_engines_with_different_transports_refuse_each_other() -> None:
+    kv, pair = np.zeros((4, 4, 2), dtype=np.float32), a_pair("wire")
+
+    result = hand_over(kv, pair, replace(pair, transport="shared_memory"))
+
+    assert not result.delivered
+    assert "transport is 'shared_memory' here and 'wire' there" in result.why
 
 
 @pytest.mark.parametrize(

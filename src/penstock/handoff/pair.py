@@ -123,6 +123,7 @@ def directory_of(pair: HandoffPair, layout: Layout | None = None) -> Directory:
         decode=_place("decode", pair.decode, layout, [""] * pair.decode.rank_count),
         model=pair.model,
         weights=pair.weights,
+        transport=pair.transport,
     )
 
 

@@ -65,6 +65,8 @@ class Directory:
     decode: EnginePlace
     model: str
     weights: str
+    transport: str = ""
+    """The data transport that both engines use."""
     plan: ReshardPlan = field(init=False)
     facts: tuple[tuple[str, str], ...] = field(init=False)
     """What the parties compare when they meet."""
@@ -78,7 +80,7 @@ class Directory:
         plan = plan_reshard(sources, targets)
         prints = b"".join(form.fingerprint for form in (*sources, *targets))
         digest = sha256(len(sources).to_bytes(4, "little") + prints).hexdigest()[:32]
-        form = (*form_facts((*sources, *targets)), ("plan", digest))
+        form = (*form_facts((*sources, *targets)), ("plan", digest), ("transport", self.transport))
         routes = {
             (self.prefill.ranks[route.source].name, self.decode.ranks[route.target].name): (
                 RouteParts(plan, route, sources[route.source], targets[route.target])
