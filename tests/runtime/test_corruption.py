@@ -204,8 +204,19 @@ def _ready(lease: Lease) -> bool:
     return lease.state is penstock.LeaseState.READY
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("damage", DAMAGES)
+EVERY_DAMAGE = [
+    pytest.param(
+        damage,
+        memory,
+        # Between kinds of memory, damage in the arena makes no difference.
+        marks=[pytest.mark.long] if memory == "torch" and damage is not flip_bits else [],
+    )
+    for damage in DAMAGES
+    for memory in MEMORIES
+]
+
+
+@pytest.mark.parametrize(("damage", "memory"), EVERY_DAMAGE)
 def test_a_thousand_damaged_blocks_are_found_and_none_is_served(
     damage: Callable[[Damageable], None], memory: str
 ) -> None:
