@@ -117,7 +117,6 @@ class Departed:
         return self._by_key.get(key)
 
     def freeze(self) -> tuple[tuple[Key, str, str], ...]:
-        """The memory as a tuple."""
         return tuple((key, left.reason.value, left.tier) for key, left in self._by_key.items())
 
 
@@ -161,11 +160,9 @@ class History:
             self._key_count -= len(entries.popleft().keys)
 
     def of_key(self, key: Key) -> tuple[str, ...]:
-        """The story of a block."""
         return tuple(str(entry) for entry in self._entries if key in entry.keys)
 
     def of_request(self, request: str) -> tuple[str, ...]:
-        """The story of a request."""
         return tuple(str(entry) for entry in self._entries if entry.cause == request)
 
     def lately(self, count: int) -> tuple[str, ...]:

@@ -121,7 +121,6 @@ class HopMeter:
         return self._asked - self._over
 
     def begin(self, block_count: int, now: float) -> None:
-        """A copy was asked for."""
         if not self.queued:
             self._sample()
             self._forget(now)
@@ -144,7 +143,6 @@ class HopMeter:
         self._asked_by_tick.append(self._asked)
 
     def freeze(self) -> tuple[object, ...]:
-        """All that decides."""
         late = tuple(max(0, asked - self._over) for asked in self._asked_by_tick)
         times = (self._since, self._last, self._arrived, self._overdue)
         return (self.queued, late, times, self.seen.freeze(), self.bound.freeze())

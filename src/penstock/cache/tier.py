@@ -265,7 +265,6 @@ class Tier:
         return slots
 
     def fit(self) -> None:
-        """Grows with the node table."""
         capacity = self.nodes.capacity
         if len(self.slot_of) < capacity:
             self.slot_of = grown(self.slot_of, capacity, fill=NOWHERE)

@@ -111,7 +111,6 @@ def _audit_nodes(books: Books, tiers: list[Tier], parents: list[int]) -> None:
 
 
 def _count(lists: Iterable[list[int]], capacity: int) -> list[int]:
-    """How often each node occurs."""
     counts = [0] * capacity
     for numbers in lists:
         for number in numbers:
@@ -268,7 +267,6 @@ Frozen = tuple[object, ...]
 
 
 def freeze(books: Books) -> Frozen:
-    """The state of the books."""
     return (
         ("epoch", books.ledger.epoch),
         ("lost_ranks", tuple(sorted(books.lost_ranks))),

@@ -213,7 +213,6 @@ class Books:
         return [tier for tier in self.tiers if tier is not None]
 
     def lower_tiers(self) -> list[Tier]:
-        """The tiers below the device."""
         return [tier for tier in self.tiers[HUB:] if tier is not None]
 
     def fed_by(self, index: int) -> list[Tier]:
@@ -234,7 +233,6 @@ class Books:
         return lease
 
     def tenant(self, name: str) -> int:
-        """The number of a tenant."""
         number = self.tenants.get(name)
         if number is None:
             if len(self.tenants) >= self._tenants_max:
@@ -261,7 +259,6 @@ class Books:
 
     @property
     def healthy(self) -> bool:
-        """Whether every rank can copy."""
         return not self.lost_ranks
 
     # ---------------------------------------------------------------- blocks come

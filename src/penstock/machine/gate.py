@@ -59,7 +59,6 @@ class Rates:
         rather compute what a fork shares."""
 
     def started(self, operation: Operation, now: float) -> None:
-        """A copy was asked for."""
         meter = self.hops.get((operation.source, operation.target))
         if meter is not None:
             meter.begin(len(operation.keys), now)
@@ -76,7 +75,6 @@ class Rates:
             meter.tick()
 
     def freeze(self) -> tuple[object, ...]:
-        """All that decides."""
         hops = tuple((pair, meter.freeze()) for pair, meter in self.hops.items())
         return (self.prefill.freeze(), hops)
 

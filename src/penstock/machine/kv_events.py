@@ -79,13 +79,11 @@ class EventLog:
         self._add(event, len(keys))
 
     def removed(self, tier: str, keys: Sequence[bytes]) -> None:
-        """Blocks left a tier."""
         self.sequence += 1
         event = BlocksRemoved(sequence=self.sequence, epoch=self.epoch, tier=tier, keys=list(keys))
         self._add(event, len(keys))
 
     def cleared(self, epoch: int) -> None:
-        """Everything is void."""
         self.sequence += 1
         self.epoch = epoch
         self._add(AllCleared(sequence=self.sequence, epoch=epoch), 0)

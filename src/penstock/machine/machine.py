@@ -113,12 +113,10 @@ class CacheMachine:
         return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
 
     def open_requests(self) -> list[str]:
-        """The requests that hold leases."""
         return [lease.request for lease in self._books.leases.values()]
 
     @property
     def pin_count(self) -> int:
-        """How many prefixes are pinned."""
         return len(self._books.pins)
 
     @property

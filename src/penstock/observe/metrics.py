@@ -64,7 +64,6 @@ def by_hop(read: Callable[[HopStatistics], float | None]) -> Callable[..., Sampl
 
 
 def by_name(read: Callable[[InstanceStatistics], dict[str, int]]) -> Callable[..., Samples]:
-    """Reads counts that have names."""
     return lambda stats: [((name,), count) for name, count in read(stats).items()]
 
 
@@ -373,7 +372,6 @@ class _Instances:
         self._retries = retries
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of every instance."""
         retries = COUNTER("penstock_retries", "Requests sent to another instance")
         retries.add_metric([], self._retries)
         yield retries

@@ -52,7 +52,6 @@ class Access:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
         return self._closed
 
     @property
@@ -71,12 +70,10 @@ class Access:
 
     @property
     def usable(self) -> bool:
-        """Whether calls can still succeed."""
         return not (self._closed or self._forked or self._broken)
 
     @property
     def state(self) -> str:
-        """A word for it."""
         if self._forked:
             return "of another process"
         if self._closed:

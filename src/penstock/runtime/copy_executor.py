@@ -91,7 +91,6 @@ class CopyExecutor:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
         return bool(self._mover_of)
 
     @property

@@ -88,7 +88,6 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
         return bool(self.machine.operations)
 
     @property

@@ -53,7 +53,6 @@ class HealthLog:
             self._reasons[thing] = why
 
     def mend(self, thing: str) -> None:
-        """Notes that it works again."""
         if self._reasons.pop(thing, None) is not None:
             logger.warning("recovered: %s", thing)
 

@@ -412,7 +412,6 @@ class SupervisorLink:
 
 
 def _launch() -> tuple[SupervisorLink, int]:
-    """Starts the supervisor's process."""
     with ExitStack() as undo:
         try:
             ours, theirs = map(undo.enter_context, channel_pair())

@@ -73,12 +73,10 @@ class HeldDescriptors:
             raise RequestRefusedError(problem) from None
 
     def forget(self, name: str) -> None:
-        """Closes a descriptor."""
         os.close(self.fetch(name))
         del self._descriptors[name]
 
     def close(self) -> None:
-        """Closes them all."""
         close_all(self._descriptors.values())
         self._descriptors.clear()
 
@@ -136,6 +134,5 @@ def make_private(descriptors: Iterable[int]) -> None:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Closes each of them."""
     for fd in descriptors:
         os.close(fd)

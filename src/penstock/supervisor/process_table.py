@@ -404,7 +404,6 @@ class Process:
         return written.decode(errors="replace") or "it ended before it was ready"
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process."""
         with suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
 

@@ -66,7 +66,6 @@ _span_of = lru_cache(maxsize=64)(CellSpan.of)
 
 
 def keys_of(count: int) -> list[Key]:
-    """The names of some blocks."""
     return [bytes([number]).ljust(16, b"k") for number in range(count)]
 
 

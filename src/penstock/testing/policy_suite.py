@@ -59,7 +59,6 @@ class Shelf:
         self._standing.update(dict.fromkeys(nodes, priority))
 
     def let_leave(self, *nodes: int, priority: int = 0) -> None:
-        """Nothing needs these blocks now."""
         self.allow(*nodes, priority=priority)
         self.policy.offer(nodes)
 
@@ -75,7 +74,6 @@ class Shelf:
         self.policy.offer(nodes)
 
     def remove(self, *nodes: int, evicted: bool) -> None:
-        """Blocks are gone."""
         self.hold(*nodes)
         keys = [self._keys.pop(node) for node in nodes]
         self.policy.forget(list(nodes), keys, evicted=evicted)

@@ -79,7 +79,6 @@ class LocalWriter(SuiteWriter):
 
     @property
     def link(self) -> WriterLink:
-        """What it writes through."""
         assert self._link is not None
         return self._link
 

@@ -160,7 +160,6 @@ def decode_greeting(message: bytes) -> Greeting:
 
 
 def encode_frame(kind: Kind, incarnation: int, sequence: int, payload: bytes = b"") -> bytes:
-    """The bytes of a frame."""
     return _HEADER.pack(kind, incarnation, sequence) + payload
 
 

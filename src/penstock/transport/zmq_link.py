@@ -421,7 +421,6 @@ class Dialling:
         epoll.register(self._socket.fileno(), select.EPOLLIN)
 
     def close(self, epoll: select.epoll) -> None:
-        """Gives the socket back."""
         epoll.unregister(self._socket.fileno())
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -102,7 +102,6 @@ def as_float(value: object) -> float | None:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """True or False."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):
@@ -150,7 +149,6 @@ def as_keys(keys: object, *, start: int = 0) -> Sequence[bytes]:
 
 
 def as_key(name: str, value: object) -> bytes:
-    """The key of a block."""
     if type(value) is bytes and len(value) == KEY_BYTES:
         return value
     raise ValueError(f"{name} is {reprlib.repr(value)}, must be a key of {KEY_BYTES} bytes")
@@ -173,7 +171,6 @@ def as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def as_bytes(name: str, value: object) -> bytes:
-    """A message."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise ValueError(f"{name} is {reprlib.repr(value)}, must be bytes")
@@ -196,7 +193,6 @@ def as_array(name: str, value: object) -> NDArray[Any]:
 
 
 def as_descriptors(name: str, value: object) -> tuple[int, ...]:
-    """Numbers of open files."""
     if value == () and type(value) is tuple:
         return ()
     found = as_tuple(name, value)

@@ -84,7 +84,6 @@ class CellSpan:
 
     @classmethod
     def of(cls, layout: Layout) -> CellSpan:
-        """All cells of a block."""
         return cls(layout.cells)
 
     def seeds(self, keys: Sequence[bytes], salt: int = 0) -> NDArray[np.uint64]:

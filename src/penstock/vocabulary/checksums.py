@@ -139,7 +139,6 @@ class CellSums:
 
     @classmethod
     def of(cls, values: NDArray[np.uint64]) -> CellSums:
-        """The table with these values."""
         return cls(values.astype("<u8", copy=False).tobytes())
 
     @classmethod

@@ -28,7 +28,6 @@ class DType(Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one number."""
         return _ITEMSIZES[self]
 
     @classmethod

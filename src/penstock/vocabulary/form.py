@@ -147,7 +147,6 @@ class Form:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
         return self.layout.block_tokens
 
     def to_bytes(self) -> bytes:

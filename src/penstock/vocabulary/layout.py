@@ -56,7 +56,6 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """How many bytes it has."""
         return self.plane.segment_bytes
 
 
@@ -78,7 +77,6 @@ class Cell:
 
     @property
     def length(self) -> int:
-        """How many bytes it has."""
         return sum(segment.length for segment in self.segments)
 
 

@@ -61,7 +61,6 @@ class BlockCopier:
         ]
 
     def copy(self, numbers: Sequence[int], target_numbers: Sequence[int]) -> None:
-        """Copies block after block."""
         if len(numbers) != len(target_numbers):
             raise ValueError(
                 f"source has {len(numbers)} blocks, target {len(target_numbers)}, must have as many"

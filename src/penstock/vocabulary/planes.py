@@ -211,7 +211,6 @@ class Plane:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         return self.heads * self.segment_bytes
 
     @property
