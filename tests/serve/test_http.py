@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.serve import http
-from penstock.serve.http import HttpServer, listen
+from penstock.serve.http import HttpServer
+from penstock.serve.server_socket import listen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -19,8 +19,8 @@ from penstock.config import Config, load_config, parse_config
 from penstock.config.values import ServeTable
 from penstock.engine.checkpoints import find_model
 from penstock.errors import ConfigError
-from penstock.serve.http import listen
 from penstock.serve.plan import ServeOptions, instances_of, settle
+from penstock.serve.server_socket import listen
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec

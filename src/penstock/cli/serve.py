@@ -208,18 +208,19 @@ def require_extras() -> None:
 
 def _serve(given: Config | None, options: ServeOptions) -> None:
     from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
-    from penstock.serve.http import listen  # noqa: PLC0415
     from penstock.serve.plan import serves_http, settle  # noqa: PLC0415
-    from penstock.serve.service import serve as run  # noqa: PLC0415
+    from penstock.serve.server_socket import listen  # noqa: PLC0415
 
     with ExitStack() as held:
         bound = None
         if serves_http(given, options):
             table = (given and given.serve) or ServeTable()
             host = table.host if options.host is None else options.host
-            # Before anything is loaded: that takes a while, and a port may be in use.
+            # Before the HTTP libraries and the model are loaded: a port in use is reported at once.
             bound = listen(host, table.port if options.port is None else options.port)
             held.enter_context(bound)
+        from penstock.serve.service import serve as run  # noqa: PLC0415
+
         config = settle(given, options)
         assert config.serve is not None
         logs.set_up(config.serve.log_level, as_json=config.serve.log_json)

@@ -27,8 +27,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
-import socket
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,10 +36,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.errors import UnavailableError
 from penstock.serve import errors
+from penstock.serve.server_socket import BACKLOG
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Iterator
 
     from starlette.types import ASGIApp
@@ -57,12 +56,8 @@ WRITE_S = 60.0
 HEAD_BYTES_MAX = 64 * 1024
 LAST_S = 2.0
 """How long the last errors may take to be sent when the time for draining is over."""
-BACKLOG = 1024
-"""Connections that wait in the kernel."""
 ACCEPTS_A_ROUND = 64
 """The most connections that asyncio accepts before any of them is counted."""
-RESERVED_DESCRIPTORS = 256
-"""For everything but HTTP: instances that come back, files, pipes, and one round of accepts."""
 _EVERY_S = 1.0
 
 
@@ -76,28 +71,6 @@ class Limits:
     stopping: bool = False
     empty: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last connection has gone after the stop."""
-
-
-def raise_descriptor_limit(connections_max: int) -> int:
-    """Has the process allowed as many descriptors as it needs; returns how many connections fit.
-
-    A reserve is left to everything but HTTP: libzmq ends the process when it finds no descriptor.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections_max + RESERVED_DESCRIPTORS
-    if soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    reserved = min(RESERVED_DESCRIPTORS, soft // 2)
-    fit = max(1, min(connections_max, soft - reserved))
-    if fit < connections_max:
-        logger.warning(
-            "fewer connections than asked for: serve.connections_max=%d allowed=%d descriptors=%d",
-            connections_max,
-            fit,
-            soft,
-        )
-    return fit
 
 
 class Connection(H11Protocol):
@@ -339,28 +312,3 @@ class HttpServer(uvicorn.Server):
 
 async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: from now on the port is ours.
-
-    Raises:
-        UnavailableError: the port is taken, or the address is none of this machine.
-    """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        # Without this, two servers that start at once would both believe to have the port.
-        bound.listen(BACKLOG)
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        problem = error.strerror if isinstance(error, OSError) else "it is no name of a host"
-        raise UnavailableError(f"cannot listen on {host}:{port}: {problem}") from error
-    return bound
-
-
-def address_of(bound: socket.socket) -> str:
-    """Where clients find the server."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

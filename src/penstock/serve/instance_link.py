@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.transport.base import Channel
 
 ASK_S = 10.0
+RETRY_S = 0.02
+"""How soon a channel without room is tried again."""
 
 
 class InstanceLost(Exception):  # noqa: N818 - what happened to an instance
@@ -61,7 +63,7 @@ class InstanceLink:
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._ask_next = 1
         self._outbox: deque[bytes] = deque()
-        """What the instance has had no room for; requests under way are bounded, so is this."""
+        """Messages that the channel has no room for; bounded, as requests under way are."""
         self._loop = asyncio.get_running_loop()
         self._descriptor = channel.descriptor
         self._alarm: asyncio.TimerHandle | None = None
@@ -130,10 +132,10 @@ class InstanceLink:
             del self._asked[number]
 
     def send(self, message: ms.InstanceMessage) -> None:
-        """Hands a message over; if the instance has no room for it now, it goes later."""
+        """Sends a message, later if the channel has no room for it now."""
         self._outbox.append(ms.encode(message))
         self._flush()
-        # Sending may take in what arrived, which the descriptor then does not show.
+        # `send` may take in frames, which the descriptor then does not show.
         self._loop.call_soon(self._pump)
 
     def look(self) -> None:
@@ -148,16 +150,20 @@ class InstanceLink:
         if self.lost:
             raise InstanceLost(self.lost)
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
+        """Sends what the channel has room for; returns whether that was anything."""
+        sent = False
         while self._outbox and not self.lost:
             try:
                 self._channel.send(self._outbox[0])
             except BacklogError:
-                return
+                break
             except UnavailableError as error:
                 self._lose(f"instance {self.name!r} is lost: {error}")
-                return
+                break
             self._outbox.popleft()
+            sent = True
+        return sent
 
     def _pump(self) -> None:
         while not self.lost:
@@ -170,15 +176,24 @@ class InstanceLink:
                     self._lose(f"instance {self.name!r} ended")
                 case ChannelFailed(cause):
                     self._lose(f"instance {self.name!r} is lost: {cause}")
-        self._flush()
+        if self._flush():
+            # As in `send`: frames may have been taken in.
+            self._loop.call_soon(self._pump)
         self._set_alarm()
 
     def _set_alarm(self) -> None:
-        """Has a silent peer looked at again when its time is up; both clocks are monotonic."""
+        """Calls `_pump` when the channel's alarm is due; both clocks are monotonic.
+
+        While messages wait for room, it is called every `RETRY_S` as well: a refused `send` may
+        take in frames, and the news that there is room, which the descriptor then does not show.
+        """
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
         due = None if self.lost else self._channel.alarm
+        if self._outbox and not self.lost:
+            retry = self._loop.time() + RETRY_S
+            due = retry if due is None else min(due, retry)
         if due is not None:
             self._alarm = self._loop.call_at(due, self._pump)
 

@@ -31,12 +31,13 @@ from penstock.observe.metrics import ServerMetrics
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
-from penstock.serve.http import HttpServer, address_of, raise_descriptor_limit
+from penstock.serve.http import HttpServer
 from penstock.serve.instance_link import InstanceLink
 from penstock.serve.plan import instances_of, secrets_of
 from penstock.serve.processes import Processes
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.serve.router import Router
+from penstock.serve.server_socket import address_of, raise_descriptor_limit
 from penstock.supervisor.client import Supervisor
 from penstock.transport.zeromq import IPC, Listener
 

@@ -47,7 +47,9 @@ def as_int(name: str, value: object, low: int = 0, high: int = INT_MAX) -> int:
     number = value if type(value) is int else _index(name, value, low, high)
     if low <= number <= high:
         return number
-    raise ValueError(f"{name} is {reprlib.repr(value)}, must be an int {_bounds(low, high)}")
+    # A value that is too large shows that the upper bound matters, even if it is the default.
+    bounds = f"from {low} to {high}" if number > high else _bounds(low, high)
+    raise ValueError(f"{name} is {reprlib.repr(value)}, must be an int {bounds}")
 
 
 def _index(name: str, value: object, low: int, high: int) -> int:

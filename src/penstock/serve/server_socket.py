@@ -1,0 +1,67 @@
+"""The socket of the HTTP server, and how many connections it may have.
+
+This module imports no HTTP library, so that `penstock serve` reports a port in use before it
+spends time on imports and on the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+
+from penstock.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+"""Connections that may wait in the kernel to be accepted."""
+RESERVED_DESCRIPTORS = 256
+"""Not for HTTP connections: restarted instances, files, pipes, and one round of accepts."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Binds the port and listens on it.
+
+    Raises:
+        UnavailableError: the port is in use, or the address is not one of this machine.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        # With SO_REUSEADDR, two servers can bind the same port; only one of them can listen.
+        bound.listen(BACKLOG)
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        problem = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise UnavailableError(f"cannot listen on {host}:{port}: {problem}") from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """The URL of the server, for clients."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_descriptor_limit(connections_max: int) -> int:
+    """Raises the process's limit of open descriptors; returns how many connections fit.
+
+    Some descriptors stay reserved: libzmq aborts the process when it cannot open one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections_max + RESERVED_DESCRIPTORS
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    reserved = min(RESERVED_DESCRIPTORS, soft // 2)
+    fit = max(1, min(connections_max, soft - reserved))
+    if fit < connections_max:
+        logger.warning(
+            "fewer connections than asked for: serve.connections_max=%d allowed=%d descriptors=%d",
+            connections_max,
+            fit,
+            soft,
+        )
+    return fit
