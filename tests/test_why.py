@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 
-ENCODES = "serve/encoder.py"
+ENCODES = "serve/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("supervisor/", "movers/compiling.py", "testing/", "bench/", "demo/"),
+    *("supervisor/", "movers/c_compiler.py", "testing/", "bench/", "demo/"),
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows

@@ -16,8 +16,7 @@ from lab.bench.peer import VllmPeer
 from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
 from lab.bench.vllm_run import run_vllm
 from lab.bench.vllm_workload import WORKLOADS
-from penstock.bench.growth import run_growth
-from penstock.bench.index import ROUNDS, run_index
+from penstock.bench.index import ROUNDS, run_growth, run_index
 from penstock.bench.report import BenchReport
 from penstock.cli.bench import BenchDevice, RoundsOption, command_line, finish
 from penstock.cli.conventions import CheckOption, JsonOption

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from penstock.bench.engine import run_engine
 from penstock.bench.engine_model import EIGHT_B
-from penstock.bench.engine_plan import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
+from penstock.bench.engine_parts import ChatPlan, DecodePlan, EnginePlan, HitPlan, LatencyPlan
 from penstock.bench.report import BenchReport
 
 SMALL = EnginePlan(

@@ -6,9 +6,8 @@ import json
 import msgspec
 import pytest
 
-from penstock.bench.machine import Machine
 from penstock.bench.measure import Summary
-from penstock.bench.report import BenchReport, Document, Param
+from penstock.bench.report import BenchReport, Document, Machine, Param
 
 MACHINE = Machine(
     cpu="Abacus 9", cores=2, memory_bytes=1 << 34, kernel="Linux 6", python="3.11", numpy="2.0"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.connectors.vllm.logs import log, log_into_vllm
+from penstock.connectors.vllm.versions import log, log_into_vllm
 from penstock.runtime.status import HealthLog
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 from penstock.config import parse_config
 from penstock.engine.architecture import architecture_from_config, read_architecture
 from penstock.engine.checkpoints import find_model
-from penstock.engine.loaded_rank import load_rank
 from penstock.engine.spec import InstanceSpec
+from penstock.engine.worker import load_rank
 from penstock.errors import ConfigError, UnavailableError
 
 CONFIG: dict[str, Any] = {

@@ -10,14 +10,13 @@ import torch
 
 import penstock
 from penstock.engine.architecture import read_architecture
-from penstock.engine.collectives import Alone
+from penstock.engine.checkpoints import RankWeights, SafetensorsCheckpoint
 from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.model import Decoder
+from penstock.engine.model import Alone, Decoder
 from penstock.engine.requests import Output, Reason, Request
 from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.sharding import share_of
-from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from penstock.engine.worker import Worker, allocate_kv, kv_tier
 
 BLOCK = 8

@@ -11,12 +11,10 @@ import torch
 
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import TokenSpan, on_device
-from penstock.engine.checkpoints import find_model
-from penstock.engine.collectives import Alone
+from penstock.engine.checkpoints import RankWeights, SafetensorsCheckpoint, find_model
 from penstock.engine.gguf_file import GgufFile
-from penstock.engine.model import Decoder
+from penstock.engine.model import Alone, Decoder
 from penstock.engine.sharding import share_of
-from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from penstock.errors import ConfigError
 from tests.engine.gguf_writing import Manner, write_gguf
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.config import STARTER_TOML, parse_config
 from penstock.engine import messages as ms
-from penstock.engine import rendezvous
+from penstock.engine import remote_workers
 from penstock.engine.batch import TokenSpan
 from penstock.engine.sampling_options import Sampled, TokenSampling
 from penstock.engine.steps import Draw, Step, StepResult
@@ -41,20 +41,20 @@ FROM_INSTANCE: list[Any] = [
     ms.AskAnswer(id=1, json=b"{}"),
 ]
 FROM_RANK: list[Any] = [
-    rendezvous.RankCame(1),
-    rendezvous.RankLoading(1, 2, 3),
-    rendezvous.RankLoaded(b"facts"),
+    remote_workers.RankCame(1),
+    remote_workers.RankLoading(1, 2, 3),
+    remote_workers.RankLoaded(b"facts"),
     StepResult(3, [Sampled(1, -0.5, [(1, -0.5)])], [b"report"]),
 ]
 TO_RANK: list[Any] = [
-    rendezvous.MeetAt("/proc/1/fd/3"),
+    remote_workers.MeetAt("/proc/1/fd/3"),
     Step(
         3,
         [TokenSpan(1, 0, [1, 2], [0])],
         [Draw(0, 1, TokenSampling(0.0, 1.0, 2**63 - 1, 0))],
         b"plan",
     ),
-    rendezvous.End(),
+    remote_workers.End(),
 ]
 
 
@@ -70,22 +70,22 @@ def test_what_an_instance_says_comes_back_equal(message: Any) -> None:
 
 @pytest.mark.parametrize("message", FROM_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_rank_says_comes_back_equal(message: Any) -> None:
-    assert rendezvous.read_by_scheduler(rendezvous.encode(message)) == message
+    assert remote_workers.read_by_scheduler(remote_workers.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", TO_RANK, ids=lambda message: type(message).__name__)
 def test_what_a_scheduler_says_comes_back_equal(message: Any) -> None:
-    assert rendezvous.read_by_rank(rendezvous.encode(message)) == message
+    assert remote_workers.read_by_rank(remote_workers.encode(message)) == message
 
 
 READERS = [
     ms.read_by_instance,
     ms.read_by_server,
-    rendezvous.read_by_rank,
-    rendezvous.read_by_scheduler,
+    remote_workers.read_by_rank,
+    remote_workers.read_by_scheduler,
 ]
 FRAMES = [ms.encode(message) for message in (*TO_INSTANCE, *FROM_INSTANCE)] + [
-    rendezvous.encode(message) for message in (*TO_RANK, *FROM_RANK)
+    remote_workers.encode(message) for message in (*TO_RANK, *FROM_RANK)
 ]
 
 

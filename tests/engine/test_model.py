@@ -9,10 +9,9 @@ import torch
 
 from penstock.engine.architecture import read_architecture
 from penstock.engine.batch import TokenSpan, on_device
-from penstock.engine.collectives import Alone
-from penstock.engine.model import Decoder
+from penstock.engine.checkpoints import RankWeights, SafetensorsCheckpoint
+from penstock.engine.model import Alone, Decoder
 from penstock.engine.sharding import share_of
-from penstock.engine.weights import RankWeights, SafetensorsCheckpoint
 from tests.engine.conftest import KINDS
 
 BLOCK = 8

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.attention import Heads, Turn
 from penstock.engine.batch import BatchShape, TokenSpan, lay_out
 from penstock.engine.cuda.attention import (
     CHUNK,
@@ -22,6 +21,7 @@ from penstock.engine.cuda.attention import (
     part_count,
     tiling_within,
 )
+from penstock.engine.model import Heads, Turn
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import UnavailableError
-from penstock.movers.compiling import cache_folder, compiled, find_compiler
+from penstock.movers.c_compiler import cache_folder, compiled, find_compiler
 from penstock.movers.cuda import calls as module
 from penstock.movers.cuda import library
 from penstock.movers.cuda.calls import CompiledCalls, PlainCalls, choose_calls

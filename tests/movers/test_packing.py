@@ -10,7 +10,7 @@ import pytest
 
 from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
-from penstock.movers.compiling import compiled
+from penstock.movers.c_compiler import compiled
 from penstock.movers.packing import Packing, PartsLibrary, load_parts_library, seeds_of
 from penstock.tiers.arrays import ArrayTier
 from penstock.vocabulary.checksums import Algorithm

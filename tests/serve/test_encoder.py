@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.text import Text
-from penstock.serve import encoder as module
-from penstock.serve.encoder import LONG_CHARACTERS, Encoder
+from penstock.serve import text_endpoint as module
 from penstock.serve.fields import BadRequest
+from penstock.serve.text_endpoint import LONG_CHARACTERS, Encoder
 
 LONG = "x" * (LONG_CHARACTERS + 1)
 

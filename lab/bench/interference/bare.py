@@ -18,9 +18,8 @@ from lab.bench.interference.shares import budget_bytes
 from lab.bench.interference.traffic import DRAIN_S
 from penstock.errors import UnavailableError
 from penstock.movers.cuda.calls import choose_calls
-from penstock.movers.cuda.link import CudaLink
 from penstock.movers.cuda.staging import StagingSize
-from penstock.movers.cuda.streams import StreamEvent
+from penstock.movers.cuda.streams import CudaLink, StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -35,7 +35,7 @@ from penstock.engine.spec import torch_dtype_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.bench.engine_plan import ChatPlan, EnginePlan
+    from penstock.bench.engine_parts import ChatPlan, EnginePlan
     from penstock.bench.report import BenchReport, Param
 
 BENCH = "engine"

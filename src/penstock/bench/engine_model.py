@@ -14,14 +14,12 @@ import torch
 
 import penstock
 from penstock.engine.architecture import Architecture
-from penstock.engine.collectives import Alone
-from penstock.engine.devices import attention_on, device_of, lane_on
+from penstock.engine.checkpoints import RankWeights
 from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.model import Decoder
+from penstock.engine.model import Alone, Decoder
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.sharding import share_of
-from penstock.engine.weights import RankWeights
-from penstock.engine.worker import Worker, allocate_kv, kv_tier
+from penstock.engine.worker import Worker, allocate_kv, attention_on, device_of, kv_tier, lane_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,30 +1,52 @@
-"""The handoff benchmark: what a handoff costs, and what of it decode has to wait for.
+"""The handoff benchmark: what a handoff costs, and how long decode has to wait for it.
 
 | side                    | what is measured                                                    |
 |-------------------------|---------------------------------------------------------------------|
-| `copy + checksum`       | one process copies the same bytes and runs over them once            |
+| `copy + checksum`       | one process copies the same bytes and reads them once more           |
 | `copy + checksum, pieces` | the same, each piece summed while it is in the cache               |
 | `pack + sums, alone`, `verify + put away, alone` | what each side does, in one process's memory |
-| `handoff, at once`      | all layers are there: throughput; also "sent after the last layer"   |
-| `handoff, by layers`    | layers become ready one after the other, and leave meanwhile         |
+| `handoff, at once`      | all layers are computed: throughput; also "sent after the last layer" |
+| `handoff, by layers`    | layers are computed one after the other, and are sent meanwhile      |
 | `handoff, slow layers`  | the same with much time between: each layer is sent by itself        |
 
-Two rank processes, each on a core of its own, over ZeroMQ and shared memory; both schedulers in
-this process. The one rule: sides take turns in every round, and ratios are medians over rounds.
+Two rank processes, each on a core of its own, over ZeroMQ and shared memory; both schedulers are in
+this process (`Engines`).
+
+Two rules: sides take turns in every round, and ratios are medians over rounds; and no rank process
+outlives the `with`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import statistics
-from typing import TYPE_CHECKING, NamedTuple
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.bench.handoff_engines import Copied, Engines, Ran, engines
-from penstock.bench.handoff_rank import BenchShape
+import msgspec
+
+from penstock.bench.handoff_rank import (
+    PROGRAM,
+    SETTINGS,
+    BenchOrders,
+    BenchShape,
+    directory_of,
+    keys_of,
+)
 from penstock.bench.measure import summarize
+from penstock.errors import UnavailableError
+from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
+from penstock.transport.private_folder import private_folder, socket_path
+from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.bench.report import BenchReport
 
@@ -150,3 +172,197 @@ def _add_ratios(report: BenchReport, shape: BenchShape, found: Sequence[Round]) 
         statistics.median(each.by_layers.exposed_s / each.at_once.exposed_s for each in found),
         at_most=0.5,
     )
+
+
+PATIENCE_S = 60.0
+
+
+class Copied(NamedTuple):
+    """The same bytes, copied and summed by one process."""
+
+    total_s: float
+    cpu_s: float
+    pieces_s: float
+    """In pieces, each summed while it is in the cache."""
+    packed_cpu_s: float
+    """The source's work on all parts, in one process."""
+    taken_cpu_s: float
+    """The target's."""
+
+
+class Ran(NamedTuple):
+    """One prompt that was handed over."""
+
+    total_s: float
+    """From the beginning of its computation until decode could begin."""
+    exposed_s: float
+    """From the end of its last layer until decode could begin."""
+    source_cpu_s: float
+    target_cpu_s: float
+    parts: int
+
+
+class _Child:
+    def __init__(self, orders: BenchOrders) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, msgspec.json.encode(orders).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        self.output = self.process.stdout.fileno()
+        os.set_blocking(self.output, False)
+        self.heard: list[dict[str, Any]] = []
+        self._rest = b""
+
+    def command(self, **words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def look(self) -> None:
+        try:
+            found = os.read(self.output, 1 << 16)
+        except BlockingIOError:
+            return
+        if not found:
+            raise UnavailableError("a rank of the benchmark ended before its time")
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        self.heard += [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Engines:
+    """Two engines with one rank each; see `engines`."""
+
+    def __init__(self, shape: BenchShape, cores: tuple[int, ...]) -> None:
+        prefix = str(socket_path(private_folder()))
+        directory = directory_of(shape, prefix)
+        self._shape = shape
+        self._number = 0
+        self._prefill = PrefillSchedulerDriver(
+            directory,
+            zmq_lines(directory, "prefill"),
+            incarnation=secrets.randbits(63) + 1,
+            settings=SETTINGS,
+        )
+        self._decode = DecodeSchedulerDriver(
+            directory,
+            zmq_lines(directory, "decode"),
+            incarnation=secrets.randbits(63) + 1,
+            settings=SETTINGS,
+        )
+        self._source, self._target = (
+            _Child(BenchOrders(name=name, shape=shape, prefix=prefix, cores=(core,)))
+            for name, core in (("prefill/0", cores[0]), ("decode/0", cores[-1]))
+        )
+        self._until(
+            lambda: (
+                self._prefill.machine.is_open("prefill/0")
+                and self._decode.machine.is_open("decode/0")
+            )
+        )
+
+    def close(self) -> None:
+        """Ends everything."""
+        self._source.close()
+        self._target.close()
+        self._prefill.close()
+        self._decode.close()
+
+    def copy(self) -> Copied:
+        """A plain copy and a checksum pass, on the source's core."""
+        self._source.command(copy=1)
+        answer = self._answer(self._source, "copied")
+        return Copied(
+            answer["copied"],
+            answer["cpu_s"],
+            answer["pieces"],
+            answer["packed"],
+            answer["taken"],
+        )
+
+    def run(self, *, layer_s: float = 0.0) -> Ran:
+        """Hands a prompt over; without a time for a layer, it is there at once."""
+        self._number += 1
+        name = f"prompt-{self._number}"
+        before = self._target_cpu()
+        blocks = self._shape.block_count
+        self._decode.submit(
+            name,
+            token_count=self._shape.tokens,
+            slots={"decode/0": list(range(blocks))},
+            keys=keys_of(name, blocks),
+        )
+        self._prefill.submit(name)
+        self._prefill.first_token(name, (1,))
+        self._source.command(run=name, layer_s=layer_s)
+        ready: list[tuple[float, str]] = []
+        self._until(lambda: bool(ready), ready)
+        answer = self._answer(self._source, "ran")
+        if ready[0][1] != "delivered":
+            raise UnavailableError(f"a prompt of the benchmark was {ready[0][1]}")
+        return Ran(
+            total_s=ready[0][0] - answer["began"],
+            exposed_s=ready[0][0] - answer["ended"],
+            source_cpu_s=answer["cpu_s"],
+            target_cpu_s=self._target_cpu() - before,
+            parts=answer["parts"],
+        )
+
+    def _target_cpu(self) -> float:
+        self._number += 1
+        self._target.command(cpu=self._number)
+        found: float = self._answer(self._target, "cpu")["cpu_s"]
+        return found
+
+    def _answer(self, child: _Child, word: str) -> dict[str, Any]:
+        self._until(lambda: any(word in each for each in child.heard))
+        answer = next(each for each in child.heard if word in each)
+        child.heard.clear()
+        return answer
+
+    def _until(
+        self, condition: Callable[[], bool], ready: list[tuple[float, str]] | None = None
+    ) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"the benchmark has waited for {PATIENCE_S} s")
+            self._prefill.step()
+            for ended in self._decode.step():
+                if ready is not None:
+                    ready.append((time.monotonic(), ended.outcome.value))
+            for child in (self._source, self._target):
+                child.look()
+            if not condition():
+                self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        dues = (self._prefill.next_deadline(), self._decode.next_deadline(), deadline)
+        wait_any(
+            [*self._prefill.lines.waitables, *self._decode.lines.waitables],
+            [
+                self._source.output,
+                self._target.output,
+                *self._prefill.lines.descriptors,
+                *self._decode.lines.descriptors,
+            ],
+            deadline=min(due for due in dues if due is not None),
+        )
+
+
+@contextmanager
+def engines(shape: BenchShape, cores: tuple[int, ...]) -> Iterator[Engines]:
+    """Two engines; the source has the first of the cores to itself, the target the last."""
+    both = Engines(shape, cores)
+    try:
+        yield both
+    finally:
+        both.close()

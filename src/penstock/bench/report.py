@@ -1,23 +1,27 @@
-"""The report of a benchmark: one JSON shape for all of them, and tables for people.
+"""The report of a benchmark: one JSON format for all of them, and tables for people.
 
     {penstock, command, machine: {...},
      rows:   [{bench, side, params, metric, unit, median, p99, samples}],
      ratios: [{name, value, target, holds}]}
 
-A row is what one side measured; a ratio is a claim about rows, with the target it is held
-to. The one rule: a report never says more than was measured. A side that could not run has
-no rows, a ratio without both its sides is not added, and a note says so in one line.
+A row is what one side measured; a ratio compares rows and has a target. The description of the
+machine names neither the machine nor its owner: no host name, no user, no path.
+
+The one rule: a report never says more than was measured. A side that could not run has no rows, a
+ratio without both its sides is not added, and a note says so in one line.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import os
+import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import msgspec
-
-from penstock.bench.machine import Machine, describe_machine
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -257,3 +261,41 @@ def _show_plain(title: str, cells: list[list[str]], out: TextIO) -> None:
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         out.write(f"  {'  '.join(padded).rstrip()}\n")
     out.write("\n")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The hardware and the versions that a number depends on."""
+
+    cpu: str
+    cores: int
+    """Cores this process may use; fewer than the machine has, where it is confined."""
+    memory_bytes: int
+    kernel: str
+    python: str
+    numpy: str
+
+
+def describe_machine() -> Machine:
+    """This machine, as a report tells it."""
+    return Machine(
+        cpu=_field("/proc/cpuinfo", "model name") or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        kernel=f"{platform.system()} {platform.release()}",
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        numpy=np.__version__,
+    )
+
+
+def _field(path: str, name: str) -> str | None:
+    """The first value of `name : value` in one of the kernel's text files."""
+    # Some architectures (arm64) have no such field, and some sandboxes no such file.
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return None

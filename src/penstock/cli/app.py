@@ -1,19 +1,22 @@
-"""The commands of `penstock`, and the edge where errors become exit statuses.
+"""The commands of `penstock`, and the place where errors become exit statuses.
 
-Each command has a module of its own beside this one and a row in `COMMANDS` below; options
-that several commands share are in `conventions`. Only the module of the command that runs is
-imported: the others together take more than a second, and `penstock --help` needs none.
-`CommandLine` is also used for the commands of a clone's `lab/`.
+Each command has a row in `COMMANDS`, which names its module beside this one; options that several
+commands share are in `conventions`. Only the module of the command that runs is imported: all of
+them together take more than a second, and `penstock --help` needs none. `CommandLine` is also used
+for the commands of a clone's `lab/`.
 
-The one rule that must not break: what the caller or the world got wrong ends as one line and
-a status; what we got wrong ends as a traceback, never as a tidy message.
+The one rule: errors of the caller or of the machine end as one line and a status; our own defects
+end as a traceback.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,13 +77,13 @@ COMMANDS = {
         panel=PROVE,
     ),
     "version": Command(
-        module="version",
-        function="show_version",
+        module="app",
+        function="show_versions",
         help="Print the versions of Penstock, of Python and of what Penstock uses.",
         panel=SET_UP,
     ),
     "vllm-config": Command(
-        module="vllm_config",
+        module="config",
         function="print_vllm_flag",
         help="Print the flag that makes vLLM keep KV in the tiers of a configuration file.",
         panel=SET_UP,
@@ -163,6 +166,25 @@ PENSTOCK = CommandLine(
 
 def _only_listed() -> None:
     """Stands in the list of commands for one that is not going to run."""
+
+
+PACKAGES = ("penstock", "numpy", "msgspec", "xxhash", "pyzmq", "torch")
+
+
+def show_versions() -> None:
+    """Print the versions of Penstock, of Python and of what Penstock uses."""
+    rows = {package: _installed(package) for package in PACKAGES}
+    rows |= {"python": platform.python_version(), "system": platform.platform()}
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:{width}}  {value}")
+
+
+def _installed(package: str) -> str:
+    try:
+        return version_of(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value

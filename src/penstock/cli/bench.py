@@ -15,10 +15,9 @@ from typing import Annotated, NoReturn
 import typer
 
 import penstock
-from penstock.bench.growth import run_growth
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
-from penstock.bench.index import ROUNDS, run_index
+from penstock.bench.index import ROUNDS, run_growth, run_index
 from penstock.bench.report import BenchReport
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
 from penstock.errors import UnavailableError
@@ -135,7 +134,7 @@ def _run_engine(
     if not torch.cuda.is_available():
         raise UnavailableError("bench engine needs a CUDA device, and torch sees none")
     from penstock.bench.engine import run_engine  # noqa: PLC0415 - needs an extra
-    from penstock.bench.engine_plan import PARTS, EnginePlan  # noqa: PLC0415
+    from penstock.bench.engine_parts import PARTS, EnginePlan  # noqa: PLC0415
 
     if not set(parts) <= set(PARTS):
         raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")

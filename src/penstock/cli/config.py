@@ -1,7 +1,13 @@
-"""`penstock config`: check a configuration file, and show what it comes to."""
+"""`penstock config` and `penstock vllm-config`: check, show and use a configuration file.
+
+The one rule of `vllm-config`: every key that the connector reads has an option here, and the flag
+holds only what was given.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +15,8 @@ import typer
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config import STARTER_TOML, load_config, parse_config
+from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -45,3 +53,61 @@ def _described(config: Config) -> str:
         size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
         parts.append(f"{tier.name} ({kind.name}, {size})")
     return f"{config.cache.block_tokens} tokens a block; {' → '.join(parts)}"
+
+
+def print_vllm_flag(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
+    *,
+    inline: Annotated[
+        bool,
+        typer.Option("--inline", help="Put the content of FILE into the flag, not its path."),
+    ] = False,
+    bare: Annotated[
+        bool,
+        typer.Option("--bare", help="Print the JSON alone, for a file or for Python."),
+    ] = False,
+    layerwise: Annotated[
+        bool,
+        typer.Option(
+            "--layerwise",
+            help="Steps compute on loads while they arrive; vLLM must not schedule asynchronously.",
+        ),
+    ] = False,
+    allow_fail: Annotated[
+        bool,
+        typer.Option(
+            "--allow-fail",
+            help="A block that fails its checksum fails its request, in place of being computed.",
+        ),
+    ] = False,
+    any_version: Annotated[
+        bool,
+        typer.Option(
+            "--any-version", help="Try a vLLM with which the connector was not tested, too."
+        ),
+    ] = False,
+) -> None:
+    """Print the flag that makes vLLM keep KV in the tiers of a configuration file.
+
+    What the file says about device blocks, tokens a block, ranks and KV groups is left to vLLM.
+    """
+    config = load_config(file)
+    if not config.cache.tiers:
+        raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
+    given = file.read_text(encoding="utf-8") if inline else str(file.resolve())
+    if "\n" in given and not inline:
+        # In the flag, what has a line break in it is the content of a file.
+        raise ConfigError(f"{given!r}", "has a line break in its path, must be given --inline")
+    asked = {"layerwise": layerwise, "allow_fail": allow_fail, "any_version": any_version}
+    transfer = {
+        "kv_connector": "PenstockConnector",
+        "kv_connector_module_path": "penstock.connectors.vllm",
+        "kv_role": ROLE,
+        "kv_load_failure_policy": FAIL if allow_fail else RECOMPUTE,
+        "kv_connector_extra_config": {
+            "config": given,
+            **{name: True for name, wanted in asked.items() if wanted},
+        },
+    }
+    told = json.dumps(transfer)
+    print(told if bare else f"--kv-transfer-config {shlex.quote(told)}")

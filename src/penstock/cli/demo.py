@@ -1,4 +1,4 @@
-"""`penstock demo`: a real model, served, asked by several clients, and every answer checked."""
+"""`penstock demo`: serves a model, asks it with several clients, and checks every answer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 import penstock
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
-from penstock.cli.demo_table import PIPED_WIDTH, print_played
 from penstock.cli.serve import ModelOption, require_extras
 
 if TYPE_CHECKING:
-    from penstock.demo import Played
+    from penstock.demo.result import ChatRound, Played
 
 ChatsOption: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Conversations.")
@@ -87,7 +89,7 @@ def _console() -> Console:
 
 
 def _write_picture(path: Path, played: Played) -> None:
-    from penstock.demo.picture import html_of  # noqa: PLC0415
+    from penstock.demo.result import html_of  # noqa: PLC0415
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,3 +98,129 @@ def _write_picture(path: Path, played: Played) -> None:
         raise typer.BadParameter(
             f"{path} cannot be written: {error.strerror}", param_hint="--picture"
         ) from error
+
+
+PIPED_WIDTH = 110
+"""Wide enough for every row where there is no terminal that knows better."""
+INDENT = 3
+
+
+def print_section(console: Console, title: str, *parts: str | Table) -> None:
+    """A title, and what belongs to it a little to the right."""
+    console.print(Text(title, style="bold"))
+    for part in parts:
+        content = Text(part) if isinstance(part, str) else part
+        console.print(Padding(content, (0, 0, 0, INDENT), expand=False))
+    console.print()
+
+
+def table_of(*columns: str) -> Table:
+    """A table; a column whose name begins with `>` holds numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def print_played(console: Console, played: Played, picture: Path) -> None:
+    """What came of `penstock demo`."""
+    cached = played.rounds[0]
+    console.print(f"[bold]penstock demo[/bold]\n\n{played.command}\n{played.ready_line}\n")
+    print_section(console, "Answers", _answers(cached))
+    print_section(console, "Seconds to the first token (median; slowest)", _waits(played))
+    print_section(
+        console, "Prompt tokens, by where the answering instance had them", _tiers(played)
+    )
+    print_section(console, "Handoffs from prefill to decode", _handoffs(played))
+    print_section(console, "Copies between tiers, every block with its checksums", _copies(played))
+    print_section(console, f"Why requests found no more, {cached.title}", _misses(cached))
+    _print_verdict(console, played, picture)
+
+
+def _answers(played: ChatRound) -> Table:
+    table = table_of("chat", "asked", "said")
+    for turn in played.turns:
+        said = " ".join(turn.text.split())
+        # First questions come with a story of their own.
+        asked = turn.messages[-1]["content"].split(". ")[-1]
+        table.add_row(turn.chat, asked, said)
+    return table
+
+
+def _waits(played: Played) -> Table:
+    table = table_of("", ">first turns", ">later turns", ">all, s", ">prompt tokens", ">generated")
+    for each in played.rounds:
+        waits = [
+            f"{each.first_token_s(later=later):.2f}; {each.slowest_first_token_s(later=later):.2f}"
+            for later in (False, True)
+        ]
+        counts = (f"{each.seconds:.1f}", f"{each.prompt_tokens:,}", f"{each.generated:,}")
+        table.add_row(each.title, *waits, *counts)
+    return table
+
+
+def _tiers(played: Played) -> Table:
+    tiers = list(played.rounds[0].tokens_by_tier())
+    table = table_of("", *(f">{tier}" for tier in tiers), ">nowhere: handed over or computed")
+    for each in played.rounds:
+        found = each.tokens_by_tier()
+        counts = [found[tier] for tier in tiers]
+        rest = each.prompt_tokens - sum(counts)
+        table.add_row(each.title, *(f"{count:,}" for count in (*counts, rest)))
+    return table
+
+
+def _handoffs(played: Played) -> Table:
+    table = table_of("", "instance", "ended", ">MB taken in", ">parts verified")
+    for each in played.rounds:
+        for name, counts in each.statistics.items():
+            ends = ", ".join(f"{count} {end}" for end, count in counts["handoffs"].items() if count)
+            parts = counts["counts"]["handed_parts_verified"]
+            megabytes = counts["counts"]["handed_bytes"] / 1e6
+            # Only who takes prompts in knows how much of them was not there yet.
+            taken = (f"{megabytes:,.1f}", f"{parts:,}") if parts else ("", "")
+            table.add_row(each.title, name, ends, *taken)
+    return table
+
+
+def _copies(played: Played) -> Table:
+    table = table_of("", "instance", "hop", ">copies", ">blocks", ">MB")
+    for each in played.rounds:
+        for name, hops in each.blocks_copied().items():
+            for hop, (copies, blocks, size) in hops.items():
+                numbers = (f"{copies:,}", f"{blocks:,}", f"{size / 1e6:,.1f}")
+                table.add_row(each.title, name, hop, *numbers)
+    return table
+
+
+def _misses(played: ChatRound) -> Table:
+    table = table_of("reason", *(f">{name}" for name in played.statistics))
+    reasons = {
+        reason
+        for counts in played.statistics.values()
+        for reason, count in counts["misses"].items()
+        if count
+    }
+    for reason in sorted(reasons):
+        counts = [each["misses"][reason] for each in played.statistics.values()]
+        table.add_row(reason, *(f"{count}" for count in counts))
+    return table
+
+
+def _print_verdict(console: Console, played: Played, picture: Path) -> None:
+    verdict = played.verdict
+    console.print(
+        f"{verdict.answers} answers, {verdict.tokens:,} tokens: {verdict.values:,} "
+        f"log-probabilities compared with a fresh computation; the largest difference is "
+        f"{verdict.largest:.1e}, {verdict.bound:g} is allowed; {verdict.near_ties} tokens differ "
+        f"where two are as good as equal.\nA picture of it: {picture}\n"
+    )
+    console.print(
+        f"It took {played.seconds:.0f} s, of which {played.ready_s:.0f} s to get ready and "
+        f"{played.check_s:.0f} s to check; {played.generated:,} tokens were generated, "
+        f"{played.generated_max:,} may be.\n"
+    )
+    if not played.findings:
+        console.print("[bold green]All answers were right[/bold green].")
+        return
+    print_section(console, f"{len(played.findings)} findings", *played.findings)

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from penstock.engine.batch import TokenSpan, on_device
-from penstock.engine.checkpoints import find_model
-from penstock.engine.collectives import Alone
-from penstock.engine.model import Decoder
+from penstock.engine.checkpoints import RankWeights, find_model
+from penstock.engine.model import Alone, Decoder
 from penstock.engine.sharding import share_of
 from penstock.engine.text import Text
-from penstock.engine.weights import RankWeights
 from penstock.engine.worker import allocate_kv
 
 if TYPE_CHECKING:

@@ -1,14 +1,23 @@
-"""What came of the demonstration, as values: for the table, the picture, JSON and the tests."""
+"""The results of the demonstration, as values and as a picture.
+
+The picture is one HTML file without scripts:
+
+    client 0      ░░░░████░░███           waits for its first token, reads the answer
+    prefill-0     ▒▒▒▒  ▒▒                prompts that are handed over
+    decode-0      ▒▒▒▒  ▒▒                the same, where they arrive
+    decode-0        ▪ ▪▪                  blocks that are copied from tier to tier
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from html import escape
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.demo.clients import ChatTurn
     from penstock.demo.exactness import ExactnessVerdict
@@ -180,3 +189,152 @@ def _counts(told: dict[str, Any]) -> dict[str, dict[str, int]]:
             "handed_parts_verified": told["handed_parts_verified"],
         },
     }
+
+
+WIDTH = 1000
+MARGIN = 220
+BAR = 12
+GAP = 3
+TICK_COUNT = 10
+COLOURS = {
+    "waits for its first token": "#f2c14e",
+    "hears its answer": "#4d9078",
+    "handed over": "#3066be",
+    "handed over in vain, or not needed": "#b4b8c5",
+    "loaded": "#d1495b",
+    "written down": "#8d6a9f",
+}
+STYLE = """\
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1260px; color: #222 }
+table { border-collapse: collapse } td, th { padding: 2px 12px 2px 0; text-align: left }
+svg text { font: 11px system-ui, sans-serif; fill: #444 }
+.key { display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 14px }
+pre { background: #f5f5f5; padding: 8px; overflow-x: auto }"""
+
+
+class Bar(NamedTuple):
+    """Something that took some time."""
+
+    began: float
+    ended: float
+    kind: str
+    told: str
+
+
+class PictureLane(NamedTuple):
+    """Bars under one name, on as many rows as they need."""
+
+    name: str
+    bars: list[Bar]
+
+
+def html_of(played: Played) -> str:
+    """The whole page."""
+    keys = "".join(
+        f'<span class="key" style="background:{colour}"></span>{escape(kind)}'
+        for kind, colour in COLOURS.items()
+    )
+    parts = [
+        "<!DOCTYPE html><html lang='en'><head><meta charset='utf-8'>",
+        f"<title>penstock demo</title><style>{STYLE}</style></head><body>",
+        f"<h1>penstock demo</h1><pre>{escape(played.command)}</pre><p>{keys}</p>",
+    ]
+    longest = max(each.seconds for each in played.rounds)
+    for each in played.rounds:
+        parts.append(f"<h2>{len(each.turns)} requests, {escape(each.title)}</h2>")
+        parts.append(_drawn(_lanes(each), _start(each), longest))
+    parts.append(_answers(played.rounds[0]))
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _start(played: ChatRound) -> float:
+    return min(turn.sent for turn in played.turns)
+
+
+def _lanes(played: ChatRound) -> Iterator[PictureLane]:
+    for client in sorted({turn.client for turn in played.turns}):
+        yield PictureLane(f"client {client}", list(_of_client(played, client)))
+    for name, told in played.timeline.items():
+        yield PictureLane(f"{name}: handoffs", [_handoff(each) for each in told["handoffs"]])
+        yield PictureLane(f"{name}: copies", [_copy(each) for each in told["copies"]])
+
+
+def _of_client(played: ChatRound, client: int) -> Iterator[Bar]:
+    waits, hears = list(COLOURS)[:2]
+    for turn in played.turns:
+        if turn.client == client:
+            told = (
+                f"{turn.chat}, turn {turn.number + 1}: {turn.prompt_tokens} tokens, of which "
+                f"{sum(turn.cached_by_tier.values())} cached; first token after "
+                f"{turn.first_token_s:.2f} s"
+            )
+            yield Bar(turn.sent, turn.first, waits, told)
+            yield Bar(turn.first, turn.ended, hears, told)
+
+
+def _handoff(each: dict[str, Any]) -> Bar:
+    done, vain = list(COLOURS)[2:4]
+    told = f"{each['handoff']}: {each['tokens']} tokens, {each['outcome']}"
+    kind = done if each["outcome"] == "delivered" else vain
+    return Bar(each["began"], each["ended"], kind, told)
+
+
+def _copy(each: dict[str, Any]) -> Bar:
+    loaded, written = list(COLOURS)[4:6]
+    told = (
+        f"{each['purpose']}: {each['blocks']} blocks, {each['source']} to {each['target']}, for "
+        f"{each['cause']}"
+    )
+    kind = loaded if each["purpose"] in {"load", "stage", "duplicate"} else written
+    return Bar(each["began"], each["ended"], kind, told)
+
+
+def _drawn(lanes: Iterator[PictureLane], start: float, seconds: float) -> str:
+    """Lanes below each other, with a scale in seconds above them."""
+    scale = (WIDTH - MARGIN) / max(seconds, 1e-3)
+    parts: list[str] = []
+    top = 24
+    for lane in lanes:
+        rows = _rows(lane.bars)
+        parts.append(f'<text x="0" y="{top + BAR - 2}">{escape(lane.name)}</text>')
+        for row in rows or [[]]:
+            parts += [_bar(bar, start, scale, top) for bar in row]
+            top += BAR + GAP
+        top += GAP
+    for number in range(TICK_COUNT + 1):
+        at = MARGIN + number * (WIDTH - MARGIN) / TICK_COUNT
+        label = f"{seconds * number / TICK_COUNT:.1f} s"
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="16" y2="{top}" stroke="#ddd"/>')
+        parts.append(f'<text x="{at:.1f}" y="12" text-anchor="middle">{label}</text>')
+    return f'<svg viewBox="0 0 {WIDTH + 30} {top}" width="100%">{"".join(parts)}</svg>'
+
+
+def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """The bars on as few rows as they need to not cover each other."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars):
+        row = next((row for row in rows if row[-1].ended <= bar.began), None)
+        if row is None:
+            rows.append([bar])
+        else:
+            row.append(bar)
+    return rows
+
+
+def _bar(bar: Bar, start: float, scale: float, top: int) -> str:
+    left = MARGIN + (bar.began - start) * scale
+    width = max(1.0, (bar.ended - bar.began) * scale)
+    told = escape(f"{bar.told} ({bar.ended - bar.began:.3f} s)")
+    return (
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" '
+        f'fill="{COLOURS[bar.kind]}"><title>{told}</title></rect>'
+    )
+
+
+def _answers(played: ChatRound) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(turn.chat)}</td><td>{escape(turn.messages[-1]['content'])}</td>"
+        f"<td>{escape(turn.text)}</td></tr>"
+        for turn in played.turns
+    )
+    return f"<h2>Answers</h2><table><tr><th></th><th>asked</th><th>said</th></tr>{rows}</table>"

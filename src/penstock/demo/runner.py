@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.demo.chats import chats
-from penstock.demo.clients import Talk, get, hold, post
+from penstock.demo.clients import Talk, get, hold, post, served
 from penstock.demo.exactness import Fresh, check
 from penstock.demo.result import GENERATED_MAX, ChatRound, Played, counted
-from penstock.demo.server import served
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

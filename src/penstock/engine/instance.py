@@ -14,6 +14,7 @@ import logging
 import math
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,23 +24,20 @@ import torch
 import penstock
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
-from penstock.engine.devices import GIVE_UP_S, end_within
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.handoffs import handoffs_of
-from penstock.engine.loaded_rank import load_rank
-from penstock.engine.remote_workers import RemoteWorkers
-from penstock.engine.rendezvous import meet_ranks, nobody
+from penstock.engine.remote_workers import RemoteWorkers, meet_ranks, nobody
 from penstock.engine.reports import answer_to, token_bytes_of
 from penstock.engine.requests import Output, Request
 from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.server_channel import ServerLost, ServerOutbox
 from penstock.engine.spec import InstanceSpec, read_sealed
+from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
 from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
-from penstock.transport.base import ChannelClosed, ChannelFailed, Empty, ReceivedFrame
+from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any, wait_readable
 from penstock.transport.zeromq import Listener, connect, dial
 
@@ -66,6 +64,43 @@ DRAIN_S = 5.0
 EVENTS_A_MESSAGE = 512
 SLOW_SERVER_S = 1.0
 """The longest wait for a server that is slower than the instance."""
+
+
+class ServerLost(UnavailableError):  # noqa: N818 - what happened to a server
+    """The server is gone."""
+
+
+class ServerOutbox:
+    """Messages to the server, in order; those it has no room for wait here."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._frames: deque[bytes] = deque()
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything was sent."""
+        return not self._frames
+
+    def put(self, message: ms.InstanceMessage) -> None:
+        """Sends a message, now or when there is room."""
+        self._frames.append(ms.encode(message))
+
+    def flush(self) -> bool:
+        """Sends what there is room for; returns whether that was all.
+
+        Raises:
+            ServerLost: the server is gone.
+        """
+        while self._frames:
+            try:
+                self._channel.send(self._frames[0])
+            except BacklogError:
+                return False
+            except UnavailableError as error:
+                raise ServerLost(f"the server is lost: {error}") from error
+            self._frames.popleft()
+        return True
 
 
 class Instance:

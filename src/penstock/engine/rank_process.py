@@ -18,12 +18,10 @@ import torch
 from torch import distributed
 
 import penstock
-from penstock.engine.devices import GIVE_UP_S, end_within
 from penstock.engine.handoffs import rank_handoffs
-from penstock.engine.loaded_rank import load_rank
-from penstock.engine.remote_workers import serve_rank
-from penstock.engine.rendezvous import RankLoading, encode, join
+from penstock.engine.remote_workers import RankLoading, encode, join, serve_rank
 from penstock.engine.spec import RankSpec, read_sealed
+from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import PeerError, UnavailableError
 from penstock.observe import logs
 from penstock.supervisor.keeper import keeper

@@ -1,39 +1,48 @@
-"""One rank at work: carries out a step, and tells the copies of its blocks about it.
+"""One rank: loads its part of the model, computes steps, and reports them to the block copies.
 
-    pending = worker.submit(step)       # computed on the CPU; under way on a GPU
-    result = pending.result(deadline)   # waits for a GPU; None if it is not there by then
+    worker = load_rank(spec, …)
+    pending = worker.submit(step)       # finished on the CPU; queued on a GPU
+    result = pending.result(deadline)   # waits for a GPU; None if it is not ready by then
 
-On a GPU, `submit` returns when the step's work is in the GPU's queue. The next step may be
-submitted before anybody has read what this one chose: its tokens stay on the device for it.
+On a GPU, `submit` returns when the step's kernels are queued. The next step may be submitted before
+the tokens of this one were read: they stay on the device.
 
-The one rule: copies of a block wait for the last step that touches it, so every step is told,
-with its blocks, right after it was submitted.
+Two rules. Copies of a block wait for the last step that uses it, so every step is reported, with
+its blocks, right after it was submitted. And Triton and CUDA are imported only for a GPU.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.engine.batch import lay_out
+from penstock.engine.checkpoints import RankWeights, find_model
+from penstock.engine.model import Alone, Decoder, Ranks, Together
 from penstock.engine.sampling import Named, SampledBatch, scored
+from penstock.engine.sharding import share_of
 from penstock.engine.steps import STEP_S, StepResult
-from penstock.errors import UnavailableError
+from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from penstock.config import Config
     from penstock.engine.architecture import Architecture
     from penstock.engine.batch import Sheet, StepBatch
+    from penstock.engine.checkpoints import ModelFiles
     from penstock.engine.handoffs import RankHandoffs
-    from penstock.engine.model import Decoder
+    from penstock.engine.model import Attention
     from penstock.engine.sharding import Share
+    from penstock.engine.spec import InstanceSpec
     from penstock.engine.steps import Step
     from penstock.runtime.engine_steps import EngineSteps
 
@@ -228,3 +237,144 @@ def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
         rows = logits[first : first + len(score.targets)]
         found.append(scored(rows, score.targets, logprobs=score.logprobs))
     return found
+
+
+GIVE_UP_S = 60.0
+"""To give everything back takes milliseconds, or as long as a stuck device is waited for."""
+
+
+def device_of(name: str, rank: int) -> torch.device:
+    """The device of a rank, made the current one: with `cuda` alone, ranks are dealt out.
+
+    Raises:
+        UnavailableError: torch sees no such device.
+    """
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    number = rank if device.index is None else device.index
+    if number >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"device is {name!r} for rank {rank}: torch sees {torch.cuda.device_count()} GPUs"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def attention_on(device: torch.device) -> Attention | None:
+    """The attention of a device, where it has one of its own."""
+    if device.type != "cuda":
+        return None
+    from penstock.engine.cuda.attention import CudaAttention  # noqa: PLC0415 - needs Triton
+
+    return CudaAttention()
+
+
+def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
+    """Where the steps of a rank run, if not on the CPU; blocks and weights are there already."""
+    if device.type != "cuda":
+        return None
+    from penstock.engine.cuda.lane import CudaLane  # noqa: PLC0415 - needs CUDA
+
+    return CudaLane(device, graphs=graphs)
+
+
+def end_within(seconds: float) -> None:
+    """Has the kernel end this process, if it is still there by then.
+
+    For a process that gives up, so that whoever started it can start it again. What a process
+    gives back at its end is memory that a device may still use, and CUDA waits for a device
+    without a deadline, inside calls that no Python code can leave. The kernel can.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    """A rank's model, and its blocks as the cache sees them."""
+
+    worker: Worker
+    tier: TensorTier
+    config: Config
+    architecture: Architecture
+
+
+def _nobody(_layers: int, _of: int) -> None:
+    """Nobody wants to know how far it is."""
+
+
+def load_rank(
+    spec: InstanceSpec, *, rank: int = 0, progress: Callable[[int, int], None] = _nobody
+) -> LoadedRank:
+    """Reads the weights of one rank and takes its device blocks.
+
+    Args:
+        spec: The instance.
+        rank: Which of its ranks.
+        progress: Told after each layer how many are read, and how many there are.
+
+    Raises:
+        ConfigError: the model or the configuration is wrong, or they do not fit each other.
+        UnavailableError: the default model is not installed, there is no such device, or the
+            model's files are no longer those that were named.
+    """
+    config = spec.config
+    if config.cache.device is None:
+        raise ConfigError("cache.blocks", "is 0, must be the blocks that the device has room for")
+    model = find_model(spec.model)
+    architecture, checkpoint = model.open()
+    share = share_of(architecture, rank=rank, ranks=spec.ranks)
+    device = device_of(spec.device, rank)
+    weights = RankWeights(
+        checkpoint,
+        share,
+        head_dim=architecture.head_dim,
+        dtype=spec.torch_dtype,
+        device=device,
+    )
+    decoder = Decoder(
+        architecture,
+        weights,
+        _ranks(architecture, share),
+        attention=attention_on(device),
+        progress=lambda layers: progress(layers, architecture.layers),
+    )
+    checkpoint.close()
+    _require_same_files(spec, model)
+    block_tokens = config.cache.block_tokens
+    kv = allocate_kv(
+        architecture,
+        share,
+        block_count=config.cache.device.slot_count,
+        block_tokens=block_tokens,
+        dtype=spec.torch_dtype,
+        device=device,
+    )
+    return LoadedRank(
+        worker=Worker(
+            decoder,
+            kv,
+            block_tokens=block_tokens,
+            lane=lane_on(device, graphs=spec.graphs and spec.ranks == 1),
+        ),
+        tier=kv_tier(architecture, share, kv, block_tokens=block_tokens),
+        config=config,
+        architecture=architecture,
+    )
+
+
+def _require_same_files(spec: InstanceSpec, model: ModelFiles) -> None:
+    """Keys say which weights made the KV, and others may have KV under the same keys."""
+    if spec.digest and model.weights_version() != spec.digest:
+        raise UnavailableError(
+            f"the files of {model.path} have changed since the server started: it would call "
+            "other weights by the same name, and has to be started anew"
+        )
+
+
+def _ranks(architecture: Architecture, share: Share) -> Ranks:
+    if share.ranks == 1:
+        return Alone(share)
+    shares = [share_of(architecture, rank=rank, ranks=share.ranks) for rank in range(share.ranks)]
+    return Together(share, [len(each.vocabulary) for each in shares])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import UnavailableError
-from penstock.movers.compiling import cache_folder, compiled
+from penstock.movers.c_compiler import cache_folder, compiled
 from penstock.vocabulary.checksums import Algorithm, key_seed, place_number
 from penstock.vocabulary.planes import Axis
 

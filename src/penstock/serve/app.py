@@ -34,12 +34,11 @@ from penstock.engine.defaults import Defaults
 from penstock.errors import shown
 from penstock.observe.statistics import InstanceStatistics
 from penstock.serve import errors
-from penstock.serve.encoder import Encoder
 from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
 from penstock.serve.openai_requests import read_weights
 from penstock.serve.router import handoffs_of
-from penstock.serve.text_endpoint import Admission, TextEndpoint
+from penstock.serve.text_endpoint import Admission, Encoder, TextEndpoint
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -1,10 +1,13 @@
 """Requests for text, from their body to the last byte of the answer.
 
-`TextEndpoint` reads, encodes and checks a request; `TextResponse` is its answer, for ASGI.
+`TextEndpoint` reads, encodes and checks a request; `TextResponse` is its ASGI response. `Encoder`
+turns text into tokens in threads, so that a long text delays only its own request: tokenizers
+release the GIL, and short and long texts have threads of their own. A text that is certainly too
+long is refused by its number of characters, before it is encoded.
 
-Two rules: a request is checked as a whole before any of its prompts is sent to an instance; and
-a client that goes away takes its request along, whatever the request is doing, and whether its
-answer is a stream or not.
+Three rules: a request is checked as a whole before any of its prompts is sent to an instance; when
+a client disconnects, its request ends, whatever its state; and the number of texts that wait to be
+encoded is bounded.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import asyncio
 import json
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import JSONResponse, Response
 
 from penstock.engine import messages as ms
+from penstock.engine.text import TextTooLong
 from penstock.errors import shown
 from penstock.serve import errors
 from penstock.serve.access_log import name_request, note_failure, note_tokens
@@ -30,14 +35,13 @@ from penstock.serve.instance_link import InstanceLost, RequestRefusal
 from penstock.serve.openai_requests import TOKENS_DEFAULT, TextRequest, read_chat, read_completion
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from penstock.engine.defaults import Defaults
     from penstock.engine.text import Text
     from penstock.observe.metrics import ServerMetrics
-    from penstock.serve.encoder import Encoder
     from penstock.serve.router import Router
 
 
@@ -476,3 +480,67 @@ async def _disconnected(receive: Receive) -> None:
 async def _event(send: Send, content: dict[str, Any]) -> None:
     body = f"data: {json.dumps(content)}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+LONG_CHARACTERS = 20_000
+"""A text of this length takes tens of milliseconds."""
+WAITING_MAX = 256
+FoundT = TypeVar("FoundT")
+
+
+class Encoder:
+    """A tokenizer with threads of its own."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._short = ThreadPoolExecutor(2, thread_name_prefix="encode")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
+        self._waiting = 0
+
+    async def encode(self, text: str, *, longest: int, param: str) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            BadRequest: it has more tokens than the longest that is allowed, or too many wait.
+        """
+        return await self._run(
+            len(text), longest, param, lambda: self._text.encode(text, longest=longest)
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, longest: int
+    ) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            BadRequest: it has more tokens than the longest that is allowed, the model's template
+                does not take it, or too many wait.
+        """
+        characters = sum(len(turn["content"]) + 1 for turn in messages)
+        return await self._run(
+            characters,
+            longest,
+            "messages",
+            lambda: self._text.encode_chat(messages, longest=longest),
+        )
+
+    async def _run(
+        self, characters: int, longest: int, param: str, encode: Callable[[], FoundT]
+    ) -> FoundT:
+        if self._waiting >= WAITING_MAX:
+            raise BadRequest(
+                f"{self._waiting} texts wait to be encoded, at most {WAITING_MAX} may", status=429
+            )
+        threads = self._long if characters > LONG_CHARACTERS else self._short
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, encode)
+        except TextTooLong as error:
+            raise BadRequest(
+                f"{param} {error}, must have at most {longest}, the longest context less one",
+                param=param,
+            ) from error
+        except ValueError as error:
+            raise BadRequest(str(error), param=param) from error
+        finally:
+            self._waiting -= 1

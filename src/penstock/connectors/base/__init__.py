@@ -4,8 +4,7 @@
 |-----------------|------------------------------------------------------------------------|
 | `engine`        | the engine as values, and its KV tensors as a device tier              |
 | `keys`          | a request's options, and the keys of its blocks                        |
-| `scheduler`     | the scheduler's side: lookups, loads, saves; the plan of a step        |
-| `pins`          | device blocks that must not be reused until they are saved             |
+| `scheduler`     | the scheduler's side: lookups, loads, saves, pins; the plan of a step  |
 | `worker`        | a worker's side: executes plans, reports what failed                   |
 | `layerwise`     | loads that a step computes on while they arrive                        |
 | `shared_arenas` | one host tier for all ranks with equal bytes                           |

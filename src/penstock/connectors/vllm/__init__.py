@@ -9,10 +9,9 @@
 |---------------|---------------------------------------------------------------|------------------|
 | `adapter`     | the class that vLLM calls                                     | tested version   |
 | `translation` | vLLM's configuration, hashes, events and metrics              | tested version   |
-| `versions`    | which vLLM is installed, and which class it gets              | its version      |
+| `versions`    | which vLLM is installed, which class it gets, and its log     | its version      |
 | `untested`    | the class for other versions of vLLM: does nothing            | any version      |
 | `settings`    | the keys of `kv_connector_extra_config`                       | no               |
-| `logs`        | Penstock's log lines in vLLM's log                            | no               |
 
 Everything else a connector needs is in `penstock.connectors.base`, which knows no vLLM. The one
 rule: if anything fails here, vLLM still computes the right tokens. A block that may be wrong is

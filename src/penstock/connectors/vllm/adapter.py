@@ -44,15 +44,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from penstock.connectors.base.engine import layer_numbers, tier_of
 from penstock.connectors.base.events import EventAnnouncer
 from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
-from penstock.connectors.base.pins import Pins
-from penstock.connectors.base.scheduler import SchedulerConnector
+from penstock.connectors.base.scheduler import Pins, SchedulerConnector
 from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
 from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
 from penstock.connectors.base.worker import ReceivedLoads, WorkerConnector, copied_blocks
 from penstock.connectors.vllm import translation
-from penstock.connectors.vllm.logs import log, log_into_vllm, log_off
 from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
+from penstock.connectors.vllm.versions import log, log_into_vllm, log_off
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.open import WRITER, open_offload, open_rank
 from penstock.runtime.rank_facts import RankFacts

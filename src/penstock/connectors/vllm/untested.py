@@ -22,9 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from penstock.connectors.vllm.logs import log_off
 from penstock.connectors.vllm.settings import WHERE, asks_any_version
-from penstock.connectors.vllm.versions import connector_itself, which
+from penstock.connectors.vllm.versions import connector_itself, log_off, which
 
 # Before connectors were asked whether they know several KV groups, none had to say so.
 KnowsGroups: Any = getattr(base, "SupportsHMA", object)

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and which connector it gets.
+"""Which vLLM is installed, which connector it gets, and its log.
 
 | vLLM                           | gets                                              |
 |--------------------------------|---------------------------------------------------|
@@ -6,19 +6,23 @@
 | another one                    | one that is off, `untested`                       |
 | another one, and `any_version` | the connector, if it has what the connector needs |
 
-The one rule: what only the tested version is known to have is imported after the version was
-compared. A name that another version lacks must not keep vLLM from starting.
+Two rules. Names that only the tested version is known to have are imported after the version was
+compared: a name that another version lacks must not keep vLLM from starting. And code below
+`penstock.connectors` logs a line once, to the logger `penstock` or to `log`, not to both: vLLM
+configures only its own loggers, so `log_into_vllm` forwards Penstock's lines there.
 """
-
-# vLLM has no types that mypy could see from here.
-# ruff: noqa: ANN401
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
 from penstock.errors import UnavailableError
+
+# vLLM has no types that mypy could see from here.
+# ruff: noqa: ANN401
+
 
 TESTED = (0, 32)
 """The version of vLLM, major and minor, that `make test-vllm` runs."""
@@ -76,3 +80,24 @@ def _from_vllm(name: str) -> Any:
 
 def _cannot_run(why: str) -> str:
     return f"{which()}, and cannot run in this one: {why}"
+
+
+# Below vLLM's own logger, so that its settings for format and level hold.
+log = logging.getLogger("vllm.penstock")
+
+
+class _VllmHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        log.log(record.levelno, "Penstock: %s", record.getMessage())
+
+
+def log_into_vllm() -> None:
+    """Starts forwarding in this process; a second call changes nothing."""
+    penstock = logging.getLogger("penstock")
+    if not any(isinstance(handler, _VllmHandler) for handler in penstock.handlers):
+        penstock.addHandler(_VllmHandler())
+
+
+def log_off(why: str) -> None:
+    """Logs that vLLM runs without Penstock; the scheduler calls it once for all ranks."""
+    log.warning("Penstock is off, vLLM runs without it: %s", why)

@@ -19,8 +19,8 @@ import torch
 from penstock.engine.cuda import kernels
 
 if TYPE_CHECKING:
-    from penstock.engine.attention import Heads, Turn
     from penstock.engine.batch import StepBatch
+    from penstock.engine.model import Heads, Turn
 
 HEAD_TILE = 8
 PART_TOKENS_MAX = 2048

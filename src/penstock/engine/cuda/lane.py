@@ -1,32 +1,36 @@
-"""The streams of one rank on a GPU: steps in order, their inputs ahead of them.
+"""The streams of one rank on a GPU, and steps as CUDA graphs.
 
     inputs:   ─ step n+1 ─→
     compute:  ── step n ──────→ step n+1 ─→      priority over copies of blocks
 
-An input goes up in a stream of its own while the step before is computed, so that it does not
-wait for the link behind blocks on their way when the step is due. `StepGraphs` replay steps of
-few tokens, if that is wanted.
+The input of a step is copied in a stream of its own while the step before is computed, so that it
+does not wait behind block copies on the link. `StepGraphs` replays steps of few tokens: a graph is
+captured for a number of decoding requests with a number of blocks each, and for a number of
+prompt tokens where a request continues a long prefix. A step is padded to the next such shape with
+rows that write nothing; its input is copied to where the graph reads it, and its logits stay where
+the graph leaves them until the next replay of the same shape.
 
-The one rule: a step's work begins and ends in one stream, so whatever is behind one step is behind
-all before. What attention reads beside it, in another one, that stream waits for.
+Two rules. All work of a step begins and ends in one stream, so an event behind a step is behind all
+steps before it; that stream waits for the stream that attention uses beside it. And a graph holds
+addresses: it belongs to one model and the blocks it was captured with, and its output is used in
+the same stream before the next replay.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from penstock.engine.cuda.graphs import StepGraphs
-from penstock.movers.cuda.bell import Bell
+from penstock.engine.batch import BatchShape, Sheet, StepBatch
 from penstock.movers.cuda.marks import Marks
-from penstock.movers.cuda.streams import StreamEvent
+from penstock.movers.cuda.streams import Bell, StreamEvent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from penstock.engine.batch import Sheet, StepBatch
+    from penstock.engine.batch import StepBatch
     from penstock.engine.model import Decoder
     from penstock.movers.cuda.marks import StreamMark
 
@@ -77,3 +81,78 @@ class CudaLane:
     def mark(self) -> StreamMark:
         """A point behind all that was called so far."""
         return self._marks.make()
+
+
+ROWS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
+"""Requests of a graph; beyond, in steps of the last."""
+TAILS = (16, 32, 64)
+"""Tokens that follow a long prefix."""
+TOKENS_MIN = 1024
+"""The shortest context of a graph; beyond, by powers of two."""
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    batch: StepBatch
+    """Where it reads its input."""
+    logits: torch.Tensor
+
+
+class StepGraphs:
+    """The graphs of one rank, captured when a shape is first met."""
+
+    def __init__(self) -> None:
+        self._captured: dict[BatchShape, _Captured] = {}
+        self._pool: object = None
+
+    def shape_for(self, sheet: Sheet) -> BatchShape | None:
+        """What to fill a step up to; `None` if it is not one of those that are replayed."""
+        if sheet.scored:
+            # A graph leaves the logits of each span's last token alone.
+            return None
+        count = len(sheet.decodes)
+        rows = next((rows for rows in ROWS if rows >= count), -(-count // ROWS[-1]) * ROWS[-1])
+        blocks = _blocks(sheet.longest, sheet) if rows else 0
+        if not sheet.prefills:
+            return BatchShape(rows, blocks)
+        tail = sheet.prefills[0]
+        if len(sheet.prefills) > 1 or not len(tail.tokens) <= TAILS[-1] < tail.stop:
+            return None
+        tail_rows = next(count for count in TAILS if count >= len(tail.tokens))
+        return BatchShape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))
+
+    def replay(
+        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The logits of a step, in the current stream."""
+        assert batch.shape is not None
+        captured = self._captured.get(batch.shape)
+        if captured is None:
+            captured = self._capture(decoder, batch.shape, kv)
+            self._captured[batch.shape] = captured
+        captured.batch.packed.copy_(batch.packed[: len(captured.batch.packed)])
+        captured.graph.replay()
+        return captured.logits
+
+    def _capture(
+        self, decoder: Decoder, shape: BatchShape, kv: Sequence[torch.Tensor]
+    ) -> _Captured:
+        # Of no request: all rows fill up, and write nothing while it is tried and captured.
+        empty = Sheet(kv[0].shape[2]).sent(decoder.device, shape)
+        decoder.forward(empty, kv)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=torch.cuda.current_stream(),
+            capture_error_mode="thread_local",
+        ):
+            logits = decoder.forward(empty, kv)
+        assert logits is not None
+        self._pool = graph.pool()
+        return _Captured(graph, empty, logits)
+
+
+def _blocks(tokens: int, sheet: Sheet) -> int:
+    filled = max(TOKENS_MIN, 1 << (tokens - 1).bit_length())
+    return -(-filled // sheet.block_tokens)

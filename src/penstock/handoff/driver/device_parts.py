@@ -37,13 +37,12 @@ import torch
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.tensor_parts import WindowScatter
 from penstock.movers.base import WAIT_S
-from penstock.movers.cuda.bell import Bell
 from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.pinned import PinnedMemory, register, unregister
 from penstock.movers.cuda.staging import StagingRing, StagingSize
-from penstock.movers.cuda.streams import Stream, StreamEvent
+from penstock.movers.cuda.streams import Bell, Stream, StreamEvent
 from penstock.vocabulary.checksums import SUM_BYTES, key_seed
 from penstock.vocabulary.narrowing import narrow
 

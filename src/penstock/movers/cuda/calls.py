@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from penstock.movers.cuda.library import CallsLibrary
-    from penstock.movers.cuda.link import CudaLink
     from penstock.movers.cuda.packer import PackingKernel
     from penstock.movers.cuda.staging import Manifest
-    from penstock.movers.cuda.streams import Stream, StreamEvent
+    from penstock.movers.cuda.streams import CudaLink, Stream, StreamEvent
 
 logger = logging.getLogger(__name__)
 

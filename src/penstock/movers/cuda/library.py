@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
-from penstock.movers.compiling import cache_folder, compiled
+from penstock.movers.c_compiler import cache_folder, compiled
 from penstock.vocabulary.checksums import seed_prefix
 
 if TYPE_CHECKING:

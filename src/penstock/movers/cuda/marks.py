@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.movers.cuda.bell import Bell
-    from penstock.movers.cuda.streams import StreamEvent
+    from penstock.movers.cuda.streams import Bell, StreamEvent
 
 
 class StreamMark:

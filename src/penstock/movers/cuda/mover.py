@@ -27,11 +27,11 @@ import torch
 
 from penstock.cache.operations import BlockFault
 from penstock.movers.cuda.calls import choose_calls
-from penstock.movers.cuda.link import CudaLink
 from penstock.movers.cuda.packer import Packer
 from penstock.movers.cuda.queue import CopyBatch, QueuedMover
 from penstock.movers.cuda.runs import Road
 from penstock.movers.cuda.staging import VERDICT_BYTES, StagingRing, StagingSize, pitch_of
+from penstock.movers.cuda.streams import CudaLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,8 +20,7 @@ import numpy as np
 from penstock.cache.operations import Purpose
 from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S, Moved
-from penstock.movers.cuda.bell import Bell
-from penstock.movers.cuda.streams import Steps, Stream, stream_waits
+from penstock.movers.cuda.streams import Bell, Steps, Stream, stream_waits
 from penstock.vocabulary.checksums import Algorithm, life_salt
 
 if TYPE_CHECKING:
