@@ -353,7 +353,7 @@ class Instance:
             reuse=message.reuse,
             store=message.store,
             handoff=message.handoff,
-            first_alone=not message.tells_logprobs and message.answers == 1,
+            first_alone=not message.returns_logprobs and message.answers == 1,
             scores_prompt=message.scores_prompt,
         )
 

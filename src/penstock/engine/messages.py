@@ -64,7 +64,7 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
     tenant: str = ""
     reuse: bool = True
     store: bool = True
-    tells_logprobs: bool = True
+    returns_logprobs: bool = True
     """Whether the client hears log-probabilities; without, a first token can come alone."""
     handoff: str = ""
     """The prompt is computed by one instance and answered by another, under this name."""

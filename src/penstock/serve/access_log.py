@@ -1,6 +1,6 @@
-"""One log line for each request: who asked for what, how it ended, and how long it took.
+"""The access log: one line for each request, with client, path, status and latency.
 
-The one rule: exactly one line a request, whatever happened to it, and nothing of its content.
+The one rule: exactly one line for each request, whatever happened to it, without its content.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.serve.access")
 
-SCOPE_KEY = "penstock.seen"
+SCOPE_KEY = "penstock.request_log"
 CLIENT_GONE = 499
-"""What proxies log for a client that left before its answer began."""
+"""The status that proxies log for a client that disconnected before the response began."""
 CHARACTERS_MAX = 256
-"""Of a value that the client chose."""
+"""Longer values of a client are cut in the log."""
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is known of one request; whoever learns more notes it here."""
+class RequestLog:
+    """The log entry of one request, which is filled in while it runs."""
 
     request: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     status: int = CLIENT_GONE
@@ -39,10 +39,9 @@ class Seen:
 
 
 def note_tokens(scope: Scope, *, prompt: int, cached: Sequence[int], completion: int) -> None:
-    """Notes how many tokens a request had, for its log line."""
-    seen: Seen | None = scope.get(SCOPE_KEY)
-    if seen is not None:
-        seen.tokens = {
+    entry: RequestLog | None = scope.get(SCOPE_KEY)
+    if entry is not None:
+        entry.tokens = {
             "prompt_tokens": prompt,
             "cached_tokens": sum(cached),
             "completion_tokens": completion,
@@ -50,57 +49,56 @@ def note_tokens(scope: Scope, *, prompt: int, cached: Sequence[int], completion:
 
 
 def note_failure(scope: Scope) -> None:
-    """Notes that an answer which had begun ends with an error."""
-    seen: Seen | None = scope.get(SCOPE_KEY)
-    if seen is not None:
-        seen.failed = True
+    """Notes that a response which had begun ends with an error."""
+    entry: RequestLog | None = scope.get(SCOPE_KEY)
+    if entry is not None:
+        entry.failed = True
 
 
 def name_request(scope: Scope, name: str) -> None:
-    """Gives a request the name that its answer has; before the answer begins."""
-    seen: Seen | None = scope.get(SCOPE_KEY)
-    if seen is not None:
-        seen.request = name
+    """Sets the id that the response carries; call it before the response begins."""
+    entry: RequestLog | None = scope.get(SCOPE_KEY)
+    if entry is not None:
+        entry.request = name
 
 
 class AccessLog:
-    """An application that logs each request of another one, and tells clients its name."""
+    """ASGI middleware that logs requests and adds the header `x-request-id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Has the request answered, and logs how that went."""
-        seen = scope[SCOPE_KEY] = Seen()
+        entry = scope[SCOPE_KEY] = RequestLog()
         began = time.monotonic()
 
-        async def tell(message: Message) -> None:
+        async def send_logged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                seen.status = message["status"]
-                named = (b"x-request-id", seen.request.encode("ascii"))
+                entry.status = message["status"]
+                named = (b"x-request-id", entry.request.encode("ascii"))
                 message = {**message, "headers": [*message.get("headers", []), named]}
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                seen.complete = not seen.failed
+                entry.complete = not entry.failed
 
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_logged)
         finally:
-            _log(scope, seen, time.monotonic() - began)
+            _log(scope, entry, time.monotonic() - began)
 
 
-def _log(scope: Scope, seen: Seen, took_s: float) -> None:
+def _log(scope: Scope, entry: RequestLog, took_s: float) -> None:
     client = scope.get("client")
     fields: dict[str, object] = {
-        "request": seen.request,
+        "request": entry.request,
         "client": client[0] if client else "unknown",
         "method": _cut(scope["method"]),
-        # Without the query, which may hold what is nobody's business; percent-encoded as it came.
+        # Without the query, which may hold private data; percent-encoded as it arrived.
         "path": _cut(scope.get("raw_path", b"").decode("latin-1") or scope["path"]),
-        "status": seen.status,
-        "complete": seen.complete,
+        "status": entry.status,
+        "complete": entry.complete,
         "latency_ms": round(took_s * 1000, 1),
-        **seen.tokens,
+        **entry.tokens,
     }
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     if given:

@@ -1,7 +1,8 @@
-"""From an instance's tokens to what OpenAI's clients read.
+"""Turns the tokens of an instance into responses in OpenAI's format.
 
-A prompt has an `AnswerReader`, which follows all its answers and makes an `AnswerPiece` of text
-as soon as it is certain. `AnswerFormat` turns pieces into whole answers and chunks of a stream.
+Each prompt has an `AnswerReader`, which collects the tokens of all its answers and returns an
+`AnswerPiece` as soon as its text is final. `AnswerFormat` makes whole responses, or chunks of a
+stream, out of pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class TokenRow:
 
     token: int
     logprob: float | None
-    """None for the first token of a prompt: nothing precedes it."""
+    """`None` for the first token of a prompt, which has no logits before it."""
     alternatives: Sequence[tuple[int, float]]
     offset: int
     """The number of characters of the text before it."""
@@ -37,23 +38,23 @@ class TokenRow:
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one answer has gained: text, tokens, or its end."""
+    """An addition to one answer: text, tokens, or its end."""
 
     answer: int
-    """Which of the answers to its prompt."""
+    """The number of the answer, of those to the same prompt."""
     choice: int
-    """Which of all answers of the request."""
+    """The number of the answer, of all in the request."""
     text: str
     generated: int
     """Tokens that were generated for it."""
     rows: list[TokenRow] = field(default_factory=list)
-    """Its tokens, if log-probabilities are told."""
+    """Its tokens, if log-probabilities are returned."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What clients want of the answers to one prompt."""
+    """The options of a client for the answers to one prompt."""
 
     prompt: Sequence[int]
     answers: int = 1
@@ -63,81 +64,79 @@ class AnswerOptions:
     echo: str | None = None
     """The prompt's text, if answers begin with it."""
     generates: bool = True
-    """Whether anything is wanted besides the prompt."""
+    """False if the response holds only the prompt."""
     first_choice: int = 0
 
 
 class AnswerReader:
-    """Follows all answers to one prompt."""
+    """Collects all answers to one prompt."""
 
-    def __init__(self, text: Text, telling: AnswerOptions) -> None:
-        self.prompt_tokens = len(telling.prompt)
+    def __init__(self, text: Text, options: AnswerOptions) -> None:
+        self.prompt_tokens = len(options.prompt)
         self.completion_tokens = 0
         self.cached: list[int] = []
         self._text = text
-        self._telling = telling
+        self._options = options
         self._scored: dict[int, tuple[float, list[tuple[int, float]]]] = {}
-        self._following = [
-            _Following(text, telling, begins=0 if telling.echo is None else len(telling.echo))
-            for _ in range(telling.answers)
+        self._answers = [
+            _GrowingAnswer(text, options, begins=0 if options.echo is None else len(options.echo))
+            for _ in range(options.answers)
         ]
 
     @property
     def done(self) -> bool:
         """Whether every answer has ended."""
-        return all(each.ended for each in self._following)
+        return all(each.ended for each in self._answers)
 
     def score(self, scored: ms.Scored) -> None:
-        """Takes in log-probabilities of the prompt."""
-        told = zip(scored.logprobs, scored.alternatives, strict=False)
-        self._scored |= dict(enumerate(told, start=scored.position))
+        """Adds log-probabilities of the prompt."""
+        rows = zip(scored.logprobs, scored.alternatives, strict=False)
+        self._scored |= dict(enumerate(rows, start=scored.position))
 
     def take(self, progress: ms.TokenProgress) -> AnswerPiece | None:
-        """What is certain now and was not before; `None` if nothing is."""
-        found = self._following[progress.answer]
+        """The text that a token made final; `None` if there is none."""
+        found = self._answers[progress.answer]
         if found.ended:
             return None
         if progress.cached:
             self.cached = progress.cached
-        if self._telling.generates:
+        if self._options.generates:
             if progress.token is not None:
                 self.completion_tokens += 1
             text, rows, generated, reason = found.take(progress)
         else:
             text, rows, generated, reason = "", [], 0, "length"
             found.ended = True
-        if not found.begun and self._telling.echo is not None and (text or reason):
-            text, rows = self._telling.echo + text, [*self._prompt_rows(), *rows]
+        if not found.begun and self._options.echo is not None and (text or reason):
+            text, rows = self._options.echo + text, [*self._prompt_rows(), *rows]
         if not text and not reason:
             return None
         found.begun = True
-        choice = self._telling.first_choice + progress.answer
+        choice = self._options.first_choice + progress.answer
         return AnswerPiece(progress.answer, choice, text, generated, rows, reason)
 
     def stopped_by_reader(self, piece: AnswerPiece) -> bool:
-        """Whether the answer ended because of a stop string, which the instance cannot know."""
-        return self._following[piece.answer].stopped
+        """Whether the answer ended by a stop string, which the instance does not know."""
+        return self._answers[piece.answer].stopped
 
     def _prompt_rows(self) -> list[TokenRow]:
-        if not self._telling.logprobs:
+        if not self._options.logprobs:
             return []
         offsets, rows = _Offsets(0), []
-        for position, token in enumerate(self._telling.prompt):
+        for position, token in enumerate(self._options.prompt):
             logprob, alternatives = self._scored.get(position, (None, []))
             offset = offsets.add(self._text.token_bytes(token))
             rows.append(TokenRow(token, logprob, alternatives, offset))
         return rows
 
 
-class _Following:
-    """One answer as it grows."""
-
-    def __init__(self, text: Text, telling: AnswerOptions, *, begins: int) -> None:
+class _GrowingAnswer:
+    def __init__(self, text: Text, options: AnswerOptions, *, begins: int) -> None:
         self.begun = False
         self.ended = False
         self._text = text
-        self._logprobs = telling.logprobs
-        self._answer = AnswerText(text, telling.stops, min_tokens=telling.min_tokens)
+        self._logprobs = options.logprobs
+        self._answer = AnswerText(text, options.stops, min_tokens=options.min_tokens)
         self._offsets = _Offsets(begins)
         self._rows: list[TokenRow] = []
         self._generated = 0
@@ -147,13 +146,13 @@ class _Following:
         return self._answer.stopped
 
     def take(self, progress: ms.TokenProgress) -> tuple[str, list[TokenRow], int, str]:
-        """Text that is certain now, and with it the tokens it is made of; why it ended."""
+        """The text that is final now, its rows, its number of tokens, and why it ended."""
         new = ""
         if progress.token is not None:
             self._generated += 1
             if self._logprobs:
                 self._rows.append(self._row(progress, progress.token))
-            # The token that ends an answer is no part of its text.
+            # The token that ends an answer is not part of its text.
             if progress.reason != "stop":
                 new = self._answer.add(progress.token)
         reason = "stop" if self._answer.stopped else progress.reason
@@ -172,14 +171,14 @@ class _Following:
 
 
 class _Offsets:
-    """Where tokens begin in a text, in characters; some end in the middle of one."""
+    """Where tokens begin in a text, in characters; a token may end within a character."""
 
     def __init__(self, begins: int) -> None:
         self._count = begins
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: bytes) -> int:
-        """Takes the next token in; returns how many characters were complete before it."""
+        """Adds the next token; returns how many characters were complete before it."""
         before = self._count
         self._count += len(self._decoder.decode(token))
         return before
@@ -190,7 +189,7 @@ async def pieces_of(
     tokens: AsyncGenerator[ms.TokenProgress | ms.Scored, None],
     stop: Callable[[int], None],
 ) -> AsyncGenerator[AnswerPiece, None]:
-    """The pieces of a prompt's answers as they become certain; tells `stop` of those cut short."""
+    """The pieces of a prompt's answers; calls `stop` for those that a stop string ends."""
     async with aclosing(tokens):
         async for progress in tokens:
             if isinstance(progress, Scored):
@@ -207,7 +206,7 @@ async def pieces_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How answers are dressed: as chat or as plain completions."""
+    """The response format: chat or plain completions."""
 
     id: str
     model: str
@@ -220,7 +219,7 @@ class AnswerFormat:
     def whole(
         self, readers: Sequence[AnswerReader], pieces: Sequence[AnswerPiece]
     ) -> dict[str, Any]:
-        """The answer to a request without a stream."""
+        """The response to a request without `stream`."""
         choices = []
         for number in sorted({piece.choice for piece in pieces}):
             own = [piece for piece in pieces if piece.choice == number]
@@ -256,7 +255,7 @@ class AnswerFormat:
         return {**self._head(), "choices": [choice]}
 
     def last_chunk(self, readers: Sequence[AnswerReader]) -> dict[str, Any]:
-        """The piece that tells the usage, if it is wanted."""
+        """The chunk with the usage."""
         return {**self._head(), "choices": [], "usage": self._usage(readers)}
 
     def _head(self) -> dict[str, Any]:
@@ -301,7 +300,7 @@ class AnswerFormat:
         }
 
     def _top(self, row: TokenRow) -> dict[str, float] | None:
-        """The likeliest tokens by what they read; of those that read alike, the likelier one."""
+        """The likeliest tokens by their text; of those with equal text, the likelier one."""
         if row.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -318,7 +317,7 @@ class AnswerFormat:
         }
 
     def _written(self, token: int) -> str:
-        """A token as text; one that is no whole character by its bytes, as OpenAI writes it."""
+        """A token as text; one that is not whole characters as bytes, in OpenAI's notation."""
         found = self.text.token_bytes(token)
         try:
             return found.decode()

@@ -1,21 +1,20 @@
-"""The HTTP server: OpenAI's completions and chat, health, metrics, and a look into the cache.
+"""The HTTP application: OpenAI's API, health, metrics, and the state of the caches.
 
 | path                          |                                                              |
 |-------------------------------|--------------------------------------------------------------|
-| `POST /v1/chat/completions`   | a conversation's next turn, whole or as a stream              |
-| `POST /v1/completions`        | how a text goes on                                            |
+| `POST /v1/chat/completions`   | the next turn of a conversation, whole or as a stream         |
+| `POST /v1/completions`        | the continuation of a text                                    |
 | `GET  /v1/models`             | the one model                                                 |
-| `GET  /health`                | 200 when an instance takes requests, else 503                 |
+| `GET  /health`                | 200 when an instance accepts requests, else 503               |
 | `GET  /metrics`               | for Prometheus                                                |
 | `GET  /cache`                 | statistics of every instance, and why requests missed         |
 | `GET  /cache/story?request=`  | what happened to a request's blocks                           |
 | `GET  /cache/timeline`        | when the last copies and handoffs began and ended             |
-| `POST /admin/reset`           | voids everything cached                                       |
-| `POST /admin/weights`         | the weights changed: everything cached under the old is void  |
-| `POST /admin/audit`           | has every instance check its books                            |
+| `POST /admin/reset`           | clears all caches                                             |
+| `POST /admin/weights`         | the weights changed: KV of the old ones is not used any more  |
+| `POST /admin/audit`           | every instance checks the invariants of its cache             |
 
-The one rule: whatever a client sends, it gets an answer in OpenAI's shape that says what was
-wrong.
+The one rule: every error of a client gets a response in OpenAI's format that says what was wrong.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ TENANT_CHARACTERS_MAX = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """What the server allows."""
+    """Limits of the server."""
 
     api_key: str = field(default="", repr=False)
-    """Without it, everybody who can reach the port is served."""
+    """Empty: everybody who can reach the port is served."""
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
     """Requests under way; more are answered with 429."""
     body_s: float = 60.0
-    """A request whose body takes longer to come is given up."""
+    """Timeout of a request's body."""
 
 
 class Server:
-    """What happens on each path."""
+    """The endpoints."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class Server:
         )
 
     def app(self) -> Starlette:
-        """The application, for any ASGI server."""
+        """The ASGI application."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -111,7 +110,7 @@ class Server:
         ]
         return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
 
-    # What clients ask for.
+    # For clients.
 
     async def completions(self, http: HttpRequest) -> ASGIApp:
         """`POST /v1/completions`."""
@@ -131,7 +130,7 @@ class Server:
         self._asking.require_model(name)
         return JSONResponse(model)
 
-    # What operators ask for.
+    # For operators.
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`."""
@@ -146,7 +145,7 @@ class Server:
 
     async def metrics(self, _http: HttpRequest) -> Response:
         """`GET /metrics`."""
-        # Those that are lost meanwhile, or too busy to answer, are left out: the rest counts.
+        # Instances that are lost meanwhile, or too busy to answer, are left out.
         asked = await asyncio.gather(
             *(link.ask("statistics") for link in self._router.ready), return_exceptions=True
         )
@@ -172,7 +171,7 @@ class Server:
             raise BadRequest("request is empty, must be the id of an answer", param="request")
         if not self._router.ready:
             return errors.unavailable("no instance is ready")
-        # Where prompts are computed for others, each attempt is a request of its own.
+        # In a prefill instance, each attempt is a request of its own.
         names = [name, *handoffs_of(name)]
         found = [
             line
@@ -214,7 +213,7 @@ class Server:
         return JSONResponse({"reset": names, "weights_version": version})
 
     async def audit(self, http: HttpRequest) -> Response:
-        """`POST /admin/audit`: an instance whose books do not add up ends, with the story."""
+        """`POST /admin/audit`: an instance that violates an invariant ends with a traceback."""
         self._guard.require_admin(http)
         reported = await self._ask_all("audit")
         return JSONResponse({"in_order": [each["instance"] for each in reported]})
@@ -223,7 +222,7 @@ class Server:
         asked = [link for link in self._router.ready if only in ("", link.name)]
         return [json.loads(await link.ask(what, of)) for link in asked]
 
-    # What every path checks.
+    # For all paths.
 
     async def _body(self, http: HttpRequest) -> bytes:
         self._guard.require_key(http)

@@ -1,17 +1,17 @@
-"""Responses to what is wrong: OpenAI's shape, with a message that says what.
+"""Error responses in OpenAI's format.
 
 | status | type                    | when                                                    |
 |--------|-------------------------|---------------------------------------------------------|
 | 400    | `invalid_request_error` | the request is wrong; `param` names the field           |
 | 401    | `authentication_error`  | the API key is missing or wrong                         |
-| 403    | `permission_error`      | `/admin/*` from where it may not be asked               |
+| 403    | `permission_error`      | `/admin/*` from a client that may not use it            |
 | 404    | `invalid_request_error` | no such path, model, or story                           |
 | 405    | `invalid_request_error` | the path takes another method                           |
-| 408    | `invalid_request_error` | the body does not come to its end                       |
+| 408    | `invalid_request_error` | the body was not complete in time                       |
 | 413    | `invalid_request_error` | the body is too large                                   |
-| 429    | `rate_limit_error`      | too much is under way: `Retry-After` says when to return |
+| 429    | `rate_limit_error`      | too many requests; `Retry-After` says when to retry     |
 | 500    | `server_error`          | a defect of ours                                        |
-| 503    | `service_unavailable`   | no instance is there, or the one that answered was lost |
+| 503    | `service_unavailable`   | no instance is ready, or the one that answered was lost |
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ KINDS = {401: "authentication_error", 403: "permission_error"}
 
 
 def shape(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """An error object as OpenAI's clients expect it."""
     return {"message": message, "type": kind, "param": param, "code": None}
 
 
 def error(message: str, kind: str, status: int) -> Response:
-    """An answer that is an error."""
     return JSONResponse({"error": shape(message, kind)}, status_code=status)
 
 
 def unavailable(message: str) -> Response:
-    """Nobody can answer now."""
     return error(message, "service_unavailable", 503)
 
 
 def busy(message: str) -> Response:
-    """Too much is under way."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     content = {"error": shape(message, "rate_limit_error")}
     return JSONResponse(content, status_code=429, headers=headers)
@@ -67,7 +64,7 @@ async def _lost(_http: HttpRequest, lost: InstanceLost) -> Response:
 
 
 async def _gone(_http: HttpRequest, _: ClientDisconnect) -> Response:
-    """The client went away while it sent its request: nobody reads this."""
+    # The client disconnected while it sent its request, so this response is not read.
     return Response(status_code=400)
 
 
@@ -82,7 +79,7 @@ async def _no_method(http: HttpRequest, wrong: HTTPException) -> Response:
 
 
 async def _defect(_http: HttpRequest, _: Exception) -> Response:
-    return error("a defect of the server; its log tells more", "server_error", 500)
+    return error("internal error; see the log of the server", "server_error", 500)
 
 
 HANDLERS: dict[Any, Any] = {
@@ -93,4 +90,4 @@ HANDLERS: dict[Any, Any] = {
     405: _no_method,
     500: _defect,
 }
-"""For the application: whatever goes wrong has a shape."""
+"""The application's exception handlers."""

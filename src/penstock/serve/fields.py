@@ -1,14 +1,14 @@
-"""Single fields of a request: how each is read, and in which words it is refused.
+"""The fields of a request: how each is read, and the message if it is refused.
 
 | kind of field | what happens                                                             |
 |---------------|--------------------------------------------------------------------------|
 | read          | checked for type and range, and used                                      |
-| a label       | checked for its type; it changes no answer, so it is not kept             |
-| not done here | passes with a value that asks for nothing, and is refused with any other  |
+| a label       | checked for its type; it changes no answer and is not stored              |
+| unsupported   | accepted with a neutral value, refused with any other                     |
 | any other     | refused, with the nearest known name                                      |
 
-The one rule: an option that has no effect here is refused, never ignored. A client that asks for
-tools must not silently get none.
+The one rule: an option without effect is refused, never ignored. A client that asks for tools must
+not silently get none.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.errors import shown
 LABELS_MAX = 16
 
 Read = Callable[[str, Any], Any]
-"""Reads the value of the named field, or raises `BadRequest`."""
+"""Reads the value of the named field; raises `BadRequest`."""
 
 
 class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes status 400
-    """A request that cannot be served; `param` names the field."""
+    """A wrong request; `param` names the field."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -37,29 +37,26 @@ class BadRequest(Exception):  # noqa: N818 - it is the client's, and becomes sta
 
 
 def refuse(name: str, value: object, right: str) -> NoReturn:
-    """Raises `BadRequest`: the field, its value, and what would be right."""
+    """Raises `BadRequest` with the field, its value, and what would be right."""
     raise BadRequest(f"{name} is {shown(value)}, must be {right}", param=name)
 
 
-# Readers of the values that fields have.
+# Readers of values.
 
 
 def flag(name: str, value: object) -> bool:
-    """True or false."""
     if not isinstance(value, bool):
         refuse(name, value, "true or false")
     return value
 
 
 def word(name: str, value: object) -> str:
-    """Any string."""
     if not isinstance(value, str):
         refuse(name, value, "a string")
     return value
 
 
 def one_of(*choices: str) -> Read:
-    """One of some strings."""
 
     def read(name: str, value: object) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -90,7 +87,7 @@ def number(minimum: float, maximum: float, right: str = "") -> Read:
     def read(name: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             refuse(name, value, right)
-        # Written so that what compares with nothing is refused too.
+        # NaN is refused too: no comparison with it is true.
         if not minimum <= value <= maximum:
             refuse(name, value, right)
         return float(value)
@@ -110,7 +107,7 @@ def labels(name: str, value: object) -> dict[str, str]:
 
 
 def only(neutral: tuple[object, ...], why: str) -> Read:
-    """A value that asks for nothing; any other is refused, and told why."""
+    """A reader that accepts only neutral values of an unsupported field."""
 
     def read(name: str, value: object) -> object:
         # 0 and 0.0 are the same, 0 and false are not.
@@ -130,7 +127,7 @@ LABELS: Mapping[str, Read] = {
     "metadata": labels,
     "request_id": word,
 }
-"""They say whose a request is. Nothing is stored, and no answer depends on them."""
+"""Labels of a request. They are not stored, and no answer depends on them."""
 
 
 def _left_out(because: str) -> str:
@@ -188,7 +185,7 @@ NOT_DONE: Mapping[str, Read] = {
         why="'in_memory'",
     ),
     "suffix": only(("",), why=_left_out("answers only follow a prompt")),
-    # Those of other servers, which their clients send with what is the default there.
+    # Of other servers, whose clients send them with the default value.
     "use_beam_search": only((False,), why="false: beams are not searched"),
     "length_penalty": only((1,), why="1: beams are not searched"),
     "early_stopping": only((False,), why="false: beams are not searched"),
@@ -205,10 +202,10 @@ NOT_DONE: Mapping[str, Read] = {
     ),
     "detokenize": only((True,), why="true: answers are text"),
     "truncate_prompt_tokens": only((), why=_left_out("prompts are never cut")),
-    "prompt_logprobs": only((), why=_left_out("`echo` with `logprobs` tells them")),
+    "prompt_logprobs": only((), why=_left_out("`echo` with `logprobs` returns them")),
     "add_special_tokens": only((True,), why="true"),
-    "return_tokens_as_token_ids": only((False,), why="false: `token_id` is told beside each token"),
-    "return_token_ids": only((False,), why="false: `token_id` is told beside each token"),
+    "return_tokens_as_token_ids": only((False,), why="false: `token_id` is beside each token"),
+    "return_token_ids": only((False,), why="false: `token_id` is beside each token"),
     "allowed_token_ids": only(([],), why=_left_out("`logit_bias` can do the same")),
     "bad_words": only(([],), why=_left_out("`logit_bias` can do the same")),
     "logits_processors": only(([],), why=_left_out("there are none here")),
@@ -225,16 +222,16 @@ NOT_DONE: Mapping[str, Read] = {
     "add_generation_prompt": only((True,), why="true: the assistant speaks next"),
     "continue_final_message": only((False,), why="false: the assistant speaks next"),
 }
-"""What is not done here: each passes with a value that asks for nothing."""
+"""Unsupported fields, each with its neutral values."""
 
 
 def read_fields(
     given: Mapping[str, object], known: Mapping[str, Read], at: str = ""
 ) -> dict[str, Any]:
-    """The fields of an object that are used; null is as good as left out.
+    """The supported fields of an object; null is the same as absent.
 
     Raises:
-        BadRequest: a field is wrong, unknown, or asks for what is not done.
+        BadRequest: a field is wrong, unknown, or unsupported.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -253,10 +250,10 @@ def read_fields(
 
 
 def read_object(body: bytes) -> dict[str, object]:
-    """The JSON object that a body is.
+    """Reads a body as a JSON object.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is not one.
     """
     try:
         given = msgspec.json.decode(body)

@@ -1,13 +1,13 @@
-"""Who may do what: the API key of clients, and who may change the server.
+"""Access control: the API key of clients, and who may use `/admin/*`.
 
 | path        | with a key                    | without one                                     |
 |-------------|-------------------------------|-------------------------------------------------|
-| `/admin/*`  | whoever has the key           | this machine: loopback on both ends, no proxy   |
-| the others  | whoever has the key           | everybody who can reach the port                |
+| `/admin/*`  | clients with the key          | this machine: loopback on both ends, no proxy   |
+| the others  | clients with the key          | everybody who can reach the port                |
 
-A page of another site that a browser shows is never let near `/admin/*`, whatever it sends.
+Requests that a browser sends for a page of another site are always refused at `/admin/*`.
 
-The one rule: a key is compared in constant time, and is in no message.
+The one rule: a key is compared in constant time, and appears in no message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "
 
 
 class Guard:
-    """Lets requests pass, or refuses them."""
+    """Checks requests before they are processed."""
 
     def __init__(self, api_key: str) -> None:
         self._digest = _digest(api_key.encode()) if api_key else b""
@@ -47,12 +47,11 @@ class Guard:
         given = http.headers.get("authorization", "")
         scheme, _, key = given.partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else given
-        # Digests have one length, so not even that of the key can be found out.
+        # Digests all have one length, so not even the length of the key can be measured.
         if self._digest and not hmac.compare_digest(_digest(key.encode()), self._digest):
             raise BadRequest("the API key is missing or wrong", status=401)
 
     def require_admin(self, http: HttpRequest) -> None:
-        """Refuses a request that may not change the server."""
         _require_same_site(http)
         if self._digest:
             self.require_key(http)
@@ -69,7 +68,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name means this machine alone."""
+    """Whether an address or a host name is of the loopback interface."""
     if host.lower() == "localhost":
         return True
     try:
@@ -83,7 +82,7 @@ def is_loopback(host: str) -> bool:
 def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.environ) -> str:
     """The API key in effect, empty if there is none; it is taken out of the environment.
 
-    What options or the configuration say comes before the environment.
+    Options and the configuration take precedence over the environment.
 
     Raises:
         ConfigError: the key, or the file that should hold it, is not usable.
@@ -122,10 +121,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _require_same_site(http: HttpRequest) -> None:
-    """Refuses what a browser sends for a page of another site.
-
-    Browsers add `Origin` to every POST, and `Sec-Fetch-Site` to every request.
-    """
+    # Browsers add `Origin` to every POST, and `Sec-Fetch-Site` to every request.
     origin = http.headers.get("origin")
     site = http.headers.get("sec-fetch-site", "none")
     same = origin is None or origin.partition("://")[2] == http.headers.get("host", "")
@@ -134,7 +130,6 @@ def _require_same_site(http: HttpRequest) -> None:
 
 
 def _host_of(header: str) -> str:
-    """The host of a `Host` header, without its port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]

@@ -1,25 +1,20 @@
-"""The edge of the HTTP server: how many connections there are, how long each may take, the stop.
+"""The HTTP server: limits and timeouts of connections, and the graceful stop.
 
-A connection waits for a request, takes its body, answers, and waits for the next one. Each of
-these has an end, whatever the client does:
+| while the client                | timeout        | then                                         |
+|---------------------------------|----------------|----------------------------------------------|
+| sends the head of a request     | `header_s`     | 408, and the connection is closed            |
+| sends the body                  | `body_s`       | the same (checked by the application)        |
+| sends a body after its response | `LINGER_S`     | the connection is closed                     |
+| does not read its response      | `WRITE_S`      | the connection is closed, the request aborted |
+| is idle between two requests    | `KEEP_ALIVE_S` | the connection is closed                     |
 
-| while it                        | it may take        | then                                      |
-|---------------------------------|--------------------|-------------------------------------------|
-| sends the head of a request     | `header_s`         | 408, and the end                          |
-| sends the body                  | `body_s`           | 408, and the end (the application's task) |
-| sends a body that nobody reads  | `LINGER_S`         | the end                                   |
-| does not read its answer        | `WRITE_S`          | the end, and that of its request          |
-| waits between two requests      | `KEEP_ALIVE_S`     | the end                                   |
+Beyond `connections_max`, a new connection replaces the one that has been idle longest; if none is
+idle, it gets status 503.
 
-When there are `connections_max` of them, a new one takes the place of the one that has waited
-longest; if none waits, it is told 503.
+`HttpServer.stop` closes idle connections and accepts no new ones. Requests under way have
+`drain_s` to finish; then `on_overtime` must end them. A second `stop` skips that time.
 
-The stop: `HttpServer.stop` once ends connections that wait and takes no new ones; what is
-under way may end until `drain_s` are over, then `on_overtime` has to end it. `stop` again ends
-the waiting.
-
-The one rule that must not break: nothing that a client does, or leaves undone, costs more than
-its own connection.
+The one rule: whatever a client does or fails to do, it affects only its own connection.
 """
 
 from __future__ import annotations
@@ -50,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 65.0
 """Longer than clients and proxies usually keep an idle connection (httpx 5 s, many proxies 60 s):
-it is they who should end it, so that none is closed as it is used again."""
+they should close it, so that none is closed at the moment it is used again."""
 LINGER_S = 5.0
 WRITE_S = 60.0
 HEAD_BYTES_MAX = 64 * 1024
 LAST_S = 2.0
-"""How long the last errors may take to be sent when the time for draining is over."""
+"""How long the last error responses may take to be sent after `drain_s`."""
 ACCEPTS_A_ROUND = 64
 """The most connections that asyncio accepts before any of them is counted."""
 _EVERY_S = 1.0
@@ -63,18 +58,18 @@ _EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """What connections may do, and which ones only wait, the one that waits longest first."""
+    """Limits of connections, and the idle ones, the one that has been idle longest first."""
 
     connections_max: int
     header_s: float
     waiting: dict[Connection, None] = field(default_factory=dict)
     stopping: bool = False
     empty: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the last connection has gone after the stop."""
+    """Set when the last connection is closed after the stop."""
 
 
 class Connection(H11Protocol):
-    """One connection of a client, with a bound to everything that it can wait for."""
+    """One connection of a client, with a timeout for every wait."""
 
     def __init__(self, *, limits: Limits, **given: Any) -> None:  # noqa: ANN401 - uvicorn's own
         super().__init__(**given)
@@ -82,10 +77,9 @@ class Connection(H11Protocol):
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
 
-    # What uvicorn and asyncio call.
+    # Called by uvicorn and asyncio.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a place, if need be that of a connection that only waits."""
         super().connection_made(transport)
         self._limits.waiting[self] = None
         self._set_head_alarm(self._limits.header_s)
@@ -95,7 +89,6 @@ class Connection(H11Protocol):
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
         super().connection_lost(exc)
         # uvicorn leaves its own timer running if the connection was broken.
         self._unset_keepalive_if_required()
@@ -106,7 +99,6 @@ class Connection(H11Protocol):
             self._limits.empty.set()
 
     def data_received(self, data: bytes) -> None:
-        """Takes what came; the first bytes of a request begin its time."""
         began = self.timeout_keep_alive_task is not None
         super().data_received(data)
         if self._is_answering:
@@ -115,35 +107,32 @@ class Connection(H11Protocol):
             self._set_head_alarm(self._limits.header_s)
 
     def on_response_complete(self) -> None:
-        """The connection waits again; a request that followed at once is taken by uvicorn."""
         self._limits.waiting[self] = None
         body_is_left = self.conn.their_state is h11.SEND_BODY
         super().on_response_complete()
         if body_is_left:
-            # It is read and dropped, so that the client gets to see the answer.
+            # It is read and dropped, so that the client gets to see the response.
             self._set_head_alarm(LINGER_S)
         elif self._is_answering:
             self._begin_answering()
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
         super().pause_writing()
         self._set_write_alarm(WRITE_S)
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         super().resume_writing()
         self._set_write_alarm(None)
 
     def send_400_response(self, msg: str) -> None:
-        """Tells a client that what it sent is no HTTP, in the shape of all our errors."""
+        # As JSON, like all errors of this server.
         self._refuse(400, f"the request cannot be read as HTTP/1.1 ({msg.rstrip('.').lower()})")
 
-    # What we do about it.
+    # Called by other connections and by timers.
 
     @property
-    def may_go(self) -> bool:
-        """Whether it waits for its client, which has got all that it asked for."""
+    def may_close(self) -> bool:
+        """Whether it is idle and its last response was sent completely."""
         return not self.transport.get_write_buffer_size()
 
     @property
@@ -156,14 +145,14 @@ class Connection(H11Protocol):
         self._set_head_alarm(None)
 
     def _make_room(self) -> None:
-        oldest = next((each for each in self._limits.waiting if each.may_go), None)
+        oldest = next((each for each in self._limits.waiting if each.may_close), None)
         if oldest is not None and oldest is not self:
             oldest.give_up()
             return
         self._refuse(503, f"{len(self.connections) - 1} connections are open, at most that many")
 
     def give_up(self) -> None:
-        """Ends the connection, which is waiting for its client."""
+        """Closes the connection, which is idle."""
         self._limits.waiting.pop(self, None)
         self.connections.discard(self)
         self.transport.abort()
@@ -177,7 +166,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers what has not become a request, and ends the connection."""
+        """Sends an error for data that is not a request, and closes the connection."""
         client = self.client[0] if self.client else "unknown"
         logger.info("no request: client=%s status=%d cause=%s", client, status, message)
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
@@ -206,7 +195,7 @@ class Connection(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server with bounds, and with a stop that lets answers end."""
+    """uvicorn's server with limits and a graceful stop."""
 
     def __init__(
         self,
@@ -237,38 +226,36 @@ class HttpServer(uvicorn.Server):
                 h11_max_incomplete_event_size=HEAD_BYTES_MAX,
             )
         )
-        # What it warns of is the client's doing, and has a line of ours.
+        # Its warnings are about clients, which the access log reports already.
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
     def stop(self) -> None:
-        """Ends it in good order; asked again, at once."""
+        """Stops gracefully; called again, at once."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
 
-    # What uvicorn calls.
+    # Called by uvicorn.
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals to the command, which knows what else has to end."""
+        """Leaves signals to the command, which has more than this server to stop."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens."""
         await super().startup(sockets)
         for each in sockets or ():
-            # More may wait in the kernel than are taken at once.
+            # More may wait in the kernel than are accepted at once.
             each.listen(BACKLOG)
 
     async def main_loop(self) -> None:
-        """Serves until it is asked to stop."""
         while not self._stop.is_set():
-            await self.on_tick(0)  # The date of answers.
+            await self.on_tick(0)  # Updates the `Date` header of responses.
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _EVERY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers end, for a while."""
+        """Waits for responses under way, at most `drain_s`."""
         self._limits.stopping = True
         for server in self.servers:
             server.close()
@@ -284,12 +271,12 @@ class HttpServer(uvicorn.Server):
             await self._ended(LAST_S)
         await self._emptied(LAST_S)
         for connection in list(self.server_state.connections):
-            # Who has not read its answer by now will not.
+            # The client had its time to read the response.
             connection.transport.abort()
         await self._ended(LAST_S)
 
     async def _emptied(self, within_s: float) -> None:
-        """Waits until the ends of all answers are sent, for a while."""
+        """Waits until all responses are sent."""
         if self.server_state.connections:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._limits.empty.wait(), within_s)

@@ -1,7 +1,7 @@
-"""The server's end of one instance: requests out, tokens in, on the server's event loop.
+"""The server's connection to one instance: requests out, tokens in, on the event loop.
 
-The one rule: every request that was submitted ends. When the instance is lost, all requests on
-it fail at once.
+The one rule: every submitted request ends. When the instance is lost, all its requests fail at
+once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ RETRY_S = 0.02
 
 
 class InstanceLost(Exception):  # noqa: N818 - what happened to an instance
-    """The instance went away."""
+    """The instance is gone."""
 
 
 class RequestRefusal(Exception):  # noqa: N818 - the instance's answer, not a failure
-    """An instance did not take a request: `invalid` or `busy`."""
+    """An instance refused a request: `invalid` or `busy`."""
 
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)
@@ -46,15 +46,15 @@ class InstanceLink:
         self.ready: ms.InstanceReady | None = None
         """What the instance can do; `None` until it is loaded."""
         self.leaving = False
-        """Whether it ends its requests and takes no more."""
+        """Whether it finishes its requests and accepts no more."""
         self.lost = ""
         """Why it is gone, if it is."""
         self.loading: dict[int, ms.LoadProgress] = {}
-        """How far each rank is."""
-        self.on_kept: Callable[[InstanceLink, list[KvEvent]], None] = _nobody
-        """Told what the instance caches."""
-        self.on_ready: Callable[[InstanceLink], None] = _nobody_waits
-        """Told before anybody else that the instance takes requests."""
+        """The loading progress of each rank."""
+        self.on_kv_events: Callable[[InstanceLink, list[KvEvent]], None] = _ignore_events
+        """Called with changes of what the instance caches."""
+        self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
+        """Called before `on_change` when the instance accepts requests."""
         self._channel = channel
         self._on_change = on_change
         self._requests: dict[
@@ -68,7 +68,7 @@ class InstanceLink:
         self._descriptor = channel.descriptor
         self._alarm: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._descriptor, self._pump)
-        # What came before the reader was there, its descriptor does not show.
+        # The descriptor does not show what arrived before the reader was added.
         self._loop.call_soon(self._pump)
 
     @property
@@ -84,8 +84,8 @@ class InstanceLink:
         If the prompt is scored, that comes first.
 
         Raises:
-            InstanceLost: the instance went away.
-            RequestRefusal: it did not take the request.
+            InstanceLost: the instance is gone.
+            RequestRefusal: it refused the request.
         """
         queue: asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost] = (
             asyncio.Queue()
@@ -96,26 +96,26 @@ class InstanceLink:
         try:
             self.send(submit)
             while running:
-                told = await queue.get()
-                if isinstance(told, InstanceLost):
-                    raise told
-                if isinstance(told, ms.SubmitRefused):
+                message = await queue.get()
+                if isinstance(message, InstanceLost):
+                    raise message
+                if isinstance(message, ms.SubmitRefused):
                     running = 0
-                    raise RequestRefusal(told.kind, told.problem)
-                if isinstance(told, ms.TokenProgress):
-                    running -= bool(told.reason)
-                yield told
+                    raise RequestRefusal(message.kind, message.problem)
+                if isinstance(message, ms.TokenProgress):
+                    running -= bool(message.reason)
+                yield message
         finally:
             del self._requests[submit.id]
             if running and not self.lost:
-                # The reader went away: nobody waits for the rest.
+                # The caller stopped reading: the remaining tokens are not needed.
                 self.send(ms.Abort(id=submit.id))
 
     async def ask(self, what: What, of: str = "") -> bytes:
-        """What the instance tells about itself, as JSON.
+        """Asks the instance about itself; the answer is JSON.
 
         Raises:
-            InstanceLost: it went away, or does not answer.
+            InstanceLost: it is gone, or does not answer in time.
         """
         self._require_there()
         number, self._ask_next = self._ask_next, self._ask_next + 1
@@ -139,11 +139,11 @@ class InstanceLink:
         self._loop.call_soon(self._pump)
 
     def look(self) -> None:
-        """Takes in what has happened, also what the descriptor does not show."""
+        """Receives what has arrived, also what the descriptor does not show."""
         self._pump()
 
     def close(self) -> None:
-        """Tells the instance that nothing more will come."""
+        """Closes the channel; the instance ends its requests."""
         self._lose("the server stops")
 
     def _require_there(self) -> None:
@@ -201,7 +201,7 @@ class InstanceLink:
         try:
             message = ms.read_by_server(frame)
         except PeerError as error:
-            self._lose(f"instance {self.name!r} said what makes no sense: {error}")
+            self._lose(f"instance {self.name!r} sent an invalid message: {error}")
             return
         self._take(message)
 
@@ -223,9 +223,9 @@ class InstanceLink:
                 self._on_change(self)
             case ms.CacheChanged():
                 if self.ready is None:
-                    self._lose(f"instance {self.name!r} told what it caches before it was ready")
+                    self._lose(f"instance {self.name!r} sent KV events before it was ready")
                 else:
-                    self.on_kept(self, [*message.events])
+                    self.on_kv_events(self, [*message.events])
             case ms.AskAnswer():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
@@ -246,9 +246,9 @@ class InstanceLink:
         self._on_change(self)
 
 
-def _nobody(_link: InstanceLink, _events: list[KvEvent]) -> None:
-    """Nobody wants to know."""
+def _ignore_events(_link: InstanceLink, _events: list[KvEvent]) -> None:
+    pass
 
 
-def _nobody_waits(_link: InstanceLink) -> None:
-    """Nobody has anything to say to it."""
+def _ignore_ready(_link: InstanceLink) -> None:
+    pass

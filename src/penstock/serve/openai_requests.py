@@ -1,7 +1,7 @@
-"""OpenAI's request shapes, with the fields that other servers have added and their clients send.
+"""Requests in OpenAI's format, with the fields that other servers have added.
 
-A request is read field by field (`fields.py`), and is a value that makes sense as a whole. What
-it leaves open, such as the temperature, is the model's default (`Defaults`).
+A request is read field by field (`fields.py`), and then checked as a whole. Options that it does
+not set, such as the temperature, have the model's defaults (`Defaults`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 STOPS_MAX = 32
 STOP_CHARACTERS_MAX = 256
-"""Every token of an answer is compared with every beginning of every stop string."""
+"""Every token of an answer is compared with all prefixes of all stop strings."""
 PROMPTS_MAX = 128
 TOKENS_DEFAULT = 128
 TOKEN_END = 1 << 31
-"""An instance knows the vocabulary; this is what a message can hold."""
+"""The largest token that a message can hold; the instance checks the vocabulary."""
 PRIORITY_MAX = 100
 ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """What completions and chats have in common; `None` leaves it to the model's defaults."""
+    """The fields of completions and chats; `None` means the model's default."""
 
     model: str | None = None
     temperature: float | None = None
@@ -83,7 +83,7 @@ class TextRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens are told with their log-probabilities."""
+        """Whether log-probabilities of the prompt's tokens are returned."""
         return self.echo and self.logprobs is not None
 
 
@@ -92,7 +92,7 @@ class CompletionRequest(TextRequest):
     """`POST /v1/completions`."""
 
     prompts: tuple[str | list[int], ...]
-    """Texts or tokens; each is answered."""
+    """Texts or tokens, each with its own answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def read_completion(body: bytes) -> CompletionRequest:
     """The request in the body of `POST /v1/completions`.
 
     Raises:
-        BadRequest: it is no JSON, a field is wrong, or something is asked for that is not done.
+        BadRequest: it is not JSON, or a field is wrong or unsupported.
     """
     found = read_fields(read_object(body), _COMPLETION)
     if "prompt" not in found:
@@ -122,17 +122,17 @@ def read_chat(body: bytes) -> ChatRequest:
     """The request in the body of `POST /v1/chat/completions`.
 
     Raises:
-        BadRequest: it is no JSON, a field is wrong, or something is asked for that is not done.
+        BadRequest: it is not JSON, or a field is wrong or unsupported.
     """
     found = read_fields(read_object(body), _CHAT)
     if "messages" not in found:
         raise BadRequest("messages is missing, must be a list of messages", param="messages")
     if "max_completion_tokens" in found:
         found["max_tokens"] = found.pop("max_completion_tokens")
-    top, told = found.pop("top_logprobs", 0), found.pop("logprobs", False)
-    if top and not told:
+    top, wanted = found.pop("top_logprobs", 0), found.pop("logprobs", False)
+    if top and not wanted:
         refuse("top_logprobs", top, "left out, or logprobs true")
-    if told:
+    if wanted:
         found["logprobs"] = top
     return ChatRequest(**_common(found))
 
@@ -150,7 +150,7 @@ def read_weights(body: bytes) -> str:
 
 
 def _common(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are none of OpenAI's own words, or must fit to each other."""
+    """Reads the fields that depend on each other."""
     options = found.pop("stream_options", None) or {}
     found["include_usage"] = options.get("include_usage", False)
     found.pop("response_format", None)
@@ -160,7 +160,7 @@ def _common(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Readers of what has a shape of its own.
+# Readers of structured values.
 
 
 def _stops(name: str, value: object) -> tuple[str, ...]:
@@ -271,7 +271,7 @@ def _message(name: str, value: object) -> dict[str, str]:
             raise BadRequest(f"{name}.{needed} is missing", param=f"{name}.{needed}")
     kept: dict[str, str] = {key: found[key] for key in ("role", "content", "name") if key in found}
     if kept["role"] == "developer":
-        # What OpenAI calls it nowadays; chat templates know the older word.
+        # OpenAI's newer name for it; chat templates know the older one.
         kept["role"] = "system"
     return kept
 
@@ -304,7 +304,7 @@ _MESSAGE: Mapping[str, Read] = {
     "role": one_of(*ROLES),
     "content": _content,
     "name": word,
-    # What an answer has that a client sends back with the next turn.
+    # Fields of an answer that a client sends back with the next turn.
     "refusal": only(("",), why="left out"),
     "annotations": only(([],), why="left out"),
     "tool_calls": only(([],), why=_NO_CALLS),

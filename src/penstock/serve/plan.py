@@ -1,7 +1,7 @@
-"""From a configuration to what is served: every setting in effect, checked before anything starts.
+"""The settings of `penstock serve`, and the specs of the instances that it starts.
 
-One rule: what would fail in an instance fails here first, with one line, before any process is
-started.
+The one rule: whatever would fail in an instance fails here first, with one line, before any process
+is started.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
 
 ROUTER = "router"
-"""The role of a command that starts no instance and lets those of others in."""
+"""The role of a command that starts no instances and accepts those of other commands."""
 TableT = TypeVar("TableT", EngineTable, ServeTable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the command line says; `None` leaves it to the file, or to the default."""
+    """The options of the command line; `None`: the file's value, or the default."""
 
     model: str | None = None
     tp: int | None = None
@@ -60,10 +60,10 @@ class ServeOptions:
 
 
 def settle(config: Config | None, options: ServeOptions) -> Config:
-    """Every setting in effect: from the file, if there is one, changed by the command line.
+    """The complete configuration: the file's settings, overridden by the command line.
 
     Raises:
-        ConfigError: something is wrong with the model or with a setting.
+        ConfigError: the model or a setting is wrong.
         UnavailableError: the default model is not installed.
     """
     engine = _changed(
@@ -95,7 +95,7 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
     checkpoint.close()
     settled = config_of(model, config, dtype=engine.dtype)
     settled = replace(settled, engine=engine, serve=serve)
-    # Read back, so that what the command line says is held to the same bounds as a file.
+    # Parsed again, so that options of the command line are checked as those of a file are.
     settled = parse_config(_sized(settled, options).to_toml())
     assert settled.serve is not None
     settled = replace(settled, serve=replace(settled.serve, api_key=serve.api_key))
@@ -104,7 +104,7 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
 
 
 def serves_http(config: Config | None, options: ServeOptions) -> bool:
-    """Whether this command answers clients, and not only those that join a router elsewhere."""
+    """Whether this command serves HTTP, and not only instances for a router elsewhere."""
     engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
     role = engine.role if options.role is None else options.role
     router = (serve or ServeTable()).router if options.router is None else options.router
@@ -112,7 +112,7 @@ def serves_http(config: Config | None, options: ServeOptions) -> bool:
 
 
 def _pair_of(options: ServeOptions, table: EngineTable | None) -> dict[str, int | None]:
-    """Who names one role, or the ranks of one, leaves the other ranks single."""
+    """The ranks of a pair: if one side or a role is given, the other side has one rank."""
     role = options.role or (table.role if table else "")
     alone = role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
     given = alone or options.prefill_tp is not None or options.decode_tp is not None
@@ -123,7 +123,7 @@ def _pair_of(options: ServeOptions, table: EngineTable | None) -> dict[str, int 
 
 
 def _key_of(options: ServeOptions) -> dict[str, str | None]:
-    """Either way of giving a key takes the place of both in the file."""
+    """A key of the command line overrides both keys of the file."""
     if options.api_key is not None and options.api_key_file is not None:
         raise ConfigError(
             "--api-key", "is given beside --api-key-file, must be only one of the two"
@@ -140,7 +140,7 @@ def _key_of(options: ServeOptions) -> dict[str, str | None]:
 
 
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
-    """The instances that this command starts; addresses of its own are filled in at the start."""
+    """The instances that this command starts; their local addresses are filled in at the start."""
     assert config.engine is not None
     assert config.serve is not None
     engine, serve = config.engine, config.serve
@@ -152,7 +152,7 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
         pair = _pair_elsewhere(engine, serve.number)
         name = (pair.prefill if role is InstanceRole.PREFILL else pair.decode).name
         return (_instance(config, name, role, pair),)
-    # Several processes with a thread on every core each would mostly wait for each other.
+    # If each of several processes had a thread on every core, they would slow each other down.
     ranks = (engine.prefill_tp + engine.decode_tp) or config.cache.rank_count
     config = _threaded(config, ranks * serve.instances)
     found: list[InstanceSpec] = []
@@ -167,7 +167,7 @@ def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
 
 
 def _threaded(config: Config, ranks: int) -> Config:
-    """The configuration with torch threads for each rank: about one on each core in total."""
+    """Sets the torch threads of each rank: together about one on each core."""
     assert config.engine is not None
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
@@ -185,7 +185,7 @@ def _pair(engine: EngineTable, number: int) -> PairSpec:
 
 
 def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
-    """The same with the addresses at which the two find each other, whoever starts them."""
+    """The same with the addresses of both, which may be started by different commands."""
     pair = _pair(engine, number)
     host, port = require_address(
         "engine.prefill_at", engine.prefill_at, ports=1 + pair.prefill.ranks
@@ -199,11 +199,11 @@ def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
 
 
 def secrets_of(config: Config) -> tuple[bytes, bytes]:
-    """What the roles of other commands have in common with this one: the router's, the pair's.
+    """The secrets that this command shares with other ones: the router's and the pair's.
 
     Raises:
-        ConfigError: the file that should hold it does not.
-        UnavailableError: there is no place to keep one.
+        ConfigError: `serve.secret_file` cannot be used.
+        UnavailableError: the secret of this user can be neither read nor created.
     """
     engine, serve = config.engine, config.serve
     assert engine is not None
@@ -220,7 +220,7 @@ def _instance(
     assert engine is not None
     assert config.serve is not None
     ranks = config.cache.rank_count if pair is None else _ranks_of(engine, role)
-    # What instances need not know they are not told: no API key.
+    # Without the API key, which instances do not need.
     cache = replace(config.cache, rank_count=ranks)
     given = replace(config, engine=None, serve=None, cache=cache)
     return InstanceSpec(
@@ -279,7 +279,7 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
 
 
 def _require_device(config: Config) -> None:
-    """A GPU must be there, and is for instances that compute their prompts themselves."""
+    """Checks that the GPUs exist; pairs run on the CPU."""
     engine = config.engine
     assert engine is not None
     device = engine.device
@@ -317,7 +317,7 @@ def _require_memory(config: Config, architecture: Architecture) -> None:
 
 
 def _require_role(config: Config) -> None:
-    """Who does not start everything says where the others are."""
+    """A command that does not start all roles needs the addresses of the others."""
     engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None

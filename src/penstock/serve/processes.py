@@ -1,6 +1,6 @@
 """The processes that one command starts: instances and their ranks, under a supervisor.
 
-The one rule: everything ends with the command, however it ends; the supervisor sees to it.
+The one rule: all processes end with the command, however it ends; the supervisor ends them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STOP_S = 15.0
 RANK_STOP_S = 5.0
 """A rank ends with its instance; after this time it is killed."""
 RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
-# The ranks of an instance are on one machine: their sums need not be seen outside.
+# The ranks of an instance are on one machine: their collectives use the loopback interface.
 RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
 
 
@@ -46,20 +46,20 @@ class Processes:
         self, supervisor: Supervisor, specs: Sequence[InstanceSpec], *, pair_secret: bytes = b""
     ) -> None:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why nobody can be served any more, once that is so."""
+        """Done when no instance is left, with the reason."""
         self._supervisor = supervisor
         self._specs = _addressed(specs, pair_secret)
         answering = {spec.name for spec in specs if spec.role is not InstanceRole.PREFILL}
         self._needed = answering or {spec.name for spec in specs}
-        """Those without which there is nothing left to do."""
+        """The instances of which at least one must be alive."""
         self._given_up: set[str] = set()
 
     def start(self, server: str, secret: bytes) -> None:
         """Starts them; they dial `server`, unless they join the one of another command.
 
         Args:
-            server: where this command lets instances in.
-            secret: of the server that they dial.
+            server: The address at which this command accepts instances.
+            secret: The secret of the server that they dial.
         """
         folder = str(private_folder())
         for spec in self._specs:
@@ -74,15 +74,15 @@ class Processes:
                 self._supervisor.start_process(process)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._supervisor.descriptor, self._watch)
-        # What came before, the descriptor does not show.
+        # The descriptor does not show what arrived before the reader was added.
         loop.call_soon(self._watch)
 
     def stop(self) -> None:
-        """Nobody looks after them any more; they end with the supervisor."""
+        """Stops watching them; they end with the supervisor."""
         asyncio.get_running_loop().remove_reader(self._supervisor.descriptor)
 
     def _hand_over(self, process: ProcessSpec, given: InstanceSpec | RankSpec) -> None:
-        """Has the supervisor keep what a process is told, for every life of it."""
+        """Gives the supervisor the spec of a process, for every restart."""
         fd = sealed(given)
         try:
             self._supervisor.hold(process.descriptors[0], fd)
@@ -111,9 +111,9 @@ class Processes:
 
 
 def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | RankSpec]]:
-    """The processes of one instance, and what each is told by a descriptor of its own.
+    """The processes of one instance, each with the spec that it reads from a descriptor.
 
-    They are stopped in reverse, so that it ends before its ranks.
+    They are stopped in reverse order, so the instance ends before its ranks.
     """
     if spec.ranks > 1:
         spec = msgspec.structs.replace(
@@ -149,7 +149,7 @@ def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
 
 
 def _addressed(specs: Sequence[InstanceSpec], pair_secret: bytes) -> list[InstanceSpec]:
-    """The instances, and where those that hand KV over find each other in every life."""
+    """The specs with the addresses and the secret of each pair, which every restart reuses."""
     pairs: dict[str, PairSpec] = {}
     change = msgspec.structs.replace
     for spec in specs:

@@ -1,12 +1,12 @@
-"""The secret by which the roles of several commands know each other.
+"""The secret that the roles of several commands share, to authenticate each other.
 
 | where the other roles are      | the secret                                                 |
 |--------------------------------|------------------------------------------------------------|
-| anywhere, with a `secret_file` | what is in that file                                       |
-| on the loopback interface      | one of this user, made at the first start and kept          |
-| on other machines              | none: `--insecure` says that whoever reaches them may join  |
+| anywhere, with a `secret_file` | the content of that file                                   |
+| on the loopback interface      | one of this user, created at the first start                |
+| on other machines              | none: with `--insecure`, whoever reaches them may join      |
 
-The rule: a secret is read from, and written to, a file that only this user can read.
+The one rule: a file that holds a secret is readable by this user only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SECRET_BYTES_MAX = 4096
 
 
 def secret_between(serve: ServeTable, addresses: Iterable[str]) -> bytes:
-    """What the roles at these addresses have in common; empty if nothing.
+    """The secret of the roles at these addresses; empty if they have none.
 
     Raises:
-        ConfigError: the file is not fit to hold a secret.
-        UnavailableError: the secret of this user can be neither read nor made.
+        ConfigError: the file cannot be used as a secret.
+        UnavailableError: the secret of this user can be neither read nor created.
     """
     if serve.secret_file:
         try:
@@ -52,13 +52,11 @@ def secret_between(serve: ServeTable, addresses: Iterable[str]) -> bytes:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address of a role is on the loopback interface."""
     host, _ = require_address("address", address)
     return is_loopback(host.strip("[]"))
 
 
 def own_secret_path() -> Path:
-    """Where the secret of this user is kept."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
     return folder / "penstock" / "secret"
@@ -96,7 +94,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Writes a new secret, unless another command was quicker; nobody sees half of one."""
+    """Writes a new secret atomically, unless another command was quicker."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,11 +1,10 @@
-"""Which instance gets a request: the one that has most of its prefix, unless it is too busy.
+"""Chooses the instance for a request: the one with most of its prefix, unless it is too busy.
 
-What an instance has cached is known from its KV events; a prompt is looked for under the keys
-that the instance itself gives its blocks. Instances come and go; a request whose instance was
-lost before its first token is sent to another one.
+KV events say what each instance has cached; the keys of a prompt are computed as that instance
+computes them. A request whose instance is lost before the first token is sent to another one.
 
-Who answers a request may have another instance compute its prompt, always the same one. The two
-are chosen together, by what both have cached and by what waits before both.
+In a pair, the instance that answers has a fixed partner that computes the prompts. A pair is chosen
+by what both have cached and by the load of both.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 LOAD_BLOCKS = 8
-"""The cached blocks that a request under way outweighs: a long queue outweighs a hit."""
+"""Each request under way counts against this many cached blocks: a long queue outweighs a hit."""
 GONE_LOAD = 4
-"""A pair whose prefill instance is gone counts as if it had this many more requests: others come
-first, unless they are busier still, or have much less of the prefix."""
+"""A pair without its prefill instance counts as if it had this many more requests: it is chosen
+only if others are busier still, or have much less of the prefix."""
 EQUAL_BLOCKS = 1
-"""Instances that differ by no more than this in what they need not compute count as equal: such
-requests are dealt out in turn. It covers the start that all conversations have in common, such as
-a chat template's own first lines, which would otherwise bind all of them to one instance."""
+"""Instances that differ by no more than this in cached blocks count as equal and get requests in
+turn. All conversations share a start, such as the first lines of a chat template, which would
+otherwise send all of them to one instance."""
 ATTEMPTS_MAX = 3
 
 
 def handoffs_of(request: str) -> list[str]:
-    """What the handoffs of a request are called, attempt by attempt."""
+    """The names of a request's handoffs, one for each attempt."""
     return [f"{request}/{attempt}" for attempt in range(1, ATTEMPTS_MAX + 1)]
 
 
 class _Prefill:
-    """A prompt that one instance computes for another, which answers."""
+    """A prompt that one instance computes for another one, which answers the request."""
 
     def __init__(self, prefill: InstanceLink, decode: InstanceLink, submit: ms.Submit) -> None:
         self._link = prefill
-        # Another attempt is another request: this one may have blocks for a moment after it.
+        # Each attempt is a request of its own: an earlier one may still hold blocks.
         self._submit = msgspec.structs.replace(
             submit,
             id=submit.handoff,
@@ -71,11 +70,11 @@ class _Prefill:
         self._delivered = False
 
     def deliver(self) -> None:
-        """It has come: what is left to do, the two instances do without us."""
+        """The KV was delivered: the two instances end the handoff by themselves."""
         self._delivered = True
 
     def end(self) -> None:
-        """Nobody needs it any more; twice does no harm."""
+        """Aborts it unless it was delivered; may be called twice."""
         if self._delivered:
             return
         self._task.cancel()
@@ -83,54 +82,52 @@ class _Prefill:
             self._link.send(Abort(id=self._submit.id))
 
     async def _compute(self, decode: InstanceLink, request: str) -> None:
-        """Has the prompt computed; if that fails, who answers is told to do it."""
+        """Has the prompt computed; if that fails, `decode` computes it."""
         computed = False
         with suppress(InstanceLost, RequestRefusal):
-            async with aclosing(self._link.generate(self._submit)) as told:
-                async for progress in told:
+            async with aclosing(self._link.generate(self._submit)) as tokens:
+                async for progress in tokens:
                     computed = isinstance(progress, TokenProgress) and progress.token is not None
         if not computed and not decode.lost:
             decode.send(ComputeLocally(id=request))
 
 
 class Router:
-    """The instances that are there, and who computes prompts for whom."""
+    """The connected instances, and which of them computes prompts for which."""
 
     def __init__(self) -> None:
         self.links: list[InstanceLink] = []
         self.retries = 0
         self._holdings: dict[InstanceLink, CachedBlocks] = {}
         self._at: dict[str, InstanceLink] = {}
-        """Where each request is answered."""
+        """The instance that answers each request."""
         self._resets = 0
         self._weights_version = ""
-        """What the weights are called, if that has changed."""
-        self._told: dict[str, int] = {}
-        """The last reset that each instance was told of, whichever life it was in."""
+        """The version of the weights, if it has changed."""
+        self._reset_sent: dict[str, int] = {}
+        """The last reset that was sent to each instance, in any of its lives."""
         self._choices = 0
         self._chosen: dict[InstanceLink, int] = {}
-        """When each instance was last chosen, counted in choices."""
+        """The number of the last choice of each instance."""
 
     def add(self, link: InstanceLink) -> None:
-        """A new instance."""
         self.links.append(link)
-        link.on_kept = self._follow
-        link.on_ready = self._welcome
+        link.on_kv_events = self._note_events
+        link.on_ready = self._send_missed_resets
 
     def remove(self, link: InstanceLink) -> None:
-        """An instance is gone."""
         self.links.remove(link)
         self._holdings.pop(link, None)
         self._chosen.pop(link, None)
 
     @property
     def ready(self) -> list[InstanceLink]:
-        """Those that are loaded."""
+        """The loaded instances."""
         return [link for link in self.links if link.ready is not None]
 
     @property
     def answering(self) -> list[InstanceLink]:
-        """Those that take requests and answer them."""
+        """The instances that accept requests and answer them."""
         return [
             link
             for link in self.ready
@@ -143,8 +140,8 @@ class Router:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
         Raises:
-            InstanceLost: no instance is there, or the one that had begun to answer is gone.
-            RequestRefusal: the instance did not take the request.
+            InstanceLost: no instance is ready, or the one that had begun to answer is gone.
+            RequestRefusal: the instance refused the request.
         """
         tried: set[InstanceLink] = set()
         while True:
@@ -154,16 +151,16 @@ class Router:
             self._at[submit.id] = link
             asked, prefill = self._paired(submit, link, attempt=len(tried))
             try:
-                async with aclosing(link.generate(asked)) as told:
-                    async for progress in told:
+                async with aclosing(link.generate(asked)) as tokens:
+                    async for progress in tokens:
                         if isinstance(progress, Scored):
-                            # Told again by another instance, if this one is lost.
+                            # If this instance is lost, the next one sends it again.
                             yield progress
                             continue
                         if progress.handed and prefill is not None:
                             prefill.deliver()
                         elif not begun and prefill is not None:
-                            # It was not needed, or did not come.
+                            # The handoff was not needed, or failed.
                             prefill.end()
                         begun = True
                         yield progress
@@ -180,15 +177,15 @@ class Router:
             return
 
     def stop(self, request: str, answer: int) -> None:
-        """One answer is long enough for its reader; the others go on."""
+        """Ends one answer of a request; the others continue."""
         link = self._at.get(request)
         if link is not None and not link.lost:
             link.send(StopAnswer(id=request, answer=answer))
 
     def reset(self, why: str, *, weights_version: str = "") -> list[str]:
-        """Voids what every instance has cached, also of those that are away and come back.
+        """Clears the caches of all instances, also of those that are restarting.
 
-        Returns the names of those that are there.
+        Returns the names of the ready ones.
         """
         self._resets += 1
         self._weights_version = weights_version or self._weights_version
@@ -196,15 +193,15 @@ class Router:
             self._reset(link, why, weights_version)
         return [link.name for link in self.ready]
 
-    def _welcome(self, link: InstanceLink) -> None:
-        """Sends an instance the resets that it missed, before any request."""
+    def _send_missed_resets(self, link: InstanceLink) -> None:
+        """Called when an instance is ready, before it gets any request."""
         known, version = self._holdings_of(link).config.model.weights_version, self._weights_version
         other = version if known != version else ""
-        if other or self._told.get(link.name, 0) < self._resets:
-            self._reset(link, "it was away when the others were told", other)
+        if other or self._reset_sent.get(link.name, 0) < self._resets:
+            self._reset(link, "it was away when the others were reset", other)
 
     def _reset(self, link: InstanceLink, why: str, weights_version: str) -> None:
-        self._told[link.name] = self._resets
+        self._reset_sent[link.name] = self._resets
         link.send(ResetCache(why=why, weights_version=weights_version))
         if weights_version:
             self._holdings_of(link).change_weights(weights_version)
@@ -227,24 +224,24 @@ class Router:
     def _paired(
         self, submit: ms.Submit, link: InstanceLink, *, attempt: int
     ) -> tuple[ms.Submit, _Prefill | None]:
-        """The request as its instance gets it, and who computes its prompt, if somebody does."""
+        """The request for its instance, and the prefill request of the partner, if it has one."""
         partner = self._partner_of(link)
-        # KV that is handed over brings no logits: who scores a prompt computes it.
+        # A handoff brings KV without logits, so a prompt that is scored is computed there.
         if partner is None or submit.scores_prompt:
             return submit, None
         handed = msgspec.structs.replace(submit, handoff=handoffs_of(submit.id)[attempt - 1])
         return handed, _Prefill(partner, link, handed)
 
     def _partner_of(self, link: InstanceLink) -> InstanceLink | None:
-        """Who computes prompts for an instance; nobody if it does that itself, or has to."""
+        """The instance that computes prompts for another one, if there is one that can."""
         name = link.ready.partner if link.ready is not None else ""
         found = [other for other in self.ready if name and other.name == name and not other.leaving]
         return found[0] if found else None
 
     def _worth(self, link: InstanceLink, prompt: PromptKeys) -> int:
-        """What need not be handed over and what need not be computed, less what waits before.
+        """Cached blocks on both sides of a pair, less the load of both.
 
-        An instance that computes its prompts itself counts twice, since it does both.
+        An instance that computes its prompts itself counts as both sides.
         """
         assert link.ready is not None
         partner = self._partner_of(link)
@@ -254,7 +251,7 @@ class Router:
     def _worth_alone(self, link: InstanceLink, prompt: PromptKeys) -> int:
         return self._holdings_of(link).leading(prompt) - LOAD_BLOCKS * link.load
 
-    def _follow(self, link: InstanceLink, events: list[KvEvent]) -> None:
+    def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:
         self._holdings_of(link).take(events)
 
     def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
@@ -265,14 +262,14 @@ class Router:
 
 
 class PromptKeys:
-    """The keys of one prompt. Most instances name blocks alike, so they are computed once."""
+    """The keys of one prompt, computed once for all instances with equal settings."""
 
     def __init__(self, submit: ms.Submit) -> None:
         self._submit = submit
         self._named: dict[tuple[ModelSettings, int, str], list[Key]] = {}
 
     def under(self, config: Config) -> list[Key]:
-        """As an instance with this configuration names them."""
+        """The keys in an instance with this configuration."""
         naming = (config.model, config.cache.block_tokens, config.hash)
         if naming not in self._named:
             chain = config.key_chain(tenant=self._submit.tenant)
@@ -282,14 +279,13 @@ class PromptKeys:
 
 
 class CachedBlocks:
-    """What one instance has cached, in whatever tier."""
+    """The blocks that one instance has cached, in any tier."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._tiers_of: dict[bytes, set[str]] = {}
 
     def take(self, events: list[KvEvent]) -> None:
-        """Follows the instance's events."""
         for event in events:
             if isinstance(event, BlocksStored):
                 for key in event.keys:
@@ -301,12 +297,12 @@ class CachedBlocks:
                 self._tiers_of.clear()
 
     def change_weights(self, version: str) -> None:
-        """Keys are made with other weights from now on."""
+        """From now on keys are computed with this version of the weights."""
         model = replace(self.config.model, weights_version=version)
         self.config = replace(self.config, model=model)
 
     def leading(self, prompt: PromptKeys) -> int:
-        """How many leading blocks of a prompt it has."""
+        """The number of leading blocks of a prompt that are cached."""
         keys = prompt.under(self.config)
         for position, key in enumerate(keys):
             if key not in self._tiers_of:

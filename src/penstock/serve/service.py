@@ -1,4 +1,4 @@
-"""What one command runs: everything, the router alone, or instances that join a router.
+"""What one `penstock serve` runs: everything, the router alone, or instances for a router.
 
     penstock serve ─┬─ supervisor ─┬─ instance ─┬─ rank 0
                     │              │            └─ rank 1
@@ -10,7 +10,7 @@
 | `router`, an address                | here            | those that dial the address   |
 | any other, an address               | there           | here                          |
 
-The one rule: everything ends with its command, however that ends.
+The one rule: everything that a command started ends with it, however it ends.
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ logger = logging.getLogger(__name__)
 
 
 class StartListener(Protocol):
-    """Is told how the start proceeds."""
+    """Gets callbacks about the progress of the start."""
 
     def loading(self, name: str, layers: int, of: int) -> None:
-        """How many of its layers a rank has read."""
+        """A rank has loaded `layers` of its `of` layers."""
         ...
 
     def waiting(self, address: str, router: str) -> None:
-        """HTTP is served at this address; instances that others start may come to the router."""
+        """HTTP is served at `address`; the router waits for instances at `router`."""
         ...
 
     def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
-        """Requests are taken, at this address.
+        """Requests are accepted.
 
         Args:
-            address: Where.
-            ready_s: How long the memory of each tier took until it could be used, device first.
+            address: The URL of the server.
+            ready_s: How long it took to prepare the memory of each tier, device first.
         """
         ...
 
 
 class Service:
-    """The channels behind an HTTP server, and who comes over them."""
+    """The router, and the instances that connect to it."""
 
     def __init__(
         self,
         config: Config,
-        audience: StartListener,
+        progress: StartListener,
         *,
         address: str,
         expected: int,
@@ -88,14 +88,14 @@ class Service:
         assert config.engine is not None
         assert config.serve is not None
         self._expected = expected
-        """Instances that this command starts; 0: all come from elsewhere."""
-        self._audience = audience
+        """Instances that this command starts; 0: other commands start them."""
+        self._progress = progress
         self._address = address
         self._announced = False
         self._stopped = False
         self._alarm: asyncio.TimerHandle | None = None
-        door = IPC if expected else config.serve.router
-        self._listener = Listener("server", door, secret=secret)
+        address_here = IPC if expected else config.serve.router
+        self._listener = Listener("server", address_here, secret=secret)
         self.router = Router()
         model = find_model(config.engine.model or None)
         self.server = Server(
@@ -113,21 +113,21 @@ class Service:
         )
 
     @property
-    def door(self) -> str:
-        """Where instances are let in."""
+    def instance_address(self) -> str:
+        """The address that instances connect to."""
         return self._listener.address
 
     def start(self) -> None:
-        """Lets instances in as they come."""
+        """Accepts instances from now on."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.descriptor, self._accept)
-        # What came before, the descriptor does not show.
+        # The descriptor does not show what arrived before the reader was added.
         loop.call_soon(self._accept)
         if not self._expected:
-            self._audience.waiting(self._address, self.door)
+            self._progress.waiting(self._address, self.instance_address)
 
     def stop(self) -> None:
-        """Ends all channels, and with them every request; twice does no harm."""
+        """Closes all channels, which ends every request; may be called twice."""
         if self._stopped:
             return
         self._stopped = True
@@ -145,12 +145,13 @@ class Service:
             self._alarm = None
         while (channel := self._listener.accept()) is not None:
             self.router.add(InstanceLink(channel, on_change=self._changed))
-            # A new life ends the channel of the earlier one, without a sign on its descriptor.
+            # A restarted instance ends the channel of its earlier life, which the descriptor of
+            # that channel does not show.
             for link in list(self.router.links):
                 link.look()
         due = self._listener.alarm
         if due is not None:
-            # Who dialled and then did not come is to be forgotten.
+            # Forgets instances that dialled and did not connect in time.
             self._alarm = asyncio.get_running_loop().call_at(due, self._accept)
 
     def _changed(self, link: InstanceLink) -> None:
@@ -164,17 +165,17 @@ class Service:
             return
         if link.ready is None:
             for rank, at in link.loading.items():
-                self._audience.loading(f"{link.name} rank {rank}", at.layers, at.of)
+                self._progress.loading(f"{link.name} rank {rank}", at.layers, at.of)
         elif self._complete and not self._announced:
             self._announced = True
-            told = [link.ready.ready_s for link in self.router.links if link.ready is not None]
-            self._audience.ready(self._address, [max(times) for times in zip(*told, strict=False)])
+            times = [link.ready.ready_s for link in self.router.links if link.ready is not None]
+            self._progress.ready(self._address, [max(each) for each in zip(*times, strict=False)])
         else:
             logger.info("instance ready: name=%s", link.name)
 
     @property
     def _complete(self) -> bool:
-        """Whether all are there that are started here; of others, one that answers."""
+        """Whether all instances of this command are ready, or one of another command's."""
         if self._expected:
             return len(self.router.ready) == self._expected
         return bool(self.router.answering)
@@ -182,12 +183,12 @@ class Service:
 
 @asynccontextmanager
 async def _processes(
-    config: Config, supervisor: Supervisor, door: str, secret: bytes
+    config: Config, supervisor: Supervisor, address: str, secret: bytes
 ) -> AsyncIterator[Processes]:
     """The instances of this command, if it starts some; `secret` is that of their server."""
     _, pair_secret = secrets_of(config)
     found = Processes(supervisor, instances_of(config), pair_secret=pair_secret)
-    found.start(door, secret)
+    found.start(address, secret)
     try:
         yield found
     finally:
@@ -195,25 +196,25 @@ async def _processes(
 
 
 def serve(
-    config: Config, audience: StartListener, bound: socket.socket | None, *, api_key: str = ""
+    config: Config, progress: StartListener, bound: socket.socket | None, *, api_key: str = ""
 ) -> None:
-    """Does what a settled configuration says until the process is asked to stop.
+    """Serves a settled configuration until the process gets a stop signal.
 
     Args:
         config: What to run.
-        audience: Who is told how the start goes on.
+        progress: Gets callbacks while it starts.
         bound: The socket of the HTTP server; without it, instances join a router elsewhere.
-        api_key: What clients must send, if anything.
+        api_key: The key that clients must send; empty: none.
 
     Raises:
-        UnavailableError: an address is taken, or no instance is left.
+        UnavailableError: an address is in use, or no instance is left.
     """
-    # The supervisor comes before the loop and its threads.
+    # The supervisor is started before the event loop and its threads.
     with Supervisor.start() as supervisor, _stop_signal() as stop:
         if bound is None:
             asyncio.run(_join(config, supervisor, stop))
         else:
-            asyncio.run(_serve(config, supervisor, audience, bound, stop, api_key))
+            asyncio.run(_serve(config, supervisor, progress, bound, stop, api_key))
         _end_at_once_if_asked_again(stop)
 
 
@@ -222,9 +223,9 @@ def _stop_signal() -> StopSignal:
 
 
 def _end_at_once_if_asked_again(stop: StopSignal) -> None:
-    """While instances end, which may take seconds, another signal ends the command.
+    """While instances end, which may take seconds, another signal ends the command at once.
 
-    The supervisor ends everything that it started when the command is gone.
+    The supervisor then ends everything that it started.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -253,17 +254,17 @@ async def _join(config: Config, supervisor: Supervisor, stop: StopSignal) -> Non
 async def _serve(
     config: Config,
     supervisor: Supervisor,
-    audience: StartListener,
+    progress: StartListener,
     bound: socket.socket,
     stop: StopSignal,
     api_key: str,
 ) -> None:
     expected = len(instances_of(config))
-    # Instances of its own know what nobody else does; others have what the roles have in common.
+    # Own instances get a new secret; those of other commands have the roles' common one.
     secret = secrets.token_bytes(SECRET_BYTES) if expected else secrets_of(config)[0]
     found = Service(
         config,
-        audience,
+        progress,
         address=address_of(bound),
         expected=expected,
         api_key=api_key,
@@ -271,7 +272,7 @@ async def _serve(
     )
     found.start()
     try:
-        async with _processes(config, supervisor, found.door, secret) as processes:
+        async with _processes(config, supervisor, found.instance_address, secret) as processes:
             await _answer(config, found, processes, bound, stop)
     finally:
         found.stop()
@@ -289,7 +290,7 @@ async def _answer(
         on_overtime=found.stop,
     )
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_tell_failure)
+    loop.set_exception_handler(_log_failure)
 
     def asked() -> None:
         for _ in range(os.eventfd_read(stop.descriptor)):
@@ -305,8 +306,8 @@ async def _answer(
         raise UnavailableError(processes.failed.result())
 
 
-def _tell_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A machine that has no descriptor left is told of in one line; the rest is a defect."""
+def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs in one line that no descriptor is left; other failures are defects of ours."""
     error = context.get("exception")
     if isinstance(error, OSError) and "accept" in context["message"]:
         logger.error("no connection taken: cause=%s", error.strerror)

@@ -68,7 +68,7 @@ class TextEndpoint:
         self._defaults = defaults
 
     async def completions(self, body: bytes, tenant: str) -> ASGIApp:
-        """The answer to `POST /v1/completions`."""
+        """The response to `POST /v1/completions`."""
         request = read_completion(body)
         refused = self._refusal(request, count=len(request.prompts))
         if refused is not None:
@@ -92,7 +92,7 @@ class TextEndpoint:
         return self._answer(request, prompts, texts, tenant=tenant, chat=False)
 
     async def chat(self, body: bytes, tenant: str) -> ASGIApp:
-        """The answer to `POST /v1/chat/completions`."""
+        """The response to `POST /v1/chat/completions`."""
         request = read_chat(body)
         refused = self._refusal(request)
         if refused is not None:
@@ -110,7 +110,7 @@ class TextEndpoint:
             )
 
     def _refusal(self, request: TextRequest, count: int = 1) -> ASGIApp | None:
-        """Whether it can be answered now, before anything is encoded."""
+        """The error response, if it cannot be answered now; checked before encoding."""
         self.require_model(request.model)
         if count > self._admission.limit:
             raise BadRequest(
@@ -142,7 +142,7 @@ class TextEndpoint:
         chat: bool,
     ) -> ASGIApp:
         if not self._router.answering:
-            # While it was encoded, they were lost.
+            # All instances were lost while the prompt was encoded.
             return errors.unavailable("no instance is ready")
         facts = self._facts
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -178,7 +178,7 @@ class TextEndpoint:
                 text=self._text,
             ),
             stream=request.stream,
-            tells_usage=request.include_usage,
+            includes_usage=request.include_usage,
             router=self._router,
             metrics=self._metrics,
             admission=self._admission,
@@ -213,7 +213,7 @@ class TextEndpoint:
             seed=request.seed,
             logprobs=request.logprobs or 0,
             scores_prompt=request.scores_prompt,
-            tells_logprobs=request.logprobs is not None,
+            returns_logprobs=request.logprobs is not None,
             priority=request.priority,
             tenant=tenant,
             reuse=request.cache != "off",
@@ -233,7 +233,7 @@ def _require_length(tokens: Sequence[int], *, longest: int, param: str) -> None:
 
 
 def _max_tokens(request: TextRequest, *, room: int) -> int:
-    """The longest answer; what a request leaves open fits in whatever the prompt leaves."""
+    """The longest answer; by default bounded by the room that the prompt leaves."""
     given = request.max_tokens
     if given is None:
         given = min(max(TOKENS_DEFAULT, request.min_tokens), room)
@@ -249,7 +249,7 @@ def _max_tokens(request: TextRequest, *, room: int) -> int:
             "context",
             param="max_tokens",
         )
-    # An instance always chooses one token. Who wants none hears of the prompt alone.
+    # An instance always samples one token; with max_tokens 0, only the prompt is returned.
     return max(1, given)
 
 
@@ -261,18 +261,18 @@ def _given(value: ValueT | None, default: ValueT) -> ValueT:
 
 
 REFUSED_FIELDS = frozenset({"logit_bias", "stop_token_ids"})
-"""Fields that only an instance can check; it begins its refusal with their names."""
+"""Fields that only an instance can check; its refusal begins with the field's name."""
 
 
 class Admission:
-    """How many prompts are under way, and how many may be."""
+    """Limits the number of prompts under way."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running = 0
 
     def refusal(self, count: int = 1) -> str:
-        """Why `count` more are not taken now; empty if they are."""
+        """Why `count` more are refused now; empty if they are not."""
         if self.running + count <= self.limit:
             return ""
         return f"{self.running} requests are under way, at most {self.limit} may be"
@@ -280,7 +280,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One prompt of a request, and who follows its answers."""
+    """One prompt of a request, and the reader of its answers."""
 
     submit: ms.Submit
     reader: AnswerReader
@@ -288,20 +288,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextResponse:
-    """An answer in the making: an ASGI response that ends with its client."""
+    """An ASGI response; the request ends when the client disconnects."""
 
     parts: Sequence[Part]
-    """A prompt each, all of which are answered at once."""
+    """The prompts, which are answered at the same time."""
     form: AnswerFormat
     stream: bool
-    tells_usage: bool
+    includes_usage: bool
     """Whether a stream ends with the usage."""
     router: Router
     metrics: ServerMetrics
     admission: Admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, unless too many requests are under way or the client goes away."""
         name_request(scope, self.parts[0].submit.id)
         refusal = self.admission.refusal(len(self.parts))
         if refusal:
@@ -335,8 +334,7 @@ class TextResponse:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces()) as pieces:
-            # The first piece tells whether the request was taken: until then a status can be
-            # chosen.
+            # Until the first piece, the instance may still refuse the request with a status.
             try:
                 first = await anext(pieces)
             except RequestRefusal as refusal:
@@ -358,7 +356,7 @@ class TextResponse:
         except InstanceLost as lost:
             return errors.unavailable(f"{lost}, in the middle of the answer")
         except RequestRefusal as refusal:
-            # One of several prompts.
+            # By the instance of one of several prompts.
             return _refused(refusal)
         return JSONResponse(self.form.whole(self._readers, found))
 
@@ -388,7 +386,7 @@ class TextResponse:
             kind = "rate_limit_error" if refusal.kind == "busy" else "invalid_request_error"
             await _event(send, {"error": errors.shape(str(refusal), kind)})
         else:
-            if self.tells_usage:
+            if self.includes_usage:
                 await _event(send, self.form.last_chunk(self._readers))
             await send(
                 {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True}
@@ -434,7 +432,6 @@ class TextResponse:
 
 
 def _refused(refusal: RequestRefusal) -> Response:
-    """The response to a request that an instance refused."""
     if refusal.kind == "busy":
         return errors.busy(str(refusal))
     field = str(refusal).partition(" ")[0]
@@ -445,7 +442,7 @@ async def _merged(
     streams: Sequence[AsyncGenerator[AnswerPiece, None]],
 ) -> AsyncGenerator[AnswerPiece, None]:
     """The pieces of several streams as they come; the first failure ends all of them."""
-    # Answers have bounded numbers of tokens, and so has this.
+    # Bounded by the number of tokens of the answers.
     queue: asyncio.Queue[AnswerPiece | asyncio.Task[None]] = asyncio.Queue()
 
     async def follow(stream: AsyncGenerator[AnswerPiece, None]) -> None:
@@ -472,7 +469,7 @@ async def _merged(
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Returns when the client is gone; the request's body has been read before."""
+    """Returns when the client disconnects; the body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
