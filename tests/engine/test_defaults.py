@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.engine.checkpoints import DEFAULT_NAME, ModelFiles
-from penstock.engine.defaults import CALM, Defaults, defaults_of
+from penstock.engine.defaults import GREEDY, Defaults, defaults_of
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def defaults(folder: Path, given: Any) -> Defaults:
 def test_the_default_model_is_calm_and_a_model_that_says_nothing_is_openai_s(
     tmp_path: Path,
 ) -> None:
-    assert defaults_of(ModelFiles(tmp_path / "model.gguf", DEFAULT_NAME)) == CALM
+    assert defaults_of(ModelFiles(tmp_path / "model.gguf", DEFAULT_NAME)) == GREEDY
     assert defaults_of(ModelFiles(tmp_path, "model")) == Defaults(temperature=1.0, top_p=1.0)
-    assert CALM.temperature == 0
+    assert GREEDY.temperature == 0
 
 
 def test_a_model_s_own_file_says_how(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from penstock.engine.batch import TokenSpan
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.requests import Request
 from penstock.engine.steps import Step
-from penstock.engine.worker import Here, Worker
+from penstock.engine.worker import CpuLane, Worker
 from penstock.errors import UnavailableError
 from tests.engine.test_engine import make_engine, prompt, run, tokens_of
 
 
-class Lane(Here):
+class Lane(CpuLane):
     """A GPU as a worker sees it: its marks are reached when it is told so."""
 
     stuck = False

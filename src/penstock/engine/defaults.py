@@ -1,12 +1,11 @@
-"""What an engine uses where its user gives nothing: the cache's sizes, and how tokens are chosen.
+"""Defaults of the engine: sizes of the cache, and options of sampling.
 
-`penstock serve` and `penstock.LLM` share these, so that they answer alike. How tokens are chosen
-depends on the model:
+`penstock serve` and `penstock.LLM` share them, so that they give equal answers. The options of
+sampling are:
 
-1. What the model's `generation_config.json` says, as in other servers. One that does not sample
-   takes the most likely token.
-2. For the default model, which has no such file, the most likely token.
-3. OpenAI's defaults.
+1. those of the model's `generation_config.json`, as in other servers (`do_sample` false: greedy);
+2. for the default model, which has no such file, greedy;
+3. otherwise OpenAI's defaults.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
     """The configuration of an engine: the given one, completed by what the model determines.
 
     Args:
-        model: The model that is computed.
-        given: What the user wants; without it, the device and host memory below it.
+        model: The model.
+        given: The user's configuration; without it, a device tier and a host tier.
         dtype: Of weights and KV.
     """
     config = given or _starting_config(model)
-    # Keys say which weights made the KV, and in which dtype it lies.
+    # Keys depend on the weights and on the dtype of the KV.
     version = config.model.weights_version or model.weights_version()
     named = replace(config.model, weights_version=version, kv_dtype=dtype)
     cache = config.cache
@@ -65,7 +64,7 @@ def _starting_config(model: ModelFiles) -> Config:
 def with_host_tier(
     cache: CacheSettings, kinds: tuple[TierKind, ...], gib: float
 ) -> tuple[CacheSettings, tuple[TierKind, ...]]:
-    """The tiers and their kinds with `gib` of host memory first; with 0, without host memory."""
+    """The tiers and their kinds, with `gib` of host memory as the first tier; 0: none."""
     below, kinds_below = cache.tiers, kinds
     if kinds and kinds[0].name == "host":
         below, kinds_below = below[1:], kinds[1:]
@@ -80,7 +79,7 @@ def with_host_tier(
 def require_memory(
     config: Config, architecture: Architecture, *, dtype: str, instances: int = 1
 ) -> None:
-    """Refuses what does not fit into the machine's memory; the kernel would kill the process.
+    """Refuses a model that does not fit into memory: the kernel would kill the process.
 
     Args:
         config: With the device's blocks.
@@ -109,7 +108,7 @@ def require_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """How tokens are chosen unless a request says otherwise."""
+    """The options of sampling that a request does not set."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -118,9 +117,9 @@ class Defaults:
     repetition_penalty: float = 1.0
 
 
-CALM = Defaults(temperature=0.0)
-"""For the default model. One of its size answers questions with nonsense otherwise: at 0.2 with
-`top_p` 0.9, which its authors recommend, two of three answers do not name the capital of France."""
+GREEDY = Defaults(temperature=0.0)
+"""For the default model. At temperature 0.2 with `top_p` 0.9, which its authors recommend, two of
+three answers of a model of its size do not name the capital of France."""
 FILE = "generation_config.json"
 
 
@@ -131,7 +130,7 @@ def defaults_of(model: ModelFiles) -> Defaults:
         ConfigError: its file has a value that cannot be used.
     """
     if model.name == DEFAULT_NAME:
-        return CALM
+        return GREEDY
     path = model.path / FILE
     return _read(path) if path.is_file() else Defaults()
 

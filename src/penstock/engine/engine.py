@@ -4,8 +4,8 @@
     while engine.unfinished:
         for output in engine.step(): ...
 
-`step` lets copies advance, plans the next step, hands it to the ranks and takes in what they
-have finished. It never waits for a copy.
+`step` advances copies, plans the next step, submits it to the ranks and collects their results. It
+never waits for a copy.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 PREFILL_SHARE = 0.75
-"""The speed of prompts is measured from steps of which at least this share is prompts."""
+"""Prefill speed is measured in steps in which at least this share of the tokens is prompts."""
 
 
 class Workers(Protocol):
-    """The ranks, wherever they are."""
+    """The ranks of one model, in this process or in others."""
 
     def submit(self, step: Step) -> None:
-        """Hands a step to every rank."""
+        """Starts a step on every rank."""
         ...
 
     def collect(self, *, deadline: float) -> StepResult | None:
@@ -59,52 +59,48 @@ class Workers(Protocol):
 
     @property
     def handed(self) -> HandedCounts:
-        """What ranks in other processes have handed over, or taken in."""
+        """The handoff counters of ranks in other processes."""
         ...
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks gracefully."""
         ...
 
     def abandon(self) -> None:
-        """Leaves the ranks: something is wrong, and they are to start anew."""
+        """Disconnects from the ranks after a failure; they are restarted."""
         ...
 
 
 class LocalWorkers:
-    """One rank, in this process: on a CPU, a step is computed when it is handed over."""
+    """One rank in this process; on a CPU, `submit` computes the step."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._pending: deque[Pending] = deque()
 
     def submit(self, step: Step) -> None:
-        """Computes the step, or has a GPU do so."""
         self._pending.append(self.worker.submit(step))
 
     def collect(self, *, deadline: float) -> StepResult | None:
-        """The oldest step's result; waits for a GPU until the deadline."""
         return self._pending.popleft().result(deadline) if self._pending else None
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """None: this rank is no other process."""
         return ()
 
     def take_reports(self) -> list[bytes]:
-        """None: the cache drives this rank itself."""
+        # The cache drives this rank itself.
         return []
 
     @property
     def handed(self) -> HandedCounts:
-        """Nothing: the one rank is in this process."""
         return HandedCounts()
 
     def close(self) -> None:
-        """There is nobody to end."""
+        pass
 
     def abandon(self) -> None:
-        """There is nobody to leave."""
+        pass
 
 
 class Engine:
@@ -121,14 +117,14 @@ class Engine:
         self.scheduler = scheduler
         self.cache = scheduler.cache
         self.handoffs = handoffs
-        """Its part in handoffs, if it has one: what to wait for beside the ranks."""
+        """Its side of handoffs, if it has one."""
         self.workers = workers
         self._step_timeout_s = step_timeout_s
         self._flying: list[_Flight] = []
         self._finished = 0.0
-        """When the last step was seen to have ended."""
+        """When the last step ended."""
         self.idle = False
-        """Whether the last `step` found nothing to do: only messages or copies can change that."""
+        """Whether the last `step` found nothing to do; only messages or copies change that."""
 
     @property
     def unfinished(self) -> int:
@@ -136,21 +132,20 @@ class Engine:
         return self.scheduler.unfinished
 
     def add(self, request: Request) -> None:
-        """Takes a request in; see `Scheduler.add` for what it refuses."""
+        """Adds a request; raises as `Scheduler.add` does."""
         self.scheduler.add(request)
 
     def abort(self, request: str) -> None:
-        """Ends a request, whatever it is doing."""
         self.scheduler.abort(request)
 
     def abort_all(self) -> None:
-        """Ends every request; nothing is returned for any of them."""
+        """Ends every request without outputs."""
         self.scheduler.abort_all()
         if self.handoffs is not None:
             self.handoffs.delivered.clear()
 
     def step(self) -> list[Output]:
-        """Lets copies advance and computes a step, if anything can run."""
+        """Advances copies and computes a step, if anything can run."""
         for report in self.workers.take_reports():
             self.cache.ranks.receive(report)
         self.cache.step()
@@ -166,58 +161,58 @@ class Engine:
         elif plan is not None:
             self.workers.submit(Step(COPIES_ALONE, [], [], plan))
         if self.copies_here and self.scheduler.count(Phase.LOADING) > loading:
-            # Blocks that were asked for just now set out before anything is waited for.
+            # Loads that have just been requested start before anything is waited for.
             self.cache.step()
             self.idle = False
-        # With room for another step in flight, the newest one need not be waited for.
+        # While another step may be in flight, the newest one is not waited for.
         if self._flying and (step is None or self._is_full):
             outputs += self._finish()
         return outputs
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """What to wait for when nothing can run."""
+        """The channels to wait on when nothing can run."""
         return self.workers.channels
 
     @property
     def copies_here(self) -> bool:
-        """Whether `step` itself moves blocks, so that waiting would delay them."""
+        """Whether `step` itself copies blocks, so that waiting would delay them."""
         return not self.workers.channels
 
     def change_weights(self, version: str) -> None:
-        """The model has other weights: nothing that was computed before is used any more."""
+        """The model has other weights: KV of the old ones is not used any more."""
         self.cache.change_weights(version)
         if self.handoffs is not None:
             self.handoffs.weights = version
 
     @property
     def handoff_outcomes(self) -> dict[str, int]:
-        """How many handoffs ended how."""
+        """The number of handoffs by outcome."""
         return {} if self.handoffs is None else dict(self.handoffs.outcomes)
 
     @property
     def handed(self) -> HandedCounts:
-        """What its ranks have handed over, or taken in."""
+        """The handoff counters of its ranks."""
         here = self.handoffs.rank if self.handoffs is not None else None
         return self.workers.handed if here is None else here.counts
 
     def close(self, timeout_s: float) -> None:
-        """Ends what is under way, drains the copies, and lets the ranks go."""
+        """Ends handoffs, finishes copies within `timeout_s`, and ends the ranks."""
         self._end_handoffs()
         self.cache.close(timeout_s)
         self.workers.close()
 
     def abandon(self) -> None:
-        """A rank is lost: gives everything back without waiting for anything."""
+        """A rank is lost: releases everything without waiting."""
         self._end_handoffs()
         self.workers.abandon()
         with warnings.catch_warnings():
-            # What runs is given up with its leases.
+            # Running requests are dropped with their leases.
             warnings.filterwarnings("ignore", "the cache was closed with open", ResourceWarning)
             self.cache.close(0.0)
 
     def _end_handoffs(self) -> None:
-        """Before blocks are given back: nothing is read from them or put into them after it."""
+        """Must come before blocks are released: handoffs read and write them."""
         if self.handoffs is not None:
             self.handoffs.door.close()
 
@@ -238,8 +233,8 @@ class Engine:
         return self.scheduler.finish(flight.step, result.sampled, result.scored)
 
     def _report_speed(self, flight: _Flight, now: float) -> None:
-        """Reports to the cache how fast prompts are computed, from steps that do little else."""
-        # One that was handed over while another was computed began when that one ended.
+        """Reports the prefill speed to the cache, from steps that do little else."""
+        # A step that was submitted while another one was computed began when that one ended.
         seconds = now - max(flight.began, self._finished)
         self._finished = now
         prefilled = sum(len(span.tokens) for span in flight.step.spans if not is_decode(span))

@@ -1,11 +1,11 @@
 """The process of an instance: `python -m penstock.engine.instance SPEC`, SPEC a descriptor.
 
-It loads the model (or meets the ranks that do), dials the server, and then turns in one loop:
-read the server's messages, compute a step, send its results. When nothing can run it waits on
+It loads the model (or waits for the ranks that do), connects to the server, and runs one loop:
+receive the server's messages, compute a step, send its results. When nothing can run, it waits on
 its channels.
 
-A server that started it ends it. A server that it joined is dialled again when it is lost: its
-requests end, and what is cached stays.
+When the server that started it is lost, it ends. When a server that it joined is lost, its requests
+end, its cache stays, and it dials the server again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
 from penstock.engine.engine import Engine, LocalWorkers
 from penstock.engine.handoffs import handoffs_of
-from penstock.engine.remote_workers import RemoteWorkers, meet_ranks, nobody
+from penstock.engine.remote_workers import RemoteWorkers, ignore_progress, meet_ranks
 from penstock.engine.reports import answer_to, token_bytes_of
 from penstock.engine.requests import Output, Request
 from penstock.engine.sampling_options import Sampling
@@ -53,17 +53,17 @@ logger = logging.getLogger(__name__)
 
 DIAL_S = 60.0
 REFUSED_S = 0.5
-"""The pause before a server that refused is dialled again."""
+"""The pause before a server that refused the connection is dialled again."""
 DIAL_AGAIN_S = 5.0
-"""How long one attempt to dial a server may take, for an instance that joins it."""
+"""The timeout of one attempt to connect, for an instance that joins a server."""
 RANKS_S = 300.0
-"""Loading a large model takes minutes; then something is wrong."""
+"""The timeout for all ranks to load; a large model takes minutes."""
 IDLE_S = 3600.0
-"""The longest wait of an idle instance; messages, ranks and signals wake it before."""
+"""The longest wait of an idle instance; messages, ranks and signals end it earlier."""
 DRAIN_S = 5.0
 EVENTS_A_MESSAGE = 512
 SLOW_SERVER_S = 1.0
-"""The longest wait for a server that is slower than the instance."""
+"""The longest wait for room in the channel to a slow server."""
 
 
 class ServerLost(UnavailableError):  # noqa: N818 - what happened to a server
@@ -71,7 +71,7 @@ class ServerLost(UnavailableError):  # noqa: N818 - what happened to a server
 
 
 class ServerOutbox:
-    """Messages to the server, in order; those it has no room for wait here."""
+    """Messages to the server, in order, kept until the channel has room."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -83,7 +83,7 @@ class ServerOutbox:
         return not self._frames
 
     def put(self, message: ms.InstanceMessage) -> None:
-        """Sends a message, now or when there is room."""
+        """Adds a message, which `flush` sends."""
         self._frames.append(ms.encode(message))
 
     def flush(self) -> bool:
@@ -115,7 +115,7 @@ class Instance:
         self._channel = channel
         self._outbox = ServerOutbox(channel)
         self._drained_by = math.inf
-        """When it stops whatever its requests do, once it was asked to."""
+        """The deadline of its requests after a stop signal."""
         config = spec.config
         assert config.cache.device is not None
         self._tiers = ["device", *(tier.name for tier in config.cache.tiers)]
@@ -124,7 +124,7 @@ class Instance:
         self._token_bytes = token_bytes_of(architecture, spec)
 
     def send_ready(self, model: str) -> None:
-        """Tells the server what the instance can do; it sends requests from now on."""
+        """Announces the instance; the server sends requests from now on."""
         self._outbox.put(
             ms.InstanceReady(
                 model=model,
@@ -140,22 +140,22 @@ class Instance:
         self._send_cached_blocks()
 
     def run(self, stop: penstock.StopSignal) -> str:
-        """Serves until the server is gone or the process is asked to stop; returns why.
+        """Serves until the server closes the channel or a stop signal arrives; returns why.
 
-        Asked to stop, it takes no new requests and ends those it has, within `drain_s`; asked
-        twice, it stops at once.
+        After a stop signal it accepts no new requests, and those under way have `drain_s` to
+        finish; after a second signal it stops at once.
 
         Raises:
             ServerLost: the server is lost.
             UnavailableError: a rank is lost.
-            PeerError: a rank or the server said what makes no sense.
+            PeerError: a rank or the server sent an invalid message.
         """
         while not (stop.stopping and self._is_drained(stop)):
             ended = self._listen()
             if ended:
                 return ended
             if not self._outbox.flush():
-                # The server is slower than we are: it is waited for, so that nothing piles up.
+                # The server is slower than this instance: wait, so that the outbox stays short.
                 wait_readable(self._channel.descriptor, time.monotonic() + SLOW_SERVER_S)
                 continue
             for output in self._engine.step():
@@ -172,7 +172,7 @@ class Instance:
         return "it was asked to stop"
 
     def _is_drained(self, stop: penstock.StopSignal) -> bool:
-        """Whether nothing is left to do for the server, or no time to do it."""
+        """Whether all requests have finished, or their time is over."""
         now = time.monotonic()
         if self._drained_by == math.inf:
             self._drained_by = now + self._spec.drain_s
@@ -183,14 +183,14 @@ class Instance:
         return self._engine.unfinished == 0 and self._outbox.empty
 
     def rejoin(self, stop: penstock.StopSignal) -> bool:
-        """Ends all requests and dials the server until it answers; `False` if we are to stop.
+        """Ends all requests and connects to the server again; `False` after a stop signal.
 
-        Handoffs and copies go on meanwhile.
+        Handoffs and copies continue meanwhile.
 
         Raises:
             UnavailableError: a rank is lost.
         """
-        # Also prompts that were computed and told of: their claims may never come.
+        # Also computed prompts that wait for a claim, which may never come.
         self._engine.abort_all()
         while not stop.stopping:
             spec = self._spec
@@ -198,7 +198,7 @@ class Instance:
             if self._wait_open(channel, stop):
                 self._outbox = ServerOutbox(channel)
                 return True
-            # One that refuses at once is not asked all the time.
+            # A pause, for a server that refuses at once.
             wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
         return False
 
@@ -218,7 +218,7 @@ class Instance:
     def _send_cached_blocks(self) -> None:
         """Sends a new server every cached block, as if it had just been stored."""
         cache = self._engine.cache
-        cache.take_kv_events()  # What they tell is in the snapshot.
+        cache.take_kv_events()  # The snapshot includes them.
         found = cache.kv_snapshot()
         stored = [
             BlocksStored(
@@ -231,7 +231,7 @@ class Instance:
             self._outbox.put(ms.CacheChanged(events=list(stored[first : first + EVENTS_A_MESSAGE])))
 
     def _was_handed(self, output: Output) -> bool:
-        """Whether another instance has computed the prompt of a request that just begins."""
+        """Whether a handoff delivered the prompt of a request; true once."""
         handoffs = self._engine.handoffs
         if handoffs is None or output.request not in handoffs.delivered:
             return False
@@ -239,15 +239,15 @@ class Instance:
         return True
 
     def hang_up(self) -> None:
-        """Ends the channel to the server; twice does no harm."""
+        """Closes the channel to the server; may be called twice."""
         self._channel.close()
 
     def close(self) -> None:
-        """Drains the copies and gives everything back."""
+        """Finishes copies and releases all resources."""
         self._engine.close(DRAIN_S)
 
     def abandon(self) -> None:
-        """A rank is lost: gives everything back at once."""
+        """A rank is lost: releases all resources without waiting."""
         self._engine.abandon()
 
     def _wait(self, stop: penstock.StopSignal, deadline: float) -> None:
@@ -255,11 +255,11 @@ class Instance:
         if not engine.idle:
             return
         if engine.copies_here and engine.cache.busy:
-            # At once where this thread has copies to make; on a GPU, when some have ended.
+            # Returns at once if this thread makes copies; on a GPU, when some have ended.
             engine.cache.wait(deadline)
             return
         channels: list[Waitable] = [self._channel, *engine.channels]
-        # From the first signal on it is always readable.
+        # After the first signal the descriptor stays readable.
         descriptors = [] if stop.stopping else [stop.descriptor]
         if engine.handoffs is not None:
             door = engine.handoffs.door
@@ -299,8 +299,8 @@ class Instance:
                 else:
                     self._engine.cache.reset(why)
             case ms.Ask():
-                told = answer_to(message, self._spec, self._engine, token_bytes=self._token_bytes)
-                self._outbox.put(ms.AskAnswer(id=message.id, json=told))
+                answer = answer_to(message, self._spec, self._engine, token_bytes=self._token_bytes)
+                self._outbox.put(ms.AskAnswer(id=message.id, json=answer))
 
     def _submit(self, message: ms.Submit) -> None:
         try:
@@ -344,7 +344,7 @@ class Instance:
                 seed=message.seed,
                 logprobs=message.logprobs,
             ),
-            # A config may name a stop token that the model cannot choose.
+            # A config may name a stop token that is not in the vocabulary.
             stop_tokens=frozenset(
                 token for token in (*own, *message.stop_tokens) if 0 <= token < words
             ),
@@ -359,7 +359,7 @@ class Instance:
 
 
 def _with_weights(spec: InstanceSpec, version: str) -> InstanceSpec:
-    """The instance as it is now: its weights are called otherwise than when it started."""
+    """The spec with another version of the weights."""
     model = replace(spec.config.model, weights_version=version)
     return msgspec.structs.replace(spec, config=replace(spec.config, model=model))
 
@@ -388,16 +388,16 @@ def _scored(output: Output) -> ms.Scored:
 
 
 def build_engine(
-    spec: InstanceSpec, *, progress: Callable[[int, int, int], None] = nobody
+    spec: InstanceSpec, *, progress: Callable[[int, int, int], None] = ignore_progress
 ) -> tuple[Engine, Architecture]:
-    """The engine of a spec: with its model here, or in the ranks that come.
+    """Makes the engine of a spec, with its model in this process or in those of its ranks.
 
     Args:
         spec: The instance.
-        progress: Told of each layer that a rank has read: rank, layers, of how many.
+        progress: Called after each layer that a rank has loaded: rank, layers, of how many.
 
     Raises:
-        UnavailableError: the ranks did not all come, or one was lost.
+        UnavailableError: the ranks did not all connect, or one was lost.
     """
     if spec.ranks == 1:
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
@@ -406,7 +406,7 @@ def build_engine(
         cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
         loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)
-        # On a CPU a step is computed when it is handed over: only a GPU is waited for.
+        # On a CPU, `submit` computes the step: only a GPU needs the timeout.
         engine = Engine(
             scheduler,
             LocalWorkers(loaded.worker),
@@ -446,7 +446,7 @@ def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | N
 
 
 def main(given: str) -> int:
-    """Runs the instance; the exit status is 0 when it ended in good order."""
+    """Runs the instance; returns the exit status, 0 for a graceful end."""
     spec = read_sealed(given, InstanceSpec)
     logs.set_up(spec.log_level, as_json=spec.log_json)
     if spec.threads:
@@ -455,7 +455,7 @@ def main(given: str) -> int:
         try:
             why = _serve(spec, _connect(spec, stop), stop)
         except (PeerError, UnavailableError) as error:
-            # The supervisor starts us anew, and our ranks with us.
+            # The supervisor restarts this process and its ranks.
             logger.error("instance ends: name=%s cause=%s", spec.name, error)  # noqa: TRY400
             return 1
     logger.info("instance ends: name=%s cause=%s", spec.name, why)
@@ -463,8 +463,8 @@ def main(given: str) -> int:
 
 
 def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
-    """A channel to the server; one that it joins may be started long after it."""
-    told = ""
+    """Connects to the server; a server that it joins may start much later."""
+    logged = ""
     while True:
         patience_s = DIAL_AGAIN_S if spec.joins else DIAL_S
         try:
@@ -477,18 +477,18 @@ def _connect(spec: InstanceSpec, stop: penstock.StopSignal) -> ZmqChannel:
         except UnavailableError as error:
             if stop.stopping or not spec.joins:
                 raise
-            if str(error) != told:
+            if str(error) != logged:
                 logger.warning("server not joined yet: name=%s cause=%s", spec.name, error)
-                told = str(error)
+                logged = str(error)
             wait_readable(stop.descriptor, time.monotonic() + REFUSED_S)
 
 
 def _serve(spec: InstanceSpec, channel: ZmqChannel, stop: penstock.StopSignal) -> str:
-    def tell(rank: int, layers: int, of: int) -> None:
+    def send_progress(rank: int, layers: int, of: int) -> None:
         channel.send(ms.encode(ms.LoadProgress(rank=rank, layers=layers, of=of)))
 
     try:
-        engine, architecture = build_engine(spec, progress=tell)
+        engine, architecture = build_engine(spec, progress=send_progress)
     except (PeerError, UnavailableError):
         channel.close()
         raise
@@ -526,7 +526,7 @@ def _answer(spec: InstanceSpec, instance: Instance, stop: penstock.StopSignal) -
 
 
 def _announce(spec: InstanceSpec) -> None:
-    """Prints that the instance has joined; whoever started it reads this line."""
+    """Prints that the instance has joined, for the user who started it."""
     sys.stdout.write(f"penstock: ready: {spec.name} has joined {spec.server}\n")
     sys.stdout.flush()
 

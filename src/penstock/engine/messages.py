@@ -1,4 +1,4 @@
-"""What a server and an engine instance send each other; see `instance.py` for the engine's side.
+"""The messages between a server and an engine instance.
 
 | from the server                | from the instance                                            |
 |--------------------------------|--------------------------------------------------------------|
@@ -8,9 +8,9 @@
 |                                | `CacheChanged`                                               |
 | `ResetCache`                   |                                                              |
 | `Ask`                          | `AskAnswer`                                                  |
-|                                | `Leaving` when it was asked to stop                          |
+|                                | `Leaving` after a stop signal                                |
 
-Frames are msgpack with a version byte before it; a field that is not known is refused.
+Frames are a version byte and msgpack; unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.vocabulary.frames import FrameCodec
 
 VERSION = 1
 What = Literal["statistics", "story", "timeline", "audit"]
-"""What an instance can be asked."""
+"""The questions that an instance answers."""
 
 
 class InstanceMessage(
@@ -44,9 +44,9 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
     max_tokens: int
     min_tokens: int = 0
     ignores_stop_tokens: bool = False
-    """Whether the model's own stop tokens end no answer."""
+    """Whether the model's own stop tokens are ignored."""
     stop_tokens: list[int] = []
-    """Tokens that end an answer besides."""
+    """More tokens that end an answer."""
     answers: int = 1
     temperature: float = 0.0
     top_p: float = 1.0
@@ -59,13 +59,13 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int = 0
     scores_prompt: bool = False
-    """Whether the prompt's tokens are told with their log-probabilities, in `Scored`."""
+    """Whether log-probabilities of the prompt's tokens are returned, in `Scored`."""
     priority: int = 0
     tenant: str = ""
     reuse: bool = True
     store: bool = True
     returns_logprobs: bool = True
-    """Whether the client hears log-probabilities; without, a first token can come alone."""
+    """Whether the client gets log-probabilities; if not, a handoff may bring the first token."""
     handoff: str = ""
     """The prompt is computed by one instance and answered by another, under this name."""
 
@@ -83,18 +83,18 @@ class ComputeLocally(InstanceMessage, frozen=True, kw_only=True):
 
 
 class StopAnswer(InstanceMessage, frozen=True, kw_only=True):
-    """The reader met a stop string in one answer."""
+    """A stop string was found in one answer."""
 
     id: str
     answer: int
 
 
 class ResetCache(InstanceMessage, frozen=True, kw_only=True):
-    """Everything cached is void."""
+    """Clears the cache."""
 
     why: str
     weights_version: str = ""
-    """What the weights are called from now on, if they have changed."""
+    """The new version of the weights, if they have changed."""
 
 
 class Ask(InstanceMessage, frozen=True, kw_only=True):
@@ -103,11 +103,11 @@ class Ask(InstanceMessage, frozen=True, kw_only=True):
     id: int
     what: What
     of: str = ""
-    """Whose story."""
+    """The request whose story is wanted."""
 
 
 class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
-    """How many of its layers a rank has read."""
+    """A rank has loaded `layers` of its `of` layers."""
 
     rank: int
     layers: int
@@ -115,18 +115,18 @@ class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
 
 
 class InstanceReady(InstanceMessage, frozen=True, kw_only=True):
-    """The instance takes requests from now on."""
+    """The instance accepts requests from now on."""
 
     model: str
     positions: int
-    """The longest context: what the model was made for, if the device has room for it."""
+    """The longest context, bounded by the model and by the device's blocks."""
     stop_tokens: list[int]
     config: Config
-    """Of the cache: a router makes keys from it."""
+    """Of the cache; the router computes keys with it."""
     tiers: list[str]
     """Names of the tiers, device first."""
     ready_s: list[float] = []
-    """How long the memory of each tier took until it could be used; 0 for the device."""
+    """How long it took to prepare the memory of each tier; 0 for the device."""
     role: Literal["both", "prefill", "decode"] = "both"
     partner: str = ""
     """The instance of its pair that has the other role."""
@@ -152,13 +152,13 @@ class Scored(InstanceMessage, frozen=True, kw_only=True):
 
     id: str
     position: int
-    """Of the first of them in the prompt."""
+    """The position of the first of them in the prompt."""
     logprobs: list[float]
     alternatives: list[list[tuple[int, float]]]
 
 
 class SubmitRefused(InstanceMessage, frozen=True, kw_only=True):
-    """A request was not taken."""
+    """A request was refused."""
 
     id: str
     kind: str
@@ -167,11 +167,11 @@ class SubmitRefused(InstanceMessage, frozen=True, kw_only=True):
 
 
 class Leaving(InstanceMessage, frozen=True, kw_only=True):
-    """The instance was asked to stop: it ends its requests and gets no more."""
+    """The instance stops: it finishes its requests and accepts no more."""
 
 
 class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
-    """What is cached where has changed: KV events, without gaps from the instance's start."""
+    """KV events, without gaps from the instance's start."""
 
     events: list[BlocksStored | BlocksRemoved | AllCleared]
 
@@ -204,23 +204,23 @@ _from_instance: FrameCodec[FromInstance] = FrameCodec(
 
 
 def encode(message: InstanceMessage) -> bytes:
-    """A message as a frame."""
+    """The frame of a message."""
     return _to_instance.encode(message)
 
 
 def read_by_instance(frame: bytes) -> ToInstance:
-    """A frame from a server.
+    """Decodes a frame from a server.
 
     Raises:
-        PeerError: it is none of the messages an instance takes.
+        PeerError: it is not a message of a server.
     """
     return _to_instance.decode(frame)
 
 
 def read_by_server(frame: bytes) -> FromInstance:
-    """A frame from an instance.
+    """Decodes a frame from an instance.
 
     Raises:
-        PeerError: it is none of the messages an instance sends.
+        PeerError: it is not a message of an instance.
     """
     return _from_instance.decode(frame)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer's weights, as far as this rank has them."""
+    """This rank's part of one layer's weights."""
 
     attention_norm: torch.Tensor
     query_key_value: torch.Tensor
@@ -48,8 +48,8 @@ class LayerWeights:
     down: torch.Tensor
 
 
-def _nothing(_layer: int) -> None:
-    """Nobody wants to know."""
+def _ignore(_layer: int) -> None:
+    pass
 
 
 class Decoder:
@@ -62,7 +62,7 @@ class Decoder:
         ranks: Ranks,
         *,
         attention: Attention | None = None,
-        progress: Callable[[int], None] = _nothing,
+        progress: Callable[[int], None] = _ignore,
     ) -> None:
         self.architecture = architecture
         self._ranks = ranks
@@ -78,19 +78,18 @@ class Decoder:
         )
         frequencies = torch.tensor(rotary_frequencies(architecture), dtype=torch.float64)
         angles = torch.arange(architecture.positions, dtype=torch.float64)[:, None] * frequencies
-        # Both halves of a head turn by the same angles.
+        # Both halves of a head rotate by the same angles.
         both = torch.cat((angles, angles), dim=-1)
         placed = {"device": self._embedding.device, "dtype": self._embedding.dtype}
         self._angles = Turn(both.cos().to(**placed), both.sin().to(**placed))
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
         return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its weights and its KV are made of."""
+        """Of weights and KV."""
         return self._embedding.dtype
 
     @torch.inference_mode()
@@ -99,11 +98,11 @@ class Decoder:
         batch: StepBatch,
         kv: Sequence[torch.Tensor],
         *,
-        after_layer: Callable[[int], None] = _nothing,
+        after_layer: Callable[[int], None] = _ignore,
     ) -> torch.Tensor | None:
-        """The logits of the wanted rows on the first rank, nothing on the others.
+        """The logits of the output rows on the first rank, `None` on the others.
 
-        `after_layer` is called once the KV of a layer is computed, for those who wait for it.
+        `after_layer` is called when the KV of a layer is computed, or queued on a GPU.
         """
         hidden = embedding(batch.tokens, self._embedding)
         turn = self._attention.turn(self._angles, batch)
@@ -180,7 +179,7 @@ def _layer_weights(architecture: Architecture, weights: RankWeights, number: int
 
 
 class Heads(NamedTuple):
-    """What a layer projected: [tokens, heads, channels] each."""
+    """The projections of a layer: [tokens, heads, channels] each."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -188,14 +187,14 @@ class Heads(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """How the rotary embedding turns each position: [positions, channels] each."""
+    """The rotary embedding of each position: [positions, channels] each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class Attention(Protocol):
-    """One layer's attention: turns, writes K and V to their places, and reads."""
+    """One layer's attention: rotates, writes K and V to their blocks, and attends."""
 
     def turn(self, angles: Turn, batch: StepBatch) -> Turn:
         """Prepares the angles of a batch, once for all layers."""
@@ -260,9 +259,9 @@ def _prefill_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: PrefillRo
 
 
 def _seen(rows: PrefillRows, device: torch.device) -> torch.Tensor:
-    """Which tokens each token of a chunk attends to: all before the chunk, and those up to it.
+    """The mask of a chunk: each token attends to all tokens up to it.
 
-    torch has this as a bias without memory, but to import it takes two seconds.
+    torch has a bias for this that needs no memory, but its import takes two seconds.
     """
     ones = torch.ones((rows.length, rows.context), dtype=torch.bool, device=device)
     return ones.tril(diagonal=rows.context - rows.length)
@@ -279,7 +278,7 @@ def decode_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: DecodeRows)
     kv_heads = kv.shape[3]
     key, value = (kv[part, rows.tables].flatten(1, 2)[:, : rows.longest] for part in (0, 1))
     seen = torch.arange(rows.longest, device=query.device) < rows.lengths[:, None]
-    # The query heads of one KV head are rows of one matrix: no copy of K and V for each.
+    # The query heads of one KV head are rows of one matrix, so K and V are not copied for each.
     found = scaled_dot_product_attention(
         query.view(count, kv_heads, heads // kv_heads, channels),
         key.transpose(1, 2),
@@ -290,7 +289,7 @@ def decode_by_gathering(query: torch.Tensor, kv: torch.Tensor, rows: DecodeRows)
 
 
 class Ranks(Protocol):
-    """What the model needs of the other ranks."""
+    """Collectives over the ranks of a model."""
 
     share: Share
 
@@ -312,11 +311,9 @@ class Alone:
         self.share = share
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """The part itself."""
         return part
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The logits themselves."""
         return logits
 
 
@@ -337,7 +334,7 @@ class Together:
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor | None:
         """All logits, on the first rank."""
-        # Shares differ in size by at most one row: equal shapes are what gather wants.
+        # Shares differ in size by at most one row, and gather needs equal shapes.
         widest = max(self._sizes)
         if logits.shape[1] < widest:
             logits = torch.nn.functional.pad(logits, (0, widest - logits.shape[1]))
@@ -354,5 +351,5 @@ class Together:
 
 
 def _lost(error: RuntimeError) -> UnavailableError:
-    """What gloo and nccl raise when a peer is gone is a plain `RuntimeError`."""
+    # gloo and nccl raise a plain `RuntimeError` when a peer is gone.
     return UnavailableError(f"another rank is lost: {error}")

@@ -1,8 +1,7 @@
 """The process of one rank: `python -m penstock.engine.rank_process SPEC`, SPEC a descriptor.
 
-It dials its scheduler, meets the other ranks, loads its share of the model and computes until
-the scheduler says that this is the end. Anything else ends it with status 1, and whoever
-started it starts it anew.
+It connects to its scheduler, meets the other ranks, loads its share of the model and computes
+steps until the scheduler sends `End`. Any other end has status 1, and the supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_S = 60.0
-"""A meeting, or a sum over the ranks, that takes longer means that one is gone."""
+"""The timeout of a collective: if it takes longer, a rank is gone."""
 
 
 def main(given: str) -> int:
-    """Runs the rank; the exit status is 0 when its scheduler ended in good order."""
+    """Runs the rank; returns the exit status, 0 if its scheduler ended gracefully."""
     spec = read_sealed(given, RankSpec)
     logs.set_up(spec.instance.log_level, as_json=spec.instance.log_json)
     name = f"{spec.instance.name}-rank-{spec.rank}"
@@ -61,10 +60,10 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
         torch.set_num_threads(instance.threads)
     _meet(spec, place)
 
-    def tell(layers: int, of: int) -> None:
+    def send_progress(layers: int, of: int) -> None:
         channel.send(encode(RankLoading(spec.rank, layers, of)))
 
-    loaded = load_rank(instance, rank=spec.rank, progress=tell)
+    loaded = load_rank(instance, rank=spec.rank, progress=send_progress)
     handed = rank_handoffs(instance, loaded.architecture, loaded.tier, rank=spec.rank)
     loaded.worker.handed = handed
     with (
@@ -72,8 +71,7 @@ def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
         penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier, keeper=keeper()) as rank,
     ):
         loaded.worker.steps = rank.steps
-        # From now on it ends with its scheduler: told to stop before it, it would take the
-        # scheduler's last step away.
+        # From now on it ends with its scheduler, whose last step it would break otherwise.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             return serve_rank(channel, loaded.worker, rank, handed)
@@ -97,10 +95,10 @@ def _meet(spec: RankSpec, place: str) -> None:
 
 
 def _part() -> None:
-    """Ends the threads that met the other ranks, before the interpreter ends.
+    """Ends the threads of gloo before the interpreter ends.
 
-    Gloo's let go of tensors, for which they need the interpreter: one that comes too late for that
-    has the whole process aborted. (NCCL would wait for a device that may be stuck.)
+    They release tensors, which needs the interpreter; a thread that does so too late aborts the
+    process. (NCCL is left alone: it would wait for a device that may be stuck.)
     """
     if distributed.is_initialized() and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()

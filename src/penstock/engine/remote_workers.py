@@ -45,22 +45,22 @@ if TYPE_CHECKING:
     from penstock.transport.zeromq import Listener
 
 IDLE_S = 3600.0
-"""The longest wait of an idle rank; a message wakes it before."""
+"""The longest wait of an idle rank; a message ends it earlier."""
 
 
 class RemoteWorkers:
-    """The ranks of one model, as their scheduler sees them."""
+    """The scheduler's connections to the ranks of one model."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self.channels = list(channels)
         """In the order of the ranks."""
         self._reports: list[bytes] = []
-        """What the ranks said about copies, for the owner of the cache."""
+        """Reports of the ranks about copies, for the cache."""
         self._answers: list[deque[StepResult]] = [deque() for _ in channels]
         self._handed = [HandedCounts() for _ in channels]
 
     def submit(self, step: Step) -> None:
-        """Hands a step to every rank.
+        """Sends a step to every rank.
 
         Raises:
             UnavailableError: a rank is lost.
@@ -70,7 +70,7 @@ class RemoteWorkers:
             channel.send(frame)
 
     def collect(self, *, deadline: float) -> StepResult | None:
-        """The first rank's answer to the oldest step, once every rank has answered it."""
+        """The first rank's result of the oldest step, once every rank has finished it."""
         while not all(self._answers):
             waiting = [c for c, got in zip(self.channels, self._answers, strict=True) if not got]
             if not wait_any(waiting, deadline=deadline).channels:
@@ -80,22 +80,22 @@ class RemoteWorkers:
         return results[0]
 
     def take_reports(self) -> list[bytes]:
-        """What the ranks said about copies since the last call."""
+        """The ranks' reports about copies since the last call."""
         self.listen()
         reports, self._reports = self._reports, []
         return reports
 
     @property
     def handed(self) -> HandedCounts:
-        """What all ranks have handed over, or taken in, as they last told."""
+        """The handoff counters of all ranks, by their last reports."""
         return sum(self._handed, HandedCounts())
 
     def listen(self) -> None:
-        """Takes in what has arrived.
+        """Receives what has arrived.
 
         Raises:
             UnavailableError: a rank is lost.
-            PeerError: a rank said what makes no sense.
+            PeerError: a rank sent an invalid message.
         """
         for rank, channel in enumerate(self.channels):
             while not isinstance(said := channel.receive(), Empty):
@@ -111,14 +111,14 @@ class RemoteWorkers:
                     self._answers[rank].append(result)
 
     def close(self) -> None:
-        """Tells the ranks that nothing more will come, and that all is well."""
+        """Ends the ranks gracefully."""
         for channel in self.channels:
             if not isinstance(channel.receive(), ChannelClosed | ChannelFailed):
                 channel.send(encode(End()))
             channel.close()
 
     def abandon(self) -> None:
-        """Leaves the ranks without a word: they end as failed, and are started anew."""
+        """Closes the channels without `End`: the ranks fail and are restarted."""
         for channel in self.channels:
             channel.close()
 
@@ -126,14 +126,14 @@ class RemoteWorkers:
 def serve_rank(
     channel: Channel, worker: Worker, rank: Rank, handed: RankHandoffs | None = None
 ) -> str:
-    """Computes what arrives until the scheduler says that this is the end.
+    """Computes steps until the scheduler sends `End`; returns why it ended.
 
     Raises:
         UnavailableError: the scheduler is lost.
-        PeerError: it said what makes no sense.
+        PeerError: it sent an invalid message.
     """
     channel.send(encode(RankLoaded(rank.facts.to_bytes())))
-    told = HandedCounts()
+    reported = HandedCounts()
     while True:
         match channel.receive():
             case ReceivedFrame(frame):
@@ -144,32 +144,33 @@ def serve_rank(
                     raise PeerError(f"the scheduler said {message}, must be a step or the end")
                 channel.send(encode(_computed(message, worker, rank, handed)))
             case ChannelClosed():
-                raise UnavailableError("the scheduler left without a word")
+                raise UnavailableError("the scheduler closed the channel")
             case ChannelFailed(cause):
                 raise UnavailableError(f"the scheduler is lost: {cause}")
             case Empty():
                 report = rank.step()
                 if report is not None:
                     channel.send(encode(StepResult(0, [], [report])))
-                told = _hand_over(channel, handed, told)
+                reported = _step_handoffs(channel, handed, reported)
                 _wait(channel, rank, handed)
 
 
-def _hand_over(channel: Channel, handed: RankHandoffs | None, told: HandedCounts) -> HandedCounts:
-    """Lets handoffs advance; tells what was handed over, and returns it, if that has changed."""
+def _step_handoffs(
+    channel: Channel, handed: RankHandoffs | None, reported: HandedCounts
+) -> HandedCounts:
+    """Advances handoffs and reports their counters if they changed; returns the last report."""
     if handed is None:
-        return told
+        return reported
     handed.door.step()
     counts = handed.counts
-    if counts != told and not handed.door.has_work:
-        # Parts come between steps: no step may follow the last of them.
+    if counts != reported and not handed.door.has_work:
+        # Parts arrive between steps, and no step may follow the last of them.
         channel.send(encode(StepResult(0, [], handed=counts)))
         return counts
-    return told
+    return reported
 
 
 def _wait(channel: Channel, rank: Rank, handed: RankHandoffs | None) -> None:
-    """Waits for something to do."""
     deadline = time.monotonic() + IDLE_S
     if handed is None:
         rank.wait(deadline, channels=[channel])
@@ -198,24 +199,24 @@ def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | Non
 
 VERSION = 1
 DIAL_S = 300.0
-"""A rank may be started long before its scheduler, which waits for its restart."""
+"""A rank may be started long before its scheduler, which may have to be restarted."""
 
 
 class RankCame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A rank is there."""
+    """A rank has connected."""
 
     rank: int
 
 
 class MeetAt(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All ranks are there: load your share of the model."""
+    """All ranks have connected: meet the others and load your share of the model."""
 
     place: str
     """The file over which `torch.distributed` finds the other ranks."""
 
 
 class RankLoading(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """How many of its layers a rank has read."""
+    """A rank has loaded `layers` of its `of` layers."""
 
     rank: int
     layers: int
@@ -229,7 +230,7 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Nothing more will come, and all is well."""
+    """The scheduler ends gracefully: no more steps."""
 
 
 FromRank = RankCame | RankLoading | RankLoaded | StepResult
@@ -244,30 +245,30 @@ _to_rank: FrameCodec[ToRank] = FrameCodec(
 
 
 def encode(message: FromRank | ToRank) -> bytes:
-    """A message as a frame."""
+    """The frame of a message."""
     return _to_rank.encode(message)
 
 
 def read_by_scheduler(frame: bytes) -> FromRank:
-    """A frame from a rank.
+    """Decodes a frame from a rank.
 
     Raises:
-        PeerError: it is none of the messages that a rank sends.
+        PeerError: it is not a message of a rank.
     """
     return _from_rank.decode(frame)
 
 
 def read_by_rank(frame: bytes) -> ToRank:
-    """A frame from a scheduler.
+    """Decodes a frame from a scheduler.
 
     Raises:
-        PeerError: it is none of the messages that a scheduler sends.
+        PeerError: it is not a message of a scheduler.
     """
     return _to_rank.decode(frame)
 
 
-def nobody(_rank: int, _layers: int, _of: int) -> None:
-    """Nobody wants to know how far the ranks are."""
+def ignore_progress(_rank: int, _layers: int, _of: int) -> None:
+    """The default of `progress`."""
 
 
 def meet_ranks(
@@ -275,18 +276,18 @@ def meet_ranks(
     *,
     ranks: int,
     deadline: float,
-    progress: Callable[[int, int, int], None] = nobody,
+    progress: Callable[[int, int, int], None] = ignore_progress,
 ) -> tuple[list[Channel], list[RankFacts]]:
-    """Lets all ranks in, has them meet each other, and waits until they have loaded.
+    """Accepts all ranks, lets them meet each other, and waits until they have loaded.
 
     Raises:
-        UnavailableError: they did not all come in time, or one was lost.
-        PeerError: one said what makes no sense.
+        UnavailableError: they did not all connect in time, or one was lost.
+        PeerError: one sent an invalid message.
     """
     came: dict[int, Channel] = {}
     try:
         _await_all(listener, came, ranks, deadline)
-        # Memory that only this process keeps: no file is left, and no later life finds it.
+        # A memory file of this process: nothing is left on disk, and no later life finds it.
         place = os.memfd_create("penstock-meeting")
         try:
             for channel in came.values():
@@ -306,11 +307,11 @@ def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadlin
         channel = listener.accept(deadline=deadline)
         if channel is None:
             missing = sorted(set(range(ranks)) - set(came))
-            raise UnavailableError(f"ranks {missing} of {ranks} did not come in time")
+            raise UnavailableError(f"ranks {missing} of {ranks} did not connect in time")
         said = channel.receive(deadline=deadline)
         message = read_by_scheduler(said.frame) if isinstance(said, ReceivedFrame) else None
         if not isinstance(message, RankCame):
-            # A rank that died while it came: its next life will come, too.
+            # A rank that died while it connected; it is restarted and connects again.
             channel.close()
             continue
         if not 0 <= message.rank < ranks:
@@ -346,10 +347,10 @@ def _await_facts(
 
 
 def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel, str]:
-    """A rank's way in: the channel to its scheduler, and where to meet the other ranks.
+    """Connects a rank to its scheduler; returns the channel, and where to meet the other ranks.
 
     Raises:
-        UnavailableError: the scheduler did not answer in time, or went away.
+        UnavailableError: the scheduler did not answer in time, or is gone.
     """
     deadline = time.monotonic() + DIAL_S
     settings = ChannelSettings(open_s=DIAL_S)
@@ -359,5 +360,5 @@ def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel,
     message = read_by_rank(said.frame) if isinstance(said, ReceivedFrame) else None
     if not isinstance(message, MeetAt):
         channel.close()
-        raise UnavailableError(f"rank {rank} was not told where to meet: {message or said}")
+        raise UnavailableError(f"rank {rank} got no meeting place: {message or said}")
     return channel, message.place

@@ -1,7 +1,6 @@
-"""What an instance reports about itself when it is asked: statistics, a story, its times.
+"""An instance's answers to questions about itself: statistics, a story, its timeline.
 
-Everything here is asked for, so it may cost a little; nothing here changes anything but the
-audit, which ends the instance if the books do not add up.
+Nothing here changes any state; an audit ends the instance if an invariant is violated.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int)
     """The answer to a question, as JSON.
 
     Args:
-        ask: the question.
-        spec: of the instance.
-        engine: of the instance.
-        token_bytes: the KV of one token, over all layers and ranks.
+        ask: The question.
+        spec: The instance.
+        engine: Its engine.
+        token_bytes: Bytes of KV of one token, over all layers and ranks.
 
     Raises:
-        InvariantViolation: an audit was asked for, and something is wrong.
+        InvariantViolation: an audit found a violated invariant.
     """
     match ask.what:
         case "story":
@@ -46,7 +45,7 @@ def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int)
 
 
 def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
-    """The KV of one token, over all layers and heads."""
+    """Bytes of KV of one token, over all layers and heads."""
     heads = 2 * architecture.layers * architecture.kv_heads
     return heads * architecture.head_dim * int(spec.torch_dtype.itemsize)
 

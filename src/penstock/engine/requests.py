@@ -1,13 +1,13 @@
-"""A request and its answers, as the scheduler sees them.
+"""A request and its answers, as the scheduler keeps them.
 
 | `Phase`    | means                                                     | next                 |
 |------------|-----------------------------------------------------------|----------------------|
 | `WAITING`  | has no blocks: new, preempted, or its blocks were lost     | `LOADING`, `RUNNING` |
-| `LOADING`  | its blocks are on their way to the device                  | `RUNNING`, `WAITING` |
+| `LOADING`  | its blocks are being loaded to the device                  | `RUNNING`, `WAITING` |
 | `FORKING`  | waits for the first answer's prompt, to share its blocks   | `RUNNING`, `WAITING` |
-| `CLAIMING` | its prompt's KV is on its way from another instance        | `RUNNING`            |
+| `CLAIMING` | a handoff brings its prompt's KV from another instance     | `RUNNING`            |
 | `RUNNING`  | can be part of a step                                     | `WAITING`, `ENDED`   |
-| `ENDED`    | the end; its blocks go when no step touches them any more   |                    |
+| `ENDED`    | its blocks are released when no step uses them any more    |                      |
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Reason(enum.Enum):
     """Why an answer ended."""
 
     STOP = "stop"
-    """A stop token, or the reader met a stop string."""
+    """A stop token or a stop string."""
     LENGTH = "length"
     ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asks for."""
+    """A prompt with its options."""
 
     id: str
     prompt: tuple[int, ...]
@@ -63,12 +63,12 @@ class Request:
     store: bool = True
     """Whether its blocks may be cached."""
     handoff: str = ""
-    """The name under which its prompt's KV goes to another instance, or comes from one."""
+    """The name of the handoff that sends its prompt's KV to another instance, or brings it."""
     first_alone: bool = False
-    """Whether the first token may come from there, too: without its log-probability."""
+    """Whether the handoff may bring the first token too, without its log-probability."""
     scores_prompt: bool = False
-    """Whether the prompt's own tokens are told with their log-probabilities. It is computed for
-    that, whatever is cached of it."""
+    """Whether log-probabilities of the prompt's tokens are returned; it is then computed even if
+    it is cached."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -116,22 +116,22 @@ class Answer:
         self.arrival = arrival
         self.phase = Phase.WAITING if number == 0 else Phase.FORKING
         self.tokens = list(request.prompt)
-        """The prompt and what was generated."""
+        """The prompt and the generated tokens."""
         self.lease: Lease | None = None
         self.shares = False
-        """Whether its unfinished block may be another answer's as well, until it grows."""
+        """Whether its unfinished block may be shared with another answer, until it grows."""
         self.scheduled = 0
-        """Leading tokens whose KV is computed, or will be by a step that is under way."""
+        """Leading tokens whose KV is computed, or is being computed by a step under way."""
         self.computed = 0
         """Leading tokens whose KV was computed by steps that have ended."""
         self.unknown = 0
         """Tokens that a step under way will add."""
         self.flying = 0
-        """Steps under way that touch its blocks."""
+        """Steps under way that use its blocks."""
         self.handed = not request.handoff or number > 0 or request.scores_prompt
-        """Whether its handoff was begun, or is not to be: it is tried once."""
+        """Whether its handoff has begun or is not wanted; it is tried once."""
         self.held = False
-        """Whether a handoff reads its blocks, or fills them."""
+        """Whether a handoff reads or writes its blocks."""
         self.scored = 1 if request.scores_prompt and number == 0 else len(request.prompt)
         """Leading tokens of the prompt that are scored; the first has no log-probability."""
         self.cached_by_tier: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ class Answer:
 
     @property
     def name(self) -> str:
-        """The request's id, with the number of a further answer; for stories and logs."""
+        """The request's id, with the number of any answer but the first; for stories and logs."""
         return f"{self.request.id}#{self.number}" if self.number else self.request.id
 
     @property
@@ -149,7 +149,7 @@ class Answer:
 
     @property
     def left(self) -> int:
-        """Tokens whose KV no step has been asked for yet."""
+        """Tokens whose KV no step has been planned for."""
         return len(self.tokens) + self.unknown - self.scheduled
 
     @property
@@ -159,15 +159,14 @@ class Answer:
 
     @property
     def waits_for_token(self) -> bool:
-        """Whether its next token depends on one that a step under way is choosing."""
+        """Whether its next token depends on one that a step under way samples."""
         return self.unknown > 0 and self.request.sampling.needs_tokens
 
     def token_sampling(self) -> TokenSampling:
-        """How its next token is chosen."""
         sampling = self.request.sampling
         seed = sampling.seed if sampling.seed is not None else hash((self.request.id, "seed"))
-        # One number for each position and answer, so that a step that is computed again after
-        # a preemption draws the same token.
+        # One seed for each position and answer, so that a step that is repeated after a
+        # preemption samples the same token.
         position = len(self.tokens) + self.unknown
         mixed = (seed * 0x9E3779B97F4A7C15 + position * 0x100000001B3 + self.number) % 2**63
         request, length = self.request, len(self.request.prompt)

@@ -1,10 +1,10 @@
-"""From logits to the next token, for all requests of a step at once.
+"""Samples the next tokens of all requests of a step at once.
 
-Greedy requests take the largest logit. The others draw from their own generator, so that a
-request with a seed answers the same whatever runs beside it.
+Greedy requests take the largest logit. The others use a generator each, so that a request with a
+seed gets the same answer whatever else runs.
 
-The one rule: nothing here waits for the device, and nothing that a client may ask for makes a
-draw impossible. The likeliest token is never left out.
+The one rule: nothing here waits for the device, and the likeliest token always stays possible,
+whatever options a client sends.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ if TYPE_CHECKING:
 
 
 class Named:
-    """Tokens with their log-probabilities, on their way to the CPU.
+    """Tokens with their log-probabilities, while they are copied to the CPU.
 
     Args:
         scores: Log-probabilities, a row for each token.
         tokens: The tokens.
-        counts: How many alternatives are told with each.
+        counts: How many alternatives are returned with each.
     """
 
     def __init__(self, scores: torch.Tensor, tokens: torch.Tensor, counts: Sequence[int]) -> None:
         self._counts = list(counts)
         likeliest = scores.topk(min(max(self._counts, default=0), scores.shape[1]))
-        # In doubles, which hold a token exactly: one copy for all there is to tell.
+        # As doubles, which hold token ids exactly, so that one copy is enough.
         parts = (
             tokens[:, None],
             scores.gather(1, tokens[:, None]),
             likeliest.indices,
             likeliest.values,
         )
-        self._numbers = _on_the_way_to_the_cpu(torch.cat([part.double() for part in parts], dim=1))
+        self._numbers = _copied_to_cpu(torch.cat([part.double() for part in parts], dim=1))
 
     def read(self) -> list[Sampled]:
-        """What they are, once the device has got there."""
-        told = []
+        """The tokens; call it only when the copy has ended."""
+        found = []
         for count, numbers in zip(self._counts, self._numbers.tolist(), strict=True):
             tokens, scores = numbers[2:], numbers[2 + (len(numbers) - 2) // 2 :]
             named = [
                 (int(token), score)
                 for token, score in zip(tokens[:count], scores[:count], strict=False)
             ]
-            told.append(Sampled(int(numbers[0]), numbers[1], named))
-        return told
+            found.append(Sampled(int(numbers[0]), numbers[1], named))
+        return found
 
 
 class SampledBatch:
-    """Tokens that were chosen, where the logits are; to be read when the device is there.
+    """Sampled tokens, on the device of the logits.
 
-    `tokens` is what the next step may compute on without anybody having read it.
+    The next step may use `tokens` before the CPU has read them.
 
     Raises:
         ValueError: there is not one option for each row.
@@ -75,18 +75,18 @@ class SampledBatch:
         self._named = Named(scores, self.tokens, [option.logprobs for option in options])
 
     def read(self) -> list[Sampled]:
-        """What was chosen, once the device has got there."""
+        """The tokens; call it only when the step has ended."""
         return self._named.read()
 
 
 def scored(logits: torch.Tensor, targets: Sequence[int], *, logprobs: int) -> Named:
-    """How likely tokens are that are known already, a row of logits for each."""
+    """The log-probabilities of known tokens, by a row of logits for each."""
     scores = logits.float().log_softmax(dim=-1)
     return Named(scores, _sent(targets, torch.int64, logits.device), [logprobs] * len(targets))
 
 
-def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:
-    """The same numbers in pinned memory; on a GPU they are there when its work so far is done."""
+def _copied_to_cpu(numbers: torch.Tensor) -> torch.Tensor:
+    """Copies to pinned memory; from a GPU, the copy ends after its work so far."""
     if numbers.device.type == "cpu":
         return numbers
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -96,7 +96,7 @@ def _on_the_way_to_the_cpu(numbers: torch.Tensor) -> torch.Tensor:
 def _sent(
     numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Numbers on the device, without waiting for what it is doing."""
+    """Copies numbers to the device without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=dtype)
     # Torch keeps pinned memory until the copy has ended.
@@ -104,7 +104,7 @@ def _sent(
 
 
 def _changed(logits: torch.Tensor, options: Sequence[TokenSampling]) -> torch.Tensor:
-    """The logits as the requests want them; the same tensor if nobody wants anything."""
+    """The logits with all changes; the same tensor if there are none."""
     if all(option.change is None for option in options):
         return logits
     changed = logits.clone()
@@ -132,8 +132,8 @@ def _change(row: torch.Tensor, change: LogitChange) -> None:
 
 
 def _drawn(logits: torch.Tensor, option: TokenSampling) -> torch.Tensor:
-    """One token by lot, of those that `min_p`, then `top_k`, then `top_p` leave."""
-    # Less the largest, so that no temperature makes them overflow.
+    """Samples one of the tokens that `min_p`, then `top_k`, then `top_p` leave."""
+    # The largest is subtracted, so that no temperature makes them overflow.
     logits = (logits - logits.max()) / option.temperature
     if option.min_p > 0:
         probabilities = logits.softmax(dim=-1)
@@ -144,8 +144,8 @@ def _drawn(logits: torch.Tensor, option: TokenSampling) -> torch.Tensor:
     probabilities = logits.softmax(dim=-1)
     if option.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
-        # A token stays if those before it have not reached the share yet. The first always does,
-        # also where the share is too small for a float.
+        # A token stays if those before it do not reach `top_p`. The first always stays, even if
+        # `top_p` is too small for a float.
         left_out = ordered.cumsum(dim=-1) - ordered >= option.top_p
         left_out[0] = False
         ordered = ordered.masked_fill(left_out, 0)

@@ -4,12 +4,12 @@
     step = scheduler.plan()                     # None when nothing can run
     outputs = scheduler.finish(step, sampled)   # in the order of the steps
 
-Decodes come first, then chunks of prompts, then new requests, within a number of tokens a step.
-Loads from lower tiers are a phase of a request: others go on. When blocks run out, the least
-urgent request gives its blocks back and returns through the cache.
+Decodes come first, then chunks of prompts, then new requests, within a number of tokens a step. A
+request that loads blocks from a lower tier does not delay others. When blocks run out, the least
+urgent request is preempted and later finds its blocks in the cache.
 
-The one rule: a lease is released, preempted or grown over only when no step under way touches
-its blocks, whatever became of its request.
+The one rule: a lease is released or preempted only when no step under way uses its blocks, even if
+its request has ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 COMMITTED_BLOCKS = 4
-"""Blocks of an answer that are committed together, or what there is at its end: a block by
-itself costs its step a save of its own, and hardly anybody wants half an answer."""
+"""Blocks of an answer that are committed together (fewer at its end): each commit costs its step a
+save, and half an answer is rarely reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Scheduler:
         self._flying: deque[tuple[Step, list[int]]] = deque()
         self._outputs: list[Output] = []
         self._ended: list[Lease] = []
-        """Leases of answers that are over, which are to be given back."""
+        """Leases of ended answers, which are released later."""
 
     @property
     def unfinished(self) -> int:
@@ -93,7 +93,7 @@ class Scheduler:
         return len(self._by_request)
 
     def abort_all(self) -> None:
-        """Ends every request, also those that only another instance still comes for."""
+        """Ends every request, also those whose KV waits for a handoff."""
         for request in list(self._by_request):
             self.abort(request)
 
@@ -107,11 +107,11 @@ class Scheduler:
         return sum(answer.phase is phase for answer in self._answers.values())
 
     def add(self, request: Request) -> None:
-        """Takes a request in.
+        """Adds a request.
 
         Raises:
-            ValueError: it can never fit on the device, or its name is taken.
-            CapacityError: too many wait already.
+            ValueError: it can never fit on the device, or its id is in use.
+            CapacityError: too many requests wait.
         """
         if request.id in self._by_request:
             raise ValueError(f"id is {request.id!r}, must be one that no running request has")
@@ -135,19 +135,19 @@ class Scheduler:
         self._by_request[request.id] = numbers
 
     def abort(self, request: str) -> None:
-        """Ends a request; one that has ended already is left alone."""
+        """Ends a request, unless it has ended."""
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             if answer.phase is not Phase.ENDED:
                 self._end(answer, Reason.ABORTED)
                 self._report(answer, None)
             elif answer.held:
-                # It is computed, and nobody comes for it.
+                # It is computed, and its KV is not needed any more.
                 self._handoffs.cancel(answer)
         self._release_ended()
 
     def stop(self, request: str, number: int) -> None:
-        """Ends one answer whose reader met a stop string."""
+        """Ends one answer, after a stop string."""
         for arrival in self._by_request.get(request, ()):
             answer = self._answers[arrival]
             if answer.number == number and answer.phase is not Phase.ENDED:
@@ -155,7 +155,7 @@ class Scheduler:
         self._release_ended()
 
     def compute_here(self, request: str) -> None:
-        """Nobody else computes a request's prompt, or goes on with it."""
+        """Computes a request's prompt here, without a handoff."""
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
             answer.handed = True
@@ -163,7 +163,7 @@ class Scheduler:
                 self._handoffs.cancel(answer)
 
     def step_handoffs(self) -> None:
-        """Lets handoffs advance; answers that waited for one continue, also if it failed."""
+        """Advances handoffs; answers that waited for one continue, also if it failed."""
         for answer, tokens in self._handoffs.step():
             answer.held = False
             if answer.phase is Phase.CLAIMING:
@@ -171,7 +171,7 @@ class Scheduler:
         self._release_ended()
 
     def take_outputs(self) -> list[Output]:
-        """Outputs since the last call that no step returned: those of aborts."""
+        """Outputs since the last call that no step returned, such as those of aborts."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -186,8 +186,8 @@ class Scheduler:
         for answer in self._in_order(Phase.RUNNING):
             self._schedule(answer, plan)
         for answer in self._in_order(Phase.WAITING):
-            # Blocks that a preemption has just freed are for those who run: let in at once,
-            # the next one would be the next to give way.
+            # Blocks that a preemption has just freed are for running requests. A request that
+            # is admitted now would be preempted next.
             crowded = plan.chunks and self.preemptions > before
             if plan.full or crowded or not self._admit(answer):
                 break
@@ -202,7 +202,7 @@ class Scheduler:
         sampled: Sequence[Sampled],
         scored: Sequence[Sequence[Sampled]] = (),
     ) -> list[Output]:
-        """Takes in what a step computed; steps are finished in the order of their plans.
+        """Processes the results of a step; steps must be finished in the order of their plans.
 
         Raises:
             ValueError: it is another step's turn, or not every draw was answered.
@@ -222,12 +222,12 @@ class Scheduler:
             self._scored(self._answers[score.answer], step.spans[score.span].start + 1, found)
         for draw, token in zip(step.draws, sampled, strict=True):
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
-        # Tokens are told first: a long lease takes a while to be given back, for which there is
-        # time when the next step is planned, while another one is computed.
+        # Outputs come first: the release of a long lease takes time, and can wait until the next
+        # step is planned, while another one is computed.
         self._release_ended(keep_leases=bool(self._flying))
         return self.take_outputs()
 
-    # Choosing what runs.
+    # Planning.
 
     def _in_order(self, phase: Phase) -> list[Answer]:
         """The answers of a phase, the most urgent first."""
@@ -235,7 +235,7 @@ class Scheduler:
         return sorted(found, key=lambda answer: (-answer.request.priority, answer.arrival))
 
     def _wake(self) -> None:
-        """Answers whose blocks have arrived, or will not, move on."""
+        """Continues answers whose blocks have been loaded, or were lost."""
         for answer in self._answers.values():
             if answer.lease is None or answer.flying or answer.phase is Phase.ENDED:
                 continue
@@ -249,7 +249,7 @@ class Scheduler:
         self._release_ended()
 
     def _begin(self, answer: Answer) -> None:
-        """Its blocks are there: it can run, unless its prompt comes from elsewhere."""
+        """Its blocks are loaded: it can run, unless a handoff brings its prompt."""
         assert answer.lease is not None
         answer.phase = Phase.RUNNING
         answer.scheduled = answer.computed = answer.lease.token_count
@@ -258,12 +258,12 @@ class Scheduler:
             self._report(answer, None)
 
     def _resume(self, answer: Answer, tokens: tuple[int, ...]) -> None:
-        """A handoff is over: what it did not bring is computed here."""
+        """A handoff has ended: what it did not deliver is computed here."""
         assert answer.lease is not None
         answer.phase = Phase.RUNNING
         first_alone = bool(tokens) and answer.request.first_alone
         if tokens and answer.lease.state is LeaseState.READY:
-            # Without the last token's KV its logits are computed here, for who wants to know.
+            # If log-probabilities are wanted, the last token is computed here for its logits.
             count = len(answer.request.prompt) - (not first_alone)
             answer.lease.commit_prompt(max(count, answer.lease.token_count))
         answer.scheduled = answer.computed = answer.lease.token_count
@@ -275,12 +275,12 @@ class Scheduler:
         if answer.phase is not Phase.RUNNING or plan.full or count < 1:
             return
         if answer.generated >= answer.request.max_tokens:
-            # The last token is under way: its KV is of no use.
+            # The last token is under way, and its KV is not needed.
             return
         if answer.waits_for_token:
             return
         if answer.unknown and len(self._sharers(answer)) > 1:
-            # The others are about to share its unfinished block: it must not be written to.
+            # Other answers are about to share its unfinished block, so it must not be written.
             return
         if not self._grown(answer, answer.scheduled + count, plan):
             return
@@ -288,14 +288,14 @@ class Scheduler:
         plan.add(answer, count, ends=ends)
 
     def _admit(self, answer: Answer) -> bool:
-        """Whether the request has blocks now, and those behind it may be looked at."""
+        """Acquires blocks for a request; returns False if there are not enough."""
         request = answer.request
         try:
             answer.lease = self.cache.acquire(
                 answer.tokens,
                 request=answer.name,
                 tenant=request.tenant,
-                # What is not computed has no log-probabilities.
+                # Tokens that are not computed have no log-probabilities.
                 reuse=request.reuse and not answer.scores,
                 store=request.store,
                 priority=request.priority,
@@ -312,7 +312,7 @@ class Scheduler:
         return True
 
     def _grown(self, answer: Answer, token_count: int, plan: PlannedStep) -> bool:
-        """Whether the lease has room; others give way for it if they are less urgent."""
+        """Grows the lease, preempting less urgent requests; returns whether it has room."""
         assert answer.lease is not None
         room = len(answer.lease.block_table) * self.block_tokens
         if room >= token_count and not answer.shares:
@@ -337,7 +337,7 @@ class Scheduler:
             return True
 
     def _least_urgent(self, plan: PlannedStep) -> Answer | None:
-        """Who gives its blocks back: nobody whose blocks a step touches."""
+        """The request to preempt, if there is one whose blocks no step uses."""
         found = [
             answer
             for answer in self._in_order(Phase.RUNNING)
@@ -391,7 +391,7 @@ class Scheduler:
             *(other for other in others if other.phase is Phase.FORKING and answer.number == 0),
         ]
 
-    # Taking in what was computed.
+    # Results.
 
     def _computed(self, answer: Answer, span: TokenSpan) -> None:
         answer.flying -= 1
@@ -443,7 +443,7 @@ class Scheduler:
     def _fork(self, answer: Answer, origin: Answer) -> None:
         answer.cached_by_tier = origin.cached_by_tier
         if origin.lease is None or origin.phase is Phase.ENDED:
-            # The first answer is over already: this one finds its blocks in the cache.
+            # The first answer has ended: this one finds its blocks in the cache.
             answer.phase = Phase.WAITING
             return
         answer.lease = origin.lease.fork(answer.name)
@@ -457,7 +457,7 @@ class Scheduler:
             self._handoffs.cancel(answer)
 
     def _release_ended(self, *, keep_leases: bool = False) -> None:
-        """Gives back the blocks of ended answers that no step touches any more."""
+        """Releases the blocks of ended answers that no step uses any more."""
         for arrival, answer in list(self._answers.items()):
             if answer.phase is not Phase.ENDED or answer.flying or answer.unknown or answer.held:
                 continue

@@ -1,8 +1,8 @@
 """Which part of a model a tensor-parallel rank holds.
 
-Heads are dealt out in whole KV groups where there are enough of them, also where the numbers do
-not divide: three KV heads over two ranks are two and one. With more ranks than KV heads, several
-ranks hold the same KV head and divide its query heads among themselves.
+KV heads are distributed with all their query heads, also if the numbers do not divide: of three KV
+heads, two ranks hold two and one. With more ranks than KV heads, several ranks hold the same KV
+head and divide its query heads.
 
 The one rule: the ranks together hold every query head, every row of the MLP and every row of the
 vocabulary exactly once.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank holds, as ranges of the whole model."""
+    """One rank's part of the model, as ranges."""
 
     rank: int
     ranks: int
@@ -33,7 +33,7 @@ class Share:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what must be added once, and samples."""
+        """Whether this rank samples."""
         return self.rank == 0
 
 
@@ -41,7 +41,7 @@ def share_of(architecture: Architecture, *, rank: int, ranks: int) -> Share:
     """The share of one rank.
 
     Raises:
-        ConfigError: there are more ranks than query heads, or heads that cannot be dealt out.
+        ConfigError: there are more ranks than query heads, or heads that cannot be distributed.
     """
     if not 0 <= rank < ranks:
         raise ConfigError("rank", f"is {rank}, must be from 0 to {ranks - 1}")
@@ -65,8 +65,8 @@ def _heads(architecture: Architecture, rank: int, ranks: int) -> tuple[range, ra
     if ranks <= kv_heads:
         held = dealt(kv_heads, rank, ranks)
         return range(held.start * group, held.stop * group), held
-    # Several ranks on one KV head: the ranks are dealt to the heads, then each head's queries
-    # to its ranks.
+    # Several ranks on one KV head: the ranks are distributed over the heads, then the query
+    # heads of each over its ranks.
     for head in range(kv_heads):
         sharers = dealt(ranks, head, kv_heads)
         if rank in sharers:
@@ -83,7 +83,7 @@ def _heads(architecture: Architecture, rank: int, ranks: int) -> tuple[range, ra
 
 
 def dealt(total: int, number: int, shares: int) -> range:
-    """The share of one of several, when `total` things are dealt out in order."""
+    """Share `number` of `total` things, distributed in order over `shares`."""
     size, rest = divmod(total, shares)
     first = number * size + min(number, rest)
     return range(first, first + size + (number < rest))

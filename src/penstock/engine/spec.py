@@ -1,7 +1,7 @@
-"""What a process of an instance must know to begin: one value, which travels as JSON.
+"""The specs of an instance's processes: all settings in one value, sent as JSON.
 
-It holds secrets, and the command line of a process is everybody's to read. So it travels in a
-sealed memory file that only the process that is started inherits.
+A spec holds secrets, and every user can read the command line of a process. So it is passed in a
+sealed memory file that only the new process inherits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""As torch calls them."""
+"""Their names in torch."""
 
 
 def torch_dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name; who only tells others of it does without torch."""
+    """The torch dtype with this name."""
     import torch  # noqa: PLC0415  (takes seconds)
 
     found: torch.dtype = getattr(torch, name)
@@ -42,7 +42,7 @@ class InstanceRole(enum.Enum):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that travels to a process; what prints it shows the length of secrets alone."""
+    """A value that is sent to a process; its `repr` shows only the length of secrets."""
 
     def __repr__(self) -> str:
         values = ((name, getattr(self, name)) for name in self.__struct_fields__)
@@ -54,14 +54,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class EngineSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the two instances of a pair, as the other one knows it."""
+    """One of the two instances of a pair, as the other one sees it."""
 
     name: str
     ranks: int
     address: str
-    """Where its scheduler listens for the other one."""
+    """The address at which its scheduler accepts the other one."""
     rank_addresses: list[str] = []
-    """Where each of its ranks does, if it computes prompts."""
+    """The addresses of its ranks, if it computes prompts."""
 
 
 class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill: EngineSpec
     decode: EngineSpec
     secret: bytes = b""
-    """What the two and their ranks have in common; nobody without it is let in."""
+    """The secret of both instances and their ranks."""
 
 
 class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,27 +80,27 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None
     """A folder or a file; without it the default model."""
     digest: str = ""
-    """Of the model's files when they were named: a later life must not read others."""
+    """Of the model's files at the first start: after a restart they must be the same."""
     config: Config
     """Of the cache: it has neither `[engine]` nor `[serve]`."""
     server: str
-    """The address at which the server lets instances in."""
+    """The address at which the server accepts instances."""
     server_secret: bytes = b""
-    """What the server and its instances have in common."""
+    """The secret of the server and its instances."""
     joins: bool = False
-    """Whether the server belongs to another command: it is waited for, and survived."""
+    """Whether the server belongs to another command: the instance waits for it and outlives it."""
     drain_s: float = 0.0
-    """How long its requests may take to end when it is asked to stop."""
+    """How long its requests may take to finish after a stop signal."""
     ranks: int = 1
     scheduler: str = ""
-    """The address at which the instance lets its ranks in, if it has several."""
+    """The address at which the instance accepts its ranks, if it has several."""
     secret: bytes = b""
-    """What the instance and its ranks have in common."""
+    """The secret of the instance and its ranks."""
     folder: str = ""
-    """Where sockets are made that have no address yet; empty: each process has its own place."""
+    """The folder of sockets without an address; empty: a folder of each process."""
     role: InstanceRole = InstanceRole.BOTH
     pair: PairSpec | None = None
-    """Who hands KV to whom, if it does not do everything itself."""
+    """The pair that it belongs to, if it has a role in one."""
     dtype: str = "float32"
     device: str = "cpu"
     graphs: bool = True
@@ -109,7 +109,7 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_requests: int = 64
     waiting_max: int = 1024
     threads: int = 0
-    """Threads of torch in each rank; 0 leaves it to torch."""
+    """Threads of torch in each rank; 0: torch's default."""
     log_level: str = "info"
     log_json: bool = False
 
@@ -135,15 +135,14 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def steps_in_flight(self) -> int:
-        """Two on a GPU: the next step waits there while what came of the last one is read.
+        """Two on a GPU: the next step is queued while the results of the last one are read.
 
-        Several ranks answer step by step, since only the first of them knows the tokens.
+        One with several ranks, since only the first of them knows the tokens.
         """
         return 2 if self.device.startswith("cuda") and self.ranks == 1 else 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
         return torch_dtype_of(self.dtype)
 
 
@@ -159,7 +158,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 def sealed(spec: InstanceSpec | RankSpec) -> int:
-    """A descriptor of memory that holds a spec and cannot be changed; the caller closes it."""
+    """A descriptor of sealed memory that holds a spec; the caller closes it."""
     fd = os.memfd_create("process-spec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(msgspec.json.encode(spec))
@@ -171,9 +170,9 @@ def read_sealed(given: str, kind: type[SpecT]) -> SpecT:
     """The spec of this process.
 
     Args:
-        given: the descriptor's number, or the name under which the supervisor handed it over.
-        kind: what it is.
+        given: The number of the descriptor, or its name at the supervisor.
+        kind: The type of the spec.
     """
     fd = int(given) if given.isdecimal() else inherited_descriptor(given)
-    # Read at its place: lives of a process share one descriptor, and so its position.
+    # `pread`: all lives of a process share the descriptor, and so its position.
     return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=kind)

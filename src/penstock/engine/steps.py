@@ -1,4 +1,4 @@
-"""One step: as it is put together, what the ranks are asked for in it, and what they answer."""
+"""One step: its plan, the message to the ranks, and their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 COPIES_ALONE = 0
 """The number of a step that computes nothing; real ones are counted from 1."""
 STEP_S = 600.0
-"""A step that takes longer never ends. A rank that died or hangs is noticed long before."""
+"""The timeout of a step. A rank that died or hangs is detected much earlier."""
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True):
-    """A token to choose: from the logits of a span, for an answer."""
+    """A token to sample from the logits of a span, for an answer."""
 
     span: int
     """Which of the step's spans."""
@@ -32,41 +32,41 @@ class Draw(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of a prompt whose tokens are wanted with their log-probabilities."""
+    """A chunk of a prompt whose log-probabilities are returned."""
 
     span: int
     """Which of the step's spans."""
     answer: int
     """Which of the scheduler's answers."""
     targets: list[int]
-    """What follows each of the span's tokens; nothing may be known to follow the last one."""
+    """The token after each of the span's tokens; the prompt's last token has none."""
     logprobs: int
     """Alternatives that are returned with each."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One step's work: every rank gets the same."""
+    """The work of one step, the same for every rank."""
 
     number: int
     spans: list[TokenSpan]
     draws: list[Draw]
     plan: bytes | None = None
-    """Copies that the ranks carry out beside it."""
+    """Copies that the ranks make besides."""
     offers: list[HandoffOffer] = []
-    """Prompts that this step begins, and that are handed over."""
+    """Prompts that this step begins and that will be handed over."""
     handed: list[tuple[int, str]] = []
     """The spans whose KV is handed over, and the names of their handoffs."""
     scores: list[Score] = []
-    """Prompts of which every token is wanted with its log-probability."""
+    """Chunks whose log-probabilities are returned."""
 
 
 class HandedCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks have handed over, or taken in, since they started."""
+    """What ranks have sent or received in handoffs since they started."""
 
     parts_verified: int = 0
-    """Parts that were taken in: each was compared with its sums."""
+    """Received parts, each verified by its checksums."""
     bytes_moved: int = 0
-    """Bytes that were sent or taken in."""
+    """Bytes that were sent or received."""
 
     def __add__(self, other: HandedCounts) -> HandedCounts:
         return HandedCounts(
@@ -75,22 +75,22 @@ class HandedCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one rank has to say about a step."""
+    """One rank's result of a step."""
 
     number: int
     sampled: list[Sampled]
     """One for each draw, from the first rank."""
     reports: list[bytes] = []
-    """What became of copies."""
+    """Reports about copies."""
     scored: list[list[Sampled]] = []
     """One list for each of the step's scores, from the first rank."""
     handed: HandedCounts | None = None
-    """Of a rank that takes part in handoffs."""
+    """The counters of a rank that takes part in handoffs."""
 
 
 SCORED_TOKENS = 128
-"""Prompt tokens of a step that are told with their log-probabilities, at most: each needs a row of
-logits as wide as the vocabulary."""
+"""The most prompt tokens of a step whose log-probabilities are returned: each needs a row of logits
+as wide as the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -100,10 +100,10 @@ class Chunk:
     answer: Answer
     count: int
     ends: bool
-    """Whether its last token is the answer's newest: the next one is chosen from it."""
+    """Whether its last token is the answer's newest, from whose logits the next is sampled."""
 
     def span(self) -> TokenSpan:
-        """The chunk as the ranks get it."""
+        """The chunk as part of a `Step`."""
         answer = self.answer
         assert answer.lease is not None
         start, stop = answer.scheduled, answer.scheduled + self.count
@@ -113,7 +113,7 @@ class Chunk:
         return TokenSpan(answer.arrival, start, tokens, table, self.ends)
 
     def score(self, span: int) -> Score | None:
-        """What is wanted of the prompt's tokens in it, if anything is."""
+        """The chunk as a `Score`, if its prompt is scored."""
         answer = self.answer
         prompt, start = answer.request.prompt, answer.scheduled
         targets = prompt[start + 1 : start + self.count + 1]
@@ -135,20 +135,17 @@ class PlannedStep:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more fits in."""
         return self.tokens_left < 1 or len(self.chunks) >= self._requests
 
     def room_for(self, answer: Answer) -> int:
-        """How many tokens of an answer fit in."""
+        """How many tokens of an answer fit into the step."""
         room = min(self.tokens_left, self._scored_left) if answer.scores else self.tokens_left
         return min(answer.left, room)
 
     def has(self, answer: Answer) -> bool:
-        """Whether an answer takes part."""
         return answer.arrival in self._names
 
     def add(self, answer: Answer, count: int, *, ends: bool) -> None:
-        """Adds the next tokens of an answer."""
         self.chunks.append(Chunk(answer, count, ends))
         self._names.add(answer.arrival)
         self.tokens_left -= count

@@ -1,4 +1,4 @@
-"""Text to tokens and back: chat templates, and answers that are told as they grow.
+"""Text to tokens and back: tokenizers, chat templates, and the text of a growing answer.
 
 The tokenizer is made from the checkpoint's own files, or from a GGUF file.
 """
@@ -25,8 +25,8 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 """A space, in vocabularies of characters."""
 USUAL_CHARACTERS = 8
-"""A text that has more characters for each token that is allowed is probably too long: its
-beginning tells."""
+"""A text with more characters for each allowed token is probably too long: its start is encoded
+first."""
 
 
 class TextTooLong(ValueError):  # noqa: N818 - what a text is
@@ -45,7 +45,7 @@ _LETTERS = _bytes_of_letters()
 
 
 _TEMPLATE_FAILED = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError)
-"""What a template, which is a program that comes with the model, may run into."""
+"""Errors of a template, which is a program that comes with the model."""
 
 
 class Text:
@@ -90,12 +90,12 @@ class Text:
         return tokens
 
     def _require_short(self, text: str, longest: int, plain: bool) -> None:  # noqa: FBT001
-        """Refuses what is certainly too long, by its characters and by its beginning."""
+        """Refuses what is certainly too long, by its number of characters and by its start."""
         if len(text) > longest * self._characters_max:
             raise TextTooLong(f"has {len(text)} characters, more than {longest} tokens can have")
         usual = USUAL_CHARACTERS * longest
         if len(text) > usual:
-            # Where it is cut, a token may fall apart.
+            # A token may be split where the text is cut.
             count = len(self._tokenizer.encode(text[:usual], add_special_tokens=plain))
             if count > longest + self._characters_max:
                 raise TextTooLong(f"has more than {longest} tokens")
@@ -108,11 +108,11 @@ class Text:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], *, longest: int | None = None
     ) -> list[int]:
-        """The tokens of a conversation, ending where the assistant speaks.
+        """The tokens of a conversation, up to the start of the assistant's turn.
 
         Raises:
-            TextTooLong: it has more tokens than the longest that is allowed.
-            ValueError: the model has no chat template, or it does not take these messages.
+            TextTooLong: it has more than `longest` tokens.
+            ValueError: the model has no chat template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template: use completions instead")
@@ -146,7 +146,7 @@ class Text:
 
 
 def _heavy(model: Path) -> Any:  # noqa: ANN401 - transformers has no types
-    """The tokenizer that `transformers` makes of files for which there is no lighter way."""
+    """The tokenizer of `transformers`, for files that `Tokenizer` does not support."""
     from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds)
 
     if model.suffix == ".gguf":
@@ -157,10 +157,10 @@ def _heavy(model: Path) -> Any:  # noqa: ANN401 - transformers has no types
 
 
 class AnswerText:
-    """The text of one answer as it grows: `add` returns what is new and certain.
+    """The text of one answer as it grows; `add` returns the text that is final.
 
-    A token may end in the middle of a character, and a stop string may begin at the end of what
-    is known: both are held back until the next token decides.
+    A token may end within a character, and a stop string may begin at the end of the text: such
+    text is held back until the next token decides.
     """
 
     def __init__(self, text: Text, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
@@ -175,13 +175,13 @@ class AnswerText:
         """Tokens before this one are decoded for good."""
         self._known = ""
         """Text of the settled tokens."""
-        self._told = 0
-        """Characters that were returned."""
+        self._returned = 0
+        """The number of characters that were returned."""
         self.stopped = False
-        """Whether a stop string was met."""
+        """Whether a stop string was found."""
 
     def add(self, token: int) -> str:
-        """Takes the next token in; returns the text that is certain now and was not before."""
+        """Adds the next token; returns the text that it makes final."""
         self._tokens.append(token)
         # A few tokens before the new one are decoded again with it: spaces and characters of
         # several bytes depend on their neighbours.
@@ -193,10 +193,10 @@ class AnswerText:
         self._settled = len(self._tokens)
         if self._settled <= self._min_tokens:
             self._searched = len(self._known)
-        return self._tell(self._certain())
+        return self._return_up_to(self._final_characters())
 
     def end(self) -> str:
-        """Nothing follows: returns what was held back."""
+        """Ends the answer; returns the text that was held back."""
         if self.stopped:
             return ""
         if self._settled < len(self._tokens):
@@ -204,12 +204,12 @@ class AnswerText:
             before = self._text.decode(self._tokens[start : self._settled])
             self._known += self._text.decode(self._tokens[start:])[len(before) :]
             self._settled = len(self._tokens)
-        return self._tell(len(self._known))
+        return self._return_up_to(len(self._known))
 
-    def _certain(self) -> int:
-        """How many characters of what is known cannot be part of a stop string."""
-        # What was told cannot be part of a stop string: it would have been held back.
-        begin = max(self._told, self._searched)
+    def _final_characters(self) -> int:
+        """The number of characters that cannot be part of a stop string."""
+        # Returned text cannot be part of one: it would have been held back.
+        begin = max(self._returned, self._searched)
         places = (self._known.find(stop, begin) for stop in self._stops)
         met = [place for place in places if place >= 0]
         if met:
@@ -222,9 +222,9 @@ class AnswerText:
                 if self._known.endswith(stop[:length]):
                     held = max(held, length)
                     break
-        return max(self._told, len(self._known) - held)
+        return max(self._returned, len(self._known) - held)
 
-    def _tell(self, upto: int) -> str:
-        new = self._known[self._told : upto]
-        self._told = upto
+    def _return_up_to(self, upto: int) -> str:
+        new = self._known[self._returned : upto]
+        self._returned = upto
         return new

@@ -64,7 +64,7 @@ def allocate_kv(
 def kv_tier(
     architecture: Architecture, share: Share, kv: Sequence[torch.Tensor], *, block_tokens: int
 ) -> TensorTier:
-    """The same blocks as the cache sees them: which layer and which heads lie where."""
+    """The same blocks as a tier of the cache, with the layer and heads of each tensor."""
     heads = HeadRange(
         first=share.kv_heads.start, count=len(share.kv_heads), total=architecture.kv_heads
     )
@@ -86,11 +86,11 @@ class StepLane(Protocol):
     """The CUDA stream as a number; 0 where there is none."""
 
     def computing(self) -> AbstractContextManager[object]:
-        """What is called inside runs there."""
+        """A context in which torch calls run in this lane."""
         ...
 
     def send(self, sheet: Sheet) -> StepBatch:
-        """A step's input on the device, for what is called next."""
+        """Copies a step's input to the device."""
         ...
 
     def forward(
@@ -100,7 +100,7 @@ class StepLane(Protocol):
         ...
 
     def mark(self) -> StepMark:
-        """A point behind all that was called so far."""
+        """A point behind all calls so far."""
         ...
 
 
@@ -108,21 +108,19 @@ class StepMark(Protocol):
     """A point in a lane's work."""
 
     def wait(self, seconds: float) -> bool:
-        """Blocks this thread until the lane has got there; returns False if it takes too long."""
+        """Blocks this thread until the point is reached; returns False after `seconds`."""
         ...
 
 
-class Here:
-    """The CPU: what was called is done."""
+class CpuLane:
+    """Steps on the CPU, which are finished when a call returns."""
 
     stream = 0
 
     def computing(self) -> AbstractContextManager[object]:
-        """Nothing has to be arranged."""
         return nullcontext()
 
     def send(self, sheet: Sheet) -> StepBatch:
-        """A step's input."""
         return sheet.sent(torch.device("cpu"))
 
     def forward(
@@ -132,11 +130,9 @@ class Here:
         return decoder.forward(batch, kv)
 
     def mark(self) -> StepMark:
-        """The point is reached."""
         return self
 
     def wait(self, seconds: float) -> bool:  # noqa: ARG002
-        """There is nothing to wait for."""
         return True
 
 
@@ -152,7 +148,7 @@ class Pending:
         self._scores = scores
 
     def result(self, deadline: float) -> StepResult | None:
-        """What came of it; waits for it until the deadline, on the monotonic clock."""
+        """Its result; waits for it until the deadline, on the monotonic clock."""
         if not self._mark.wait(deadline - time.monotonic()):
             return None
         return StepResult(
@@ -176,20 +172,20 @@ class Worker:
         self.decoder = decoder
         self.kv = kv
         self._block_tokens = block_tokens
-        self._lane: StepLane = lane or Here()
+        self._lane: StepLane = lane or CpuLane()
         self._chosen: torch.Tensor | None = None
         self._last: dict[int, int] = {}
-        """What the last step chose, and which of it for which answer."""
+        """The tokens of the last step, and the index of each answer's token."""
         self.steps: EngineSteps | None = None
-        """Who must know of steps: the copies of its blocks, once there are any."""
+        """Gets every submitted step, so that copies of its blocks wait for it."""
         self.handed: RankHandoffs | None = None
         """Its part in handoffs, if it has one."""
 
     def execute(self, step: Step) -> StepResult:
-        """Computes a step; the first rank answers with the tokens it chose.
+        """Computes a step; the first rank returns the sampled tokens.
 
         Raises:
-            UnavailableError: the device does not end it.
+            UnavailableError: the device does not finish it.
         """
         result = self.submit(step).result(time.monotonic() + STEP_S)
         if result is None:
@@ -197,7 +193,7 @@ class Worker:
         return result
 
     def submit(self, step: Step) -> Pending:
-        """Has a step computed; what it comes to can be asked for later."""
+        """Starts a step, whose result can be waited for later."""
         sheet = lay_out(
             step.spans,
             block_tokens=self._block_tokens,
@@ -225,12 +221,11 @@ class Worker:
         if self.handed is None:
             return self._lane.forward(self.decoder, batch, self.kv)
         self.handed.begin(step)
-        told = self.handed.layer_computed
-        return self.decoder.forward(batch, self.kv, after_layer=told)
+        return self.decoder.forward(batch, self.kv, after_layer=self.handed.layer_computed)
 
 
 def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
-    """The log-probabilities of prompts that are wanted."""
+    """The requested log-probabilities of prompts."""
     found = []
     for score in step.scores:
         first = sheet.scored[score.span]
@@ -240,11 +235,11 @@ def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
 
 
 GIVE_UP_S = 60.0
-"""To give everything back takes milliseconds, or as long as a stuck device is waited for."""
+"""The timeout to release all resources: milliseconds, unless the device is stuck."""
 
 
 def device_of(name: str, rank: int) -> torch.device:
-    """The device of a rank, made the current one: with `cuda` alone, ranks are dealt out.
+    """The device of a rank, which becomes the current one; with `cuda` alone, rank N gets GPU N.
 
     Raises:
         UnavailableError: torch sees no such device.
@@ -262,7 +257,7 @@ def device_of(name: str, rank: int) -> torch.device:
 
 
 def attention_on(device: torch.device) -> Attention | None:
-    """The attention of a device, where it has one of its own."""
+    """The attention kernels of a device; `None`: plain torch."""
     if device.type != "cuda":
         return None
     from penstock.engine.cuda.attention import CudaAttention  # noqa: PLC0415 - needs Triton
@@ -271,7 +266,7 @@ def attention_on(device: torch.device) -> Attention | None:
 
 
 def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
-    """Where the steps of a rank run, if not on the CPU; blocks and weights are there already."""
+    """The lane of a GPU; `None` on the CPU. Blocks and weights must be on the device."""
     if device.type != "cuda":
         return None
     from penstock.engine.cuda.lane import CudaLane  # noqa: PLC0415 - needs CUDA
@@ -280,11 +275,10 @@ def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
 
 
 def end_within(seconds: float) -> None:
-    """Has the kernel end this process, if it is still there by then.
+    """Has the kernel kill this process if it still runs after `seconds`.
 
-    For a process that gives up, so that whoever started it can start it again. What a process
-    gives back at its end is memory that a device may still use, and CUDA waits for a device
-    without a deadline, inside calls that no Python code can leave. The kernel can.
+    For a process that failed and is to be restarted. When it releases memory that a device may
+    still use, CUDA waits for the device without a timeout, and no Python code can interrupt that.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -300,22 +294,22 @@ class LoadedRank:
     architecture: Architecture
 
 
-def _nobody(_layers: int, _of: int) -> None:
-    """Nobody wants to know how far it is."""
+def _ignore_progress(_layers: int, _of: int) -> None:
+    pass
 
 
 def load_rank(
-    spec: InstanceSpec, *, rank: int = 0, progress: Callable[[int, int], None] = _nobody
+    spec: InstanceSpec, *, rank: int = 0, progress: Callable[[int, int], None] = _ignore_progress
 ) -> LoadedRank:
-    """Reads the weights of one rank and takes its device blocks.
+    """Loads the weights of one rank and allocates its device blocks.
 
     Args:
         spec: The instance.
         rank: Which of its ranks.
-        progress: Told after each layer how many are read, and how many there are.
+        progress: Called after each layer with the number of loaded layers, and of all.
 
     Raises:
-        ConfigError: the model or the configuration is wrong, or they do not fit each other.
+        ConfigError: the model or the configuration is wrong, or they do not match.
         UnavailableError: the default model is not installed, there is no such device, or the
             model's files are no longer those that were named.
     """
@@ -365,7 +359,7 @@ def load_rank(
 
 
 def _require_same_files(spec: InstanceSpec, model: ModelFiles) -> None:
-    """Keys say which weights made the KV, and others may have KV under the same keys."""
+    """Keys name the version of the weights: KV of other files must not get the same keys."""
     if spec.digest and model.weights_version() != spec.digest:
         raise UnavailableError(
             f"the files of {model.path} have changed since the server started: it would call "

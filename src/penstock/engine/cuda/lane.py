@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from penstock.engine.batch import StepBatch
     from penstock.engine.model import Decoder
     from penstock.movers.cuda.marks import StreamMark
 
 HIGH = -1
-"""The movers' streams have the lowest priority, which is the default: this one goes ahead."""
+"""Above the movers' streams, which have the lowest priority, the default."""
 
 
 class CudaLane:
@@ -57,12 +56,11 @@ class CudaLane:
         self._marks = Marks(self.stream, Bell(), StreamEvent)
 
     def computing(self) -> AbstractContextManager[object]:
-        """What is called inside runs in the stream of steps."""
         context: AbstractContextManager[object] = torch.cuda.stream(self._compute)
         return context
 
     def send(self, sheet: Sheet) -> StepBatch:
-        """A step's input on the device, filled up to a usual shape if it is to be replayed."""
+        """A step's input on the device, padded to a graph's shape if one can be replayed."""
         shape = None if self._graphs is None else self._graphs.shape_for(sheet)
         with torch.cuda.stream(self._inputs):
             batch = sheet.sent(self._device, shape)
@@ -73,22 +71,20 @@ class CudaLane:
     def forward(
         self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """The logits of a step: computed, or replayed."""
         if self._graphs is not None and batch.shape is not None:
             return self._graphs.replay(decoder, batch, kv)
         return decoder.forward(batch, kv)
 
     def mark(self) -> StreamMark:
-        """A point behind all that was called so far."""
         return self._marks.make()
 
 
 ROWS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
-"""Requests of a graph; beyond, in steps of the last."""
+"""Numbers of decoding requests that graphs are captured for; beyond, multiples of the last."""
 TAILS = (16, 32, 64)
-"""Tokens that follow a long prefix."""
+"""Numbers of prompt tokens after a long prefix that graphs are captured for."""
 TOKENS_MIN = 1024
-"""The shortest context of a graph; beyond, by powers of two."""
+"""The shortest context of a graph; longer ones are powers of two."""
 
 
 class _Captured(NamedTuple):
@@ -106,9 +102,9 @@ class StepGraphs:
         self._pool: object = None
 
     def shape_for(self, sheet: Sheet) -> BatchShape | None:
-        """What to fill a step up to; `None` if it is not one of those that are replayed."""
+        """The shape to pad a step to; `None` if it cannot be replayed."""
         if sheet.scored:
-            # A graph leaves the logits of each span's last token alone.
+            # A graph returns only the logits of each span's last token.
             return None
         count = len(sheet.decodes)
         rows = next((rows for rows in ROWS if rows >= count), -(-count // ROWS[-1]) * ROWS[-1])
@@ -137,7 +133,7 @@ class StepGraphs:
     def _capture(
         self, decoder: Decoder, shape: BatchShape, kv: Sequence[torch.Tensor]
     ) -> _Captured:
-        # Of no request: all rows fill up, and write nothing while it is tried and captured.
+        # All rows are padding, so nothing is written during warm-up and capture.
         empty = Sheet(kv[0].shape[2]).sent(decoder.device, shape)
         decoder.forward(empty, kv)
         graph = torch.cuda.CUDAGraph()
