@@ -29,7 +29,7 @@ class Device:
     def ring_behind(self, event: Event) -> None:
         self.rung.append((event.number, len(self.recorded)))
 
-    def hear(self, event: Event, seconds: float) -> bool:
+    def wait_for_ring(self, event: Event, seconds: float) -> bool:
         self.waited.append((event.number, seconds))
         return self.reached
 

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
         packing.pack(SLOTS, seeds, room, places + 1)
     with pytest.raises(ValueError, match="not all within"):
         packing.put_away(room, seeds, told, SLOTS, places - 1)
-    with pytest.raises(ValueError, match="told has shape"):
+    with pytest.raises(ValueError, match="expected has shape"):
         packing.put_away(room, seeds, told[:3], SLOTS)
 
     assert not room.any()

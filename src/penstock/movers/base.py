@@ -1,8 +1,7 @@
-"""What every mover does: takes copies, works on them a little at a time, tells what ended.
+"""The interface of movers: they take copies, work on them in `poll`, and report what ended.
 
-A mover never waits. `poll` does at most as much as its budget allows and returns. Every copy
-that was submitted is reported exactly once, abandoned or not, and after that the mover does
-not touch its slots.
+A mover never waits: `poll` does at most as much as its budget allows. Every submitted copy is
+reported exactly once, abandoned or not, and after that the mover does not touch its slots.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import OperationId
 
 WAIT_S = 30.0
-"""How long a mover waits for its device where nobody says otherwise. What is in flight takes
-milliseconds: a device that has not ended it by then has stopped, or the engine's step has."""
+"""The default timeout for a device. Copies in flight take milliseconds: if they have not ended by
+then, the device or the engine's step is stuck."""
 
 
 class Moved(NamedTuple):
@@ -31,11 +30,11 @@ class Mover(Protocol):
     """Copies blocks from one tier to another."""
 
     def submit(self, copy: Copy) -> None:
-        """Takes a copy in; its work is done in `poll`."""
+        """Adds a copy; `poll` works on it."""
         ...
 
     def abandon(self, operation: OperationId) -> None:
-        """The copy is not wanted any more: it ends early, and is reported all the same."""
+        """Ends a copy early; it is still reported."""
         ...
 
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
@@ -56,7 +55,7 @@ class WaitsForDevice(Protocol):
     """A mover whose copies go on by themselves once they are submitted to a device."""
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Blocks until all that was submitted to the device has ended.
+        """Blocks until all copies on the device have ended.
 
         Raises:
             UnavailableError: it has not within `timeout_s` seconds; it may still touch its slots.

@@ -1,13 +1,11 @@
-"""C that comes with the package, compiled at first use by the machine's own compiler.
+"""Compiles the C sources of the package at first use, with the machine's own compiler.
 
-What was compiled is kept in the user's cache folder, under a name made of the source, so that
-it is made once and never taken for another. Where no folder can be written it is made for this
-process alone.
+The result is kept in the user's cache folder, under a hash of the source, so that it is compiled
+once. If no folder can be written, it is compiled for this process alone.
 
-The compiler is the one process that an engine starts itself: by spawn, once, and waited for, so
-that none of it is there when anything else begins.
+The compiler is the only process that an engine starts itself: once, and waited for.
 
-The one rule: nothing is loaded that somebody else could have put there.
+The one rule: a library is loaded only from a folder that other users cannot write to.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path | None:
-    """Where compiled code is kept: a folder of this user that nobody else can write to."""
+    """The folder of compiled code, which only this user can write to; `None` if there is none."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     folder = Path(base) / "penstock"
     try:
@@ -56,7 +54,7 @@ def compiled(name: str, text: bytes, folder: Path) -> Path:
         raise UnavailableError(
             "there is no C compiler (neither CC is set nor gcc, clang, cc found)"
         )
-    # Made under another name, so that another process never loads half of it.
+    # Written under another name and renamed, so that no process loads half of it.
     part = folder / f"{made.name}.{os.getpid()}"
     command = [compiler, *_FLAGS, "-x", "c", "-", "-o", str(part), "-ldl"]
     try:
@@ -73,7 +71,7 @@ def compiled(name: str, text: bytes, folder: Path) -> Path:
 
 
 def find_compiler() -> str | None:
-    """The compiler that the environment names, or one that is installed, as Triton looks for it."""
+    """The compiler in `CC`, or one that is installed; Triton searches in the same way."""
     named = os.environ.get("CC")
     if named:
         return named

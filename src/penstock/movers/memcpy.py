@@ -69,10 +69,10 @@ class MemcpyMover:
     """Copies between two tiers in memory, first come, first served.
 
     Args:
-        source: where blocks are read.
-        target: where they are written.
-        algorithm: of the sums.
-        library: how to get at the compiled code.
+        source: The tier to read from.
+        target: The tier to write to.
+        algorithm: Of the checksums.
+        library: Loads the compiled code.
     """
 
     def __init__(
@@ -97,15 +97,12 @@ class MemcpyMover:
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
         return bool(self._jobs or self._abandoned)
 
     def submit(self, copy: Copy) -> None:
-        """Takes a copy in; its work is done in `poll`."""
         self._jobs.append(_Job(copy))
 
     def abandon(self, operation: OperationId) -> None:
-        """The copy ends where it is, and the next `poll` reports it."""
         for job in self._jobs:
             if job.copy.operation == operation:
                 self._jobs.remove(job)
@@ -113,7 +110,6 @@ class MemcpyMover:
                 return
 
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
-        """Copies for at most `budget_bytes`, but at least one block if there is any."""
         moved, self._abandoned = self._abandoned, []
         spent = 0
         while self._jobs:
@@ -132,7 +128,7 @@ class MemcpyMover:
         return moved, spent
 
     def _copy_blocks(self, job: _Job, count: int) -> None:
-        """Copies the next few blocks: all into the staging area, the good ones on."""
+        """Copies the next blocks into the staging area, and the intact ones to the target."""
         part = slice(job.next, job.next + count)
         first, job.next = job.next, job.next + count
         copy = job.copy
@@ -145,7 +141,7 @@ class MemcpyMover:
         rows = np.arange(count)
         _pass(self._pack, sources, rows)
         if copy.purpose is Purpose.DUPLICATE:
-            # Never leaves the device, and is unfinished: it has neither key nor sums.
+            # An unfinished block stays on the device and has neither key nor sums.
             _pass(self._unpack, rows, targets)
             return
         staged, keys = self._staging[:count], copy.keys[part]
@@ -178,15 +174,15 @@ class MemcpyMover:
 
 
 class _Compiled(NamedTuple):
-    """The same between an engine's memory and packed slots, by compiled code."""
+    """Copies between an engine's memory and packed slots, by compiled code."""
 
     packing: Packing
     """Of the engine's memory."""
     slots: KeepsSums
     memory: NDArray[np.uint8]
-    """The packed slots,"""
+    """The packed slots."""
     distance: int
-    """so many bytes from one to the next."""
+    """Bytes from one slot to the next."""
     saves: bool
 
     @classmethod
@@ -197,7 +193,7 @@ class _Compiled(NamedTuple):
         algorithm: Algorithm,
         library: Callable[[], PartsLibrary | None],
     ) -> _Compiled | None:
-        """The way from one to the other; nothing where there is none."""
+        """The compiled copy between two tiers; `None` if there is none."""
         saves = isinstance(target, KeepsSums)
         if saves == isinstance(source, KeepsSums):
             return None
@@ -220,18 +216,18 @@ class _Compiled(NamedTuple):
         sources: NDArray[np.int32],
         targets: NDArray[np.int32],
     ) -> list[int]:
-        """Copies blocks; the numbers of those that are not intact, and were not written."""
+        """Copies blocks; returns the numbers of corrupt ones, which were not written."""
         seeds = np.array(key_seeds(keys, salt), dtype=np.uint64)
         if self.saves:
             places = targets.astype(np.int64) * self.distance
             sums = self.packing.pack(sources.tolist(), seeds, self.memory, places)
             self.slots.keep_sums(targets, sums)
             return []
-        places, told = sources.astype(np.int64) * self.distance, self.slots.sums(sources)
+        places, sums = sources.astype(np.int64) * self.distance, self.slots.sums(sources)
         slots, first, bad = targets.tolist(), 0, []
         while first < len(slots):
             wrong = self.packing.put_away(
-                *(self.memory, seeds[first:], told[first:], slots[first:], places[first:])
+                *(self.memory, seeds[first:], sums[first:], slots[first:], places[first:])
             )
             if wrong is None:
                 break
@@ -243,7 +239,7 @@ class _Compiled(NamedTuple):
 def _pass(
     copiers: list[BlockCopier], sources: NDArray[np.integer], targets: NDArray[np.integer]
 ) -> None:
-    """Copies blocks whose KV groups lie in one slot each, or in a row of slots a group."""
+    """Copies blocks, whose KV groups have one slot together, or one each."""
     for group, copier in enumerate(copiers):
         read = (sources[group] if sources.ndim > 1 else sources).tolist()
         write = (targets[group] if targets.ndim > 1 else targets).tolist()

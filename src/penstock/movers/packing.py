@@ -82,16 +82,16 @@ def load_parts_library() -> PartsLibrary | None:
 
 
 class Scratch:
-    """Memory that no other process can write, in which a block or a piece is summed.
+    """Private memory in which a block or a piece is summed.
 
-    All parts of one direction share one, so that it stays in a core's own cache.
+    All parts of one direction share one, so that it stays in a core's cache.
     """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
 
     def room(self, size: int) -> NDArray[np.uint8]:
-        """So many bytes, from the start of a cache line on; what was in them is lost."""
+        """`size` bytes, aligned to a cache line, with undefined content."""
         if len(self._memory) < size:
             memory = np.empty(size + LINE_BYTES, dtype=np.uint8)
             self._memory = memory[-memory.ctypes.data % LINE_BYTES :]
@@ -123,7 +123,7 @@ class Packing:
         library: Callable[[], PartsLibrary | None],
         scratch: Scratch | None = None,
     ) -> Packing | None:
-        """The packing of the blocks of a layout; nothing where NumPy has to do it."""
+        """The packing of a layout; `None` if NumPy has to do it."""
         if algorithm is not Algorithm.XXH3:
             return None
         strips: list[tuple[int, ...]] = []
@@ -142,7 +142,7 @@ class Packing:
                 place = place_number(layer=cell.layer, plane=segment.plane.role, head=cell.head)
                 of_strip = strip_numbers[segment.plane], segment.local_head
                 segments.append((segment.start, segment.length, place, number, *of_strip))
-        # Asked last: it may have to be compiled.
+        # Last, since it may have to be compiled.
         loaded = library()
         if loaded is None:
             return None
@@ -169,13 +169,13 @@ class Packing:
         memory: NDArray[np.uint8],
         places: NDArray[np.int64] | None = None,
     ) -> NDArray[np.uint64]:
-        """Packs blocks into `memory`; their cell sums, of shape [blocks, cells].
+        """Packs blocks into `memory`; returns their cell sums, of shape [blocks, cells].
 
         Args:
-            slots: of the blocks.
-            seeds: of their keys.
-            memory: where the packed blocks go; nothing is read there.
-            places: where in it each begins; one after the other unless told.
+            slots: The slots of the blocks.
+            seeds: The seeds of their keys.
+            memory: Gets the packed blocks.
+            places: Where each begins in `memory`; by default one after the other.
         """
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.empty((len(numbers), self.cell_count), dtype=np.uint64)
@@ -190,20 +190,20 @@ class Packing:
         self,
         memory: NDArray[np.uint8],
         seeds: NDArray[np.uint64],
-        told: NDArray[np.uint64],
+        expected: NDArray[np.uint64],
         slots: Sequence[int],
         places: NDArray[np.int64] | None = None,
     ) -> int | None:
-        """Puts blocks away, one after the other: the number of the first that is not intact.
+        """Unpacks blocks one after the other; returns the number of the first corrupt one.
 
-        It and those after it are not put away. Each byte of `memory` is read once.
+        It and those after it are not unpacked. Each byte of `memory` is read once.
         """
         numbers, places = self._checked(slots, seeds, memory, places)
-        sums = np.ascontiguousarray(told, dtype=np.uint64)
+        sums = np.ascontiguousarray(expected, dtype=np.uint64)
         if sums.shape != (len(numbers), self.cell_count):
             raise ValueError(
-                f"told has shape {list(sums.shape)}, {len(numbers)} blocks of {self.cell_count} "
-                f"cells need {[len(numbers), self.cell_count]}"
+                f"expected has shape {list(sums.shape)}, must have "
+                f"{[len(numbers), self.cell_count]}: blocks and cells"
             )
         found = np.empty(self.cell_count, dtype=np.uint64)
         first_bad: int = self.library.put_away(
@@ -220,7 +220,7 @@ class Packing:
         memory: NDArray[np.uint8],
         places: NDArray[np.int64] | None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The slots and places as arrays, once it is sure that compiled code stays within them."""
+        """Checks bounds, since compiled code does not; returns slots and places as arrays."""
         numbers = _numbers(tuple(slots))
         count, size = len(numbers), self.block_bytes
         if places is None:
@@ -243,7 +243,7 @@ class Packing:
 
 
 def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[int, ...] | None:
-    """How a plane lies in slots, as `parts.c` has it; nothing if it does not lie so plainly."""
+    """The strides of a plane for `parts.c`; `None` if it has more than these."""
     inner = [dim for dim in plane.wide_dims if dim.axis in {Axis.TOKEN, Axis.CHANNEL}]
     row_bytes = plane.dtype.itemsize
     while inner and inner[-1].stride == row_bytes:
@@ -269,7 +269,7 @@ def _places(count: int, size: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=PROMPTS_KEPT)
 def seeds_of(keys: tuple[bytes, ...]) -> NDArray[np.uint64]:
-    """What the seeds of each key's cells are made from."""
+    """The seed of each key, from which those of its cells are computed."""
     return np.array([key_seed(key) for key in keys], dtype=np.uint64)
 
 

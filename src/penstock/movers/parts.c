@@ -411,16 +411,16 @@ void penstock_pack(const strip_t *strips, int64_t strip_count, const segment_t *
     }
 }
 
-/* Puts blocks away into their slots, each from its place in `packed`, and stops at the first whose sums are not those told: returns
+/* Puts blocks away into their slots, each from its place in `packed`, and stops at the first whose sums are not those expected: returns
    its number, or -1. `found` has room for the sums of one block, `scratch` for its bytes. */
 int64_t penstock_put_away(const strip_t *strips, int64_t strip_count, const segment_t *segments,
                           int64_t segment_count, const int64_t *slots, const uint64_t *key_seeds,
                           int64_t count, const uint8_t *packed, const int64_t *places,
-                          const uint64_t *told, uint64_t *found, int64_t cells, uint8_t *scratch)
+                          const uint64_t *expected, uint64_t *found, int64_t cells, uint8_t *scratch)
 {
     lanes_t lanes = find_lanes();
     int64_t bad = -1;
-    for (int64_t block = 0; block < count; block++, told += cells) {
+    for (int64_t block = 0; block < count; block++, expected += cells) {
         memset(found, 0, (size_t)cells * 8);
         for (const segment_t *each = segments; each < segments + segment_count; each++) {
             const uint8_t *in = packed + places[block] + each->start;
@@ -429,7 +429,7 @@ int64_t penstock_put_away(const strip_t *strips, int64_t strip_count, const segm
                           sum_of(one_row(in), scratch + each->start, 1, each->length, seed,
                                  in + AHEAD_BYTES, lanes));
         }
-        if (memcmp(found, told, (size_t)cells * 8) != 0) {
+        if (memcmp(found, expected, (size_t)cells * 8) != 0) {
             bad = block;
             break;
         }

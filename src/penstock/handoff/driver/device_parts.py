@@ -244,7 +244,7 @@ class DeviceTaker:
         while self._taking and self._taking[0].batch.manifest.ended.reached:
             taking = self._taking[0]
             manifest = taking.batch.manifest
-            intact = not manifest.told[: manifest.count].any()
+            intact = not manifest.bad_cells[: manifest.count].any()
             if intact and taking.put_away is not None:
                 taking.put_away()
                 manifest.ended.record(self._device.stream.handle)

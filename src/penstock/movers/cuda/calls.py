@@ -1,14 +1,14 @@
-"""The calls that a batch takes: written down first, then made all at once by compiled code.
+"""The CUDA calls of a batch: recorded first, then made all at once by compiled code.
 
     calls.copy(…); calls.wait(…); calls.launch(…); calls.send(link, …); calls.record(…)
     calls.make()
 
-`CompiledCalls` writes words, which `calls.c` reads: one call of a foreign function a batch, in
-place of some thirty, each of which costs the engine's thread several microseconds from Python.
-`PlainCalls` makes each call at once, where nothing can be compiled. Both are told the same, by
-the same code of the movers, so that who waits for whom is said in one place.
+`CompiledCalls` records words, which `calls.c` reads: one foreign call for each batch instead of
+about thirty, each of which takes several microseconds from Python. `PlainCalls` makes each call at
+once, if nothing can be compiled. The movers use both in the same way, so that dependencies are
+stated in one place.
 
-The one rule: calls are made in the order in which they were told.
+The one rule: calls are made in the order in which they were recorded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 HIDDEN_MAX = 2
 """Triton adds pointers to scratch memory, one or two by version, which our kernels do not use."""
-_told: set[str] = set()
-"""Why calls are made from Python, as far as it was logged."""
+_logged: set[str] = set()
+"""The reasons for plain calls that were logged."""
 
 
 class Word(IntEnum):
-    """Operations, as `calls.c` numbers them."""
+    """The numbers of operations in `calls.c`."""
 
     WAIT = 1
     RECORD = 2
@@ -54,15 +54,15 @@ class Word(IntEnum):
     TURNS = 8
 
 
-# Plain integers: an attribute of an enum takes longer than what is done with it.
+# Plain integers: access to an attribute of an enum would take most of the time.
 _WAIT, _RECORD, _COPY, _CLEAR, _LAUNCH, _FOLLOW, _MARK, _TURNS = map(int, Word)
 
 
 class Calls(Protocol):
-    """What a batch asks of the device."""
+    """Records the calls of a batch."""
 
     without: str
-    """Why calls are made from Python; empty where they are compiled."""
+    """Why calls are made from Python; empty if they are compiled."""
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Has a stream wait on the device for an event."""
@@ -104,7 +104,7 @@ class Calls(Protocol):
         ...
 
     def make(self) -> None:
-        """Makes the calls that were written down.
+        """Makes the recorded calls.
 
         Raises:
             UnavailableError: one failed; the device may be lost.
@@ -112,7 +112,7 @@ class Calls(Protocol):
         ...
 
     def reached(self, events: Sequence[StreamEvent]) -> int:
-        """How many of these events, which are reached in order, the CPU can see were."""
+        """How many of these events, which are reached in order, were reached."""
         ...
 
     def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
@@ -127,19 +127,15 @@ class PlainCalls:
         self.without = without
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Has a stream wait on the device for an event."""
         stream.wait_for(event)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Marks what the stream was given so far."""
         event.record(stream.handle)
 
     def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
-        """Copies one extent."""
         stream.copy_extents([source], [target], [length])
 
     def clear(self, stream: Stream, address: int, length: int) -> None:
-        """Writes zeros."""
         stream.clear(address, length)
 
     def launch(
@@ -150,35 +146,29 @@ class PlainCalls:
         arguments: tuple[int, ...],
         stream: Stream,
     ) -> None:
-        """Launches a grid of `rows × blocks` programs."""
         kernel.launch(rows, blocks, arguments, stream.number)
 
     def follow(self, link: CudaLink, event: StreamEvent) -> None:
-        """What is sent over the link from now on waits for an event."""
         link.next_stream.wait_for(event)
 
     def mark(self, event: StreamEvent, link: CudaLink) -> None:
-        """Marks what was sent over the link so far."""
         event.record(link.stream.handle)
 
     def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
-        """Copies extents in turns."""
         triples = zip(extents[0::3], extents[1::3], extents[2::3], strict=True)
         for targets, sources, lengths in in_turns(triples, turn_bytes):
             link.take_turn(targets, sources, lengths)
 
     def make(self) -> None:
-        """Nothing is left to be made."""
+        pass
 
     def reached(self, events: Sequence[StreamEvent]) -> int:
-        """How many of these events, which are reached in order, were."""
         for number, event in enumerate(events):
             if not event.reached:
                 return number
         return len(events)
 
     def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
-        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
         manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
 
@@ -201,19 +191,15 @@ class CompiledCalls:
         self._launches = {kernel.function: self._launch_of(kernel) for kernel in kernels}
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Has a stream wait on the device for an event."""
         self._words += (_WAIT, stream.number, event.number)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Marks what the stream was given so far."""
         self._words += (_RECORD, stream.number, event.number)
 
     def copy(self, stream: Stream, target: int, source: int, length: int) -> None:
-        """Copies one extent."""
         self._words += (_COPY, stream.number, target, source, length)
 
     def clear(self, stream: Stream, address: int, length: int) -> None:
-        """Writes zeros."""
         self._words += (_CLEAR, stream.number, address, length)
 
     def launch(
@@ -224,7 +210,6 @@ class CompiledCalls:
         arguments: tuple[int, ...],
         stream: Stream,
     ) -> None:
-        """Launches a grid of `rows × blocks` programs."""
         shape, hidden = self._launches[kernel.function]
         self._words += (_LAUNCH, stream.number, kernel.function, rows, blocks)
         self._words += shape
@@ -232,37 +217,31 @@ class CompiledCalls:
         self._words += hidden
 
     def follow(self, link: CudaLink, event: StreamEvent) -> None:
-        """What is sent over the link from now on waits for an event."""
         self._words += (_FOLLOW, link.address, event.number)
 
     def mark(self, event: StreamEvent, link: CudaLink) -> None:
-        """Marks what was sent over the link so far."""
         self._words += (_MARK, link.address, event.number)
 
     def send(self, link: CudaLink, extents: Sequence[int], turn_bytes: int) -> None:
-        """Copies extents in turns."""
         self._words += (_TURNS, link.address, turn_bytes, len(extents) // 3)
         self._words += extents
 
     def make(self) -> None:
-        """Makes the calls that were written down."""
         words = array("q", self._words)
         self._words.clear()
         self._library.make(words)
 
     def reached(self, events: Sequence[StreamEvent]) -> int:
-        """How many of these events, which are reached in order, were."""
         return self._library.reached(array("q", [event.number for event in events]))
 
     def write_seeds(self, keys: Sequence[bytes], manifest: Manifest, salt: int) -> None:
-        """Puts the seeds of a batch's keys into its manifest, with the salt of their life."""
         if self._library.write_seeds(keys, manifest.seeds_host_address):
             manifest.seeds[: len(keys)] ^= np.uint64(salt)
         else:
             manifest.seeds[: len(keys)] = key_seeds(keys, salt)
 
     def _launch_of(self, kernel: PackingKernel) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Threads, shared memory and parameters of a kernel, and what its hidden ones are given."""
+        """Threads, shared memory and parameters of a kernel, and values of the hidden ones."""
         count = self._library.parameter_count(kernel.function)
         hidden = count - kernel.argument_count
         if not 0 <= hidden <= HIDDEN_MAX or kernel.scratch_bytes:
@@ -284,17 +263,17 @@ def compiled_calls(kernels: Iterable[PackingKernel]) -> CompiledCalls:
 
 
 def plain_calls(kernels: Iterable[PackingKernel]) -> PlainCalls:  # noqa: ARG001 - as for compiled ones
-    """Calls from Python, whatever the kernels."""
+    """Calls from Python, for any kernels."""
     return PlainCalls()
 
 
 def choose_calls(kernels: Iterable[PackingKernel]) -> Calls:
-    """Compiled calls where they can be had; else plain ones, which is logged once."""
+    """Compiled calls if possible, else plain ones, which is logged once."""
     try:
         return compiled_calls(kernels)
     except UnavailableError as error:
         without = str(error)
-    if without not in _told:
-        _told.add(without)
+    if without not in _logged:
+        _logged.add(without)
         logger.warning("copies are submitted from Python, which takes longer: cause=%s", without)
     return PlainCalls(without)

@@ -1,11 +1,11 @@
-"""The engine's memory on a GPU, as a tier: what its movers share.
+"""The engine's KV memory on a GPU as a tier, and the movers of it.
 
     device = CudaTier(TensorTier.of(…))
     save = device.saves_to(host)            # HostTier; registered for DMA once, for both ways
     load = device.loads_from(host)
     twin = device.duplicates()
 
-The one rule: all movers of a tier know the same steps, so that whoever tells one tells all.
+The one rule: all movers of a tier share its `Steps`, so a step is reported once for all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CudaTier:
         return self._tier.addresses
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
-        """Refused: the CPU cannot touch what lies on the device."""
+        """Raises: the CPU cannot access the device's memory."""
         return self._tier.blocks(slots)
 
     def saves_to(self, host: HostTier, algorithm: Algorithm) -> SaveMover:
@@ -75,7 +75,7 @@ class CudaTier:
                 left for staging.
         """
         mover = SaveMover(self, self._area(host), algorithm, steps=self.steps)
-        _tell_staging("saves", mover.staging_bytes)
+        _log_staging("saves", mover.staging_bytes)
         return mover
 
     def loads_from(self, host: HostTier, algorithm: Algorithm) -> LoadMover | LayerLoadMover:
@@ -86,13 +86,13 @@ class CudaTier:
         """
         make = LayerLoadMover if self.layerwise else LoadMover
         mover = make(self._area(host), self, algorithm, steps=self.steps)
-        _tell_staging("layer-wise loads" if self.layerwise else "loads", mover.staging_bytes)
+        _log_staging("layer-wise loads" if self.layerwise else "loads", mover.staging_bytes)
         return mover
 
     def duplicates(self, algorithm: Algorithm) -> DuplicateMover:
         """The mover from slot to slot."""
         mover = DuplicateMover(self, self, algorithm, steps=self.steps)
-        _tell_staging("duplicates", mover.staging_bytes)
+        _log_staging("duplicates", mover.staging_bytes)
         return mover
 
     def forget(self, host: object) -> None:
@@ -120,5 +120,5 @@ class CudaTier:
         return self._areas[id(host)]
 
 
-def _tell_staging(what: str, taken: int) -> None:
+def _log_staging(what: str, taken: int) -> None:
     logger.info("staging taken on the device: for=%s bytes=%d", what, taken)

@@ -237,14 +237,14 @@ def publish(sums, slots, kept, cells, WIDTH: tl.constexpr):
         tl.store(found + cell, tl.zeros((WIDTH,), tl.uint64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["sums", "slots", "kept", "cells", "verdicts", "told"])
+@triton.jit(do_not_specialize=["sums", "slots", "kept", "cells", "verdicts", "bad_cells"])
 def judge(
     sums,
     slots,
     kept,
     cells,
     verdicts,
-    told,
+    bad_cells,
     WIDTH: tl.constexpr,
 ):
     """Counts the cells of one block whose sums differ from its row in host memory.
@@ -265,7 +265,7 @@ def judge(
         tl.store(found + cell, tl.zeros((WIDTH,), tl.uint64), mask=inside)
     count = tl.sum(wrong, axis=0)
     tl.store(verdicts.to(tl.pointer_type(tl.int32)) + block, count)
-    tl.store(told.to(tl.pointer_type(tl.int32)) + block, count)
+    tl.store(bad_cells.to(tl.pointer_type(tl.int32)) + block, count)
 
 
 @triton.jit(do_not_specialize=["table", "slots", "slot_rows", "verdicts", "staging", "pitch"])

@@ -106,7 +106,7 @@ class LayerLoadMover(QueuedMover):
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
         programs: Thread blocks of a layer's kernel.
-        calls: How the device is told what to do, for these kernels.
+        calls: Makes the calls to the device, for these kernels.
     """
 
     def __init__(
@@ -257,13 +257,13 @@ class LayerLoadMover(QueuedMover):
             calls.record(arrived, stream)
         calls.record(manifest.finished, stream)
         sums = (self._sums, manifest.slots_address, self._host.sums_address, self._cells)
-        told = (self._verdicts, manifest.told_address)
-        calls.launch(self._judge, manifest.count, 1, (*sums, *told), stream)
+        found = (self._verdicts, manifest.bad_cells_address)
+        calls.launch(self._judge, manifest.count, 1, (*sums, *found), stream)
         calls.record(manifest.ended, stream)
 
     def _land(self, batch: CopyBatch) -> None:
         manifest = self._manifest_of(batch)
-        wrong = np.flatnonzero(manifest.told[: manifest.count])
+        wrong = np.flatnonzero(manifest.bad_cells[: manifest.count])
         batch.job.faults += [(batch.first + int(at), BlockFault.CORRUPT) for at in wrong]
         seconds = elapsed_s(manifest.began, manifest.finished)
         if seconds > 0:

@@ -1,11 +1,11 @@
-"""Points in one stream's work that the CPU waits for, each with a deadline.
+"""Points in one stream's work that the CPU waits for with a timeout.
 
-    mark = marks.make()                 # behind all that was submitted to the stream so far
+    mark = marks.make()                 # behind all work of the stream so far
     ...
-    if not mark.wait(30.0): ...         # the device has not got there
+    if not mark.wait(30.0): ...         # the device has not reached it
 
-The one rule: the event of a mark is used again only when the device was seen to have reached it.
-One that was given up on is still the device's.
+The one rule: the event of a mark is reused only after the device has reached it. After a timeout
+the device still uses it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class StreamMark:
         self._spare = spare
 
     def wait(self, seconds: float) -> bool:
-        """Blocks this thread until the device has got there; returns False if it takes too long.
+        """Blocks this thread until the device reaches the point; returns False after `seconds`.
 
         Raises:
             UnavailableError: the device failed.
         """
         if self._event is not None:
-            if not self._bell.hear(self._event, seconds):
+            if not self._bell.wait_for_ring(self._event, seconds):
                 return False
             self._spare.append(self._event)
             self._event = None
@@ -48,7 +48,7 @@ class Marks:
     Args:
         stream: The stream, as the CUDA runtime takes it.
         bell: What wakes this thread.
-        new_event: Makes an event; there are as many as marks that are waited for at a time.
+        new_event: Makes an event; there are as many as marks waited for at the same time.
     """
 
     def __init__(self, stream: object, bell: Bell, new_event: Callable[[], StreamEvent]) -> None:
@@ -58,14 +58,14 @@ class Marks:
         self._spare: list[StreamEvent] = []
 
     def make(self) -> StreamMark:
-        """A point behind all that was submitted so far."""
+        """A point behind all work of the stream so far."""
         event = self._spare.pop() if self._spare else self._new_event()
         event.record(self._stream)
-        # Now, not when somebody waits: by then more work may be ahead of the ring.
+        # Now, not in `wait`: by then more work may be ahead of the ring.
         self._bell.ring_behind(event)
         return StreamMark(event, self._bell, self._spare)
 
     def close(self) -> None:
-        """Gives the events back whose marks were reached."""
+        """Destroys the events of reached marks."""
         while self._spare:
             self._spare.pop().close()

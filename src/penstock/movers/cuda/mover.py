@@ -1,21 +1,20 @@
-"""Blocks between a GPU and pinned host memory, without a thread and without waiting.
+"""Copies blocks between a GPU and pinned host memory, without threads and without waiting.
 
     save:       gather + sums ─→ staging ─→ DMA in turns ─→ host slots
     load:       host slots ─→ DMA in turns ─→ staging ─→ sums, verdict ─→ scatter
     duplicate:  gather ─→ staging ─→ scatter
 
-`poll` asks which batches have ended, reports the copies that have, and submits as much as the
-budget and the queue allow. The device does the rest in order:
+Order on the device:
 
-| hazard                       | what waits                                                   |
-|------------------------------|--------------------------------------------------------------|
-| save: the block is not there | the pack waits for the step that last touched the slot        |
-| load: the slot is in use     | the scatter waits for the last step that could touch the slot |
-| a slot is written again      | `guard` has the engine's stream wait for the pack             |
-| host slots                   | reported once the CPU has seen the end                        |
-| staging                      | a batch waits on the device until the one before has left     |
+| hazard                          | what waits                                                   |
+|---------------------------------|--------------------------------------------------------------|
+| save: the block is not computed | the pack waits for the last step that uses the slot           |
+| load: the slot is in use        | the scatter waits for the last step that may use the slot     |
+| a slot is written again         | `guard` makes the engine's stream wait for the pack           |
+| host slots                      | reported when the CPU has seen the end                        |
+| staging                         | a batch waits on the device until the one before has left     |
 
-The one rule: a block whose sums are not those of its key is not written anywhere.
+The one rule: a block whose checksums are wrong is not written anywhere.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class CudaMover(QueuedMover):
         device: The engine's tier, on the current CUDA device.
         algorithm: Must be `MIX64`, which the kernels compute.
         steps: The engine's steps; movers of one device tier share them.
-        size: How much device memory to take; `staging_bytes` tells what it came to.
-        calls: How the device is told what to do, for these kernels.
-        host_stride: Bytes between two slots of the host, where blocks go there.
+        size: How much device memory to use for staging; `staging_bytes` is the result.
+        calls: Makes the calls to the device, for these kernels.
+        host_stride: Bytes from one host slot to the next, for copies to or from the host.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class CudaMover(QueuedMover):
         return StagingSize.for_device(total_bytes)
 
     def close(self) -> None:
-        """Waits for what is in flight and gives everything back.
+        """Waits for copies in flight and releases all memory.
 
         Raises:
-            UnavailableError: it does not end; then nothing is given back, as it is still used.
+            UnavailableError: they do not end; then nothing is released, as it is still used.
         """
         self.wait()
         self._link.wait()
@@ -120,10 +119,10 @@ class CudaMover(QueuedMover):
         *,
         to_host: bool,
     ) -> list[int]:
-        """What goes over the link for a batch: target, source and length of each run of blocks.
+        """The copies of a batch over the link: target, source and length of each run of blocks.
 
-        Blocks that follow each other on both sides go together, but not across the end of a
-        registered extent.
+        Blocks that are adjacent on both sides are one run, but not across the end of a registered
+        extent.
         """
         job, pitch, stride = batch.job, self._ring.pitch, host.slot_stride
         if job.road is None:
@@ -152,7 +151,7 @@ def _in_order(there: int, staged: int, length: int, *, to_host: bool) -> tuple[i
 
 
 class SaveMover(CudaMover):
-    """Out of the device into pinned host memory; sums are made on the way."""
+    """From the device to pinned host memory; computes the checksums."""
 
     def __init__(
         self,
@@ -192,11 +191,11 @@ class SaveMover(CudaMover):
         calls.mark(manifest.ended, self._link)
 
     def _land(self, batch: CopyBatch) -> None:
-        """The block and its sums are in host memory."""
+        pass
 
 
 class LoadMover(CudaMover):
-    """Out of pinned host memory into the device; what fails its sums is not written there."""
+    """From pinned host memory to the device; corrupt blocks are not written there."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class LoadMover(CudaMover):
         calls.record(manifest.ended, stream)
 
     def _land(self, batch: CopyBatch) -> None:
-        wrong = np.flatnonzero(batch.manifest.told[: batch.manifest.count])
+        wrong = np.flatnonzero(batch.manifest.bad_cells[: batch.manifest.count])
         batch.job.faults += [(batch.first + int(at), BlockFault.CORRUPT) for at in wrong]
 
 
@@ -277,4 +276,4 @@ class DuplicateMover(CudaMover):
         calls.record(manifest.ended, stream)
 
     def _land(self, batch: CopyBatch) -> None:
-        """Nothing left the device."""
+        pass

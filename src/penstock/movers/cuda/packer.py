@@ -148,7 +148,7 @@ class Packer:
         """Compares the sums with those of their slots in host memory, which start at `kept`."""
         arguments = (
             *(berth.sums, manifest.slots_address, kept, self._cells),
-            *(berth.verdicts, manifest.told_address),
+            *(berth.verdicts, manifest.bad_cells_address),
         )
         calls.launch(self._judge, manifest.count, 1, arguments, stream)
 

@@ -52,7 +52,7 @@ class PinnedArea(Protocol):
 
     @property
     def run_slots(self) -> int:
-        """No DMA may cross a multiple of so many slots: another registered extent starts there."""
+        """No DMA may cross a multiple of this number of slots: another extent starts there."""
         ...
 
     @property

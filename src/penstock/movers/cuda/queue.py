@@ -1,11 +1,11 @@
-"""Copies in a queue, in batches: what all movers of a GPU have in common.
+"""A queue of copies, which are submitted in batches: the base of all movers of a GPU.
 
-`poll` asks which batches have ended, reports the copies that have, and submits as much as the
-budget and the queue allow. It never waits. Between steps that follow each other quickly it
-rests: a poll a millisecond would cost such an engine more than it brings.
+`poll` checks which batches have ended, reports finished copies, and submits as much as the budget
+and the queue allow. It never waits. After a step that follows another one within `REST_S` it does
+nothing: a poll every millisecond would cost such an engine more than it gains.
 
-The one rule: batches end in the order of their numbers, so that waiting for one is waiting for
-all before it.
+The one rule: batches end in the order of their numbers, so waiting for one is waiting for all
+before it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from penstock.vocabulary.layout import Layout
 
 REST_S = 0.003
-"""While copies are on their way, steps shorter than this are not polled one by one. It bounds by
-how much later a copy is reported, and is a seventh of what can be in flight."""
+"""The shortest time between polls while copies are in flight. It bounds the delay of a report, and
+is a seventh of the time that the copies in flight can take."""
 
 
 class DeviceSlots(Protocol):
@@ -55,22 +55,22 @@ class DeviceSlots(Protocol):
 
 
 class Job:
-    """A copy and how far it is."""
+    """A copy and its progress."""
 
     __slots__ = ("copy", "faults", "flying", "next", "number", "road", "step", "wanted")
 
     def __init__(self, copy: Copy, number: int, step: int) -> None:
         self.copy = copy
         self.number = number
-        """Counts the copies of a mover."""
+        """The number of the copy in its mover."""
         self.step = step
-        """The last step that could have touched its device slots."""
+        """The last step that may use its device slots."""
         self.next = 0
         self.flying = 0
         self.wanted = True
         self.faults: list[tuple[int, BlockFault]] = []
         self.road: Road | None = None
-        """Where its blocks lie in host memory, once a mover has looked."""
+        """Where its blocks lie in host memory, once it was computed."""
 
     @property
     def left(self) -> int:
@@ -79,16 +79,15 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it is left or on its way."""
+        """Whether nothing of it is left or in flight."""
         return self.flying == 0 and self.left == 0
 
     def report(self) -> Moved:
-        """What the owner is told."""
         return Moved(self.copy.operation, tuple(sorted(self.faults, key=lambda fault: fault[0])))
 
 
 class CopyBatch:
-    """Some blocks of a job, on their way."""
+    """Some blocks of a job, in flight."""
 
     __slots__ = ("first", "job", "manifest", "number")
 
@@ -101,15 +100,15 @@ class CopyBatch:
 
     @property
     def part(self) -> slice:
-        """Which blocks of the job."""
+        """The blocks of the job, as a slice."""
         return slice(self.first, self.first + self.manifest.count)
 
 
 class QueuedMover(ABC):
-    """Copies in order, in batches; its subclasses say what a batch is."""
+    """Copies in order, in batches; subclasses define the work of a batch."""
 
     _calls: Calls
-    """How the device is told what to do: set by the subclass, which has the kernels."""
+    """Makes the calls to the device; set by the subclass, which has the kernels."""
 
     def __init__(self, device: DeviceSlots, algorithm: Algorithm, steps: Steps | None) -> None:
         if algorithm is not Algorithm.MIX64:
@@ -127,28 +126,27 @@ class QueuedMover(ABC):
         self._launched = 0
         self._taken = 0
         self._begun = 0
-        """Of all copies up to this number, nothing is left to be submitted to the device."""
+        """All copies up to this number were submitted to the device completely."""
         self._abandoned = False
-        """Whether a copy may have ended out of its turn."""
+        """Whether a copy may have ended out of order."""
         # One more, for `NOWHERE`.
         self._last_batch = np.zeros(slot_count + 1, dtype=np.int64)
-        """The number of the last batch that touches each device slot."""
+        """The number of the last batch that uses each device slot."""
         self._last_job = np.zeros(slot_count + 1, dtype=np.int64)
-        """The number of the last copy that does or will touch each device slot."""
+        """The number of the last copy that uses or will use each device slot."""
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way."""
         return bool(self._jobs)
 
     @property
     def without(self) -> str:
-        """Why the calls to the device are made from Python; empty where they are compiled."""
+        """Why calls to the device are made from Python; empty if they are compiled."""
         return self._calls.without
 
     @property
     def in_flight(self) -> int:
-        """Batches that were submitted to the device and not seen to have ended."""
+        """Batches that were submitted to the device and have not ended."""
         return len(self._flying)
 
     def step_submitted(self, stream: int, slots: ArrayLike | None = None) -> None:
@@ -156,14 +154,13 @@ class QueuedMover(ABC):
         self.steps.submitted(stream, slots)
 
     def submit(self, copy: Copy) -> None:
-        """Takes a copy in; its work is submitted to the device in `poll`."""
         self._taken += 1
         slots = self._device_slots(copy)
         self._jobs.append(Job(copy, self._taken, self.steps.last_of(slots)))
         self._last_job[slots] = self._taken
 
     def abandon(self, operation: OperationId) -> None:
-        """What is not on its way is left out; the copy is reported when the rest has ended."""
+        """Drops the blocks that are not in flight; the copy is reported when the rest has ended."""
         for job in self._jobs:
             if job.copy.operation == operation:
                 job.wanted = False
@@ -173,8 +170,7 @@ class QueuedMover(ABC):
     def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
         """Reports what ended and submits at most `budget_bytes`, but at least one block.
 
-        Nothing is submitted while the queue is full: that bounds the bytes in flight. After
-        another step within `REST_S`, and with copies on their way, nothing is done at all.
+        Nothing is submitted while the queue is full, which bounds the bytes in flight.
         """
         now = time.monotonic()
         if self._flying and now < self._rests_until and self.steps.newest != self._polled_step:
@@ -216,11 +212,6 @@ class QueuedMover(ABC):
         return [job.report() for job in ended]
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Blocks this thread until all that was submitted to the device has ended.
-
-        Raises:
-            UnavailableError: it has not within `timeout_s` seconds; it may still touch its slots.
-        """
         self._rests_until = 0.0
         if self._flying and not self._bell.wait(self._flying[-1].manifest.ended, timeout_s):
             raise UnavailableError(
@@ -228,20 +219,20 @@ class QueuedMover(ABC):
             )
 
     def guard(self, stream: int, slots: ArrayLike) -> bool:
-        """Has an engine's stream wait for the copies that read or write these device slots.
+        """Makes an engine's stream wait for the copies that read or write these device slots.
 
-        Returns False where such a copy has not been submitted to the device yet: then there is
-        nothing to wait for on the device, and the slot must be left alone until its report.
+        Returns False if such a copy was not submitted to the device yet: then the stream cannot
+        wait for it, and the slot must not be used until the copy is reported.
         """
         if not self._jobs:
             return True
         wanted = [slot for slot in np.asarray(slots).tolist() if slot >= 0]
         if not wanted:
             return True
-        # Few as a rule: a loop takes a fraction of the calls of NumPy.
+        # They are few: a loop takes a fraction of the time of NumPy calls.
         last = max(map(self._last_batch.item, wanted))
         if self._flying and last >= self._flying[0].number:
-            # They leave the device's slots in the order of their numbers.
+            # Batches finish with the device's slots in the order of their numbers.
             batch = self._flying[last - self._flying[0].number]
             stream_waits(stream, self._device_done(batch))
         if max(map(self._last_job.item, wanted)) <= self._begun:
@@ -280,21 +271,21 @@ class QueuedMover(ABC):
 
     @abstractmethod
     def _device_slots(self, copy: Copy) -> NDArray[np.int32]:
-        """Which slots of the device a copy reads or writes."""
+        """The slots of the device that a copy reads or writes."""
 
     @abstractmethod
     def _launch(self, batch: CopyBatch, step: StreamEvent | None) -> None:
-        """Writes down the work of a batch, behind a step where the device's slots are touched."""
+        """Records the calls of a batch, with a wait for `step` before slots are used."""
 
     @abstractmethod
     def _land(self, batch: CopyBatch) -> None:
-        """The CPU has seen the end of a batch."""
+        """Called when a batch has ended."""
 
     def _device_done(self, batch: CopyBatch) -> StreamEvent:
-        """When the device's slots are no longer touched."""
+        """The event after which the device's slots are not used any more."""
         return batch.manifest.ended
 
 
 def slots_of_any(layout: Layout) -> int:
-    """So many slots the largest KV group has; a layout's own count is that of the smallest."""
+    """The slots of the largest KV group; a layout's own count is that of the smallest."""
     return max(group.block_count for group in layout.groups)

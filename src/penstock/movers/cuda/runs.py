@@ -61,7 +61,7 @@ class Road(NamedTuple):
 
 
 def in_turns(extents: Iterable[tuple[int, int, int]], turn_bytes: int) -> list[Turn]:
-    """Extents (target, source, length) in turns of at most so many bytes.
+    """Extents (target, source, length) in turns of at most `turn_bytes`.
 
     Long ones are cut into about equal parts.
     """

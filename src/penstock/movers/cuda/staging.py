@@ -4,8 +4,8 @@
     manifest   what one batch carries: slots and seeds, in pinned host memory and on the device
 
 An engine that polls once a step submits many batches at a time. Berths are few, since device
-memory is dear, and are used again in the order of the device's own work: the next batch waits
-there, not on the CPU, until a berth is empty. Manifests are many and small.
+memory is scarce, and are reused in the order of the device's work: the next batch waits on the
+device, not on the CPU, until a berth is empty. Manifests are many and small.
 
 The one rule: a manifest is free again only when the CPU has seen its batch end; their number
 bounds what is in flight.
@@ -110,8 +110,8 @@ class Manifest:
             "slots_address",
             "targets",
             "targets_address",
-            "told",
-            "told_address",
+            "bad_cells",
+            "bad_cells_address",
         ),
     )
 
@@ -137,9 +137,9 @@ class Manifest:
         self.targets_address = device + targets_at
         self.seeds_address = device + seeds_at
         self.seeds_host_address = self._host + seeds_at
-        self.told, told_at = portion("<i4", (sizes.blocks,))
+        self.bad_cells, bad_cells_at = portion("<i4", (sizes.blocks,))
         """How many cells of each block were found wrong: written by the device."""
-        self.told_address = host.address + start + told_at
+        self.bad_cells_address = host.address + start + bad_cells_at
 
     def send(self, calls: Calls, stream: Stream) -> None:
         """Brings slots and seeds to the device."""
@@ -234,7 +234,7 @@ class StagingRing:
 
 
 def take_device_memory(length: int) -> torch.Tensor:
-    """So many bytes on the current device, all zero.
+    """Allocates zeroed bytes on the current device.
 
     Raises:
         UnavailableError: the device has not so much left.

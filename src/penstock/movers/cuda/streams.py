@@ -1,7 +1,7 @@
 """CUDA streams and events, waiting for them with a timeout, and the two streams of a link.
 
 These are raw calls of the CUDA runtime: a copy through torch costs several times as much of the
-engine's time. Nothing here blocks the CPU except functions with `wait` or `hear` in their names.
+engine's time. Only functions with `wait` in their names block the CPU.
 
 `Bell` waits for the device with a timeout. CUDA waits for an event for ever or not at all, so the
 device's callback thread calls `sem_post` of the C library, and this thread waits for the semaphore:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 STEPS_KEPT = 16
-"""Steps whose events are remembered; engines have two in flight."""
+"""Steps whose events are kept; engines have two in flight."""
 _NOT_READY = runtime.cudaError_t.cudaErrorNotReady
 _SUCCESS = runtime.cudaError_t.cudaSuccess
 _ANY_WAY = runtime.cudaMemcpyKind.cudaMemcpyDefault
@@ -91,12 +91,12 @@ class StreamEvent:
         self.number = int(self.handle)
 
     def record(self, stream: object) -> None:
-        """Marks what was submitted to the stream so far."""
+        """Records the event behind the stream's work so far."""
         checked(runtime.cudaEventRecord(self.handle, stream))
 
     @property
     def reached(self) -> bool:
-        """Whether the CPU can see that the device has got there."""
+        """Whether the device has reached it."""
         (status,) = runtime.cudaEventQuery(self.handle)
         if status == _NOT_READY:
             return False
@@ -104,14 +104,13 @@ class StreamEvent:
         return True
 
     def hold(self, stream: int) -> None:
-        """Has any stream wait on the device; while it is captured, every replay will."""
+        """Makes any stream wait on the device; during a capture, every replay of the graph."""
         status = checked(runtime.cudaStreamIsCapturing(stream))
         active = status == runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
         flags = runtime.cudaEventWaitExternal if active else 0
         checked(runtime.cudaStreamWaitEvent(stream, self.handle, flags))
 
     def close(self) -> None:
-        """Gives the event back."""
         checked(runtime.cudaEventDestroy(self.handle))
 
 
@@ -124,13 +123,13 @@ class TimedEvent(StreamEvent):
 
 
 def elapsed_s(first: TimedEvent, second: TimedEvent) -> float:
-    """Seconds between two points that were reached."""
+    """Seconds between two reached points."""
     milliseconds: float = checked(runtime.cudaEventElapsedTime(first.handle, second.handle))
     return milliseconds / 1e3
 
 
 class Stream:
-    """Work of the device in order, behind the engine's where both compete."""
+    """A CUDA stream with the lowest priority."""
 
     __slots__ = ("handle", "number")
 
@@ -141,7 +140,7 @@ class Stream:
         self.number = int(self.handle)
 
     def wait_for(self, event: StreamEvent) -> None:
-        """Has the stream wait on the device for an event; the CPU does not."""
+        """Makes the stream wait on the device for an event; the CPU does not wait."""
         checked(runtime.cudaStreamWaitEvent(self.handle, event.handle, 0))
 
     def clear(self, address: int, length: int) -> None:
@@ -170,7 +169,7 @@ class Stream:
     def copy_after(
         self, before: StreamEvent, target: int, source: int, length: int, end: StreamEvent
     ) -> None:
-        """Waits for one event, copies, records another: a turn on a link, with little ado."""
+        """Waits for one event, copies, records another: a turn on a link, with few calls."""
         handle = self.handle
         status = (
             runtime.cudaStreamWaitEvent(handle, before.handle, 0)[0]
@@ -194,16 +193,13 @@ class Stream:
         end.record(self.handle)
 
     def wait(self) -> None:
-        """Blocks this thread until the stream has done all its work."""
         checked(runtime.cudaStreamSynchronize(self.handle))
 
     def close(self) -> None:
-        """Gives the stream back."""
         checked(runtime.cudaStreamDestroy(self.handle))
 
 
 def stream_waits(stream: object, event: StreamEvent) -> None:
-    """Has any stream wait on the device for an event."""
     checked(runtime.cudaStreamWaitEvent(stream, event.handle, 0))
 
 
@@ -219,16 +215,15 @@ class _Step(NamedTuple):
 
 
 class Steps:
-    """The engine's steps, and which of them last touched each device slot.
+    """The engine's steps, and which of them last used each device slot.
 
-    Call `submitted` after each step, with the slots it reads or writes if they are known: a
-    slot that no step touched lately need not be waited for. Without them, a step may have
-    touched any slot. Steps end in the order in which they were submitted, as the work of one
-    stream does.
+    Call `submitted` after each step, with the slots that it reads or writes: copies wait only for
+    steps that use their slots. Without slots, a step counts as using all of them. Steps end in the
+    order in which they were submitted.
     """
 
     def __init__(self, slot_count: int) -> None:
-        # One more, for `NOWHERE`, which no step touches.
+        # One more, for `NOWHERE`, which no step uses.
         self._last = np.zeros(slot_count + 1, dtype=np.int64)
         self._floor = 0
         self._number = 0
@@ -241,7 +236,7 @@ class Steps:
         while self._in_flight and self._in_flight[0].event.reached:
             self._spare.append(self._in_flight.popleft().event)
         if len(self._in_flight) >= STEPS_KEPT:
-            # Whoever wants this step waits for the next one, which ends after it.
+            # `event_of` returns the next step's event instead, which is reached later.
             self._spare.append(self._in_flight.popleft().event)
         event = self._spare.pop() if self._spare else StreamEvent()
         event.record(stream)
@@ -255,17 +250,17 @@ class Steps:
 
     @property
     def newest(self) -> int:
-        """The number of the last step that was submitted."""
+        """The number of the last submitted step."""
         return self._number
 
     def last_of(self, slots: NDArray[np.int32]) -> int:
-        """The last step that could have touched any of the slots; 0 if none could."""
+        """The last step that may use any of the slots; 0 if none does."""
         if not slots.size:
             return 0
         return max(self._floor, int(self._last[slots].max()))
 
     def event_of(self, step: int) -> StreamEvent | None:
-        """What to wait for to be behind a step; `None` once it has ended."""
+        """The event to wait for to be behind a step; `None` once it has ended."""
         if step == 0:
             return None
         for kept in self._in_flight:
@@ -274,7 +269,6 @@ class Steps:
         return None
 
     def close(self) -> None:
-        """Gives the events back."""
         for event in (*(step.event for step in self._in_flight), *self._spare):
             event.close()
         self._in_flight.clear()
@@ -303,69 +297,69 @@ class Bell:
         self._semaphore = (ctypes.c_char * _SEMAPHORE_BYTES)()
         self._library.sem_init(self._semaphore, 0, 0)
         _MAY_RING.add(self)
-        # What CUDA takes at the first call, it takes now: later that would wait for the device.
+        # The first call allocates, which would wait for the device later.
         self._ring()
         self._stream.wait()
 
     def ring_behind(self, event: StreamEvent) -> None:
-        """Has the device ring when it reaches an event, which `hear` then waits for."""
+        """Makes the device ring when it reaches an event; then use `wait_for_ring`."""
         self._stream.wait_for(event)
         self._ring()
 
-    def hear(self, event: StreamEvent, seconds: float) -> bool:
-        """Blocks this thread until an event is reached; returns False if it takes too long."""
+    def wait_for_ring(self, event: StreamEvent, seconds: float) -> bool:
+        """Blocks this thread until an event is reached; returns False after `seconds`."""
         give_up = time.monotonic() + seconds
         while not event.reached:
-            # Rings for other events wake us early, and each is heard once.
-            if not self._heard_before(give_up):
+            # Rings for other events end the wait early, each once.
+            if not self._posted_before(give_up):
                 return event.reached
         self._forget_rings()
         return True
 
     def wait(self, event: StreamEvent, seconds: float) -> bool:
-        """The same where nobody has asked for a ring."""
+        """The same for an event without `ring_behind`."""
         if not event.reached:
             self.ring_behind(event)
-        return self.hear(event, seconds)
+        return self.wait_for_ring(event, seconds)
 
     def close(self) -> None:
-        """Gives the stream back, once it has rung for all that was asked for."""
+        """Waits for all rings, and destroys the stream."""
         self._stream.wait()
         self._stream.close()
         _MAY_RING.discard(self)
 
     def _ring(self) -> None:
-        """Has the semaphore posted when the stream has got there."""
+        """Queues a post of the semaphore in the stream."""
         post = ctypes.cast(self._library.sem_post, ctypes.c_void_p)
         stream = ctypes.c_void_p(self._stream.number)
         status = self._driver.cuLaunchHostFunc(stream, post, ctypes.byref(self._semaphore))
         if status:
             raise UnavailableError(f"CUDA: error {status} of cuLaunchHostFunc")
 
-    def _heard_before(self, give_up: float) -> bool:
-        """Waits for the semaphore; returns False when the time is over."""
+    def _posted_before(self, give_up: float) -> bool:
+        """Waits for the semaphore; returns False at the deadline."""
         until = _Timespec(int(give_up), int(give_up % 1 * 1e9))
         clock = ctypes.c_int(time.CLOCK_MONOTONIC)
         if self._library.sem_clockwait(self._semaphore, clock, ctypes.byref(until)) == 0:
             return True
         why = ctypes.get_errno()
-        if why == errno.EINTR:  # By a signal, which Python has seen to by now.
+        if why == errno.EINTR:  # A signal, which Python has handled by now.
             return True
         if why == errno.ETIMEDOUT:
             return False
         raise OSError(why, os.strerror(why))
 
     def _forget_rings(self) -> None:
-        """Takes back what was posted for events that were reached before anybody waited."""
+        """Removes posts of events that were reached before they were waited for."""
         while self._library.sem_trywait(self._semaphore) == 0:
             pass
 
 
 class CudaLink:
-    """Whose turn it is between staging and host memory, one way.
+    """Two streams that copy in turns between staging and host memory, in one direction.
 
-    `calls.c` keeps that in memory of its own, at `address`: a link is used by one kind of calls
-    from its making on.
+    `calls.c` keeps the state in memory of its own, at `address`, so a link is used either by
+    compiled calls or by plain ones, never by both.
     """
 
     def __init__(self) -> None:
@@ -373,22 +367,22 @@ class CudaLink:
         self._ends = (StreamEvent(), StreamEvent())
         self._words = array("q", [each.number for each in (*self._streams, *self._ends)])
         self.address = self._words.buffer_info()[0]
-        """Both streams, that of the last turn first, and the events of their turns likewise."""
+        """Both streams, that of the last turn first, and their events in the same order."""
 
     @property
     def stream(self) -> Stream:
-        """Where the last turn was taken: what is recorded there comes after all turns."""
+        """The stream of the last turn: an event that is recorded there is behind all turns."""
         return self._streams[0]
 
     @property
     def next_stream(self) -> Stream:
-        """Where the next turn is taken, which every later one follows."""
+        """The stream of the next turn."""
         return self._streams[1]
 
     def take_turn(
         self, targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Copies extents behind the turn before."""
+        """Copies extents after the turn before."""
         one, other = self._streams
         before, end = self._ends
         self._streams, self._ends = (other, one), (end, before)
@@ -398,11 +392,10 @@ class CudaLink:
             other.copy_batch_after(before, targets, sources, lengths, end)
 
     def wait(self) -> None:
-        """Blocks this thread until all copies have ended."""
         for stream in self._streams:
             stream.wait()
 
     def close(self) -> None:
-        """Gives streams and events back; nothing may be in flight."""
+        """Destroys streams and events; nothing may be in flight."""
         for each in (*self._streams, *self._ends):
             each.close()
