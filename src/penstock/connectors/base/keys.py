@@ -187,7 +187,7 @@ class RequestKeys:
         return self._request.num_tokens < self._chain.token_count
 
     def upto(self, block_count: int) -> list[Key]:
-        """The keys of the leading blocks, at most so many, all of whose tokens are known.
+        """The keys of the leading blocks, at most this many, all of whose tokens are known.
 
         The list is the chain's own, and may be longer: read it, do not change it.
         """

@@ -75,7 +75,7 @@ class LayerwiseScheduler:
         self.starting: list[RequestLoad] = []
 
     def has_room(self, blocks: int, loads: int) -> bool:
-        """Whether this step has room for so many more blocks and loads."""
+        """Whether this step has room for these blocks and loads."""
         begun = sum(len(loading.operations) for loading in self.starting)
         return blocks <= self._room and begun + loads <= LOADS_MAX
 
@@ -109,7 +109,7 @@ class LayerwiseWorker:
 
         Args:
             rank: The open rank that executes them.
-            work: Drives copies by so many bytes, and calls `moved` for those that ended.
+            work: Advances copies by a number of bytes, and calls `moved` for those that ended.
             layers: The number of each of the engine's layers in the layout.
             stream: The handle of the stream that the step is submitted to; 0 on the CPU.
             beside: The handle of a stream in which nothing is computed; `None` on the CPU.

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOAD_ATTEMPTS = 3
-"""After so many failed loads a request is computed: failures must not delay it for ever."""
+"""After this many failed loads a request is computed: failures must not delay it for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,8 @@ PREFILL_SHARE_MIN = 0.9
 """The part of a step's tokens. A decoded token costs as much to compute as a prefilled one, and
 more to read its context."""
 REQUEST_TOKENS_MIN = 16
-"""A request with so many tokens in a step prefills: decoding takes one, and a few with drafts."""
+"""A request with at least this many tokens in a step prefills; decoding takes one, or a few with
+drafts."""
 
 
 class Counters:
@@ -268,22 +269,22 @@ class PrefillTimer:
     """Measures prefill in an engine that executes one step at a time."""
 
     def __init__(
-        self, tell: Callable[[int, float], None], *, clock: Callable[[], float] = time.monotonic
+        self, report: Callable[[int, float], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """The timer of one engine.
 
         Args:
-            tell: Called with tokens and seconds: `Offload.computed`.
+            report: Called with tokens and seconds: `Offload.computed`.
             clock: Returns the time in seconds.
         """
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._tokens = 0
         """Tokens that the current step prefills; 0 if the step is not measured."""
         self._began = 0.0
 
     def begin(self, scheduled: Mapping[str, int]) -> None:
-        """A step was put together, with so many tokens of each request."""
+        """A step was planned, with these numbers of tokens of its requests."""
         self._tokens = 0
         total = sum(scheduled.values())
         if total < STEP_TOKENS_MIN:
@@ -299,4 +300,4 @@ class PrefillTimer:
         tokens, self._tokens = self._tokens, 0
         seconds = self._clock() - self._began
         if seconds > 0:
-            self._tell(tokens, seconds)
+            self._report(tokens, seconds)

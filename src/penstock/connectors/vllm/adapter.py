@@ -157,11 +157,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Every rank is ready: opens the cache over them."""
         if self._config is None:
             return
-        missing = [told.why_not for _, told in sorted(metadata.items()) if told.facts is None]
+        missing = [each.why_not for _, each in sorted(metadata.items()) if each.facts is None]
         if missing:
             self._run_without(missing[0])
             return
-        ranks = [RankFacts.from_bytes(told.facts) for told in metadata.values() if told.facts]
+        ranks = [RankFacts.from_bytes(each.facts) for each in metadata.values() if each.facts]
         try:
             offload = open_offload(self._config, ranks=ranks)
         except ConfigError as error:
@@ -239,8 +239,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """The reports of ranks about earlier steps."""
         if self._scheduler is not None:
-            told = connector_output.kv_connector_worker_meta
-            self._scheduler.apply_reports(told.reports if told is not None else ())
+            reported = connector_output.kv_connector_worker_meta
+            self._scheduler.apply_reports(reported.reports if reported is not None else ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Keeps no block for longer than vLLM needs it."""

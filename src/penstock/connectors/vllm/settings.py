@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say.
+"""The keys of `kv_connector_extra_config`.
 
 | key           | means                                                                   |
 |---------------|-------------------------------------------------------------------------|
@@ -37,7 +37,7 @@ FAIL = "fail"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorSettings:
-    """One flag's worth of settings."""
+    """The settings of the connector."""
 
     config: Config
     layerwise: bool = False
@@ -55,7 +55,7 @@ def read_settings(
 
     Raises:
         ConfigError: a key is unknown or missing, the configuration is wrong, the role is another
-            one, or a failed load would fail its request and nobody said that this is meant.
+            one, or a failed load would fail its request without `allow_fail`.
     """
     if role != ROLE:
         raise ConfigError(

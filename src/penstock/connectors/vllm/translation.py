@@ -323,7 +323,7 @@ class PenstockStats(KVConnectorStats):  # type: ignore[misc]
         return reduced(self.data)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether nothing was counted."""
         return not self.data
 
 
@@ -334,7 +334,7 @@ class PenstockMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(*args)
         self._metrics: dict[str, dict[int, Any]] = {}
         self._add(self._counter_cls, COUNTERS)
-        # Several API servers share one page, and any of them may be the one that was told last.
+        # Several API servers share one page, and any of them may have got the last update.
         self._add(self._gauge_cls, GAUGES, multiprocess_mode="mostrecent")
         self._add(self._histogram_cls, TIMES, buckets=[*BUCKETS_S])
 

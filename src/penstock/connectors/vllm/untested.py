@@ -1,9 +1,9 @@
-"""The connector in a vLLM that it was not tested with: off, unless `any_version` is told.
+"""The connector for untested versions of vLLM: off, unless `any_version` is set.
 
-vLLM asks for a class before it says what the class is told, so the choice is made when an
-object is wanted. Off, it needs three names of vLLM, without which there are no connectors at all.
+vLLM asks for a class before it passes the configuration, so the choice is made when an object is
+created. A disabled connector needs three names of vLLM, without which there are no connectors.
 
-The one rule: whatever vLLM calls here, the answer is that nothing is cached.
+The one rule: whatever vLLM calls here, nothing is cached.
 """
 
 # vLLM has no types that mypy could see from here.
@@ -25,25 +25,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from penstock.connectors.vllm.settings import WHERE, asks_any_version
 from penstock.connectors.vllm.versions import connector_itself, log_off, which
 
-# Before connectors were asked whether they know several KV groups, none had to say so.
+# Old versions do not ask connectors whether they support several KV groups.
 KnowsGroups: Any = getattr(base, "SupportsHMA", object)
 
 
 class Nothing(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells every rank, once a step."""
+    """The scheduler's message to every rank in each step: empty."""
 
 
 class DisabledConnector(KVConnectorBase_V1, KnowsGroups):  # type: ignore[misc]
     """Penstock, switched off."""
 
     def __new__(cls, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> Any:
-        """The connector itself, where it was asked for nevertheless."""
+        """The real connector, if `any_version` is set."""
         if _any_version(vllm_config):
             return connector_itself()(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        # What vLLM did not give, its base class does not take.
+        # The base class of an old version does not take an argument that vLLM does not pass.
         given = () if kv_cache_config is None else (kv_cache_config,)
         super().__init__(vllm_config, role, *given)
         if role is KVConnectorRole.SCHEDULER:
@@ -51,37 +51,30 @@ class DisabledConnector(KVConnectorBase_V1, KnowsGroups):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is delivered."""
         return False
 
     def get_num_new_matched_tokens(self, *_args: Any, **_how: Any) -> tuple[int, bool]:
-        """Nothing is found."""
         return 0, False
 
     def build_connector_meta(self, *_args: Any, **_how: Any) -> Nothing:
-        """Nothing is planned."""
         return Nothing()
 
     def request_finished(self, *_args: Any, **_how: Any) -> tuple[bool, None]:
-        """Nothing is kept."""
         return False, None
 
     def request_finished_all_groups(self, *_args: Any, **_how: Any) -> tuple[bool, None]:
-        """Nothing is kept."""
         return False, None
 
     def reset_cache(self) -> bool:
-        """Nothing is there."""
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """Where something was counted, the connector itself counted it."""
+        # Statistics exist only if the real connector counted them.
         return connector_itself().build_kv_connector_stats(data) if data else None
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> Any:
-        """Metrics of the connector itself, where it was asked for."""
         if _any_version(vllm_config):
             return connector_itself().build_prom_metrics(vllm_config, *args)
         return None
@@ -92,12 +85,12 @@ def _any_version(vllm_config: Any) -> bool:
 
 
 def _do_nothing(*_args: Any, **_how: Any) -> None:
-    """For all that vLLM wants of every connector, and that is not answered above."""
+    """Implements the other abstract methods."""
 
 
 def _answer_the_rest() -> None:
     for name in DisabledConnector.__abstractmethods__:
-        # A method in place of a property would be taken for a yes.
+        # A method in place of a property would be truthy.
         read = isinstance(inspect.getattr_static(DisabledConnector, name), property)
         setattr(DisabledConnector, name, property(_do_nothing) if read else _do_nothing)
     update_abstractmethods(DisabledConnector)

@@ -63,7 +63,7 @@ def is_tested(version: str) -> bool:
 
 
 def _found() -> str:
-    # When somebody asks: all else in this package is of use where vLLM is not installed.
+    # Imported late: the rest of this package works without vLLM.
     from vllm import __version__  # noqa: PLC0415
 
     return str(__version__)
