@@ -42,9 +42,9 @@ def fresh(folder: Path) -> Fresh:
 
 
 def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
-    """The turn as a client would have heard it."""
+    """The turn as a client would have received it."""
     engine.add(Request(id=name, prompt=tuple(prompt), max_tokens=12, sampling=Sampling(logprobs=5)))
-    heard: list[AnsweredToken] = []
+    tokens: list[AnsweredToken] = []
     cached = 0
     while engine.unfinished:
         for output in engine.step():
@@ -52,7 +52,7 @@ def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
             told = output.sampled
             cached += sum(output.cached_by_tier)
             logprobs = {told.token: told.logprob, **dict(told.alternatives)}
-            heard.append(AnsweredToken(token=told.token, logprobs=logprobs))
+            tokens.append(AnsweredToken(token=told.token, logprobs=logprobs))
     return ChatTurn(
         chat=name,
         number=0,
@@ -60,7 +60,7 @@ def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
         request=name,
         messages=MESSAGES,
         text="",
-        heard=tuple(heard),
+        tokens=tuple(tokens),
         prompt_tokens=len(prompt),
         cached_by_tier={"device": cached},
         sent=0.0,
@@ -120,9 +120,9 @@ def test_another_token_is_a_finding_unless_two_are_as_good_as_equal() -> None:
 
 def test_what_is_no_number_is_a_finding() -> None:
     row = torch.tensor([[2.0, 1.0]]).log_softmax(-1)
-    heard = AnsweredToken(token=0, logprobs={0: row[0, 0].item(), 1: float("nan")})
+    tokens = AnsweredToken(token=0, logprobs={0: row[0, 0].item(), 1: float("nan")})
 
-    assert difference([heard], row, name="it").findings
+    assert difference([tokens], row, name="it").findings
 
 
 def test_a_prompt_that_is_not_the_one_that_was_sent_is_a_finding(

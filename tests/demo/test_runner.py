@@ -79,12 +79,12 @@ def test_it_ends_well_when_every_answer_is_right(shown: Shown) -> None:
 
 
 def test_it_says_how_long_it_took_and_how_much_it_generated(shown: Shown) -> None:
-    heard = sum(len(turn.heard) for each in shown.played.rounds for turn in each.turns)
+    tokens = sum(len(turn.tokens) for each in shown.played.rounds for turn in each.turns)
     printed = " ".join(shown.text.split())
 
     assert f"It took {shown.played.seconds:.0f} s" in printed
-    assert f"{heard:,} tokens were generated, {GENERATED_MAX:,} may be" in printed
-    assert shown.document["generated_tokens"] == heard
+    assert f"{tokens:,} tokens were generated, {GENERATED_MAX:,} may be" in printed
+    assert shown.document["generated_tokens"] == tokens
     assert shown.played.seconds > sum(each.seconds for each in shown.played.rounds)
 
 
@@ -164,12 +164,12 @@ def test_more_tokens_than_planned_are_a_finding(shown: Shown) -> None:
     first, second = shown.played.rounds
     stage = Stage(chats=CHATS, turns=TURNS, clients=2, max_tokens=TOKENS)
     turn = first.turns[0]
-    long = replace(turn, heard=turn.heard * (GENERATED_MAX // len(turn.heard) + 1))
+    long = replace(turn, tokens=turn.tokens * (GENERATED_MAX // len(turn.tokens) + 1))
 
     found = too_much(stage, [replace(first, turns=(long, *first.turns[1:])), second])
 
     assert too_much(stage, [first, second]) == []
-    assert f"{turn.chat}, turn 1, {first.title}: {len(long.heard)} tokens" in found[0]
+    assert f"{turn.chat}, turn 1, {first.title}: {len(long.tokens)} tokens" in found[0]
     assert found[1].endswith(f"tokens were generated, must be at most {GENERATED_MAX}")
 
 

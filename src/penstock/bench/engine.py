@@ -1,9 +1,9 @@
-"""The engine benchmark: what a host tier gives an engine on a GPU, and what it costs it.
+"""The engine benchmark: what a host tier gains and costs an engine on a GPU.
 
-Two engines on one model take turns: one with a host tier, one without. `engine_parts` has what
-they do. A model with random weights is as fast as any other, and nothing is downloaded for it.
+Two engines on one model take turns: one with a host tier, one without. `engine_parts` has the
+workloads. A model with random weights is as fast as any other and needs no download.
 
-The one rule: what is compared was measured in the same run, in turns, and every row is told.
+The one rule: what is compared was measured in the same run, in turns, and every row is reported.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ LATENCY_MAX = 1.1
 
 
 def _silent(_line: str) -> None:
-    """Nobody wants to know how far it is."""
+    pass
 
 
 class EngineBench:
     """One run of the benchmark."""
 
     def __init__(
-        self, report: BenchReport, plan: EnginePlan, *, tell: Callable[[str], None] = _silent
+        self, report: BenchReport, plan: EnginePlan, *, progress: Callable[[str], None] = _silent
     ) -> None:
         self._report = report
         self._plan = plan
         self._began = time.monotonic()
-        self._tell = tell
+        self._progress = progress
         self._say("model")
         self._model = Model(plan.architecture, device=plan.device, dtype=torch_dtype_of(plan.dtype))
         self._words = plan.architecture.vocabulary
@@ -71,7 +71,7 @@ class EngineBench:
         )
 
     def run(self) -> None:
-        """Measures every part that is wanted, and adds rows and ratios."""
+        """Measures every part of the plan, and adds rows and ratios."""
         if "chats" in self._plan.parts:
             self._chats()
         if {"decode", "hits", "latency"} & set(self._plan.parts):
@@ -113,7 +113,7 @@ class EngineBench:
         self._add_chats(found)
 
     def _warmed(self, number: int) -> ChatPlan:
-        """The first round is a short one, and is not counted: it compiles and captures."""
+        """The first round is short and not counted: it compiles kernels and captures graphs."""
         plan = self._plan.chats
         return replace(plan, conversations=2 * plan.concurrent) if number < 0 else plan
 
@@ -269,21 +269,21 @@ class EngineBench:
         self._add(side, params, metric, "ns", [1e9 * each for each in seconds])
 
     def _say(self, what: str) -> None:
-        self._tell(f"{time.monotonic() - self._began:6.1f} s  {what}")
+        self._progress(f"{time.monotonic() - self._began:6.1f} s  {what}")
 
 
 def run_engine(
-    report: BenchReport, plan: EnginePlan, *, tell: Callable[[str], None] = _silent
+    report: BenchReport, plan: EnginePlan, *, progress: Callable[[str], None] = _silent
 ) -> None:
     """Measures, and adds rows and ratios.
 
     Raises:
         UnavailableError: there is no such device, or the machine does not give the memory.
     """
-    EngineBench(report, plan, tell=tell).run()
+    EngineBench(report, plan, progress=progress).run()
 
 
 def _in_turn(sides: tuple[Clients, Clients], number: int) -> list[tuple[str, Clients]]:
-    """Both sides; every other round goes the other way round."""
+    """Both sides, in the opposite order in every other round."""
     named = [(ON, sides[0]), (OFF, sides[1])]
     return named[::-1] if number % 2 else named

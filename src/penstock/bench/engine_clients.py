@@ -1,6 +1,6 @@
-"""Clients of an engine: they send requests and note when each token came.
+"""Clients of an engine: they send requests and record when each token was returned.
 
-The one rule: a token's time is when the engine handed it out, not when a device computed it.
+The one rule: a token's time is when the engine returned it, not when a device computed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """A request and what came of it."""
+    """A request with its tokens and times."""
 
     began: float
     tokens: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Asked:
 
 
 class Clients:
-    """Those of one engine, in its own thread: they speak between its steps."""
+    """The clients of one engine, in its thread: they run between its steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -84,7 +84,7 @@ class Clients:
             self.engine.cache.wait(time.monotonic() + PATIENCE_S)
 
     def until(self, *wanted: Asked, tokens: int = 0) -> None:
-        """Steps until each of these has so many tokens, or has ended."""
+        """Steps until each of these has `tokens` tokens, or has ended."""
         deadline = time.monotonic() + PATIENCE_S
         while any(not each.ended and (not tokens or len(each.tokens) < tokens) for each in wanted):
             self.step()
@@ -98,7 +98,7 @@ class Clients:
         return asked
 
     def settle(self) -> None:
-        """Lets all copies end."""
+        """Waits until all copies have ended."""
         deadline = time.monotonic() + PATIENCE_S
         while self.engine.cache.busy or self.engine.unfinished:
             self.step()
@@ -113,5 +113,5 @@ class Clients:
 
 
 def prompt(random: Random, count: int, vocabulary: int) -> list[int]:
-    """Tokens that nobody has seen before."""
+    """Random tokens."""
     return random.choices(range(vocabulary), k=count)

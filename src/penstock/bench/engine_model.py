@@ -1,12 +1,11 @@
-"""Models with random weights, and engines on them: what `penstock bench engine` measures.
+"""Models with random weights, and engines on them, for `penstock bench engine`.
 
-One rule: engines of one benchmark share a model, and each has blocks and a cache of its own, so
-that they differ in what is compared and in nothing else.
+The one rule: engines of one benchmark share a model, and each has its own blocks and cache, so that
+they differ only in what is compared.
 """
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -46,13 +45,13 @@ EIGHT_B = Architecture(
 
 
 class RandomCheckpoint:
-    """Weights by the names of a checkpoint, drawn where they are needed.
+    """Random weights by the names of a checkpoint.
 
-    They are wide enough that what is answered depends on all that was read.
+    They are large enough that an answer depends on the whole context.
     """
 
     def __init__(self, architecture: Architecture, *, device: torch.device, seed: int = 7) -> None:
-        self._architecture = architecture
+        self._shapes = dict(architecture.tensor_shapes())
         self._draw = torch.Generator(device=device).manual_seed(seed)
         self._device = device
 
@@ -61,12 +60,12 @@ class RandomCheckpoint:
 
     def rows(self, name: str, held: range | None = None) -> torch.Tensor:
         """A tensor, or a range of its rows."""
-        shape = self._shape(name)
+        shape = self._shapes[name]
         rows = shape[0] if held is None else len(held)
         drawn = torch.randn((rows, *shape[1:]), generator=self._draw, device=self._device)
         if len(shape) == 1:
             return drawn * 0.1 + (1.0 if "norm" in name else 0.0)
-        # Sums of so many products keep the size of what goes in; embeddings start with it.
+        # Scaled so that a product with a matrix keeps the size of its input.
         spread = 1.0 if "embed" in name else 1.2 / shape[1] ** 0.5
         return drawn * spread
 
@@ -75,38 +74,13 @@ class RandomCheckpoint:
         return self.rows(name)[:, held.start : held.stop]
 
     def close(self) -> None:
-        """There are no files."""
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        of = self._architecture
-        kind = re.sub(r"^model\.layers\.\d+\.", "", name)
-        queries, keys = of.heads * of.head_dim, of.kv_heads * of.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (of.vocabulary, of.hidden),
-            "lm_head.weight": (of.vocabulary, of.hidden),
-            "model.norm.weight": (of.hidden,),
-            "input_layernorm.weight": (of.hidden,),
-            "post_attention_layernorm.weight": (of.hidden,),
-            "self_attn.q_proj.weight": (queries, of.hidden),
-            "self_attn.k_proj.weight": (keys, of.hidden),
-            "self_attn.v_proj.weight": (keys, of.hidden),
-            "self_attn.q_proj.bias": (queries,),
-            "self_attn.k_proj.bias": (keys,),
-            "self_attn.v_proj.bias": (keys,),
-            "self_attn.q_norm.weight": (of.head_dim,),
-            "self_attn.k_norm.weight": (of.head_dim,),
-            "self_attn.o_proj.weight": (of.hidden, queries),
-            "mlp.gate_proj.weight": (of.intermediate, of.hidden),
-            "mlp.up_proj.weight": (of.intermediate, of.hidden),
-            "mlp.down_proj.weight": (of.hidden, of.intermediate),
-        }
-        return shapes[kind]
+        pass
 
 
 class Model:
     """A model with random weights, whole, on one device.
 
-    Devices draw differently: models that are to be equal say where their weights are drawn.
+    Generators of devices differ: equal models need the same `drawn_on`.
     """
 
     def __init__(
@@ -134,7 +108,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV of one token."""
         of = self.architecture
         return of.layers * 2 * of.kv_heads * of.head_dim * int(self.dtype.itemsize)
 
@@ -149,7 +123,7 @@ class Model:
         graphs: bool = True,
         load_gate: str = "measured",
     ) -> Iterator[Engine]:
-        """An engine on this model; with `host_blocks`, it has a host tier of so many blocks."""
+        """An engine on this model; with `host_blocks`, it has a host tier."""
         kv = allocate_kv(
             self.architecture,
             self.share,

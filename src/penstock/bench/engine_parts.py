@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.runtime.lease import Lease
 
 FOUND_SHARE = 0.98
-"""So much of a prefix must come from host memory; a block or two may still be on the device."""
+"""The share of a prefix that must come from host memory; a block or two may be on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Chatted:
 
 
 def chat(clients: Clients, plan: ChatPlan, *, seed: int, vocabulary: int) -> Chatted:
-    """All conversations, turn by turn; so many requests at a time."""
+    """Runs all conversations, turn by turn, with `plan.concurrent` requests at a time."""
     random = Random(seed)
     histories = [prompt(random, plan.first_tokens, vocabulary) for _ in range(plan.conversations)]
     result = Chatted(seconds=0.0, tokens=0)
@@ -96,7 +96,7 @@ def decode(clients: Clients, plan: DecodePlan, *, seed: int, vocabulary: int) ->
     clients.until(*asked, tokens=2)
     with collector_paused():
         had, began = sum(len(each.tokens) for each in asked), time.perf_counter()
-        # The first to begin are ahead of the last by a few, and end no sooner than that.
+        # The first answers are a few tokens ahead of the last ones, and must not end before.
         clients.until(*asked, tokens=plan.answer_tokens * 3 // 4)
         rate = (sum(len(each.tokens) for each in asked) - had) / (time.perf_counter() - began)
     clients.until(*asked)
@@ -105,10 +105,10 @@ def decode(clients: Clients, plan: DecodePlan, *, seed: int, vocabulary: int) ->
 
 
 class Prefixes:
-    """Three long prompts in host memory, asked for in turn; the device has room for one of them.
+    """Three long prompts in host memory, requested in turn; the device has room for one of them.
 
-    So each has left the device by the time it is asked for again: the one before it needed its
-    room, which is kept small by a lease that nobody computes on.
+    So each has left the device when it is requested again. A lease that is not computed on takes
+    the rest of the device's blocks.
     """
 
     def __init__(self, clients: Clients, plan: HitPlan, *, block_tokens: int, words: int) -> None:
@@ -125,7 +125,7 @@ class Prefixes:
             clients.settle()
 
     def leave_room(self, more_tokens: int) -> None:
-        """Takes all the device's room but that of one prompt, and of so many tokens."""
+        """Takes all device blocks except those of one prompt and of `more_tokens` tokens."""
         self.let_go()
         cache = self._clients.engine.cache
         device = cache.statistics().tiers[0]
@@ -137,19 +137,19 @@ class Prefixes:
             self._ballast = cache.acquire(tokens, reuse=False, store=False)
 
     def let_go(self) -> None:
-        """Gives that room back."""
+        """Releases those blocks."""
         if self._ballast is not None:
             self._ballast.release()
         self._ballast = None
 
     def question(self) -> list[int]:
-        """The prefix that was asked for longest ago, and a question that nobody asked before."""
+        """The prefix that was requested longest ago, with a new question."""
         prefix = self._kept[self._next]
         self._next = (self._next + 1) % len(self._kept)
         return [*prefix, *prompt(self._random, self._plan.question_tokens, self._words)]
 
     def require_hit(self, asked: Asked) -> None:
-        """Refuses a request that was not answered from host memory."""
+        """Raises if a request was not answered from host memory."""
         found = asked.cached[1] if len(asked.cached) > 1 else 0
         if found < FOUND_SHARE * self._plan.tokens:
             raise UnavailableError(
@@ -159,7 +159,7 @@ class Prefixes:
 
 
 def hit_s(clients: Clients, prefixes: Prefixes) -> float:
-    """Seconds to the first token of a prompt whose prefix lies in host memory."""
+    """Seconds to the first token of a prompt whose prefix is in host memory."""
     asked = clients.answer(prefixes.question(), max_tokens=1)
     prefixes.require_hit(asked)
     clients.settle()
@@ -167,14 +167,14 @@ def hit_s(clients: Clients, prefixes: Prefixes) -> float:
 
 
 def computed_s(clients: Clients, tokens: Sequence[int]) -> float:
-    """Seconds to the first token where everything is computed."""
+    """Seconds to the first token of a prompt that is computed."""
     asked = clients.answer(tokens, max_tokens=1, reuse=False)
     clients.settle()
     return asked.first_token_s
 
 
 class Wire:
-    """What the link to the device can do: large copies out of pinned memory."""
+    """The speed of the link to the device: large copies from pinned memory."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         pinned = device.type == "cuda"
@@ -199,14 +199,14 @@ class Wire:
 
 
 class Running:
-    """Answers that go on while something else happens."""
+    """Answers that are generated while something else happens."""
 
     def __init__(self, clients: Clients, plan: LatencyPlan, *, vocabulary: int) -> None:
         random = Random(plan.requests)
         self._clients = clients
         self._plan = plan
         self._asked = [
-            # Not cached: what is measured beside them lies in host memory.
+            # Not stored: host memory is for the prefixes.
             clients.ask(
                 prompt(random, plan.context_tokens, vocabulary),
                 max_tokens=plan.answer_tokens,
@@ -221,12 +221,12 @@ class Running:
         return self._between(None)[0]
 
     def beside(self, prefixes: Prefixes) -> tuple[list[float], list[float]]:
-        """Seconds between tokens while hits arrive; and to the first token of each of those."""
+        """Seconds between tokens while hits arrive, and to the first token of each hit."""
         return self._between(prefixes)
 
     def _between(self, prefixes: Prefixes | None) -> tuple[list[float], list[float]]:
         if prefixes is not None:
-            # A block more for each than it needs in these steps and those of the last arrival.
+            # One more block for each than it needs in these steps and those of the last hit.
             grown = self._plan.window_steps + 3 * prefixes.block_tokens
             prefixes.leave_room(grown * len(self._asked))
         before = [len(each.times) for each in self._asked]
@@ -259,7 +259,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ratio_of_rounds(ours: Sequence[float], others: Sequence[float]) -> float:
-    """The median of each round's own ratio."""
+    """The median of the ratios of all rounds."""
     return statistics.median(our / other for our, other in zip(ours, others, strict=True))
 
 
@@ -268,7 +268,7 @@ PARTS = ("chats", "decode", "hits", "latency")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
-    """Conversations that outgrow the device ten times."""
+    """Conversations that need ten times the device's blocks."""
 
     conversations: int = 100
     turns: int = 3
@@ -286,7 +286,7 @@ class ChatPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
-    """Answers to prompts that nobody has seen."""
+    """Answers to new prompts."""
 
     requests: int = 64
     prompt_tokens: int = 512
@@ -303,7 +303,7 @@ class HitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyPlan:
-    """Answers that go on beside such prompts."""
+    """Answers that are generated beside such prompts."""
 
     requests: int = 64
     context_tokens: int = 4096
@@ -313,7 +313,7 @@ class LatencyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """All of it: by default, for an H200."""
+    """The whole benchmark; the defaults are for an H200."""
 
     architecture: Architecture = EIGHT_B
     device: str = "cuda"
@@ -337,28 +337,28 @@ class EnginePlan:
             raise ValueError(f"parts are {', '.join(self.parts)}, must be of {', '.join(PARTS)}")
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks that hold so many tokens of one request."""
+        """The blocks that `tokens` tokens of one request need."""
         return -(-tokens // self.block_tokens)
 
     @property
     def chat_blocks(self) -> int:
-        """All conversations, and a tenth of that is what the device has."""
+        """The blocks of all conversations; the device has a tenth of them."""
         return self.chats.conversations * self.blocks_of(self.chats.tokens)
 
     @property
     def prefix_blocks(self) -> int:
-        """One long prompt with its question and a token."""
+        """The blocks of one long prompt with its question and a token."""
         return self.blocks_of(self.hits.tokens + self.hits.question_tokens + 1)
 
     @property
     def decoding_blocks(self) -> int:
-        """All answers to new prompts."""
+        """The blocks of all answers to new prompts."""
         longest = self.decode.prompt_tokens + self.decode.answer_tokens
         return self.decode.requests * self.blocks_of(longest)
 
     @property
     def running_blocks(self) -> int:
-        """All answers that go on beside arriving prefixes, or those to new prompts."""
+        """The blocks of all answers beside arriving prefixes, or of those to new prompts."""
         if "latency" not in self.parts:
             return self.decoding_blocks
         longest = self.latency.context_tokens + self.latency.answer_tokens

@@ -59,15 +59,15 @@ SHAPES = (
 )
 """64 MiB each: 8 KV heads of 128 numbers of two bytes, slots in random order at the source."""
 PACE = 1.3
-"""A layer of the played device takes so many times as long as sending one does in a row."""
+"""The time of a layer on the simulated device, in times of sending one of several in a row."""
 SLOW_PACE = 6.0
-"""The same, where layers have nothing to do with each other."""
+"""The same, so slow that each layer is sent by itself."""
 THROUGHPUT_MIN = 0.85
 BENCH = "handoff"
 
 
 class Round(NamedTuple):
-    """Each side once."""
+    """One measurement of each side."""
 
     copied: Copied
     at_once: Ran
@@ -90,11 +90,11 @@ def run_handoff(
         _add_rows(report, shape, found)
         _add_ratios(report, shape, found)
     report.add_note("source and target are pinned to the first and the last core")
-    report.add_note(f"by layers: a layer takes {PACE} × the time to send one; the clock plays it")
+    report.add_note(f"by layers: a layer takes {PACE} × the time to send one, by the clock")
 
 
 def _round(both: Engines, layer_s: float, number: int) -> Round:
-    """Every other round goes the other way round."""
+    # The order of the sides is reversed in every other round.
     sides: list[Callable[[], Copied | Ran]] = [
         both.copy,
         both.run,
@@ -194,7 +194,7 @@ class Ran(NamedTuple):
     """One prompt that was handed over."""
 
     total_s: float
-    """From the beginning of its computation until decode could begin."""
+    """From the start of its computation until decode could begin."""
     exposed_s: float
     """From the end of its last layer until decode could begin."""
     source_cpu_s: float
@@ -212,7 +212,7 @@ class _Child:
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
         os.set_blocking(self.output, False)
-        self.heard: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self._rest = b""
 
     def command(self, **words: object) -> None:
@@ -226,9 +226,9 @@ class _Child:
         except BlockingIOError:
             return
         if not found:
-            raise UnavailableError("a rank of the benchmark ended before its time")
+            raise UnavailableError("a rank of the benchmark ended early")
         *lines, self._rest = (self._rest + found).split(b"\n")
-        self.heard += [json.loads(line) for line in lines]
+        self.messages += [json.loads(line) for line in lines]
 
     def close(self) -> None:
         self.process.kill()
@@ -289,7 +289,7 @@ class Engines:
         )
 
     def run(self, *, layer_s: float = 0.0) -> Ran:
-        """Hands a prompt over; without a time for a layer, it is there at once."""
+        """Hands a prompt over; with `layer_s` 0, all its layers are computed at once."""
         self._number += 1
         name = f"prompt-{self._number}"
         before = self._target_cpu()
@@ -323,9 +323,9 @@ class Engines:
         return found
 
     def _answer(self, child: _Child, word: str) -> dict[str, Any]:
-        self._until(lambda: any(word in each for each in child.heard))
-        answer = next(each for each in child.heard if word in each)
-        child.heard.clear()
+        self._until(lambda: any(word in each for each in child.messages))
+        answer = next(each for each in child.messages if word in each)
+        child.messages.clear()
         return answer
 
     def _until(
@@ -360,7 +360,7 @@ class Engines:
 
 @contextmanager
 def engines(shape: BenchShape, cores: tuple[int, ...]) -> Iterator[Engines]:
-    """Two engines; the source has the first of the cores to itself, the target the last."""
+    """Two engines; the source runs on the first core, the target on the last."""
     both = Engines(shape, cores)
     try:
         yield both

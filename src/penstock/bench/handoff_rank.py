@@ -1,8 +1,8 @@
 """A rank of the handoff benchmark, in a process and on a core of its own.
 
-The device of the source is played by the clock: a layer is computed when its time has come, and
-the CPU is free meanwhile, as it is beside a GPU. Everything else is the production driver, over
-ZeroMQ and shared memory.
+The clock simulates the device of the source: a layer is computed after a given time, and the CPU is
+free meanwhile, as with a GPU. Everything else is the production driver, over ZeroMQ and shared
+memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "from penstock.bench.handoff_rank import main; main()"
 SETTINGS = HandoffSettings(
-    # On a machine that is busy with other things, a rank that measures may be silent for long.
+    # On a busy machine, a rank that measures may not answer for a long time.
     times=HandoffTimes(suspect_s=60.0, handoff_s=120.0),
     bounds=HandoffBounds(),
 )
@@ -58,7 +58,7 @@ ORDERS = {
 
 
 class Commands:
-    """Lines of JSON on standard input, without waiting for them."""
+    """Non-blocking lines of JSON from standard input."""
 
     def __init__(self) -> None:
         self.descriptor = sys.stdin.fileno()
@@ -67,7 +67,7 @@ class Commands:
         os.set_blocking(self.descriptor, False)
 
     def take(self) -> list[dict[str, Any]]:
-        """What has come."""
+        """The commands that have arrived."""
         try:
             found = os.read(self.descriptor, 1 << 16)
         except BlockingIOError:
@@ -77,14 +77,14 @@ class Commands:
         return [json.loads(line) for line in lines]
 
 
-def tell(**words: object) -> None:
+def print_json(**words: object) -> None:
     """Prints a line of JSON."""
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
 class BenchShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, and how its KV lies."""
+    """A prompt and the layout of its KV."""
 
     layers: int
     tokens: int
@@ -111,7 +111,7 @@ class BenchShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process is told when it starts."""
+    """The settings of a rank process."""
 
     name: str
     shape: BenchShape
@@ -134,7 +134,7 @@ def directory_of(shape: BenchShape, prefix: str) -> Directory:
 
 
 def _pool(size: int) -> NDArray[np.uint8]:
-    """Memory that begins with a page, as tensors and arenas do, and was touched."""
+    """Memory that is aligned to a page, as tensors and arenas are, with all pages present."""
     memory = np.ones(size + mmap.PAGESIZE, dtype=np.uint8)
     first = -memory.ctypes.data % mmap.PAGESIZE
     pool: NDArray[np.uint8] = memory[first : first + size]
@@ -147,23 +147,21 @@ def keys_of(name: str, count: int) -> list[bytes]:
 
 
 class ClockEvent:
-    """A point in the work of a device that is played by the clock; the "stream" is its time."""
+    """An event of the simulated device; its "stream" is the time at which it is reached."""
 
     def __init__(self) -> None:
         self._at = 0.0
 
     def record(self, stream: object) -> None:
-        """Marks the time at which the device gets there."""
         assert isinstance(stream, float)
         self._at = stream
 
     @property
     def reached(self) -> bool:
-        """Whether that time has come."""
         return time.monotonic() >= self._at
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        pass
 
 
 class SourceRank:
@@ -206,20 +204,22 @@ class SourceRank:
             progress=self.events,
         )
 
-    def obey(self, order: dict[str, Any]) -> None:
-        """Does what it is told, and tells how long it took."""
+    def execute(self, order: dict[str, Any]) -> None:
+        """Runs a command and prints how long it took."""
         if "copy" in order:
             cpu_s = time.process_time()
             copied_s = self._copy_and_sum()
             cpu_s = time.process_time() - cpu_s
             pieces_s = self._copy_in_pieces()
             packed_s, taken_s = self._work_alone()
-            tell(copied=copied_s, cpu_s=cpu_s, pieces=pieces_s, packed=packed_s, taken=taken_s)
+            print_json(
+                copied=copied_s, cpu_s=cpu_s, pieces=pieces_s, packed=packed_s, taken=taken_s
+            )
         else:
             self._run(order["run"], order["layer_s"])
 
     def _run(self, name: str, layer_s: float) -> None:
-        """Computes a prompt, at once or layer by layer, and sends it meanwhile."""
+        """Computes a prompt, at once or layer by layer, while it is sent."""
         shape, driver = self.shape, self.driver
         keys = keys_of(name, shape.block_count)
         driver.admit(name, token_count=shape.tokens, slots=self.slots, keys=keys)
@@ -231,7 +231,7 @@ class SourceRank:
         else:
             driver.chunk_progress(name, tokens=shape.tokens)
         self._until(lambda: name not in driver.machine.prompts)
-        tell(
+        print_json(
             ran=name,
             began=began,
             ended=ended,
@@ -259,7 +259,7 @@ class SourceRank:
         return ended
 
     def _copy_and_sum(self) -> float:
-        """Seconds for a plain copy of all the bytes, and then one pass over them."""
+        """Seconds for a plain copy of all bytes, and then one pass over them."""
         began = time.perf_counter()
         for target, array in zip(self.copy, self.arrays, strict=True):
             np.copyto(target, array)
@@ -277,13 +277,13 @@ class SourceRank:
             for (gather, _), berth in zip(self._movers, self._berths, strict=True)
         ]
         packed = time.process_time()
-        for (_, scatter), berth, told in zip(self._movers, self._berths, sums, strict=True):
-            if not scatter.scatter(berth, keys, told, slots):
-                raise InvariantViolation("a part that nobody touched is not intact")
+        for (_, scatter), berth, each in zip(self._movers, self._berths, sums, strict=True):
+            if not scatter.scatter(berth, keys, each, slots):
+                raise InvariantViolation("an unchanged part is not intact")
         return packed - began, time.process_time() - packed
 
     def _copy_in_pieces(self) -> float:
-        """The same, summed while each piece is in the cache: as good as it gets."""
+        """The same, with each piece summed while it is in the cache: the upper bound."""
         began = time.perf_counter()
         for target, array in zip(self.copy, self.arrays, strict=True):
             for at in range(0, len(array), PIECE_BYTES):
@@ -311,9 +311,9 @@ class TargetRank:
             settings=SETTINGS,
         )
 
-    def obey(self, order: dict[str, Any]) -> None:
-        """Tells how much CPU time it has used."""
-        tell(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_moved)
+    def execute(self, order: dict[str, Any]) -> None:
+        """Prints the CPU time of this process."""
+        print_json(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_moved)
 
 
 def main() -> None:
@@ -323,10 +323,10 @@ def main() -> None:
     is_source = orders.name.startswith("prefill/")
     rank = SourceRank(orders) if is_source else TargetRank(orders)
     commands = Commands()
-    tell(ready=orders.name)
+    print_json(ready=orders.name)
     while not commands.ended:
         for order in commands.take():
-            rank.obey(order)
+            rank.execute(order)
         rank.driver.step()
         rank.driver.wait(time.monotonic() + WAIT_S, [commands.descriptor])
     rank.driver.close()

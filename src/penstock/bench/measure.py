@@ -1,8 +1,8 @@
-"""Small, exact tools to measure with: timed work, interleaved sides, medians.
+"""Timing of work, interleaved sides, medians.
 
-The one rule: whoever is compared is measured under the same conditions. The garbage
-collector never runs inside a timed section, and sides take turns round by round, so that a
-machine that slows down slows all of them.
+The one rule: all sides of a comparison are measured under the same conditions. The garbage
+collector never runs inside a timed section, and sides take turns in every round, so that a machine
+that slows down slows all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a row of a report says about its samples."""
+    """Statistics of the samples of one row."""
 
     median: float
     p99: float
@@ -33,8 +33,8 @@ class Summary:
 def summarize(samples: Sequence[float]) -> Summary:
     """The median, the 99th percentile (nearest rank) and the number of samples.
 
-    By nearest rank the 99th percentile is one of the samples: of fewer than a hundred, the
-    largest. An interpolated one would be a number that nobody measured.
+    With the nearest rank, the 99th percentile is one of the samples (of fewer than a hundred, the
+    largest) and not an interpolated value.
     """
     if not samples:
         raise ValueError("samples: at least one is needed, got none")

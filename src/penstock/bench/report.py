@@ -64,7 +64,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole report as it is written."""
+    """A whole report, as JSON."""
 
     penstock: str
     command: str
@@ -79,7 +79,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Bound(enum.Enum):
-    """On which side of its target a ratio has to lie."""
+    """Whether a target is a minimum or a maximum."""
 
     AT_LEAST = "≥"
     AT_MOST = "≤"
@@ -91,7 +91,7 @@ class BenchReport:
     Args:
         version: The version of Penstock that was measured.
         command: The command line that would measure the same again.
-        machine: Where it ran; this machine unless told.
+        machine: Where it ran; by default this machine.
     """
 
     def __init__(self, *, version: str, command: str, machine: Machine | None = None) -> None:
@@ -143,7 +143,7 @@ class BenchReport:
         at_least: float | None = None,
         at_most: float | None = None,
     ) -> Ratio:
-        """Adds a claim, held to exactly one of the two targets."""
+        """Adds a ratio with exactly one of the two targets."""
         if name in self._ratios:
             raise ValueError(f"ratio: {name!r} was added already")
         if at_least is not None and at_most is None:
@@ -160,11 +160,11 @@ class BenchReport:
         return ratio
 
     def add_note(self, line: str) -> None:
-        """Adds one line that the tables end with, such as why a side is missing."""
+        """Adds a line below the tables, such as why a side is missing."""
         self._notes.append(line)
 
     def document(self) -> Document:
-        """The report as it would be written now."""
+        """The report so far."""
         return Document(
             penstock=self._version,
             command=self._command,
@@ -174,7 +174,7 @@ class BenchReport:
         )
 
     def to_builtins(self) -> object:
-        """The document as plain values, once it has been read back and found as it was meant."""
+        """The document as plain values, checked by decoding it again."""
         document = self.document()
         # msgspec checks types only when it reads, and others will parse what is written.
         if msgspec.json.decode(msgspec.json.encode(document), type=Document) != document:
@@ -182,7 +182,7 @@ class BenchReport:
         return msgspec.to_builtins(document)
 
     def show(self, out: TextIO) -> None:
-        """Prints the tables: with rich on a terminal where it is installed, else plain."""
+        """Prints the tables: with rich on a terminal if it is installed, else plain."""
         tables = [("Measured", _row_cells(list(self._rows.values())))]
         if self._ratios:
             tables.append(("Targets", _ratio_cells(list(self._ratios.values()))))
@@ -193,7 +193,7 @@ class BenchReport:
             out.write(f"Note: {note}\n")
 
     def exit_code(self, *, check: bool) -> int:
-        """1 when targets are to be checked and one is missed, else 0."""
+        """1 with `check` if a target is missed, else 0."""
         missed = any(not ratio.holds for ratio, _ in self._ratios.values())
         return 1 if check and missed else 0
 
@@ -230,7 +230,7 @@ def _ratio_cells(ratios: Sequence[tuple[Ratio, Bound]]) -> list[list[str]]:
 
 
 def _quantity(value: float, unit: str) -> str:
-    """A number as people read it; times in the largest unit that leaves a whole part."""
+    """A number for people; times in the largest unit in which they are at least 1."""
     if unit == "ns":
         for scaled, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
             if abs(value) >= scale:
@@ -239,7 +239,7 @@ def _quantity(value: float, unit: str) -> str:
 
 
 def _show_rich(title: str, cells: list[list[str]], out: TextIO) -> bool:
-    """Prints one table with rich; False where rich is not installed."""
+    """Prints one table with rich; returns False if rich is not installed."""
     try:
         from rich.console import Console  # noqa: PLC0415 - an extra, absent from a plain install
         from rich.table import Table  # noqa: PLC0415
@@ -264,11 +264,11 @@ def _show_plain(title: str, cells: list[list[str]], out: TextIO) -> None:
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The hardware and the versions that a number depends on."""
+    """The hardware and the versions that results depend on."""
 
     cpu: str
     cores: int
-    """Cores this process may use; fewer than the machine has, where it is confined."""
+    """Cores that this process may use."""
     memory_bytes: int
     kernel: str
     python: str
@@ -276,7 +276,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def describe_machine() -> Machine:
-    """This machine, as a report tells it."""
+    """The description of this machine for a report."""
     return Machine(
         cpu=_field("/proc/cpuinfo", "model name") or platform.machine(),
         cores=len(os.sched_getaffinity(0)),

@@ -139,7 +139,7 @@ def _run_engine(
     if not set(parts) <= set(PARTS):
         raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")
     plan = EnginePlan(rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
-    run_engine(report, plan, tell=partial(typer.echo, err=True))
+    run_engine(report, plan, progress=partial(typer.echo, err=True))
 
 
 def finish(report: BenchReport, *, json: Path | None, check: bool) -> NoReturn:

@@ -109,5 +109,5 @@ def print_vllm_flag(
             **{name: True for name, wanted in asked.items() if wanted},
         },
     }
-    told = json.dumps(transfer)
-    print(told if bare else f"--kv-transfer-config {shlex.quote(told)}")
+    text = json.dumps(transfer)
+    print(text if bare else f"--kv-transfer-config {shlex.quote(text)}")

@@ -1,4 +1,4 @@
-"""What all commands have in common: options, exit statuses, seeds and JSON.
+"""What all commands share: options, exit statuses, seeds and JSON.
 
 | option      | means the same everywhere                                        |
 |-------------|------------------------------------------------------------------|
@@ -7,10 +7,10 @@
 | `--seeds`   | how many seeds, counted from `--start`                           |
 | `--seed`    | this one seed                                                    |
 | `--jobs`    | how many processes                                               |
-| `--trace`   | tell every event                                                 |
+| `--trace`   | print every event                                                |
 
-The one rule that must not break: a command takes these from here and gives none of them a
-meaning of its own. `docs/cli.md` is the same for readers.
+The one rule: a command takes these options from here, with this meaning. `docs/cli.md` describes
+them for users.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ExitStatus(IntEnum):
     """How a command ends."""
 
     FINE = 0
-    """It ran, and all is well. A benchmark that misses a target is fine too, without `--check`."""
+    """It ran without findings; without `--check`, also a benchmark that misses a target."""
     FINDING = 1
     """It ran, and found something: a seed that fails, a target missed under `--check`."""
     USAGE = 2
-    """It was called with arguments or settings that make no sense; nothing ran."""
+    """Arguments or settings were wrong; nothing ran."""
     CANNOT_RUN_HERE = 3
     """This machine or installation lacks something; the message says what."""
 
@@ -70,7 +70,7 @@ JobsOption: TypeAlias = Annotated[
 ]
 TraceOption: TypeAlias = Annotated[
     bool,
-    typer.Option("--trace", help="Tell every event; goes with --seed."),
+    typer.Option("--trace", help="Print every event; goes with --seed."),
 ]
 CheckOption: TypeAlias = Annotated[
     bool,
@@ -81,7 +81,7 @@ CheckOption: TypeAlias = Annotated[
 def chosen_seeds(
     *, seed: int | None, seeds: int | None, start: int | None, default_count: int
 ) -> range:
-    """The seeds that `--seed`, or else `--seeds` and `--start`, ask for."""
+    """The seeds of `--seed`, or else of `--seeds` and `--start`."""
     if seed is None:
         first = start or 0
         return range(first, first + (default_count if seeds is None else seeds))
@@ -93,7 +93,7 @@ def chosen_seeds(
 
 
 def write_json(path: Path, document: object) -> None:
-    """Writes what `--json` asks for, to standard output when the path is `-`."""
+    """Writes a JSON document; to standard output if the path is `-`."""
     text = json.dumps(document, indent=2, allow_nan=False)
     if str(path) == "-":
         print(text)

@@ -53,17 +53,18 @@ def show_demo(
     """Serve a model by a pair of instances, talk to it, and check every answer.
 
     Conversations with shared system prompts, with the cache and without; each answer is
-    compared with a fresh computation. Ends with status 1 if anything is not as it should be.
+    compared with a fresh computation. Ends with status 1 if anything is wrong.
     """
     require_extras()
-    wishes = {
+    options = {
         "chats": chats,
         "turns": turns,
         "clients": clients,
         "max_tokens": tokens,
         "blocks": blocks,
     }
-    played = play_stage(model, {name: wish for name, wish in wishes.items() if wish is not None})
+    given = {name: value for name, value in options.items() if value is not None}
+    played = play_stage(model, given)
     _write_picture(picture, played)
     if json is None or str(json) != "-":
         print_played(_console(), played, picture)
@@ -72,12 +73,12 @@ def show_demo(
     raise typer.Exit(ExitStatus.FINDING if played.findings else ExitStatus.FINE)
 
 
-def play_stage(model: str | None, wishes: dict[str, int]) -> Played:
-    """Plays it with these wishes, and tells on standard error how it goes on."""
+def play_stage(model: str | None, options: dict[str, int]) -> Played:
+    """Runs the demonstration, with its progress on standard error."""
     from penstock.demo import Stage, play  # noqa: PLC0415  (needs the extras)
 
     try:
-        stage = Stage(model=model, **wishes)
+        stage = Stage(model=model, **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     progress = Console(stderr=True, highlight=False)
@@ -101,12 +102,12 @@ def _write_picture(path: Path, played: Played) -> None:
 
 
 PIPED_WIDTH = 110
-"""Wide enough for every row where there is no terminal that knows better."""
+"""The width of the output if it is not a terminal."""
 INDENT = 3
 
 
 def print_section(console: Console, title: str, *parts: str | Table) -> None:
-    """A title, and what belongs to it a little to the right."""
+    """Prints a title and its indented content."""
     console.print(Text(title, style="bold"))
     for part in parts:
         content = Text(part) if isinstance(part, str) else part
@@ -123,7 +124,7 @@ def table_of(*columns: str) -> Table:
 
 
 def print_played(console: Console, played: Played, picture: Path) -> None:
-    """What came of `penstock demo`."""
+    """Prints the results of `penstock demo`."""
     cached = played.rounds[0]
     console.print(f"[bold]penstock demo[/bold]\n\n{played.command}\n{played.ready_line}\n")
     print_section(console, "Answers", _answers(cached))
@@ -133,7 +134,7 @@ def print_played(console: Console, played: Played, picture: Path) -> None:
     )
     print_section(console, "Handoffs from prefill to decode", _handoffs(played))
     print_section(console, "Copies between tiers, every block with its checksums", _copies(played))
-    print_section(console, f"Why requests found no more, {cached.title}", _misses(cached))
+    print_section(console, f"Why requests missed, {cached.title}", _misses(cached))
     _print_verdict(console, played, picture)
 
 
@@ -141,7 +142,7 @@ def _answers(played: ChatRound) -> Table:
     table = table_of("chat", "asked", "said")
     for turn in played.turns:
         said = " ".join(turn.text.split())
-        # First questions come with a story of their own.
+        # The last sentence: first questions are long.
         asked = turn.messages[-1]["content"].split(". ")[-1]
         table.add_row(turn.chat, asked, said)
     return table
@@ -171,13 +172,13 @@ def _tiers(played: Played) -> Table:
 
 
 def _handoffs(played: Played) -> Table:
-    table = table_of("", "instance", "ended", ">MB taken in", ">parts verified")
+    table = table_of("", "instance", "ended", ">MB received", ">parts verified")
     for each in played.rounds:
         for name, counts in each.statistics.items():
             ends = ", ".join(f"{count} {end}" for end, count in counts["handoffs"].items() if count)
             parts = counts["counts"]["handed_parts_verified"]
             megabytes = counts["counts"]["handed_bytes"] / 1e6
-            # Only who takes prompts in knows how much of them was not there yet.
+            # Only the receiving instance verifies parts.
             taken = (f"{megabytes:,.1f}", f"{parts:,}") if parts else ("", "")
             table.add_row(each.title, name, ends, *taken)
     return table
@@ -213,7 +214,7 @@ def _print_verdict(console: Console, played: Played, picture: Path) -> None:
         f"{verdict.answers} answers, {verdict.tokens:,} tokens: {verdict.values:,} "
         f"log-probabilities compared with a fresh computation; the largest difference is "
         f"{verdict.largest:.1e}, {verdict.bound:g} is allowed; {verdict.near_ties} tokens differ "
-        f"where two are as good as equal.\nA picture of it: {picture}\n"
+        f"where two are nearly equal.\nTimeline: {picture}\n"
     )
     console.print(
         f"It took {played.seconds:.0f} s, of which {played.ready_s:.0f} s to get ready and "

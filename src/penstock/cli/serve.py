@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABOUT_THE_FILE = {"config", "print_config"}
-"""Options that are no settings; every other one is a field of `ServeOptions`."""
+"""Options that are not settings; every other one is a field of `ServeOptions`."""
 NEEDED = ("torch", "tokenizers", "jinja2", "safetensors", "gguf", "starlette", "uvicorn")
 
 
@@ -173,14 +173,13 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
 ) -> None:
     """Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.
 
-    Options change what the file of `--config` says. Everything that this command starts ends
-    with it.
+    Options override the file of `--config`. Everything that this command starts ends with it.
     """
-    said = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
+    given_options = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
     require_extras()
     from penstock.serve.plan import ServeOptions  # noqa: PLC0415  (needs the extras)
 
-    options = ServeOptions(**said)
+    options = ServeOptions(**given_options)
     given = load_config(config) if config else None
     if print_config:
         _print_settled(given, options)
@@ -198,7 +197,7 @@ def _print_settled(given: Config | None, options: ServeOptions) -> None:
 
 
 def require_extras() -> None:
-    """Raises `UnavailableError` if something is missing that the engine or the server needs."""
+    """Raises `UnavailableError` if a package of the engine or the server is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnavailableError(
@@ -250,10 +249,10 @@ def _warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> 
 
 
 class StartProgress:
-    """Tells how far the ranks have loaded, then where to find them.
+    """Shows the progress of loading, then the address of the server.
 
-    On a terminal by bars, which go; elsewhere by log lines, one for each quarter of a rank's
-    layers. Where to find them is one line on standard output.
+    Progress is shown as bars on a terminal, else as log lines, one for each quarter of a rank's
+    layers. The address is one line on standard output.
     """
 
     def __init__(self, config: Config) -> None:
@@ -263,7 +262,6 @@ class StartProgress:
         self._quarters: dict[str, int] = {}
 
     def loading(self, name: str, layers: int, of: int) -> None:
-        """Moves a rank's bar, or logs."""
         if self._bars is not None:
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=of)
@@ -271,17 +269,15 @@ class StartProgress:
             return
         quarter = 4 * layers // max(of, 1)
         if layers == 0 or quarter < self._quarters.get(name, 0):
-            self._quarters.pop(name, None)  # Another life of the rank.
+            self._quarters.pop(name, None)  # The rank was restarted.
         if quarter > self._quarters.get(name, 0):
             self._quarters[name] = quarter
             logger.info("loading: %s: %d of %d layers", name, layers, of)
 
     def waiting(self, address: str, router: str) -> None:
-        """One line says where everybody is expected."""
         print(f"penstock: router at {address}/v1, waits for instances at {router}", flush=True)
 
     def ready(self, address: str, ready_s: Sequence[float] = ()) -> None:
-        """The bars go; one line is left, which says how long the memory of each tier took."""
         self._stop()
         config = self._config
         if config.engine is not None and config.engine.role == "router":
@@ -337,7 +333,6 @@ def _logs_json(config: Config) -> bool:
 
 
 def _who(config: Config) -> str:
-    """How many instances there are, and of how many ranks."""
     assert config.serve is not None
     engine, count = config.engine, config.serve.instances
     if engine is not None and engine.prefill_tp:

@@ -1,15 +1,12 @@
-"""The demonstration behind `penstock demo`: a real model, served, asked, and checked.
+"""The demonstration behind `penstock demo`: serves a model, asks it, and checks every answer.
 
 | module      | holds                                                                  |
 |-------------|------------------------------------------------------------------------|
-| `chats`     | what is asked: conversations that share their system prompts             |
-| `asking`    | one request over HTTP, and what was heard of it                         |
-| `server`    | a `penstock serve` of its own, for as long as it is needed              |
-| `clients`   | several clients that talk at the same time                              |
-| `exactness` | every answer against a fresh computation                                |
-| `playing`   | all of it, from the start to the verdict                                |
-| `result`    | what came of it, as values                                              |
-| `picture`   | the same as a timeline, for a browser                                   |
+| `chats`     | the questions: conversations that share system prompts                   |
+| `clients`   | a `penstock serve`, and several clients that talk to it at the same time |
+| `exactness` | the check of every answer against a fresh computation                    |
+| `runner`    | the demonstration from start to verdict                                  |
+| `result`    | the results as values, and as a timeline for a browser                   |
 """
 
 from __future__ import annotations

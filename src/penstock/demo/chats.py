@@ -1,7 +1,7 @@
-"""What is asked: conversations of a few turns, half of which share one system prompt.
+"""The questions of the demonstration: conversations of a few turns with two system prompts.
 
-System prompts are long, first questions tell a little story, and each turn repeats all turns
-before it: what a prefix cache is for.
+System prompts and first questions are long, and each turn repeats all turns before it, as is usual
+where a prefix cache helps.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ QUESTIONS = {
         ),
     ),
 }
-"""First questions tell something of their own, which later turns repeat."""
+"""First questions are long, and later turns repeat them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """One conversation, as far as the person who asks is concerned."""
+    """One conversation: its system prompt and the user's questions."""
 
     name: str
     system: str

@@ -34,29 +34,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """How a round of conversations is held."""
+    """The settings of one round of conversations."""
 
     address: str
     clients: int
     max_tokens: int
     cache: str = "use"
     said: Mapping[tuple[str, int], str] | None = None
-    """Answers of an earlier round by chat and turn: with them, the same prompts are sent again,
-    whatever is answered this time."""
+    """Answers of an earlier round by chat and turn: the prompts of this round repeat them."""
 
 
-def hold(talk: Talk, chats: Sequence[Chat], told: Callable[[ChatTurn], None]) -> list[ChatTurn]:
-    """Holds all conversations to their end; `told` hears of each turn, in any thread.
+def hold(talk: Talk, chats: Sequence[Chat]) -> list[ChatTurn]:
+    """Runs all conversations to their end.
 
     Raises:
-        UnavailableError: a client was not answered.
+        UnavailableError: a client got no answer.
     """
     begun = [threading.Event() for _ in range(talk.clients + 1)]
     begun[0].set()
     with ThreadPoolExecutor(talk.clients) as pool:
         asked = [
             pool.submit(
-                _talk, talk, chats[number :: talk.clients], begun[number : number + 2], number, told
+                _talk, talk, chats[number :: talk.clients], begun[number : number + 2], number
             )
             for number in range(talk.clients)
         ]
@@ -68,7 +67,6 @@ def _talk(
     chats: Sequence[Chat],
     begun: Sequence[threading.Event],
     client: int,
-    told: Callable[[ChatTurn], None],
 ) -> list[ChatTurn]:
     mine, next_one = begun
     turns: list[ChatTurn] = []
@@ -88,20 +86,19 @@ def _talk(
                     cache=talk.cache,
                     on_first=next_one.set,
                 )
-                told(turn)
                 turns.append(turn)
                 said = turn.text if talk.said is None else talk.said[chat.name, number]
                 answers[chat.name] += (said,)
     finally:
-        # Whatever happened, nobody waits for this client.
+        # Also after an error, so that the next client does not wait.
         next_one.set()
     return turns
 
 
 ANSWER_S = 300.0
-"""A prompt on a busy machine takes seconds; then something is wrong."""
+"""The timeout of an answer; on a busy machine a prompt takes seconds."""
 ALTERNATIVES = 5
-"""Log-probabilities that are asked for with each token, besides its own."""
+"""Log-probabilities that are requested with each token, besides its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +119,10 @@ class ChatTurn:
     """Of the turn, from 0."""
     client: int
     request: str
-    """What the server calls it."""
+    """The server's id of it."""
     messages: list[dict[str, str]]
     text: str
-    heard: tuple[AnsweredToken, ...]
+    tokens: tuple[AnsweredToken, ...]
     prompt_tokens: int
     cached_by_tier: dict[str, int]
     sent: float
@@ -140,19 +137,19 @@ class ChatTurn:
 
 
 def get(address: str, path: str) -> dict[str, Any]:
-    """What the server tells about itself.
+    """The JSON response to a GET request.
 
     Raises:
-        UnavailableError: it does not answer, or not as it should.
+        UnavailableError: there is none.
     """
     return _exchange(address, "GET", path)
 
 
 def post(address: str, path: str) -> dict[str, Any]:
-    """Has the server do something.
+    """The JSON response to a POST request.
 
     Raises:
-        UnavailableError: it does not answer, or not as it should.
+        UnavailableError: there is none.
     """
     return _exchange(address, "POST", path)
 
@@ -162,12 +159,12 @@ def _exchange(address: str, method: str, path: str) -> dict[str, Any]:
     try:
         connection.request(method, path)
         response = connection.getresponse()
-        told: dict[str, Any] = json.loads(_checked(response).read())
+        found: dict[str, Any] = json.loads(_checked(response).read())
     except (OSError, HTTPException) as error:
         raise UnavailableError(f"{method} {path} was not answered: {error}") from error
     finally:
         connection.close()
-    return told
+    return found
 
 
 def ask(
@@ -181,10 +178,10 @@ def ask(
     cache: str,
     on_first: Callable[[], None],
 ) -> ChatTurn:
-    """Asks for the next turn of a conversation, greedily, and listens to the end.
+    """Requests the next turn of a conversation, greedily, and reads the whole stream.
 
     Raises:
-        UnavailableError: the server does not answer, or the answer breaks off.
+        UnavailableError: the server does not answer, or the stream ends early.
     """
     body = {
         "messages": messages,
@@ -222,7 +219,7 @@ def ask(
         request=events[0]["id"],
         messages=messages,
         text="".join(choice["delta"]["content"] for choice in choices),
-        heard=tuple(_heard(row) for each in choices for row in each["logprobs"]["content"]),
+        tokens=tuple(_token_of(row) for each in choices for row in each["logprobs"]["content"]),
         prompt_tokens=events[-1]["usage"]["prompt_tokens"],
         cached_by_tier=events[-1]["usage"]["cached_by_tier"],
         sent=sent,
@@ -233,8 +230,8 @@ def ask(
 
 def _checked(response: HTTPResponse) -> HTTPResponse:
     if response.status != 200:
-        told = response.read().decode(errors="replace")
-        raise UnavailableError(f"the server answered with status {response.status}: {told}")
+        body = response.read().decode(errors="replace")
+        raise UnavailableError(f"the server answered with status {response.status}: {body}")
     return response
 
 
@@ -251,7 +248,7 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _heard(row: dict[str, Any]) -> AnsweredToken:
+def _token_of(row: dict[str, Any]) -> AnsweredToken:
     rows = [row, *row["top_logprobs"]]
     return AnsweredToken(
         token=row["token_id"], logprobs={each["token_id"]: each["logprob"] for each in rows}
@@ -259,18 +256,19 @@ def _heard(row: dict[str, Any]) -> AnsweredToken:
 
 
 READY_S = 300.0
-"""Three processes read a model from a cold disk on a busy machine."""
+"""The timeout of the start: three processes read a model, maybe from a cold disk."""
 STOP_S = 30.0
-TOLD_BYTES = 2000
+ERROR_BYTES = 2000
+"""How much of the server's standard error is shown if it does not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Where a server is, and how long it took to get ready."""
+    """A running server, and how long it took to get ready."""
 
     address: str
     line: str
-    """What it said when it was ready."""
+    """The line that it printed when it was ready."""
     ready_s: float
 
 
@@ -283,17 +281,17 @@ def served(options: Sequence[str]) -> Iterator[Served]:
     """
     command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--port", "0", *options]
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
-            line = _ready_line(process, told, deadline=began + READY_S)
+            line = _ready_line(process, errors, deadline=began + READY_S)
             address = line.partition(" at ")[2].split("/v1")[0]
             yield Served(address=address, line=line, ready_s=time.monotonic() - began)
         finally:
             _end(process)
 
 
-def _ready_line(process: subprocess.Popen[str], told: TextIO, *, deadline: float) -> str:
+def _ready_line(process: subprocess.Popen[str], errors: TextIO, *, deadline: float) -> str:
     assert process.stdout is not None
     while time.monotonic() < deadline:
         found, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
@@ -302,9 +300,9 @@ def _ready_line(process: subprocess.Popen[str], told: TextIO, *, deadline: float
             return line.strip()
         if not line:
             break
-    size = told.seek(0, os.SEEK_END)
-    told.seek(max(0, size - TOLD_BYTES))
-    raise UnavailableError(f"penstock serve did not get ready; it said: {told.read().strip()}")
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - ERROR_BYTES))
+    raise UnavailableError(f"penstock serve did not get ready; it said: {errors.read().strip()}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -313,7 +311,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
-        # Everything it started ends with it.
+        # Its supervisor ends everything that it started.
         process.kill()
         process.wait(STOP_S)
     process.stdout.close()

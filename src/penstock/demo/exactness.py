@@ -1,12 +1,12 @@
-"""Every answer against a fresh computation: one model in this process, no cache, no handoff.
+"""Checks every answer against a fresh computation in this process, without cache and handoff.
 
-Each prompt goes through the model with its answer in one piece, and what the server said of
-every token is compared with what comes out: its log-probability, and those of the tokens that
-were most probable. Greedy tokens alone would tell little: a model often says the same word
-although a block of its context is wrong.
+Each prompt is computed together with its answer in one step. The log-probabilities of every token
+and of its likeliest alternatives are compared with those of the server. Comparing greedy tokens
+alone would not be enough: a model often chooses the same token although a block of its context is
+wrong.
 
-The one rule: nothing is taken from what is checked. Prompts are encoded anew from their text,
-and the KV is computed from the tokens alone.
+The one rule: nothing of the server's state is used. Prompts are encoded again from their text, and
+KV is computed from the tokens alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.engine.text import Text
 from penstock.engine.worker import allocate_kv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from penstock.demo.clients import AnsweredToken, ChatTurn
 
@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Fresh:
-    """A model that remembers nothing."""
+    """A model without a cache."""
 
     def __init__(self, model: str | None) -> None:
         found = find_model(model)
@@ -54,8 +54,8 @@ class Fresh:
         checkpoint.close()
 
     def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """What the model thinks of each token of the answer: [tokens, vocabulary]."""
-        # The last token is chosen, but nothing is computed from it.
+        """The log-probabilities at each token of the answer: [tokens, vocabulary]."""
+        # Nothing is computed from the last token.
         tokens = [*prompt, *answer[:-1]]
         blocks = -(-len(tokens) // BLOCK_TOKENS)
         kv = allocate_kv(
@@ -75,19 +75,19 @@ class Fresh:
 
 
 class AnswerDifference(NamedTuple):
-    """How far an answer is from a fresh computation."""
+    """The difference of one answer from a fresh computation."""
 
     largest: float
     values: int
     """Log-probabilities that were compared."""
     near_ties: int
-    """Greedy tokens that differ, where the fresh computation's first two are as good as equal."""
+    """Greedy tokens that differ where the two likeliest tokens are nearly equal."""
     findings: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactnessVerdict:
-    """How far all answers are."""
+    """The differences of all answers."""
 
     answers: int
     tokens: int
@@ -99,16 +99,16 @@ class ExactnessVerdict:
 
 
 def difference(
-    heard: Sequence[AnsweredToken], expected: torch.Tensor, *, name: str, bound: float = BOUND
+    tokens: Sequence[AnsweredToken], expected: torch.Tensor, *, name: str, bound: float = BOUND
 ) -> AnswerDifference:
     """Compares one answer; `expected` has a row of log-probabilities for each of its tokens."""
     largest, values, near_ties = 0.0, 0, 0
     findings: list[str] = []
-    for position, (token, row) in enumerate(zip(heard, expected, strict=True)):
+    for position, (token, row) in enumerate(zip(tokens, expected, strict=True)):
         off_by = [abs(row[at].item() - value) for at, value in token.logprobs.items()]
         largest = max(largest, *off_by)
         values += len(off_by)
-        # Asked this way round, what is no number is a finding, too.
+        # In this form, NaN is a finding too.
         if not all(each <= bound for each in off_by):
             findings.append(
                 f"{name}: log-probabilities of token {position} are off by {max(off_by):.2g}, "
@@ -133,21 +133,19 @@ def check(
     fresh: Fresh,
     *,
     bound: float = BOUND,
-    told: Callable[[int], None] = lambda _: None,
 ) -> ExactnessVerdict:
     """Compares all answers; equal prompts with equal answers are computed once.
 
     Args:
-        turns: the answers.
-        fresh: the model.
-        bound: how far a log-probability may be off.
-        told: hears after each answer how many are done.
+        turns: The answers.
+        fresh: The model.
+        bound: The largest allowed difference of a log-probability.
     """
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
     found: list[AnswerDifference] = []
     for turn in turns:
         prompt = tuple(fresh.text.encode_chat(turn.messages))
-        answer = tuple(each.token for each in turn.heard)
+        answer = tuple(each.token for each in turn.tokens)
         name = f"{turn.chat}, turn {turn.number + 1}"
         if len(prompt) != turn.prompt_tokens or not answer:
             problem = f"{name}: {turn.prompt_tokens} and {len(answer)} tokens of prompt and answer"
@@ -157,11 +155,10 @@ def check(
             continue
         if (prompt, answer) not in known:
             known[prompt, answer] = fresh.logprobs(prompt, answer)
-        found.append(difference(turn.heard, known[prompt, answer], name=name, bound=bound))
-        told(len(found))
+        found.append(difference(turn.tokens, known[prompt, answer], name=name, bound=bound))
     return ExactnessVerdict(
         answers=len(turns),
-        tokens=sum(len(turn.heard) for turn in turns),
+        tokens=sum(len(turn.tokens) for turn in turns),
         values=sum(each.values for each in found),
         largest=max((each.largest for each in found), default=0.0),
         bound=bound,

@@ -28,12 +28,12 @@ GENERATED_MAX = 1500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRound:
-    """All conversations, held once."""
+    """One round of all conversations."""
 
     title: str
     turns: tuple[ChatTurn, ...]
     statistics: dict[str, dict[str, Any]]
-    """What each instance counted in this round, by its name; see `counted`."""
+    """The counters of each instance in this round, by its name; see `counted`."""
     timeline: dict[str, dict[str, Any]]
     """The copies and handoffs of each instance in this round, by its name."""
 
@@ -46,7 +46,7 @@ class ChatRound:
     @property
     def generated(self) -> int:
         """Tokens of all answers."""
-        return sum(len(turn.heard) for turn in self.turns)
+        return sum(len(turn.tokens) for turn in self.turns)
 
     @property
     def prompt_tokens(self) -> int:
@@ -71,12 +71,12 @@ class ChatRound:
     def blocks_copied(self) -> dict[str, dict[str, tuple[int, int, int]]]:
         """Copies, blocks and bytes by instance and hop."""
         found: dict[str, dict[str, tuple[int, int, int]]] = {}
-        for name, told in self.timeline.items():
+        for name, recorded in self.timeline.items():
             hops = found.setdefault(name, {})
-            for copy in told["copies"]:
+            for copy in recorded["copies"]:
                 hop = f"{copy['source']} to {copy['target']}"
                 copies, blocks, size = hops.get(hop, (0, 0, 0))
-                more = copy["blocks"] * told["block_bytes"]
+                more = copy["blocks"] * recorded["block_bytes"]
                 hops[hop] = (copies + 1, blocks + copy["blocks"], size + more)
         return found
 
@@ -96,7 +96,7 @@ class Played:
     verdict: ExactnessVerdict
     check_s: float
     findings: tuple[str, ...]
-    """What is not as it should be; empty if all is well."""
+    """What went wrong; empty if nothing did."""
     seconds: float
 
     @property
@@ -106,11 +106,10 @@ class Played:
 
     @property
     def generated_max(self) -> int:
-        """As many as these may be."""
         return GENERATED_MAX
 
     def document(self) -> dict[str, Any]:
-        """All of it that a program may want to read."""
+        """The results as a JSON document."""
         return {
             "fine": not self.findings,
             "command": self.command,
@@ -162,31 +161,31 @@ def _asked(turn: ChatTurn) -> str:
 
 
 def counted(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What each instance counted between two looks at `/cache`, by its name."""
-    earlier = {told["instance"]: _counts(told) for told in before}
+    """The counters of each instance between two responses of `/cache`, by its name."""
+    earlier = {each["instance"]: _counts(each) for each in before}
     found: dict[str, Any] = {}
-    for told in after:
-        now, then = _counts(told), earlier[told["instance"]]
-        found[told["instance"]] = {
+    for instance in after:
+        now, then = _counts(instance), earlier[instance["instance"]]
+        found[instance["instance"]] = {
             name: {each: count - then[name].get(each, 0) for each, count in counts.items()}
             for name, counts in now.items()
         }
     return found
 
 
-def _counts(told: dict[str, Any]) -> dict[str, dict[str, int]]:
-    cache = told["cache"]
+def _counts(instance: dict[str, Any]) -> dict[str, dict[str, int]]:
+    cache = instance["cache"]
     return {
         "misses": cache["misses"],
-        "handoffs": told["handoffs"],
+        "handoffs": instance["handoffs"],
         "tokens_found": {tier["name"]: tier["tokens_cached"] for tier in cache["tiers"]},
         "blocks_evicted": {tier["name"]: tier["blocks_evicted"] for tier in cache["tiers"]},
         "counts": {
             "tokens_asked": cache["tokens_asked"],
             "blocks_corrupt": cache["blocks_corrupt"],
-            "preemptions": told["preemptions"],
-            "handed_bytes": told["handed_bytes"],
-            "handed_parts_verified": told["handed_parts_verified"],
+            "preemptions": instance["preemptions"],
+            "handed_bytes": instance["handed_bytes"],
+            "handed_parts_verified": instance["handed_parts_verified"],
         },
     }
 
@@ -198,11 +197,11 @@ GAP = 3
 TICK_COUNT = 10
 COLOURS = {
     "waits for its first token": "#f2c14e",
-    "hears its answer": "#4d9078",
+    "reads its answer": "#4d9078",
     "handed over": "#3066be",
-    "handed over in vain, or not needed": "#b4b8c5",
+    "handoff failed, or not needed": "#b4b8c5",
     "loaded": "#d1495b",
-    "written down": "#8d6a9f",
+    "saved": "#8d6a9f",
 }
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1260px; color: #222 }
@@ -213,23 +212,22 @@ pre { background: #f5f5f5; padding: 8px; overflow-x: auto }"""
 
 
 class Bar(NamedTuple):
-    """Something that took some time."""
+    """One event with its duration and a tooltip."""
 
     began: float
     ended: float
     kind: str
-    told: str
+    tooltip: str
 
 
 class PictureLane(NamedTuple):
-    """Bars under one name, on as many rows as they need."""
+    """The bars of one name."""
 
     name: str
     bars: list[Bar]
 
 
 def html_of(played: Played) -> str:
-    """The whole page."""
     keys = "".join(
         f'<span class="key" style="background:{colour}"></span>{escape(kind)}'
         for kind, colour in COLOURS.items()
@@ -254,39 +252,39 @@ def _start(played: ChatRound) -> float:
 def _lanes(played: ChatRound) -> Iterator[PictureLane]:
     for client in sorted({turn.client for turn in played.turns}):
         yield PictureLane(f"client {client}", list(_of_client(played, client)))
-    for name, told in played.timeline.items():
-        yield PictureLane(f"{name}: handoffs", [_handoff(each) for each in told["handoffs"]])
-        yield PictureLane(f"{name}: copies", [_copy(each) for each in told["copies"]])
+    for name, recorded in played.timeline.items():
+        yield PictureLane(f"{name}: handoffs", [_handoff(each) for each in recorded["handoffs"]])
+        yield PictureLane(f"{name}: copies", [_copy(each) for each in recorded["copies"]])
 
 
 def _of_client(played: ChatRound, client: int) -> Iterator[Bar]:
-    waits, hears = list(COLOURS)[:2]
+    waits, reads = list(COLOURS)[:2]
     for turn in played.turns:
         if turn.client == client:
-            told = (
+            tooltip = (
                 f"{turn.chat}, turn {turn.number + 1}: {turn.prompt_tokens} tokens, of which "
                 f"{sum(turn.cached_by_tier.values())} cached; first token after "
                 f"{turn.first_token_s:.2f} s"
             )
-            yield Bar(turn.sent, turn.first, waits, told)
-            yield Bar(turn.first, turn.ended, hears, told)
+            yield Bar(turn.sent, turn.first, waits, tooltip)
+            yield Bar(turn.first, turn.ended, reads, tooltip)
 
 
 def _handoff(each: dict[str, Any]) -> Bar:
-    done, vain = list(COLOURS)[2:4]
-    told = f"{each['handoff']}: {each['tokens']} tokens, {each['outcome']}"
-    kind = done if each["outcome"] == "delivered" else vain
-    return Bar(each["began"], each["ended"], kind, told)
+    delivered, failed = list(COLOURS)[2:4]
+    tooltip = f"{each['handoff']}: {each['tokens']} tokens, {each['outcome']}"
+    kind = delivered if each["outcome"] == "delivered" else failed
+    return Bar(each["began"], each["ended"], kind, tooltip)
 
 
 def _copy(each: dict[str, Any]) -> Bar:
-    loaded, written = list(COLOURS)[4:6]
-    told = (
+    loaded, saved = list(COLOURS)[4:6]
+    tooltip = (
         f"{each['purpose']}: {each['blocks']} blocks, {each['source']} to {each['target']}, for "
         f"{each['cause']}"
     )
-    kind = loaded if each["purpose"] in {"load", "stage", "duplicate"} else written
-    return Bar(each["began"], each["ended"], kind, told)
+    kind = loaded if each["purpose"] in {"load", "stage", "duplicate"} else saved
+    return Bar(each["began"], each["ended"], kind, tooltip)
 
 
 def _drawn(lanes: Iterator[PictureLane], start: float, seconds: float) -> str:
@@ -310,7 +308,7 @@ def _drawn(lanes: Iterator[PictureLane], start: float, seconds: float) -> str:
 
 
 def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """The bars on as few rows as they need to not cover each other."""
+    """Distributes bars over as few rows as possible without overlap."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars):
         row = next((row for row in rows if row[-1].ended <= bar.began), None)
@@ -324,10 +322,10 @@ def _rows(bars: Sequence[Bar]) -> list[list[Bar]]:
 def _bar(bar: Bar, start: float, scale: float, top: int) -> str:
     left = MARGIN + (bar.began - start) * scale
     width = max(1.0, (bar.ended - bar.began) * scale)
-    told = escape(f"{bar.told} ({bar.ended - bar.began:.3f} s)")
+    tooltip = escape(f"{bar.tooltip} ({bar.ended - bar.began:.3f} s)")
     return (
         f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" '
-        f'fill="{COLOURS[bar.kind]}"><title>{told}</title></rect>'
+        f'fill="{COLOURS[bar.kind]}"><title>{tooltip}</title></rect>'
     )
 
 

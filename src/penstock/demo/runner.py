@@ -1,4 +1,4 @@
-"""The demonstration from its start to its verdict.
+"""The demonstration from start to verdict.
 
     penstock serve --prefill-tp 2 --decode-tp 1      router, two prefill ranks, one decode rank
     round 1                                          conversations, with the cache
@@ -6,7 +6,7 @@
     the server ends
     every answer of both rounds against a fresh computation
 
-The one rule: it shows what is, and ends with findings if anything is not as it should be.
+The one rule: whatever goes wrong is a finding, and with findings the command fails.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 ROUNDS = (("with the cache", "use"), ("with the cache off", "off"))
 QUIET_S = 30.0
-"""Requests have ended: what they held is back within this, or never."""
+"""The timeout for instances to release the blocks of ended requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What is played, and with what.
+    """The settings of the demonstration.
 
     Raises:
-        ValueError: more tokens would be generated than the demonstration may.
+        ValueError: it would generate more tokens than allowed.
     """
 
     model: str | None = None
@@ -52,8 +52,8 @@ class Stage:
     prefill_tp: int = 2
     decode_tp: int = 1
     blocks: int = 70
-    """On the device of each instance: about half of what all conversations need, so that those
-    that rest are found in host memory."""
+    """On the device of each instance: about half of what all conversations need, so that idle ones
+    are found in host memory."""
     block_tokens: int = 16
     host_gib: float = 0.25
 
@@ -86,8 +86,8 @@ class Stage:
         ]
 
 
-def play(stage: Stage, tell: Callable[[str], None]) -> Played:
-    """Plays it; `tell` hears what is going on, one line at a time.
+def play(stage: Stage, report: Callable[[str], None]) -> Played:
+    """Runs the demonstration; `report` is called with lines about its progress.
 
     Raises:
         UnavailableError: the server does not start, or does not answer.
@@ -96,9 +96,9 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
     asked = chats(stage.chats, turns=stage.turns)
     rounds: list[ChatRound] = []
     command = f"penstock serve {shlex.join(stage.options)}"
-    tell(command)
+    report(command)
     with served(stage.options) as server:
-        tell(server.line)
+        report(server.line)
         for title, cache in ROUNDS:
             said = {(turn.chat, turn.number): turn.text for each in rounds for turn in each.turns}
             talk = Talk(
@@ -108,10 +108,10 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
                 cache=cache,
                 said=said or None,
             )
-            rounds.append(_round(talk, asked, title, tell))
+            rounds.append(_round(talk, asked, title, report))
         left = _left_behind(server.address)
     checking = time.monotonic()
-    verdict = _check(stage, [turn for each in rounds for turn in each.turns], tell)
+    verdict = _check(stage, [turn for each in rounds for turn in each.turns], report)
     ended = time.monotonic()
     return Played(
         command=command,
@@ -125,12 +125,14 @@ def play(stage: Stage, tell: Callable[[str], None]) -> Played:
     )
 
 
-def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], None]) -> ChatRound:
+def _round(
+    talk: Talk, asked: Sequence[Chat], title: str, report: Callable[[str], None]
+) -> ChatRound:
     before = get(talk.address, "/cache")["instances"]
     began = time.monotonic()
     count = sum(len(chat.questions) for chat in asked)
-    tell(f"{count} requests of {talk.clients} clients, {title}")
-    turns = hold(talk, asked, _nobody)
+    report(f"{count} requests of {talk.clients} clients, {title}")
+    turns = hold(talk, asked)
     _require_quiet(talk.address)
     after = get(talk.address, "/cache")["instances"]
     return ChatRound(
@@ -138,47 +140,47 @@ def _round(talk: Talk, asked: Sequence[Chat], title: str, tell: Callable[[str], 
         turns=tuple(sorted(turns, key=lambda turn: (turn.chat, turn.number))),
         statistics=counted(before, after),
         timeline={
-            told["instance"]: _since(told, began)
-            for told in get(talk.address, "/cache/timeline")["instances"]
+            each["instance"]: _since(each, began)
+            for each in get(talk.address, "/cache/timeline")["instances"]
         },
     )
 
 
-def _since(told: Mapping[str, Any], began: float) -> dict[str, Any]:
+def _since(timeline: Mapping[str, Any], began: float) -> dict[str, Any]:
     kept = {
-        name: [each for each in told[name] if each["began"] >= began]
+        name: [each for each in timeline[name] if each["began"] >= began]
         for name in ("copies", "handoffs")
     }
-    return {**told, **kept}
+    return {**timeline, **kept}
 
 
 def _require_quiet(address: str) -> bool:
-    """Whether all blocks were given back: a request may end a moment after its answer."""
+    """Whether all blocks are released in time: a request may end a moment after its answer."""
     deadline = time.monotonic() + QUIET_S
-    while any(_busy(told) for told in get(address, "/cache")["instances"]):
+    while any(_busy(each) for each in get(address, "/cache")["instances"]):
         if time.monotonic() > deadline:
             return False
     return True
 
 
-def _busy(told: Mapping[str, Any]) -> bool:
-    cache = told["cache"]
+def _busy(instance: Mapping[str, Any]) -> bool:
+    cache = instance["cache"]
     return bool(cache["leases"] or cache["operations_running"] or cache["operations_ending"])
 
 
 def _left_behind(address: str) -> list[str]:
-    """What the instances should not have any more, and whether their books add up."""
+    """Blocks that were not released, and violated invariants."""
     findings = []
     if not _require_quiet(address):
-        findings.append(f"blocks were not given back within {QUIET_S:g} s")
-    named = {told["instance"] for told in get(address, "/cache")["instances"]}
+        findings.append(f"blocks were not released within {QUIET_S:g} s")
+    named = {each["instance"] for each in get(address, "/cache")["instances"]}
     in_order = set(post(address, "/admin/audit")["in_order"])
-    findings += [f"the books of {name} do not add up" for name in sorted(named - in_order)]
+    findings += [f"{name} violates an invariant" for name in sorted(named - in_order)]
     return findings
 
 
 def _not_shown(rounds: Sequence[ChatRound]) -> list[str]:
-    """What should have happened, and did not."""
+    """What should have happened and did not."""
     findings = []
     for played in rounds:
         for name, counts in played.statistics.items():
@@ -197,13 +199,13 @@ def _not_shown(rounds: Sequence[ChatRound]) -> list[str]:
 
 
 def too_much(stage: Stage, rounds: Sequence[ChatRound]) -> list[str]:
-    """What was generated beyond the plan; how long it took is told, and depends on the machine."""
+    """Tokens that were generated beyond the plan."""
     findings = [
-        f"{turn.chat}, turn {turn.number + 1}, {played.title}: {len(turn.heard)} tokens, must be "
+        f"{turn.chat}, turn {turn.number + 1}, {played.title}: {len(turn.tokens)} tokens, must be "
         f"at most {stage.max_tokens}"
         for played in rounds
         for turn in played.turns
-        if len(turn.heard) > stage.max_tokens
+        if len(turn.tokens) > stage.max_tokens
     ]
     generated = sum(played.generated for played in rounds)
     if generated > GENERATED_MAX:
@@ -212,12 +214,8 @@ def too_much(stage: Stage, rounds: Sequence[ChatRound]) -> list[str]:
 
 
 def _check(
-    stage: Stage, turns: Sequence[ChatTurn], tell: Callable[[str], None]
+    stage: Stage, turns: Sequence[ChatTurn], report: Callable[[str], None]
 ) -> ExactnessVerdict:
-    tell(f"{len(turns)} answers against a fresh computation, without cache and handoff")
+    report(f"{len(turns)} answers against a fresh computation, without cache and handoff")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return check(turns, Fresh(stage.model))
-
-
-def _nobody(_turn: ChatTurn) -> None:
-    """Nobody wants to know."""
