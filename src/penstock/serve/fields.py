@@ -141,49 +141,21 @@ _NO_TEMPLATE = _left_out("messages are put together by the model's own chat temp
 NOT_DONE: Mapping[str, Read] = {
     # OpenAI's.
     "store": only((False,), why="false: answers are not stored here"),
-    "service_tier": only(
-        (
-            "auto",
-            "default",
-        ),
-        why="'auto' or 'default': there is one tier",
-    ),
+    "service_tier": only(("auto", "default"), why="'auto' or 'default': there is one tier"),
     "tools": only(([],), why=_NO_TOOLS),
-    "tool_choice": only(
-        (
-            "none",
-            "auto",
-        ),
-        why="'none': this server calls no tools",
-    ),
+    "tool_choice": only(("none", "auto"), why="'none': this server calls no tools"),
     "parallel_tool_calls": only(
-        (
-            False,
-            True,
-        ),
-        why="true or false, which changes nothing: no tools",
+        (False, True), why="true or false, which changes nothing: no tools"
     ),
     "functions": only(([],), why=_NO_TOOLS),
-    "function_call": only(
-        (
-            "none",
-            "auto",
-        ),
-        why="'none': this server calls no tools",
-    ),
+    "function_call": only(("none", "auto"), why="'none': this server calls no tools"),
     "modalities": only((["text"],), why="['text']"),
     "audio": only((), why=_left_out("answers are text")),
     "prediction": only((), why=_left_out("answers are not predicted")),
     "reasoning_effort": only(("none",), why="'none': models here do not reason apart"),
     "verbosity": only(("medium",), why="'medium': answers are as long as the model makes them"),
     "web_search_options": only((), why=_left_out("nothing is searched")),
-    "prompt_cache_retention": only(
-        (
-            "in_memory",
-            "in-memory",
-        ),
-        why="'in_memory'",
-    ),
+    "prompt_cache_retention": only(("in_memory", "in-memory"), why="'in_memory'"),
     "suffix": only(("",), why=_left_out("answers only follow a prompt")),
     # Of other servers, whose clients send them with the default value.
     "use_beam_search": only((False,), why="false: beams are not searched"),
@@ -194,11 +166,7 @@ NOT_DONE: Mapping[str, Read] = {
     ),
     "skip_special_tokens": only((True,), why="true: special tokens are no part of an answer"),
     "spaces_between_special_tokens": only(
-        (
-            True,
-            False,
-        ),
-        why="true or false, which changes nothing",
+        (True, False), why="true or false, which changes nothing"
     ),
     "detokenize": only((True,), why="true: answers are text"),
     "truncate_prompt_tokens": only((), why=_left_out("prompts are never cut")),

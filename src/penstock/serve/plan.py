@@ -7,8 +7,8 @@ is started.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from penstock.errors import ConfigError
 from penstock.serve.role_secret import is_local, secret_between
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.engine.architecture import Architecture
 
 ROUTER = "router"
@@ -66,30 +68,9 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
         ConfigError: the model or a setting is wrong.
         UnavailableError: the default model is not installed.
     """
-    engine = _changed(
-        (config and config.engine) or EngineTable(),
-        model=options.model,
-        role=options.role,
-        **_pair_of(options, config.engine if config else None),
-        prefill_at=options.prefill_at,
-        decode_at=options.decode_at,
-        dtype=options.dtype,
-        device=options.device,
-    )
-    serve = _changed(
-        (config and config.serve) or ServeTable(),
-        host=options.host,
-        port=options.port,
-        **_key_of(options),
-        drain_s=options.drain_s,
-        log_level=options.log_level,
-        log_json=options.log_json,
-        instances=options.instances,
-        router=options.router,
-        number=options.number,
-        secret_file=options.secret_file,
-        insecure=options.insecure,
-    )
+    given = config.engine if config else None
+    engine = _changed(given or EngineTable(), options, _pair_of(options, given))
+    serve = _changed((config and config.serve) or ServeTable(), options, _key_of(options))
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
     checkpoint.close()
@@ -247,9 +228,10 @@ def _instance(
     )
 
 
-def _changed(table: TableT, **options: str | float | None) -> TableT:
-    given = {name: value for name, value in options.items() if value is not None}
-    return replace(table, **given)  # type: ignore[arg-type]
+def _changed(table: TableT, options: ServeOptions, more: Mapping[str, Any]) -> TableT:
+    """The table with the options that have the names of its fields, and with `more`."""
+    named = {field.name: getattr(options, field.name, None) for field in fields(table)}
+    return replace(table, **{k: v for k, v in {**named, **more}.items() if v is not None})
 
 
 def _sized(config: Config, options: ServeOptions) -> Config:

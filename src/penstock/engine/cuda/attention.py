@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
     even: bool = False
     """Whether parts are equal shares of a context, as the device finds it."""
     programs: int = PROGRAMS
-    """So many run at a time; equal parts are no more."""
+    """The number that run at a time, and of equal parts."""
 
 
 DECODE = Tiling(rows=1, keys=64, warps=2, stages=2)
@@ -214,7 +214,7 @@ def read_in_place(
 
 
 def chunk_tiling(tokens: int, group: int, kv: torch.Tensor) -> Tiling:
-    """How the tokens of a prompt are cut, with so many query heads a KV head."""
+    """How the tokens of a prompt are cut, by the query heads of a KV head."""
     channels, size = _channel_tile(kv.shape[4]), kv.dtype.itemsize
     if size > 2 or channels > WIDE_CHANNELS or group > TAIL.rows:
         return SMALL
@@ -222,7 +222,7 @@ def chunk_tiling(tokens: int, group: int, kv: torch.Tensor) -> Tiling:
 
 
 def tiling_within(shared_bytes: float, rows: int, head_bytes: int) -> Tiling:
-    """The first choice for so many rows that has room in a multiprocessor's shared memory."""
+    """The first choice for these rows that fits into a multiprocessor's shared memory."""
     choices = (TAIL,) if rows <= TAIL_ROWS_MAX else (CHUNK, TAIL)
     held = ((each, each.rows + 2 * each.stages * each.keys) for each in choices)
     return next((each for each, count in held if count * head_bytes <= shared_bytes), SMALL)

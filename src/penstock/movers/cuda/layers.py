@@ -1,20 +1,20 @@
-"""Loads that fill layer by layer, so that a step can begin before they have ended.
+"""Loads that arrive layer by layer, so that a step can begin before they have ended.
 
     load.poll(…)                      # submits a load: a kernel a layer, which sums what it reads
-    load.join([operation])            # the next step computes on what this load brings
+    load.join([operation])            # the next step uses the blocks of this load
     load.wait_layer(i, stream)        # in the forward pass, before layer i: eager or captured
-    load.poll(…)                      # the report: every block verified, or at fault
+    load.poll(…)                      # the report: every block is verified, or corrupt
 
-A kernel reads pinned host memory and writes the engine's slots directly: no staging, no DMA, a
-few programs that leave the device to the engine. Sums are made on the way and judged when the
-last layer has arrived.
+A kernel reads pinned host memory and writes the engine's slots directly, without staging and DMA,
+with few programs, so that most of the device is free for the engine. Checksums are computed on the
+way and compared when the last layer has arrived.
 
-`wait_layer` waits for a *gate*, one event a layer. `join` records the gates behind the loads
-that the next step needs; a gate that nobody joined is open. In a captured graph a gate is an
-external event, so `join` before a replay is all that a replay needs.
+`wait_layer` waits for a *gate*, one event for each layer. `join` records the gates behind the loads
+that the next step needs; a gate without a load is open. In a captured graph a gate is an external
+event, so a replay needs only a `join` before it.
 
-The one rule: what was computed from a load does not leave the step until the load is reported
-without a fault, for the bytes in its slots are unverified until then.
+The one rule: results that were computed from a load do not leave the step until the load is
+reported without a fault, since the bytes in its slots are unverified until then.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class LayerLoadMover(QueuedMover):
         return {job.copy.operation for job in self._jobs}
 
     def join(self, operations: Collection[OperationId]) -> None:
-        """The next step computes on what these loads bring: its layers wait for theirs.
+        """The next step uses the blocks of these loads: each of its layers waits for them.
 
         A load that has not been submitted to the device cannot be joined; `predict` knows.
         """
@@ -166,7 +166,7 @@ class LayerLoadMover(QueuedMover):
             self._gates[layer].record(self._gate_stream.handle)
 
     def wait_layer(self, layer: int, stream: int) -> None:
-        """Has a stream wait on the device for the loads that the step has joined, of one layer.
+        """Makes a stream wait on the device for one layer of the loads that the step has joined.
 
         While the stream is captured, every replay waits for what is joined before it.
         """
@@ -178,7 +178,7 @@ class LayerLoadMover(QueuedMover):
         return median(self._rates) if self._rates else None
 
     def predict(self, operation: OperationId) -> list[float] | None:
-        """In how many seconds each layer of a load will be there.
+        """In how many seconds each layer of a load will have arrived.
 
         `None` where that cannot be said: nothing was measured yet, or the load waits for its
         turn. What loads wait for before they begin is not in it.

@@ -1,8 +1,8 @@
 """The kernels of one layout, compiled and bound to their tables, ready to be launched.
 
-Compiled once, when a mover is made; a launch then costs a few microseconds of the engine's
-time, since it goes past Triton's own search for the right compilation. The one rule: what is
-passed at a launch has the types that were compiled for, whatever its value.
+They are compiled once, when a mover is made. A launch then takes a few microseconds, since it skips
+Triton's search for the right compilation. The one rule: the arguments of a launch have the types
+that the kernel was compiled for, whatever their values.
 """
 
 from __future__ import annotations

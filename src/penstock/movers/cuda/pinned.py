@@ -1,12 +1,11 @@
-"""Host memory that a GPU can reach by DMA, and what a mover needs to know of it.
+"""Host memory that is registered for DMA with a GPU.
 
-`PinnedArea` is what a mover asks of the host tier: packed blocks in slots at equal distances
-from one address, and a place for their sums. Memory of any origin becomes fit for it through
-`register`: `RegisteredHost` does it to a host arena, and `PinnedTier` is a tier of this process
-alone.
+`PinnedArea` is what a mover needs of the host tier: packed blocks in slots at equal distances, and
+a table of their sums. `register` registers memory of any origin: `RegisteredHost` that of a host
+arena, `PinnedTier` that of a tier in this process.
 
-The one rule: memory stays registered as long as a copy could touch it, so it is given back
-only by `close`, after the movers.
+The one rule: memory stays registered as long as a copy may use it, so it is unregistered only by
+`close`, after the movers are closed.
 """
 
 from __future__ import annotations
