@@ -43,7 +43,7 @@ SMALL = EnginePlan(
 )
 
 
-def test_every_part_tells_its_rows_and_claims() -> None:
+def test_every_part_reports_its_rows_and_ratios() -> None:
     report = BenchReport(version="0", command="penstock bench engine")
 
     run_engine(report, SMALL)

@@ -27,7 +27,7 @@ def test_check_says_what_a_file_in_order_describes(
     )
 
 
-def test_check_tells_when_the_engine_keeps_its_device_blocks(
+def test_check_says_when_the_engine_keeps_its_device_blocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "penstock.toml"
@@ -42,7 +42,7 @@ def test_check_tells_when_the_engine_keeps_its_device_blocks(
     assert "the engine's own device blocks → host (memory, 4 blocks)" in capsys.readouterr().out
 
 
-def test_check_tells_the_size_of_a_tier_that_has_no_number_of_blocks(
+def test_check_says_the_size_of_a_tier_that_has_no_number_of_blocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "penstock.toml"

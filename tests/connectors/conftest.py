@@ -143,10 +143,10 @@ class FakeEngine:
 
     def step(self, scheduled: dict[str, int] | None = None) -> Any:
         """One step of the engine: plan, forward pass, copies, reports."""
-        told = self.scheduler.plan_step(scheduled or {}, self.tables.__getitem__)
-        self.worker.after_forward(told)
+        reported = self.scheduler.plan_step(scheduled or {}, self.tables.__getitem__)
+        self.worker.after_forward(reported)
         self.scheduler.apply_reports(self.worker.take_reports())
-        return told
+        return reported
 
     def run(self, request: FakeRequest) -> None:
         """Prefills a request in one step, and steps until nothing is under way."""

@@ -27,8 +27,8 @@ def loading(engine: Any, make_request: Any) -> Any:
 
 def step(engine: Any, *, computes: bool) -> set[str]:
     """Whose loads have ended in a step."""
-    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
-    engine.worker.after_forward(told, computes=computes)
+    reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    engine.worker.after_forward(reported, computes=computes)
     engine.scheduler.apply_reports(engine.worker.take_reports())
     received: set[str] = engine.worker.take_received().requests
     return received
@@ -58,7 +58,7 @@ def test_a_load_that_was_aborted_does_not_keep_the_next_one_waiting(loading: Any
 
     received = [step(loading, computes=False) for _ in PROMPTS]
 
-    # Its own end is told as well: vLLM keeps its blocks until then.
+    # Its own end is reported as well: vLLM keeps its blocks until then.
     assert set().union(*received) == {"again-0", "again-1", "again-2"}
     assert "again-1" in received[0] | received[1]
 

@@ -23,23 +23,23 @@ def begin(engine: Any, request: Any, *, tokens: int) -> Any:
         engine.scheduler.find_tokens(request, 0)
         engine.allocate(request, -(-request.num_tokens // 4))
         engine.compute(request)
-    told = engine.scheduler.plan_step({request.request_id: tokens}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({request.request_id: tokens}, engine.tables.__getitem__)
     request.num_computed_tokens += tokens
-    return told
+    return reported
 
 
 def work(engine: Any, *plans: Any) -> None:
-    for told in plans:
-        engine.worker.after_forward(told)
+    for reported in plans:
+        engine.worker.after_forward(reported)
     engine.scheduler.apply_reports(engine.worker.take_reports())
 
 
 def test_a_running_request_has_all_its_blocks_saved_at_once_without_a_pin(
     engine: Any, make_request: Any
 ) -> None:
-    told = begin(engine, make_request("first", PROMPT), tokens=26)
+    reported = begin(engine, make_request("first", PROMPT), tokens=26)
     pinned = engine.pool.pinned
-    work(engine, told)
+    work(engine, reported)
 
     assert pinned == 0
     assert engine.scheduler.counters.take()["blocks_saved"] == BLOCKS
@@ -78,11 +78,11 @@ def test_what_is_still_read_when_a_request_ends_is_pinned_as_far_as_pins_go(
 def test_a_preempted_request_leaves_nothing_that_was_read_too_late(
     engine: Any, make_request: Any
 ) -> None:
-    told = begin(engine, make_request("first", PROMPT), tokens=26)
+    reported = begin(engine, make_request("first", PROMPT), tokens=26)
 
     after = engine.scheduler.plan_step({}, engine.tables.__getitem__, {"first"})
     engine.kv[:] = 7.0
-    work(engine, told, after)
+    work(engine, reported, after)
 
     assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
     engine.offload.audit()
@@ -92,11 +92,11 @@ def test_a_request_that_begins_anew_leaves_nothing_that_was_read_too_late(
     engine: Any, make_request: Any
 ) -> None:
     request = make_request("first", PROMPT)
-    told = begin(engine, request, tokens=26)
+    reported = begin(engine, request, tokens=26)
 
     engine.scheduler.find_tokens(request, 0)
     engine.kv[:] = 7.0
-    work(engine, told, engine.scheduler.plan_step({}, engine.tables.__getitem__))
+    work(engine, reported, engine.scheduler.plan_step({}, engine.tables.__getitem__))
 
     assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 0
 

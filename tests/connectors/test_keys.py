@@ -187,7 +187,9 @@ def test_what_is_not_exactly_right_keeps_a_request_out(
     assert "\n" not in options.error
 
 
-def test_a_prompt_of_embeddings_with_wrong_parameters_is_told_of_as_well(make_request: Any) -> None:
+def test_a_prompt_of_embeddings_with_wrong_parameters_is_reported_as_well(
+    make_request: Any,
+) -> None:
     how = {"prompt_embeds": object(), "kv_transfer_params": {"penstock": None}}
 
     options = read_options(make_request("a", TOKENS, **how))

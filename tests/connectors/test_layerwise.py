@@ -22,18 +22,18 @@ FULL = len(PROMPT) // TOKENS
 class Step:
     """One of vLLM's steps on one worker, cut where vLLM calls the connector."""
 
-    def __init__(self, told: Any, working: WorkerConnector) -> None:
-        self.told, self.worker = told, working
+    def __init__(self, reported: Any, working: WorkerConnector) -> None:
+        self.reported, self.worker = reported, working
 
     def begin(self, *, by_layer: bool = True) -> bool:
-        return self.worker.before_forward(self.told, by_layer=by_layer)
+        return self.worker.before_forward(self.reported, by_layer=by_layer)
 
     def layers(self) -> None:
         for name in NAMES:
             self.worker.wait_layer(name)
 
     def end(self) -> Any:
-        self.worker.after_forward(self.told)
+        self.worker.after_forward(self.reported)
         return self.worker.take_received()
 
 
@@ -93,13 +93,13 @@ class Layered:
                     kv[block, : len(tokens)] = np.array(tokens)[:, None] * layer
 
     def step(self, scheduled: dict[str, int]) -> Step:
-        told = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
+        reported = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
         for name in scheduled:
             # As vLLM does it, when a step is put together.
             self.scheduled[name].num_computed_tokens = self.scheduled[name].num_tokens
-        return Step(told, self.worker)
+        return Step(reported, self.worker)
 
-    def hear(self) -> dict[str, int]:
+    def receive(self) -> dict[str, int]:
         self.scheduler.apply_reports(self.worker.take_reports())
         return self.scheduler.counters.take()
 
@@ -109,7 +109,7 @@ class Layered:
         self.place(request, 1, 0)
         self.compute(request)
         self.step({request.request_id: request.num_tokens}).end()
-        self.hear()
+        self.receive()
 
     def lies_at(self, request: Any, row: list[int]) -> list[bool]:
         """Whether each of the blocks holds what the request's tokens make of it, in all layers."""
@@ -126,7 +126,7 @@ class Layered:
 
     def damage(self, step: Step, block: int) -> None:
         """Flips a bit, in host memory, of a block that the step is about to load."""
-        (copy, *_) = decode_plan(step.told.early[0]).copies
+        (copy, *_) = decode_plan(step.reported.early[0]).copies
         slot = int(copy.source_slots[block])
         host: Any = self.rank.executor.stores[1]
         rows_of(host, slot)[5] ^= 1
@@ -153,11 +153,11 @@ def test_a_request_joins_the_step_that_begins_its_loads(engine: Layered, make_re
 
     assert engine.ask(again) == (FULL * TOKENS, True)
     engine.place(again, 20, FULL * TOKENS)
-    told = engine.step({"again": 2}).told
+    reported = engine.step({"again": 2}).reported
 
-    assert [loading.request for loading in told.joined] == ["again"]
-    assert told.early
-    assert not told.loads
+    assert [loading.request for loading in reported.joined] == ["again"]
+    assert reported.early
+    assert not reported.loads
 
 
 def test_the_first_layer_that_needs_blocks_has_them(engine: Layered, make_request: Any) -> None:
@@ -193,7 +193,7 @@ def test_without_layers_to_wait_at_all_is_there_before_the_step(
     assert not received.invalid_blocks
 
 
-def test_vllm_is_told_of_no_request_it_does_not_wait_for(
+def test_vllm_gets_no_report_of_a_request_it_does_not_wait_for(
     engine: Layered, make_request: Any
 ) -> None:
     again = make_request("again", PROMPT)
@@ -204,7 +204,7 @@ def test_vllm_is_told_of_no_request_it_does_not_wait_for(
     step.begin()
     step.layers()
     received = step.end()
-    counted = engine.hear()
+    counted = engine.receive()
 
     assert (received.requests, received.failed, received.invalid_blocks) == (set(), set(), set())
     assert counted["tokens_loaded"] == matched
@@ -223,7 +223,7 @@ def test_vllm_forgets_blocks_it_entered_before_they_were_loaded(
     assert engine.withheld == [("again", row[2:], 2)]
 
 
-def test_a_damaged_block_is_told_in_the_step_that_computed_on_it(
+def test_a_damaged_block_is_reported_in_the_step_that_computed_on_it(
     engine: Layered, make_request: Any
 ) -> None:
     again = make_request("again", PROMPT)
@@ -235,7 +235,7 @@ def test_a_damaged_block_is_told_in_the_step_that_computed_on_it(
     step.begin()
     step.layers()
     received = step.end()
-    counted = engine.hear()
+    counted = engine.receive()
 
     assert received.invalid_blocks == {row[3]}
     assert not received.requests
@@ -257,14 +257,14 @@ def test_what_was_computed_on_a_load_is_saved_when_the_load_was_verified(
     step.layers()
     engine.compute(longer, first=3)
     step.end()
-    engine.hear()
+    engine.receive()
     longer.num_computed_tokens = 26
     meanwhile = engine.ask(make_request("meanwhile", PROMPT))
     engine.step({"longer": 1}).end()
-    engine.hear()
+    engine.receive()
 
     assert matched == meanwhile[0] == 3 * TOKENS
-    assert step.told.plan is None
+    assert step.reported.plan is None
     assert engine.ask(make_request("again", PROMPT))[0] == FULL * TOKENS
 
 
@@ -285,9 +285,9 @@ def test_what_was_computed_on_a_damaged_load_is_saved_by_nobody(
         kv[row[3:]] = 7.0  # computed on what was there
     received = step.end()
     engine.scheduler.finish_request("longer")
-    engine.hear()
+    engine.receive()
     engine.step({}).end()
-    engine.hear()
+    engine.receive()
 
     assert received.invalid_blocks == {row[1]}
     assert engine.ask(make_request("again", PROMPT))[0] == TOKENS
@@ -335,7 +335,7 @@ def test_a_load_whose_time_is_up_has_failed_and_touches_nothing_more(
     step.begin()
     step.layers()
     received = step.end()
-    counted = engine.hear()
+    counted = engine.receive()
     engine.step({}).end()
 
     assert received.invalid_blocks == set(row[:FULL])
@@ -358,7 +358,7 @@ def test_a_request_that_ends_with_its_first_step_was_loaded_all_the_same(
     step.layers()
     step.end()
     engine.scheduler.finish_request("again")
-    counted = engine.hear()
+    counted = engine.receive()
 
     assert counted["tokens_loaded"] == matched
     assert "loads_failed" not in counted
@@ -393,11 +393,11 @@ def test_a_hit_that_would_stall_a_step_is_loaded_apart(make_pool: Any, make_requ
     engine.place(one, 20, first[0])
     second = engine.ask(two)
     engine.place(two, 30, second[0])
-    told = engine.step({"one": 2}).told
+    reported = engine.step({"one": 2}).reported
 
     assert (first[1], second[1]) == (True, False)
-    assert [loading.request for loading in told.joined] == ["one"]
-    assert [loading.request for loading in told.loads] == ["two"]
+    assert [loading.request for loading in reported.joined] == ["one"]
+    assert [loading.request for loading in reported.loads] == ["two"]
 
 
 def test_nothing_joins_behind_a_load_that_no_step_waits_for(
@@ -412,7 +412,7 @@ def test_nothing_joins_behind_a_load_that_no_step_waits_for(
     step = engine.step({})
     step.begin()
     received = step.end()
-    engine.hear()
+    engine.receive()
     after = engine.ask(short)
 
     assert received.requests == {"long"}
@@ -446,7 +446,7 @@ def test_a_step_after_that_is_a_step_like_any_other(engine: Layered, make_reques
     step.begin()
     step.layers()
     step.end()
-    engine.hear()
+    engine.receive()
 
     step = engine.step({"again": 1})
 

@@ -24,12 +24,12 @@ def test_where_nothing_can_be_pinned_what_a_request_leaves_behind_is_given_up(
     engine.allocate(request, 7)
     engine.compute(request)
 
-    told = engine.scheduler.plan_step({"first": 26}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({"first": 26}, engine.tables.__getitem__)
     request.num_computed_tokens = 26
     engine.scheduler.finish_request("first")
 
     assert engine.pool.pinned == 0
     assert engine.scheduler.counters.take()["blocks_dropped_pinned"] == 6
-    engine.worker.after_forward(told)
+    engine.worker.after_forward(reported)
     engine.step()
     assert engine.scheduler.find_tokens(make_request("same", list(range(100, 126))), 0) == 0

@@ -1,4 +1,4 @@
-"""What the connector tells about vLLM's prefill, and what follows from it."""
+"""The prefill speed that the connector reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BIG = STEP_TOKENS_MIN
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -30,13 +30,13 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def told() -> list[tuple[int, float]]:
+def reported() -> list[tuple[int, float]]:
     return []
 
 
 @pytest.fixture
-def speed(clock: Clock, told: list[tuple[int, float]]) -> PrefillTimer:
-    return PrefillTimer(lambda tokens, seconds: told.append((tokens, seconds)), clock=clock)
+def speed(clock: Clock, reported: list[tuple[int, float]]) -> PrefillTimer:
+    return PrefillTimer(lambda tokens, seconds: reported.append((tokens, seconds)), clock=clock)
 
 
 def step(speed: PrefillTimer, clock: Clock, scheduled: dict[str, int], seconds: float) -> None:
@@ -45,22 +45,22 @@ def step(speed: PrefillTimer, clock: Clock, scheduled: dict[str, int], seconds: 
     speed.end()
 
 
-def test_a_step_that_prefills_is_told_with_the_time_between_its_two_calls(
-    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
+def test_a_step_that_prefills_is_reported_with_the_time_between_its_two_calls(
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG, "b": BIG}, 0.5)
 
-    assert told == [(2 * BIG, 0.5)]
+    assert reported == [(2 * BIG, 0.5)]
 
 
 def test_the_time_between_steps_counts_for_none_of_them(
-    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG}, 0.5)
     clock.now += 60.0
     step(speed, clock, {"b": BIG}, 0.25)
 
-    assert told == [(BIG, 0.5), (BIG, 0.25)]
+    assert reported == [(BIG, 0.5), (BIG, 0.25)]
 
 
 @pytest.mark.parametrize(
@@ -75,33 +75,33 @@ def test_the_time_between_steps_counts_for_none_of_them(
     ],
     ids=["empty", "decode", "short", "many decodes", "drafts", "half and half"],
 )
-def test_a_step_that_says_nothing_of_prefill_is_not_told(
+def test_a_step_without_prefill_is_not_reported(
     speed: PrefillTimer,
     clock: Clock,
-    told: list[tuple[int, float]],
+    reported: list[tuple[int, float]],
     scheduled: dict[str, int],
 ) -> None:
     step(speed, clock, scheduled, 0.5)
 
-    assert told == []
+    assert reported == []
 
 
 def test_decodes_beside_a_long_prefill_are_not_counted_but_their_time_is(
-    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"prefills": 10 * BIG, "decodes": 1}, 0.5)
 
-    assert told == [(10 * BIG, 0.5)]
+    assert reported == [(10 * BIG, 0.5)]
 
 
-def test_results_that_no_step_was_put_together_for_are_not_told(
-    speed: PrefillTimer, clock: Clock, told: list[tuple[int, float]]
+def test_results_without_a_planned_step_are_not_reported(
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
 ) -> None:
     step(speed, clock, {"a": BIG}, 0.5)
     clock.now += 0.001
     speed.end()
 
-    assert told == [(BIG, 0.5)]
+    assert reported == [(BIG, 0.5)]
 
 
 def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_could_load_it(
@@ -123,7 +123,7 @@ def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_co
     assert engine.offload.statistics().misses["recompute is quicker"] == 1
 
 
-def test_where_nothing_is_told_every_hit_is_loaded(
+def test_without_a_measured_speed_every_hit_is_loaded(
     make_engine: Callable[..., Any], make_request: Callable[..., Any]
 ) -> None:
     engine = make_engine()

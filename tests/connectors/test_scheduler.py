@@ -37,9 +37,9 @@ def test_blocks_are_saved_in_the_step_that_computes_them(engine: Any, make_reque
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 7)
 
-    told = engine.scheduler.plan_step({"first": len(PROMPT)}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({"first": len(PROMPT)}, engine.tables.__getitem__)
 
-    assert told.plan is not None
+    assert reported.plan is not None
     assert engine.pool.pinned == 6
 
 
@@ -100,9 +100,9 @@ def test_pins_stay_within_a_twentieth_of_the_pool(make_engine: Any, make_request
 
     most = 0
     for scheduled in ({"first": 26}, {"first": 1}, {"first": 1}):
-        told = engine.scheduler.plan_step(scheduled, engine.tables.__getitem__)
+        reported = engine.scheduler.plan_step(scheduled, engine.tables.__getitem__)
         most = max(most, engine.pool.pinned)
-        engine.worker.after_forward(told)
+        engine.worker.after_forward(reported)
         engine.scheduler.apply_reports(engine.worker.take_reports())
         request.num_computed_tokens = 26
 
@@ -125,7 +125,9 @@ def test_what_cannot_be_pinned_before_the_end_is_dropped_and_counted(
     assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 8
 
 
-def test_an_aborted_load_is_told_as_received_all_the_same(engine: Any, make_request: Any) -> None:
+def test_an_aborted_load_is_reported_as_received_all_the_same(
+    engine: Any, make_request: Any
+) -> None:
     """Stale blocks after an abort: vLLM keeps them until the load has settled."""
     engine.run(make_request("first", PROMPT))
     again = make_request("again", PROMPT)
@@ -150,11 +152,11 @@ def test_a_load_that_fails_names_its_blocks_and_is_computed(engine: Any, make_re
     matched = engine.scheduler.find_tokens(again, 0)
     (row,) = engine.allocate(again, 7)
     engine.scheduler.start_load(again, [row], matched)
-    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = host.blocks([0]).buffers.values()
     buffer[:] ^= 1
 
-    engine.worker.after_forward(told)
+    engine.worker.after_forward(reported)
     received = engine.worker.take_received()
     engine.scheduler.apply_reports(engine.worker.take_reports())
 
@@ -178,10 +180,10 @@ def test_49176_a_load_that_fails_again_and_again_is_given_up(
         claims.append(matched)
         (row,) = (engine.allocate(make_request(f"room-{attempt}", PROMPT), 7),)[0]
         engine.scheduler.start_load(again, [row], matched)
-        told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+        reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
         (buffer,) = host.blocks([0]).buffers.values()
         buffer[:] ^= 1
-        engine.worker.after_forward(told)
+        engine.worker.after_forward(reported)
         engine.scheduler.apply_reports(engine.worker.take_reports())
 
     assert claims == [24] * LOAD_ATTEMPTS + [0]
@@ -218,10 +220,10 @@ def test_a_preempted_request_is_saved_where_it_was_left(engine: Any, make_reques
     found = engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, 8)
     engine.compute(request)
-    told = engine.scheduler.plan_step({"first": 29}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({"first": 29}, engine.tables.__getitem__)
 
     assert found == 24
-    assert told.plan is not None
+    assert reported.plan is not None
     assert engine.pool.pinned == 1
 
 
@@ -267,11 +269,11 @@ def test_with_several_groups_a_failed_load_fails_its_request(
     again = make_request("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7, groups=2), matched)
-    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = engine.rank.executor.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
-    engine.worker.after_forward(told)
+    engine.worker.after_forward(reported)
     received = engine.worker.take_received()
 
     assert (received.requests, received.failed) == ({"again"}, {"again"})
@@ -285,11 +287,11 @@ def test_behind_a_window_a_failed_load_fails_its_request(engine: Any, make_reque
     again = make_request("again", PROMPT)
     matched = engine.scheduler.find_tokens(again, 0)
     engine.scheduler.start_load(again, engine.allocate(again, 7), matched)
-    told = engine.scheduler.plan_step({}, engine.tables.__getitem__)
+    reported = engine.scheduler.plan_step({}, engine.tables.__getitem__)
     (buffer,) = engine.rank.executor.stores[1].blocks([0]).buffers.values()
     buffer[:40] ^= 1
 
-    working.after_forward(told)
+    working.after_forward(reported)
     received = working.take_received()
 
     assert (received.requests, received.failed) == ({"again"}, {"again"})

@@ -74,7 +74,7 @@ def begin_load(engine: Any, request: Any) -> list[int]:
     matched = engine.scheduler.find_tokens(request, 0)
     (row,) = engine.allocate(request, 7)
     engine.scheduler.start_load(request, [row], matched)
-    # vLLM counts what was promised as computed, until it hears otherwise.
+    # vLLM counts what was promised as computed, until a report says otherwise.
     request.num_computed_tokens = matched
     return list(row)
 
@@ -173,7 +173,9 @@ def test_a_load_that_takes_too_long_is_a_timeout(
     assert "deadline" in line
 
 
-def test_sizes_are_told_in_the_step_in_which_they_change(engine: Any, make_request: Any) -> None:
+def test_sizes_are_reported_in_the_step_in_which_they_change(
+    engine: Any, make_request: Any
+) -> None:
     first = engine.scheduler.take_statistics()
     engine.run(make_request("first", PROMPT))
     second = engine.scheduler.take_statistics()
@@ -185,11 +187,11 @@ def test_sizes_are_told_in_the_step_in_which_they_change(engine: Any, make_reque
     assert second["host_slots_ready"] == 6
     assert third["host_slots_ready"] == 12
     assert "host_slots" not in second
-    # Nothing has changed: nothing is told, and nothing is looked up.
+    # Nothing has changed: nothing is reported or looked up.
     assert engine.scheduler.take_statistics() == {}
 
 
-def test_after_a_reset_an_idle_engine_takes_one_step_and_tells_of_it(
+def test_after_a_reset_an_idle_engine_takes_one_step_and_reports_it(
     engine: Any, make_request: Any
 ) -> None:
     """vLLM asks connectors for numbers at the end of a step, and idle engines take none."""
@@ -237,7 +239,7 @@ def test_blocks_that_make_room_are_counted(make_engine: Any, make_request: Any) 
     assert taken["host_slots_ready"] == taken["host_slots"] == 8
 
 
-def test_a_request_with_wrong_parameters_is_kept_out_counted_and_told_of(
+def test_a_request_with_wrong_parameters_is_kept_out_counted_and_reported(
     engine: Any, make_request: Any, lines: list[str]
 ) -> None:
     for number in range(3):
@@ -255,7 +257,7 @@ def test_a_request_with_wrong_parameters_is_kept_out_counted_and_told_of(
     assert "request=wrong-0 reason=kv_transfer_params.penstock.save is 'false'" in line
 
 
-def test_the_first_trouble_of_a_kind_is_told_at_once_and_then_now_and_then(
+def test_the_first_problem_of_a_kind_is_logged_at_once_and_then_at_intervals(
     clock: Clock, lines: list[str]
 ) -> None:
     trouble = RateLimitedLog(clock=clock)

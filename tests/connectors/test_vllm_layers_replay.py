@@ -120,22 +120,22 @@ class Replay:
         return torch.stack([tensor[FIRST[:3]] for tensor in self.kv.values()]).cpu()
 
     def join(self, request: Any) -> Any:
-        """vLLM schedules a request whose prefix lies below: what it tells its worker."""
+        """vLLM schedules a request whose prefix lies below: its message to the worker."""
         matched = self.scheduler.find_tokens(request, 0)
         assert self.scheduler.can_join(request, matched)
         self.scheduler.start_load(request, [AGAIN], matched)
         return self.scheduler.plan_step({"again": 1}, self.tables.__getitem__)
 
-    def forward(self, told: Any, *, waits: bool = True) -> Any:
-        self.worker.before_forward(told, by_layer=self.by_layer)
+    def forward(self, reported: Any, *, waits: bool = True) -> Any:
+        self.worker.before_forward(reported, by_layer=self.by_layer)
         if self.graph is None:
             self.read(waits=waits)
         else:
             self.graph.replay()
-        return self.finish(told)
+        return self.finish(reported)
 
-    def finish(self, told: Any) -> Any:
-        self.worker.after_forward(told)
+    def finish(self, reported: Any) -> Any:
+        self.worker.after_forward(reported)
         received = self.worker.take_received()
         self.scheduler.apply_reports(self.worker.take_reports())
         return received
@@ -157,9 +157,9 @@ class Replay:
 
         vars(calls)["launch"] = launch_late
 
-    def damage(self, told: Any) -> None:
+    def damage(self, reported: Any) -> None:
         """Flips a bit, in host memory, of the second block that is about to be loaded."""
-        (copy, *_) = decode_plan(told.early[0]).copies
+        (copy, *_) = decode_plan(reported.early[0]).copies
         slot = int(copy.source_slots[1])
         blocks = self.rank.executor.stores[HUB].blocks([slot])  # type: ignore[union-attr]
         (buffer,) = blocks.buffers.values()
@@ -176,10 +176,10 @@ def replay(request: pytest.FixtureRequest, make_pool: Any) -> Any:
 
 def test_a_step_reads_what_its_loads_bring(replay: Replay, make_request: Any) -> None:
     computed = replay.keep(make_request("first", PROMPT))
-    told = replay.join(make_request("again", PROMPT))
+    reported = replay.join(make_request("again", PROMPT))
     replay.make_late()
 
-    received = replay.forward(told)
+    received = replay.forward(reported)
 
     assert torch.equal(replay.seen.cpu(), computed)
     assert computed.any()
@@ -191,23 +191,23 @@ def test_a_step_reads_what_its_loads_bring(replay: Replay, make_request: Any) ->
 def test_a_step_that_does_not_wait_counts_for_nothing(replay: Replay, make_request: Any) -> None:
     """The control: what it reads is not there. A captured step has waited before it is replayed."""
     computed = replay.keep(make_request("first", PROMPT))
-    told = replay.join(make_request("again", PROMPT))
+    reported = replay.join(make_request("again", PROMPT))
     replay.make_late()
 
-    received = replay.forward(told, waits=False)
+    received = replay.forward(reported, waits=False)
 
     assert not torch.equal(replay.seen.cpu(), computed)
     assert received.invalid_blocks == set(LOADED)
 
 
-def test_a_damaged_block_is_told_with_the_step_that_read_it(
+def test_a_damaged_block_is_reported_with_the_step_that_read_it(
     replay: Replay, make_request: Any
 ) -> None:
     replay.keep(make_request("first", PROMPT))
-    told = replay.join(make_request("again", PROMPT))
-    replay.damage(told)
+    reported = replay.join(make_request("again", PROMPT))
+    replay.damage(reported)
 
-    received = replay.forward(told)
+    received = replay.forward(reported)
 
     assert received.invalid_blocks == {LOADED[1]}
     assert not received.requests

@@ -35,7 +35,7 @@ def kept() -> Iterator[Kept]:
         penstock.removeHandler(handler)
 
 
-def test_a_degraded_tier_is_told_once_in_the_log_of_vllm(kept: Kept) -> None:
+def test_a_degraded_tier_is_logged_once_in_the_log_of_vllm(kept: Kept) -> None:
     log_into_vllm()
     log_into_vllm()
     health = HealthLog()

@@ -108,10 +108,10 @@ class Replay:
         self.tables: dict[str, list[list[int]]] = {}
 
     def step(self, scheduled: dict[str, int], forward: Any = None) -> Any:
-        told = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
+        reported = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
         if forward is not None:
             forward()
-        self.worker.after_forward(told)
+        self.worker.after_forward(reported)
         received = self.worker.take_received()
         self.scheduler.apply_reports(self.worker.take_reports())
         return received

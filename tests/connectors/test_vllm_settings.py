@@ -45,7 +45,7 @@ def test_a_path_may_have_an_equals_sign_in_it(tmp_path: Path, name: str) -> None
     assert settings == read_settings({"config": TOML}, failure_policy="recompute")
 
 
-def test_a_path_with_an_equals_sign_that_is_not_there_is_told_as_a_path() -> None:
+def test_a_missing_path_with_an_equals_sign_is_reported_as_a_path() -> None:
     with pytest.raises(ConfigError, match="no/such=file"):
         read_settings({"config": "no/such=file"}, failure_policy="recompute")
 

@@ -27,13 +27,15 @@ def begin(engine: Any, request: Any) -> Any:
     engine.scheduler.find_tokens(request, 0)
     engine.allocate(request, -(-request.num_tokens // TOKENS), groups=GROUPS)
     engine.compute(request)
-    told = engine.scheduler.plan_step({request.request_id: request.num_tokens}, engine.tables.get)
+    reported = engine.scheduler.plan_step(
+        {request.request_id: request.num_tokens}, engine.tables.get
+    )
     request.num_computed_tokens = request.num_tokens
-    return told
+    return reported
 
 
-def work(engine: Any, told: Any) -> None:
-    engine.worker.after_forward(told)
+def work(engine: Any, reported: Any) -> None:
+    engine.worker.after_forward(reported)
     engine.scheduler.apply_reports(engine.worker.take_reports())
 
 
@@ -69,9 +71,9 @@ def test_a_full_pool_lends_what_is_copied_before_vllm_hands_out_blocks_again(
     engine = make_engine(pool=210, groups=GROUPS, window_groups=WINDOW_GROUPS, step_blocks=10)
     prompt = list(range(1000, 1000 + 12 * TOKENS + 1))
 
-    told = begin(engine, make_request("first", prompt))
+    reported = begin(engine, make_request("first", prompt))
     pinned = engine.pool.pinned
-    work(engine, told)
+    work(engine, reported)
 
     assert pinned == 10 * len(WINDOW_GROUPS)
     assert engine.pool.pinned == 0
@@ -117,11 +119,11 @@ def test_what_a_request_keeps_itself_is_pinned_when_it_ends(
 ) -> None:
     engine = make_engine(pool=400, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
-    told = begin(engine, make_request("first", prompt))
+    reported = begin(engine, make_request("first", prompt))
 
     engine.scheduler.finish_request("first")
     pinned = engine.pool.pinned
-    work(engine, told)
+    work(engine, reported)
 
     assert pinned == 3 * GROUPS
     assert engine.pool.pinned == 0
@@ -133,13 +135,13 @@ def test_a_save_whose_request_ends_is_given_up_where_a_group_cannot_be_pinned(
 ) -> None:
     engine = make_engine(pool=300, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
-    told = begin(engine, make_request("first", prompt))
+    reported = begin(engine, make_request("first", prompt))
 
     engine.scheduler.finish_request("first")
     after = engine.scheduler.plan_step({}, engine.tables.get)
     # vLLM gives the blocks of the group without a window to somebody else.
     engine.kv[-1] = 7.0
-    engine.worker.after_forward(told)
+    engine.worker.after_forward(reported)
     work(engine, after)
 
     assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 0
@@ -152,11 +154,11 @@ def test_a_preempted_request_leaves_nothing_of_a_group_that_was_read_too_late(
 ) -> None:
     engine = make_engine(pool=400, groups=GROUPS, window_groups=WINDOW_GROUPS)
     prompt = list(range(100, 113))
-    told = begin(engine, make_request("first", prompt))
+    reported = begin(engine, make_request("first", prompt))
 
     after = engine.scheduler.plan_step({}, engine.tables.get, {"first"})
     engine.kv[-1] = 7.0
-    engine.worker.after_forward(told)
+    engine.worker.after_forward(reported)
     work(engine, after)
 
     assert engine.scheduler.find_tokens(make_request("again", prompt), 0) == 0

@@ -49,10 +49,10 @@ def asked(engine: Engine, prompt: list[int], name: str) -> ChatTurn:
     while engine.unfinished:
         for output in engine.step():
             assert output.sampled is not None
-            told = output.sampled
+            reported = output.sampled
             cached += sum(output.cached_by_tier)
-            logprobs = {told.token: told.logprob, **dict(told.alternatives)}
-            tokens.append(AnsweredToken(token=told.token, logprobs=logprobs))
+            logprobs = {reported.token: reported.logprob, **dict(reported.alternatives)}
+            tokens.append(AnsweredToken(token=reported.token, logprobs=logprobs))
     return ChatTurn(
         chat=name,
         number=0,

@@ -121,10 +121,14 @@ def test_the_picture_has_every_client_handoff_and_copy(shown: Shown) -> None:
         assert name in shown.picture
     bars = shown.picture.count("<rect")
     handoffs = sum(
-        len(told["handoffs"]) for each in shown.played.rounds for told in each.timeline.values()
+        len(reported["handoffs"])
+        for each in shown.played.rounds
+        for reported in each.timeline.values()
     )
     copies = sum(
-        len(told["copies"]) for each in shown.played.rounds for told in each.timeline.values()
+        len(reported["copies"])
+        for each in shown.played.rounds
+        for reported in each.timeline.values()
     )
     assert bars == 2 * 2 * CHATS * TURNS + handoffs + copies
     assert handoffs

@@ -82,7 +82,7 @@ def test_steps_that_are_filled_up_look_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "told"),
+    ("spans", "reported"),
     [
         ([TokenSpan(1, 0, [], [0])], "request 1 has no tokens"),
         ([TokenSpan(2, 3, [1, 2], [0])], "must have room for 5 tokens"),
@@ -92,6 +92,6 @@ def test_steps_that_are_filled_up_look_alike() -> None:
         ),
     ],
 )
-def test_a_step_that_makes_no_sense_is_refused(spans: list[TokenSpan], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_step_that_makes_no_sense_is_refused(spans: list[TokenSpan], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         on_device(spans, block_tokens=4, device=CPU)

@@ -97,7 +97,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"model_type": "mamba"}, "model_type: is 'mamba', must be one of llama"),
         ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', must be 'silu'"),
@@ -117,14 +117,14 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_what_the_engine_would_compute_wrongly_is_refused(
-    change: dict[str, Any], told: str
+    change: dict[str, Any], reported: str
 ) -> None:
     config = {name: value for name, value in {**CONFIG, **change}.items() if value is not None}
 
     with pytest.raises(ConfigError) as refused:
         architecture_from_config(config)
 
-    assert str(refused.value).startswith(f"config.json: {told}")
+    assert str(refused.value).startswith(f"config.json: {reported}")
 
 
 def test_the_tokens_that_end_an_answer_are_those_of_both_files(tmp_path: Path) -> None:

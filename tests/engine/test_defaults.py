@@ -37,7 +37,7 @@ def test_a_model_s_own_file_says_how(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ([], "no JSON object"),
         ({"temperature": "hot"}, "has temperature 'hot' in generation_config.json"),
@@ -46,6 +46,6 @@ def test_a_model_s_own_file_says_how(tmp_path: Path) -> None:
         ({"top_p": True}, "has top_p True"),
     ],
 )
-def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, given: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, given: Any, reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         defaults(tmp_path, given)

@@ -66,14 +66,14 @@ def make_engine(folder: Any, *, blocks: int = 64, host_blocks: int = 64, **setti
 def run(engine: Engine, *requests: Request) -> dict[tuple[str, int], list[Output]]:
     for request in requests:
         engine.add(request)
-    told: dict[tuple[str, int], list[Output]] = {}
+    reported: dict[tuple[str, int], list[Output]] = {}
     deadline = time.monotonic() + SOON_S
     while engine.unfinished:
         assert time.monotonic() < deadline
         for output in engine.step():
-            told.setdefault((output.request, output.answer), []).append(output)
+            reported.setdefault((output.request, output.answer), []).append(output)
     engine.cache.audit()
-    return told
+    return reported
 
 
 def require_right_logits(outputs: list[Output], model: Any, prompt: tuple[int, ...]) -> None:
@@ -85,9 +85,9 @@ def require_right_logits(outputs: list[Output], model: Any, prompt: tuple[int, .
     for output, row in zip(outputs, expected, strict=True):
         assert output.sampled is not None
         named = [token for token, _ in output.sampled.alternatives]
-        told = torch.tensor([score for _, score in output.sampled.alternatives])
+        reported = torch.tensor([score for _, score in output.sampled.alternatives])
         assert len(named) == LOGPROBS_MAX
-        torch.testing.assert_close(told, row[named], atol=BOUND, rtol=0)
+        torch.testing.assert_close(reported, row[named], atol=BOUND, rtol=0)
 
 
 def tokens_of(outputs: list[Output]) -> list[int]:
@@ -124,10 +124,10 @@ def test_many_requests_answer_as_each_would_alone(checkpoint_of: Any) -> None:
         Request(id=f"r{n}", prompt=prompt(5 + 13 * n, n), max_tokens=6 + n) for n in range(6)
     ]
 
-    told = run(make_engine(folder), *requests)
+    reported = run(make_engine(folder), *requests)
 
     for request in requests:
-        answer = told[request.id, 0]
+        answer = reported[request.id, 0]
         require_greedy(answer, model, request.prompt)
         assert len(tokens_of(answer)) == request.max_tokens
         assert [output.reason for output in answer] == [None] * (len(answer) - 1) + [Reason.LENGTH]
@@ -138,12 +138,12 @@ def test_a_pool_that_is_far_too_small_changes_no_answer(checkpoint_of: Any) -> N
     requests = [Request(id=f"r{n}", prompt=prompt(30, n), max_tokens=30) for n in range(8)]
     engine = make_engine(folder, blocks=18)
 
-    told = run(engine, *requests)
+    reported = run(engine, *requests)
 
     assert engine.scheduler.preemptions > 0
     for request in requests:
-        assert len(tokens_of(told[request.id, 0])) == 30
-        require_greedy(told[request.id, 0], model, request.prompt)
+        assert len(tokens_of(reported[request.id, 0])) == 30
+        require_greedy(reported[request.id, 0], model, request.prompt)
 
 
 def test_a_second_turn_finds_the_first_on_the_device_or_in_host_memory(
@@ -181,8 +181,8 @@ def test_a_prefix_from_anywhere_gives_the_same_logits_bit_by_bit(checkpoint_of: 
 
     # The same kernels on the same shapes: eleven blocks are found, two tokens are computed.
     assert [answer[0].cached_by_tier for answer in found] == [(88, 0), (0, 88), (0, 88)]
-    told = [[output.sampled for output in answer] for answer in found]
-    assert told[0] == told[1] == told[2]
+    reported = [[output.sampled for output in answer] for answer in found]
+    assert reported[0] == reported[1] == reported[2]
     require_right_logits(found[0], model, asked["prompt"])
 
 
@@ -208,17 +208,17 @@ def test_two_steps_in_flight_change_no_answer(checkpoint_of: Any) -> None:
     )
     engine = make_engine(folder, blocks=18, steps_in_flight=2)
 
-    told = run(engine, *requests)
+    reported = run(engine, *requests)
 
     assert engine.scheduler.preemptions > 0
     for request in requests:
-        answer = tokens_of(told[request.id, 0])
+        answer = tokens_of(reported[request.id, 0])
         ends = answer.index(stop) + 1 if request.stop_tokens else request.max_tokens
         assert len(answer) == ends
-        require_greedy(told[request.id, 0], model, request.prompt)
+        require_greedy(reported[request.id, 0], model, request.prompt)
 
 
-def test_who_was_told_its_end_is_no_request_any_more_while_others_are_computed(
+def test_requests_are_removed_when_their_end_is_reported_while_others_are_computed(
     checkpoint_of: Any,
 ) -> None:
     folder, _ = checkpoint_of("llama")
@@ -229,10 +229,10 @@ def test_who_was_told_its_end_is_no_request_any_more_while_others_are_computed(
         pass
 
     unfinished = engine.unfinished
-    told = run(engine, Request(id="ends", prompt=prompt(20, 2), max_tokens=4))
+    reported = run(engine, Request(id="ends", prompt=prompt(20, 2), max_tokens=4))
 
     assert unfinished == 1
-    assert len(tokens_of(told["ends", 0])) == 4
+    assert len(tokens_of(reported["ends", 0])) == 4
 
 
 def test_several_answers_share_their_prompt_and_differ(checkpoint_of: Any) -> None:
@@ -246,10 +246,10 @@ def test_several_answers_share_their_prompt_and_differ(checkpoint_of: Any) -> No
     )
     engine = make_engine(folder)
 
-    told = run(engine, request)
+    reported = run(engine, request)
     again = run(engine, request)
 
-    answers = [tokens_of(told["n", number]) for number in range(4)]
+    answers = [tokens_of(reported["n", number]) for number in range(4)]
     assert len({tuple(answer) for answer in answers}) == 4
     assert answers == [tokens_of(again["n", number]) for number in range(4)]
 
@@ -258,10 +258,10 @@ def test_greedy_forks_agree_with_the_reference(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("qwen3")
     request = Request(id="n", prompt=prompt(21, 3), max_tokens=9, answers=3)
 
-    told = run(make_engine(folder), request)
+    reported = run(make_engine(folder), request)
 
     for number in range(3):
-        assert tokens_of(told["n", number]) == reference(model, request.prompt, 9)
+        assert tokens_of(reported["n", number]) == reference(model, request.prompt, 9)
 
 
 def test_a_stop_token_ends_an_answer(checkpoint_of: Any) -> None:
@@ -285,9 +285,9 @@ def test_an_aborted_request_gives_everything_back(checkpoint_of: Any) -> None:
         engine.step()
 
     engine.abort("gone")
-    told = run(engine)
+    reported = run(engine)
 
-    assert ("stays", 0) in told
+    assert ("stays", 0) in reported
     assert engine.cache.statistics().leases == 0
 
 
@@ -305,15 +305,15 @@ def test_more_urgent_requests_run_first(checkpoint_of: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"prompt": ()}, "prompt is empty"),
         ({"prompt": (1,), "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": (1,), "answers": 17}, "n is 17"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_request_that_makes_no_sense_is_refused(wrong: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         Request(id="x", **wrong)
 
 
@@ -333,14 +333,14 @@ def test_stop_tokens_wait_for_the_least_number_of_tokens(checkpoint_of: Any) -> 
     stop = frozenset({said[2]})
     asked: dict[str, Any] = {"prompt": prompt(20, 3), "max_tokens": 12, "stop_tokens": stop}
 
-    told = run(
+    reported = run(
         make_engine(folder),
         Request(id="soon", **asked),
         Request(id="later", **asked, min_tokens=6),
     )
 
-    assert tokens_of(told["soon", 0]) == said[:3]
-    later = tokens_of(told["later", 0])
+    assert tokens_of(reported["soon", 0]) == said[:3]
+    later = tokens_of(reported["later", 0])
     assert len(later) >= 6
     assert not stop & set(later[:6])
     assert later[:2] == said[:2]
@@ -367,12 +367,12 @@ def test_penalties_are_those_of_the_reference(checkpoint_of: Any) -> None:
             logits[token] -= 0.4
         tokens.append(int(logits.argmax()))
     assert tokens[30:] != reference(model, asked, 16)
-    for told in (one, two):
-        assert tokens_of(told["r0", 0]) == tokens_of(told["r1", 0]) == tokens[30:]
+    for reported in (one, two):
+        assert tokens_of(reported["r0", 0]) == tokens_of(reported["r1", 0]) == tokens[30:]
 
 
 @pytest.mark.parametrize(("blocks", "flying"), [(64, 1), (64, 2), (22, 1)])
-def test_a_prompt_s_own_tokens_are_told_as_likely_as_the_reference_says(
+def test_log_probabilities_of_a_prompt_are_those_of_the_reference(
     checkpoint_of: Any, blocks: int, flying: int
 ) -> None:
     folder, model = checkpoint_of("llama")
@@ -383,11 +383,11 @@ def test_a_prompt_s_own_tokens_are_told_as_likely_as_the_reference_says(
     scored = Request(
         id="scored", prompt=prompt(150, 7), max_tokens=3, sampling=TELLING, scores_prompt=True
     )
-    told = run(engine, scored, Request(id="beside", prompt=prompt(20, 8), max_tokens=20))
+    reported = run(engine, scored, Request(id="beside", prompt=prompt(20, 8), max_tokens=20))
 
     with torch.no_grad():
         right = model(torch.tensor([scored.prompt])).logits[0].log_softmax(dim=-1)
-    outputs = [output for output in told["scored", 0] if output.scored]
+    outputs = [output for output in reported["scored", 0] if output.scored]
     assert [output.position for output in outputs] == sorted(o.position for o in outputs)
     found = {o.position + at: each for o in outputs for at, each in enumerate(o.scored)}
     assert list(found) == list(range(1, 150))
@@ -396,8 +396,8 @@ def test_a_prompt_s_own_tokens_are_told_as_likely_as_the_reference_says(
         assert each.logprob == pytest.approx(right[position - 1, each.token].item(), abs=BOUND)
         best = right[position - 1].max().item()
         assert each.alternatives[0][1] == pytest.approx(best, abs=BOUND)
-    answer = [output for output in told["scored", 0] if not output.scored]
+    answer = [output for output in reported["scored", 0] if not output.scored]
     assert tokens_of(answer) == reference(model, scored.prompt, 3)
     assert answer[0].cached_by_tier == (0, 0)
-    assert len(tokens_of(told["beside", 0])) == 20
-    require_greedy(told["beside", 0], model, prompt(20, 8))
+    assert len(tokens_of(reported["beside", 0])) == 20
+    require_greedy(reported["beside", 0], model, prompt(20, 8))

@@ -89,7 +89,7 @@ def test_a_file_of_another_family_is_refused(checkpoint_of: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("manner", "told"),
+    ("manner", "reported"),
     [
         (Manner(tensors=("rope_freqs.weight",)), "a tensor 'rope_freqs.weight', which this engine"),
         (Manner(tensors=("blk.1.attn_q.bias",)), r"a tensor 'blk\.1\.attn_q\.bias', which"),
@@ -105,12 +105,12 @@ def test_a_file_of_another_family_is_refused(checkpoint_of: Any, tmp_path: Path)
     ],
 )
 def test_what_a_file_needs_and_is_not_done_is_refused(
-    checkpoint_of: Any, tmp_path: Path, manner: Manner, told: str
+    checkpoint_of: Any, tmp_path: Path, manner: Manner, reported: str
 ) -> None:
     _, model = checkpoint_of("llama")
     write_gguf(tmp_path / "other.gguf", model, manner)
 
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         GgufFile(tmp_path / "other.gguf")
 
 

@@ -72,7 +72,7 @@ def test_a_vocabulary_that_nobody_asks_for_costs_one_call_a_token(path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("at", "changed", "told"),
+    ("at", "changed", "reported"),
     [
         (0, b"GGML", "begins with b'GGML'"),
         (4, b"\0\0\0\3", "version is 50331648, must be 2 or 3, little-endian"),
@@ -82,11 +82,11 @@ def test_a_vocabulary_that_nobody_asks_for_costs_one_call_a_token(path: Path) ->
     ],
 )
 def test_a_header_that_is_damaged_is_refused(
-    path: Path, at: int, changed: bytes, told: str
+    path: Path, at: int, changed: bytes, reported: str
 ) -> None:
     whole = bytearray(path.read_bytes())
     whole[at : at + len(changed)] = changed
     path.write_bytes(whole)
 
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         GgufHeader(path)

@@ -48,7 +48,7 @@ class Pair:
         )
         self.prefill = self._engine(folder, InstanceRole.PREFILL, pair)
         self.decode = self._engine(folder, InstanceRole.DECODE, pair)
-        self.told: dict[tuple[str, int], list[Output]] = {}
+        self.reported: dict[tuple[str, int], list[Output]] = {}
 
     def _engine(self, folder: Any, role: InstanceRole, pair: PairSpec) -> Engine:
         spec = InstanceSpec(
@@ -73,7 +73,7 @@ class Pair:
         if prefill:
             self.prefill.step()
         for output in self.decode.step():
-            self.told.setdefault((output.request, output.answer), []).append(output)
+            self.reported.setdefault((output.request, output.answer), []).append(output)
 
     def until(self, condition: Callable[[], bool], *, prefill: bool = True) -> None:
         deadline = time.monotonic() + SOON_S
@@ -134,7 +134,7 @@ def test_logits_after_a_handoff_are_those_of_the_reference(checkpoint_of: Any, k
         pair.finish()
 
         for name, prompt in prompts.items():
-            require_right_logits(pair.told[name, 0], model, prompt)
+            require_right_logits(pair.reported[name, 0], model, prompt)
         assert pair.outcomes(pair.decode) == pair.outcomes(pair.prefill) == {"delivered": 4}
 
 
@@ -151,8 +151,8 @@ def test_what_decode_has_already_is_not_handed_over_again(checkpoint_of: Any) ->
         pair.submit("second", (*shared, *rest))
         pair.finish()
 
-        require_right_logits(pair.told["second", 0], model, (*shared, *rest))
-        assert pair.told["second", 0][0].cached_by_tier[0] == 32
+        require_right_logits(pair.reported["second", 0], model, (*shared, *rest))
+        assert pair.reported["second", 0][0].cached_by_tier[0] == 32
         assert pair.decode.handoffs.rank.counts.bytes_moved - before == before / 6 * 4
         assert pair.outcomes(pair.decode) == {"delivered": 2}
 
@@ -167,7 +167,7 @@ def test_a_first_token_without_probabilities_comes_from_prefill(checkpoint_of: A
         pair.submit("alone", prompt, sampling=Sampling(), first_alone=True)
         pair.finish()
 
-        assert tokens_of(pair.told["alone", 0]) == tokens_of(pair.told["told", 0])
+        assert tokens_of(pair.reported["alone", 0]) == tokens_of(pair.reported["told", 0])
         assert pair.outcomes(pair.decode) == {"delivered": 2}
 
 
@@ -179,7 +179,7 @@ def test_several_answers_share_a_prompt_that_was_handed_over(checkpoint_of: Any)
         pair.finish()
 
         for number in range(3):
-            require_right_logits(pair.told["r", number], model, prompt)
+            require_right_logits(pair.reported["r", number], model, prompt)
         assert pair.outcomes(pair.decode) == {"delivered": 1}
 
 
@@ -204,9 +204,9 @@ def test_one_block_of_another_prompt_would_be_far_outside_the_bound(
         pair.prefill.add(Request(id="mixed", prompt=other, handoff="mixed", max_tokens=1))
         pair.finish()
 
-        require_right_logits(pair.told["right", 0], model, prompt)
+        require_right_logits(pair.reported["right", 0], model, prompt)
         with pytest.raises(AssertionError):
-            require_right_logits(pair.told["mixed", 0], model, prompt)
+            require_right_logits(pair.reported["mixed", 0], model, prompt)
         assert pair.outcomes(pair.decode) == {"delivered": 2}
 
 
@@ -219,11 +219,11 @@ def test_blocks_of_another_prompt_are_refused_and_computed_here(checkpoint_of: A
         pair.prefill.add(Request(id="r", prompt=other, handoff="r", max_tokens=1))
         pair.finish()
 
-        require_right_logits(pair.told["r", 0], model, prompt)
+        require_right_logits(pair.reported["r", 0], model, prompt)
         assert pair.outcomes(pair.decode) == {"failed_over": 1}
 
 
-def test_who_is_told_that_nobody_computes_for_it_does_so_itself(checkpoint_of: Any) -> None:
+def test_an_instance_computes_a_prompt_itself_when_its_partner_cannot(checkpoint_of: Any) -> None:
     folder, model = checkpoint_of("llama")
     prompt = prompt_of(41)
     with paired(folder) as pair:
@@ -235,7 +235,7 @@ def test_who_is_told_that_nobody_computes_for_it_does_so_itself(checkpoint_of: A
         pair.until(lambda: not pair.decode.unfinished, prefill=False)
         pair.finish()
 
-        require_right_logits(pair.told["r", 0], model, prompt)
+        require_right_logits(pair.reported["r", 0], model, prompt)
         assert pair.outcomes(pair.decode) == {"delivered": 1, "cancelled": 1}
 
 
@@ -253,9 +253,9 @@ def test_an_abort_on_either_side_gives_all_blocks_back(checkpoint_of: Any, side:
         pair.finish()
 
         if side == "decode":
-            assert [output.sampled for output in pair.told["r", 0]] == [None]
+            assert [output.sampled for output in pair.reported["r", 0]] == [None]
         else:
-            require_right_logits(pair.told["r", 0], model, prompt)
+            require_right_logits(pair.reported["r", 0], model, prompt)
         assert pair.outcomes(pair.decode)["delivered"] == 1
 
 
@@ -272,13 +272,13 @@ def test_what_was_computed_in_vain_is_let_go(checkpoint_of: Any) -> None:
         assert pair.outcomes(pair.prefill) == {"cancelled": 1}
 
 
-def test_who_has_nobody_left_to_tell_lets_everything_go(checkpoint_of: Any) -> None:
+def test_an_engine_without_its_partner_releases_everything(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     with paired(folder) as pair:
         pair.meet()
         pair.submit("begun", prompt_of(41), max_tokens=20)
-        pair.until(lambda: ("begun", 0) in pair.told)
-        # Computed, and told: only decode, which has not heard of it, would come for it.
+        pair.until(lambda: ("begun", 0) in pair.reported)
+        # Computed and offered: only decode, which does not know of it, would claim it.
         pair.prefill.add(Request(id="r", prompt=prompt_of(41, 1), handoff="r", max_tokens=1))
         pair.until(lambda: any(output.reason for output in pair.prefill.step()))
         assert pair.prefill.unfinished == pair.decode.unfinished == 1

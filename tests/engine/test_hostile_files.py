@@ -101,7 +101,7 @@ def test_a_size_that_is_none_is_refused_by_its_name(folder: Path, name: str, val
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ({"num_hidden_layers": 4}, "model: has no tensor 'model.layers.3."),
         ({"hidden_size": 64}, "tensor model.embed_tokens.weight: has shape [211, 48], must have"),
@@ -151,14 +151,14 @@ def test_a_size_that_is_none_is_refused_by_its_name(folder: Path, name: str, val
     ],
 )
 def test_a_field_that_makes_no_sense_is_refused_by_its_name(
-    folder: Path, fields: dict[str, Any], told: str
+    folder: Path, fields: dict[str, Any], reported: str
 ) -> None:
     change(folder, **fields)
 
-    if not told:
+    if not reported:
         find_model(str(folder)).open()[1].close()
         return
-    assert refusal(folder).startswith(told)
+    assert refusal(folder).startswith(reported)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_tensors_of_whole_numbers_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "told"),
+    ("weight_map", "reported"),
     [
         (None, "weight_map: is missing"),
         ({}, "weight_map: is missing"),
@@ -234,12 +234,12 @@ def test_tensors_of_whole_numbers_are_refused(folder: Path) -> None:
     ],
 )
 def test_an_index_names_files_of_its_own_folder_alone(
-    folder: Path, weight_map: object, told: str
+    folder: Path, weight_map: object, reported: str
 ) -> None:
     shutil.copy(folder / WEIGHTS, folder.parent / WEIGHTS)
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
-    assert refusal(folder).startswith(f"{INDEX}: {told}")
+    assert refusal(folder).startswith(f"{INDEX}: {reported}")
 
 
 def test_all_files_that_an_index_names_are_in_the_version_of_the_weights(folder: Path) -> None:

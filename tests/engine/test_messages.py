@@ -1,4 +1,4 @@
-"""Messages between processes come back as they were, and garbage is told as such."""
+"""Messages between processes are decoded as they were encoded, and garbage is refused."""
 
 from __future__ import annotations
 

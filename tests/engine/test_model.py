@@ -107,9 +107,11 @@ def test_only_wanted_rows_have_logits_and_they_keep_their_order(checkpoint_of: A
     torch.testing.assert_close(logits, expected(model, prompt(9, seed=1))[-1:], atol=BOUND, rtol=0)
 
 
-def test_layers_are_told_after_they_wrote_and_before_the_next_one_does(checkpoint_of: Any) -> None:
+def test_layers_are_reported_after_they_wrote_and_before_the_next_one_does(
+    checkpoint_of: Any,
+) -> None:
     small = Small(checkpoint_of("llama")[0])
-    told: list[tuple[int, list[bool]]] = []
+    reported: list[tuple[int, list[bool]]] = []
 
     def written() -> list[bool]:
         return [bool((each[:, 1] != 7.0).all()) for each in small.kv]
@@ -117,7 +119,7 @@ def test_layers_are_told_after_they_wrote_and_before_the_next_one_does(checkpoin
     small.decoder.forward(
         on_device([TokenSpan(0, 0, prompt(BLOCK), [1])], block_tokens=BLOCK, device=CPU),
         small.kv,
-        after_layer=lambda layer: told.append((layer, written())),
+        after_layer=lambda layer: reported.append((layer, written())),
     )
 
-    assert told == [(layer, [number <= layer for number in range(3)]) for layer in range(3)]
+    assert reported == [(layer, [number <= layer for number in range(3)]) for layer in range(3)]

@@ -110,12 +110,12 @@ def test_three_ranks_answer_as_one_would_and_end_with_their_scheduler(checkpoint
     requests = [Request(id=f"r{n}", prompt=prompt(20 + 9 * n, n), max_tokens=8) for n in range(4)]
 
     with instance(folder, ranks=3) as (engine, processes):
-        told = run(engine, *requests)
+        reported = run(engine, *requests)
         engine.close(1.0)
         ended = [process.wait(timeout=SOON_S) for process in processes]
 
     for request in requests:
-        assert tokens_of(told[request.id, 0]) == reference(model, request.prompt, 8)
+        assert tokens_of(reported[request.id, 0]) == reference(model, request.prompt, 8)
     assert ended == [0] * 3
 
 
@@ -208,11 +208,11 @@ def test_a_rank_that_ends_with_its_scheduler_leaves_no_thread_of_its_group(
 
 @contextmanager
 def telling_ranks(
-    folder: Path, told: Path
+    folder: Path, reported: Path
 ) -> Iterator[tuple[Engine, list[subprocess.Popen[bytes]]]]:
     """Two ranks that write at their end whether their group is there."""
     with (
-        told.open("w") as errors,
+        reported.open("w") as errors,
         instance(folder, ranks=2, program=("-c", TELLING_ITS_END), errors=errors) as found,
     ):
         yield found

@@ -110,7 +110,7 @@ def test_numbers_that_are_next_to_nothing_leave_the_likeliest_token(wish: TokenS
 
 
 def changed(sampling: Sampling, answer: list[int], banned: list[int]) -> list[int]:
-    """The tokens in the order of their likelihood, as far as the change tells."""
+    """The tokens in the order of their likelihood, after the change."""
     change = sampling.change([2], answer, banned)
     order: list[int] = []
     while len(order) < 4:
@@ -174,7 +174,7 @@ def test_each_row_needs_a_wish() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "reported"),
     [
         ({"temperature": 2.1}, "temperature is 2.1"),
         ({"top_p": 0.0}, "top_p is 0.0"),
@@ -187,6 +187,6 @@ def test_each_row_needs_a_wish() -> None:
         ({"logit_bias": ((1, 101.0),)}, "logit_bias has 1 tokens"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, float], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         Sampling(**wrong)  # type: ignore[arg-type]

@@ -199,13 +199,13 @@ def require_right_scores(request: Request, number: int, outputs: list[Output]) -
 
 
 class World:
-    """An engine, and what its clients were told."""
+    """An engine, and the outputs of its requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
-        self.told: dict[tuple[str, int], list[Output]] = {}
+        self.reported: dict[tuple[str, int], list[Output]] = {}
 
     def act(self, action: Add | int | str) -> None:
         if isinstance(action, Add):
@@ -225,7 +225,7 @@ class World:
 
     def step(self) -> None:
         for output in self.engine.step():
-            self.told.setdefault((output.request, output.answer), []).append(output)
+            self.reported.setdefault((output.request, output.answer), []).append(output)
         self.engine.cache.audit()
         # An idle engine sleeps: while a request waits, a copy must be what it waits for.
         assert not self.engine.idle or not self.engine.unfinished or self.engine.cache.busy
@@ -233,7 +233,7 @@ class World:
     def finish(self) -> None:
         for _ in range(3000):
             unfinished = self.engine.unfinished
-            # Once more after the last: what was aborted is told by the next step.
+            # Once more after the last: aborts are reported by the next step.
             self.step()
             if not unfinished:
                 return
@@ -242,7 +242,7 @@ class World:
     def require_right_answers(self) -> None:
         for name, request in self.requests.items():
             for number in range(request.answers):
-                outputs = self.told[name, number]
+                outputs = self.reported[name, number]
                 tokens = [each.sampled.token for each in outputs if each.sampled is not None]
                 right = expected(request, number)
                 assert sum(each.reason is not None for each in outputs) == 1

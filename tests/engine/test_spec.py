@@ -1,4 +1,4 @@
-"""What a process of an instance is told when it starts."""
+"""The specs that processes of an instance get."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.engine.test_engine import make_engine, prompt, run, tokens_of
 
 
 class Lane(CpuLane):
-    """A GPU as a worker sees it: its marks are reached when it is told so."""
+    """A GPU as a worker sees it: a test decides when its marks are reached."""
 
     stuck = False
 
@@ -52,7 +52,7 @@ def test_a_step_that_does_not_end_in_time_is_an_error(checkpoint_of: Any, flying
     engine.abandon()
 
     assert len(before) == 16
-    # Whoever waits, waits for as long as it was told to, and no longer.
+    # A wait ends at its timeout.
     assert max(lane.waited) <= 0.5
 
 

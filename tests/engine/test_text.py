@@ -1,4 +1,4 @@
-"""Text that is told as it grows: never half a character, never a part of a stop string."""
+"""The text of a growing answer: never half a character, never a part of a stop string."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.serve.conftest import make_tokenizer
 TEXT = Text(make_tokenizer())
 
 
-def told(text: str, *stops: str) -> tuple[list[str], AnswerText]:
-    """What is told with each token of a text, and at its end."""
+def reported(text: str, *stops: str) -> tuple[list[str], AnswerText]:
+    """The text that is returned with each token, and at the end."""
     answer = AnswerText(TEXT, stops)
     pieces = []
     for token in TEXT.encode(text):
@@ -29,20 +29,20 @@ def told(text: str, *stops: str) -> tuple[list[str], AnswerText]:
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.text(max_size=40))
 def test_pieces_are_the_whole_text_whatever_it_is_made_of(text: str) -> None:
-    pieces, _ = told(text)
+    pieces, _ = reported(text)
 
     assert "".join(pieces) == text
 
 
-def test_a_character_of_several_tokens_is_told_when_it_is_complete() -> None:
+def test_a_character_of_several_tokens_is_returned_when_it_is_complete() -> None:
     assert len(TEXT.encode("🜂")) == 4
 
-    pieces, _ = told("🜂!")
+    pieces, _ = reported("🜂!")
 
     assert pieces == ["", "", "", "🜂", "!", ""]
 
 
-def test_an_unfinished_character_is_told_at_the_end() -> None:
+def test_an_unfinished_character_is_returned_at_the_end() -> None:
     answer = AnswerText(TEXT)
     answer.add(TEXT.encode("🜂")[0])
 
@@ -55,7 +55,7 @@ def test_an_unfinished_character_is_told_at_the_end() -> None:
     st.lists(st.text(alphabet="abc ", min_size=1, max_size=4), max_size=3),
 )
 def test_an_answer_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    pieces, answer = told(text, *stops)
+    pieces, answer = reported(text, *stops)
 
     places = [text.find(stop) for stop in stops if stop in text]
     # Where several begin at different places, the text is cut where the first of them is known.
@@ -68,16 +68,16 @@ def test_an_answer_ends_before_the_first_stop_string(text: str, stops: list[str]
         assert not any(stop in said for stop in stops)
 
 
-def test_a_stop_string_is_found_across_tokens_and_what_precedes_it_is_told() -> None:
-    pieces, answer = told("one two three", "wo th")
+def test_a_stop_string_is_found_across_tokens_and_the_text_before_it_is_returned() -> None:
+    pieces, answer = reported("one two three", "wo th")
 
     assert answer.stopped
     assert "".join(pieces) == "one t"
     assert answer.end() == ""
 
 
-def test_what_only_begins_like_a_stop_string_is_told_later() -> None:
-    pieces, answer = told("abab.", "abac")
+def test_text_that_only_begins_like_a_stop_string_is_returned_later() -> None:
+    pieces, answer = reported("abab.", "abac")
 
     assert not answer.stopped
     assert "".join(pieces) == "abab."
@@ -91,7 +91,7 @@ def test_a_chat_needs_a_template() -> None:
         Text(tokenizer).encode_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_template_s_own_refusal_is_told() -> None:
+def test_a_template_s_own_refusal_is_reported() -> None:
     with pytest.raises(ValueError, match="role is robot"):
         TEXT.encode_chat([{"role": "robot", "content": "x"}])
 

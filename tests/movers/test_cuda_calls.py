@@ -1,4 +1,4 @@
-"""The calls of a batch by compiled code: made as they were told, against a driver that records.
+"""The calls of a batch by compiled code: made in the order of their recording, on a logging driver.
 
 What they do on a device is tested in `tests/gpu`, for compiled and plain calls alike.
 """
@@ -37,7 +37,7 @@ DOUBLE = Path(__file__).with_name("recording_driver.c")
 
 
 class Recorder:
-    """Compiled calls on a driver that writes down what it is told."""
+    """Compiled calls on a driver that logs its calls."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.path = folder / "libcuda.so"
@@ -49,7 +49,7 @@ class Recorder:
         self.library = CallsLibrary(compiled("calls", SOURCE, folder), driver=str(self.path))
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         found: bytes = self.driver.recorded()
         return found.decode().splitlines()
 
@@ -89,18 +89,20 @@ class Streams:
         self.address = self._words.buffer_info()[0]
 
 
-def test_nothing_is_called_before_all_was_told(recorder: Recorder) -> None:
+def test_nothing_is_called_before_all_is_recorded(recorder: Recorder) -> None:
     calls = CompiledCalls(recorder.library, [])
     calls.wait(numbered(5), numbered(6))
 
-    before = recorder.told
+    before = recorder.reported
     calls.make()
 
     assert before == []
-    assert recorder.told == ["wait 5 6 0"]
+    assert recorder.reported == ["wait 5 6 0"]
 
 
-def test_calls_are_made_in_the_order_in_which_they_were_told_and_once(recorder: Recorder) -> None:
+def test_calls_are_made_in_the_order_in_which_they_were_recorded_and_once(
+    recorder: Recorder,
+) -> None:
     pack = kernel(5, argument_count=3)
     calls = CompiledCalls(recorder.library, [pack])
     link: Any = Streams()
@@ -116,7 +118,7 @@ def test_calls_are_made_in_the_order_in_which_they_were_told_and_once(recorder: 
     calls.make()
     calls.make()
 
-    assert recorder.told == [
+    assert recorder.reported == [
         f"copy {1 << 40} 70 80 5",
         "wait 5 6 0",
         "clear 90 0 4 5",
@@ -137,7 +139,7 @@ def test_turns_change_streams_and_each_follows_the_one_before(recorder: Recorder
     calls.send(link, (0, 1000, 10), 100)
     calls.make()
 
-    assert recorder.told == [
+    assert recorder.reported == [
         *("wait 2 11 0", "copy 0 1000 100 2", "record 12 2"),
         *("wait 1 12 0", "copy 100 1100 100 1", "record 11 1"),
         *("wait 2 11 0", "copy 200 1200 100 2", "record 12 2"),
@@ -145,10 +147,10 @@ def test_turns_change_streams_and_each_follows_the_one_before(recorder: Recorder
     ]
 
 
-def turns_of(told: list[str]) -> list[list[tuple[int, int, int]]]:
+def turns_of(reported: list[str]) -> list[list[tuple[int, int, int]]]:
     """What was copied between each wait and the record after it."""
     turns: list[list[tuple[int, int, int]]] = []
-    for line in told:
+    for line in reported:
         word, _, rest = line.partition(" ")
         if word == "wait":
             turns.append([])
@@ -188,7 +190,7 @@ def test_extents_are_cut_into_the_same_turns_as_by_python(
     calls.make()
 
     wanted = [list(zip(*turn, strict=True)) for turn in in_turns(extents, turn_bytes)]
-    assert turns_of(recorder.told) == wanted
+    assert turns_of(recorder.reported) == wanted
 
 
 def test_the_extents_of_a_turn_go_in_one_call_in_the_order_of_the_stream(
@@ -200,7 +202,7 @@ def test_the_extents_of_a_turn_go_in_one_call_in_the_order_of_the_stream(
     calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
     calls.make()
 
-    assert recorder.told[1] == "batch 2 in order 1 from 0 of 1: 100<1000:40 200<3000:60"
+    assert recorder.reported[1] == "batch 2 in order 1 from 0 of 1: 100<1000:40 200<3000:60"
 
 
 def test_a_driver_without_batches_is_given_one_extent_after_the_other(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_a_driver_without_batches_is_given_one_extent_after_the_other(tmp_path: 
     calls.send(link, (100, 1000, 40, 200, 3000, 60), 100)
     calls.make()
 
-    assert older.told[1:3] == ["copy 100 1000 40 2", "copy 200 3000 60 2"]
+    assert older.reported[1:3] == ["copy 100 1000 40 2", "copy 200 3000 60 2"]
 
 
 def test_nothing_is_called_after_a_call_that_failed(recorder: Recorder) -> None:
@@ -224,9 +226,9 @@ def test_nothing_is_called_after_a_call_that_failed(recorder: Recorder) -> None:
     with pytest.raises(UnavailableError, match="CUDA: error 700 of operation 2 at word 3"):
         calls.make()
 
-    assert recorder.told == ["wait 5 6 0", "record 7 5"]
+    assert recorder.reported == ["wait 5 6 0", "record 7 5"]
     calls.make()
-    assert len(recorder.told) == 2
+    assert len(recorder.reported) == 2
 
 
 def test_words_that_make_no_sense_are_refused(recorder: Recorder) -> None:
@@ -322,7 +324,7 @@ def test_without_a_compiler_calls_are_made_from_python_which_is_said_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(module, "_logged", set())
     library.load_library.cache_clear()
 
     with caplog.at_level(logging.WARNING, logger="penstock"):

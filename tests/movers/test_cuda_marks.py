@@ -11,7 +11,7 @@ from penstock.movers.cuda.marks import Marks
 
 
 class Device:
-    """A stream, its events and a bell: it gets as far as it is told to."""
+    """A stream, its events and a bell: the test decides how far it gets."""
 
     def __init__(self) -> None:
         self.reached = False

@@ -134,7 +134,7 @@ def test_a_duplicate_needs_neither_a_key_nor_sums() -> None:
     np.testing.assert_array_equal(read_slots(device, [1]), content)
 
 
-def test_faults_found_before_a_copy_was_abandoned_are_told() -> None:
+def test_faults_found_before_a_copy_was_abandoned_are_reported() -> None:
     device, host = device_of(LAYOUT), MemoryTier(LAYOUT, 6)
     mover = MemcpyMover(host, device, Algorithm.XXH3)
     copy = make_copy(1, [0, 1], [0, 1], purpose=Purpose.LOAD, keys=keys_of(2))

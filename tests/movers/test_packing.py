@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
 
     seeds = seeds_of(tuple(KEYS))
     places = np.arange(4) * packing.block_bytes
-    told = np.zeros((4, packing.cell_count), dtype=np.uint64)
+    reported = np.zeros((4, packing.cell_count), dtype=np.uint64)
 
     with pytest.raises(ValueError, match="4 slots, 3 seeds"):
         packing.pack(SLOTS, seeds[:3], room)
@@ -180,9 +180,9 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_touched() -> None:
     with pytest.raises(ValueError, match="not all within"):
         packing.pack(SLOTS, seeds, room, places + 1)
     with pytest.raises(ValueError, match="not all within"):
-        packing.put_away(room, seeds, told, SLOTS, places - 1)
+        packing.put_away(room, seeds, reported, SLOTS, places - 1)
     with pytest.raises(ValueError, match="expected has shape"):
-        packing.put_away(room, seeds, told[:3], SLOTS)
+        packing.put_away(room, seeds, reported[:3], SLOTS)
 
     assert not room.any()
 

@@ -98,8 +98,8 @@ class Running:
         return answer.json()
 
     def cache(self) -> Any:
-        [told] = self.client.get("/cache").json()["instances"]
-        return told
+        [reported] = self.client.get("/cache").json()["instances"]
+        return reported
 
     def children(self) -> dict[str, int]:
         """The processes behind it, by the end of their name: `instance-0`, `rank-1`, …"""
@@ -182,7 +182,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 
 def eventually(ask: Any, wanted: Any, *, within_s: float = 180.0) -> None:
-    """Asks until the answer is the wanted one: the server tells no test when it is done."""
+    """Asks until the answer is the wanted one: the server has no event for it."""
     deadline = time.monotonic() + within_s
     while (found := ask()) != wanted:
         assert time.monotonic() < deadline, f"{found!r} is not {wanted!r}"

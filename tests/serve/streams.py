@@ -23,7 +23,7 @@ class Stream:
     """One client, in a thread of its own."""
 
     def __init__(self, address: str, number: int) -> None:
-        self.heard = 0
+        self.received = 0
         """Lines of the answer that broke off."""
         self.begun = threading.Event()
         self._address = address
@@ -41,7 +41,7 @@ class Stream:
                     raise  # Whoever waits in vain hangs.
                 except httpx.TransportError:
                     return
-                self.heard = 0
+                self.received = 0
 
     def stop(self) -> None:
         """Has it ask no more."""
@@ -55,7 +55,7 @@ class Stream:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 assert '{"error"' not in line, line
-                self.heard += bool(line)
+                self.received += bool(line)
                 self.begun.set()
 
 
@@ -67,7 +67,7 @@ def streams_until_killed(address: str, clients: int) -> Iterator[list[Stream]]:
         reading: list[Future[None]] = [pool.submit(stream.read) for stream in streams]
         try:
             for stream in streams:
-                assert stream.begun.wait(HANG_S), "a client hears nothing"
+                assert stream.begun.wait(HANG_S), "a client gets nothing"
             yield streams
         finally:
             for stream in streams:

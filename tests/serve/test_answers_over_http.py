@@ -120,7 +120,7 @@ def test_several_answers_differ_and_a_seed_repeats_them(client: openai.OpenAI) -
     assert first.usage.completion_tokens == 36
 
 
-def test_several_answers_as_a_stream_are_told_apart(client: openai.OpenAI) -> None:
+def test_several_answers_in_a_stream_can_be_distinguished(client: openai.OpenAI) -> None:
     whole = ask(client, n=2, temperature=1.0, seed=6)
     said = {0: "", 1: ""}
     for chunk in ask(client, n=2, temperature=1.0, seed=6, stream=True):
@@ -152,16 +152,16 @@ def test_log_probabilities_come_with_each_token(client: openai.OpenAI) -> None:
     rows = chat.choices[0].logprobs.content
     assert len(rows) == 5
     assert all(row.logprob == row.top_logprobs[0].logprob <= 0 for row in rows)
-    told = plain.choices[0].logprobs
-    assert told is not None
-    assert told.tokens is not None
-    assert told.text_offset is not None
-    assert len(told.tokens) == len(told.text_offset) == 5
-    assert told.text_offset[0] == 0
-    assert told.text_offset == sorted(told.text_offset)
+    reported = plain.choices[0].logprobs
+    assert reported is not None
+    assert reported.tokens is not None
+    assert reported.text_offset is not None
+    assert len(reported.tokens) == len(reported.text_offset) == 5
+    assert reported.text_offset[0] == 0
+    assert reported.text_offset == sorted(reported.text_offset)
 
 
-def test_tokens_are_told_by_number_too(server: Running) -> None:
+def test_tokens_are_returned_by_number_too(server: Running) -> None:
     found = server.complete("Which tokens?", logprobs=2)["choices"][0]["logprobs"]
 
     again = server.complete(found["token_ids"], logprobs=0)
@@ -195,13 +195,13 @@ def test_a_client_that_goes_away_takes_its_request_along(server: Running) -> Non
     assert server.client.post("/admin/audit").json() == {"in_order": ["instance-0"]}
 
 
-def test_a_story_tells_what_happened_to_a_request(server: Running) -> None:
+def test_a_story_lists_what_happened_to_a_request(server: Running) -> None:
     answer = server.complete("Tell me the story of this request, with all its blocks, please.")
 
-    told = server.client.get("/cache/story", params={"request": answer["id"]}).json()
+    reported = server.client.get("/cache/story", params={"request": answer["id"]}).json()
 
-    assert told["request"] == answer["id"]
-    assert told["story"]
+    assert reported["request"] == answer["id"]
+    assert reported["story"]
 
 
 def test_there_is_no_story_of_a_request_that_nobody_knows(server: Running) -> None:

@@ -60,10 +60,10 @@ def test_vllm_bench_serve_gets_as_many_tokens_as_it_wants(
     assert answer.status_code == 200, answer.text
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
     assert events[-1] == "[DONE]"
-    told = [json.loads(event) for event in events[:-1]]
-    assert all(each["choices"] for each in told[:-1])
-    assert told[-1]["usage"]["completion_tokens"] == 9
-    assert told[-2]["choices"][0]["finish_reason"] == "length"
+    reported = [json.loads(event) for event in events[:-1]]
+    assert all(each["choices"] for each in reported[:-1])
+    assert reported[-1]["usage"]["completion_tokens"] == 9
+    assert reported[-2]["choices"][0]["finish_reason"] == "length"
 
 
 def test_lm_eval_scores_tokens_and_continues_texts(server: Running) -> None:
@@ -86,12 +86,12 @@ def test_lm_eval_scores_tokens_and_continues_texts(server: Running) -> None:
     ).json()
 
     for prompt, choice in zip(tokens, scored["choices"], strict=True):
-        told = choice["logprobs"]
+        reported = choice["logprobs"]
         # As lm-eval reads it: what follows a context of one token, without the generated one.
-        assert len(told["token_logprobs"]) == len(prompt) + 1
-        assert told["token_ids"][:-1] == prompt
-        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
-        likely = zip(told["token_logprobs"][1:-1], told["top_logprobs"][1:-1], strict=True)
+        assert len(reported["token_logprobs"]) == len(prompt) + 1
+        assert reported["token_ids"][:-1] == prompt
+        assert (reported["token_logprobs"][0], reported["top_logprobs"][0]) == (None, None)
+        likely = zip(reported["token_logprobs"][1:-1], reported["top_logprobs"][1:-1], strict=True)
         assert all(own <= max(top.values()) for own, top in likely)
     assert [choice["index"] for choice in continued["choices"]] == [0, 1]
     assert continued["usage"]["completion_tokens"] == 10
@@ -106,9 +106,9 @@ def test_what_a_prompt_s_tokens_score_is_what_they_would_be_answered_with(server
     again = server.complete(tokens, max_tokens=0, echo=True, logprobs=2)
     with_one = server.complete(tokens, max_tokens=1, echo=True, logprobs=2)
 
-    told = again["choices"][0]["logprobs"]
-    assert told["token_logprobs"][-6:] == pytest.approx(said["token_logprobs"], abs=1e-3)
-    assert told["top_logprobs"][-1].keys() == said["top_logprobs"][-1].keys()
+    reported = again["choices"][0]["logprobs"]
+    assert reported["token_logprobs"][-6:] == pytest.approx(said["token_logprobs"], abs=1e-3)
+    assert reported["top_logprobs"][-1].keys() == said["top_logprobs"][-1].keys()
     assert again["usage"]["completion_tokens"] == 0
     # Scores need every token computed, whatever is cached.
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -134,14 +134,14 @@ def test_offsets_lead_to_where_a_token_is_in_the_text(server: Running) -> None:
 
     found = server.complete(prompt, echo=True, logprobs=0, max_tokens=0)["choices"][0]
 
-    told = found["logprobs"]
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    reported = found["logprobs"]
+    for token, offset in zip(reported["tokens"], reported["text_offset"], strict=True):
         if not token.startswith("bytes:"):
             assert found["text"][offset : offset + len(token)] == token
-    assert any(token.startswith("bytes:\\x") for token in told["tokens"])
+    assert any(token.startswith("bytes:\\x") for token in reported["tokens"])
 
 
-def test_a_half_of_a_character_is_told_by_its_own_bytes(server: Running) -> None:
+def test_a_half_of_a_character_is_returned_as_its_bytes(server: Running) -> None:
     prompt = "漢"
     tokens = server.complete(prompt, echo=True, logprobs=0, max_tokens=0)
     ids = tokens["choices"][0]["logprobs"]["token_ids"]
@@ -273,10 +273,10 @@ def test_an_end_that_the_model_chooses_can_be_ignored_or_put_off(server: Running
     ignored = server.complete("A story", **asked, ignore_eos=True)
     later = server.complete("A story", **asked, min_tokens=5)
 
-    def told(answer: Any) -> tuple[int, str]:
+    def reported(answer: Any) -> tuple[int, str]:
         return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
 
-    assert [told(each) for each in (ended, ignored, later)] == [
+    assert [reported(each) for each in (ended, ignored, later)] == [
         (1, "stop"),
         (9, "length"),
         (6, "stop"),

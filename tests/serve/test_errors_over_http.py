@@ -1,4 +1,4 @@
-"""What clients hear when they, or the server's room, are at fault."""
+"""The errors that clients get for wrong requests and for a full server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.mark.parametrize(
-    ("change", "param", "told"),
+    ("change", "param", "reported"),
     [
         ({"temperature": 3}, "temperature", "temperature is 3, must be a number from 0 to 2"),
         ({"temperature": "0"}, "temperature", "temperature is '0', must be a number"),
@@ -89,21 +89,21 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(
-    server: Running, change: dict[str, Any], param: str, told: str
+    server: Running, change: dict[str, Any], param: str, reported: str
 ) -> None:
     answer = server.client.post("/v1/chat/completions", json={**CHAT, **change})
 
     error = answer.json()["error"]
     assert answer.status_code == 400
     assert error["type"] == "invalid_request_error"
-    assert told in error["message"]
+    assert reported in error["message"]
     assert error["param"] == param
     # What the decoder would have said.
     assert "`" not in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "reported"),
     [
         ([1, 2, 99999], "token 99999, must be from 0"),
         ([1, -2], "token -2, must be from 0"),
@@ -121,13 +121,15 @@ def test_a_wrong_request_is_refused_by_the_name_of_its_field(
         ("\ud800", "the body is no JSON"),
     ],
 )
-def test_a_prompt_that_makes_no_sense_is_refused(server: Running, prompt: Any, told: str) -> None:
+def test_a_prompt_that_makes_no_sense_is_refused(
+    server: Running, prompt: Any, reported: str
+) -> None:
     body = json.dumps({"prompt": prompt}).encode()
 
     answer = server.client.post("/v1/completions", content=body)
 
     assert answer.status_code == 400, answer.text
-    assert told in answer.json()["error"]["message"]
+    assert reported in answer.json()["error"]["message"]
 
 
 DEEP = b'{"response_format": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}}"
@@ -184,7 +186,7 @@ def test_a_body_that_does_not_come_to_its_end_is_given_up() -> None:
     ("method", "path", "status"),
     [("GET", "/v1/completions", 405), ("GET", "/nothing", 404), ("GET", "/v1/models/other", 404)],
 )
-def test_what_is_not_there_is_told_in_the_same_shape(
+def test_errors_of_unknown_paths_have_the_same_format(
     server: Running, method: str, path: str, status: int
 ) -> None:
     answer = server.client.request(method, path)

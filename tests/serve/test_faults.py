@@ -32,13 +32,13 @@ HANG_S = 180.0
 
 
 class Load:
-    """Clients that ask, one request after the other, until they are told to stop."""
+    """Clients that ask, one request after the other, until they are stopped."""
 
     def __init__(self, address: str, clients: int) -> None:
         self.address = address
         self.counts: Counter[str] = Counter()
         self.strange: list[str] = []
-        """What no client should hear."""
+        """Errors that no client should get."""
         self._clients = clients
         self._stop = threading.Event()
 
@@ -86,7 +86,7 @@ class Load:
             return "broken" if broken else "200"
         if answer.status_code not in {429, 503} or "error" not in answer.json():
             return self._call_strange(f"{answer.status_code}: {answer.text}")
-        # Whoever is told to come again does not come at once.
+        # As `Retry-After` asks.
         await asyncio.sleep(0.25)
         return str(answer.status_code)
 

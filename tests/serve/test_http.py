@@ -21,7 +21,7 @@ GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Application:
-    """Answers at once; `/stream` only when it is told to."""
+    """Answers at once; `/stream` only when the test lets it."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -158,11 +158,11 @@ def test_a_body_that_nobody_reads_ends_the_connection(monkeypatch: pytest.Monkey
             )
             drip = asyncio.create_task(_drip(writer))
 
-            told = await reader.readuntil(b"answered")
+            reported = await reader.readuntil(b"answered")
             with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
                 await reader.readexactly(1000)
             drip.cancel()
-            assert b" 200 " in told
+            assert b" 200 " in reported
 
     run(test)
 
@@ -188,7 +188,7 @@ def test_one_connection_too_many_takes_the_place_of_the_one_that_waits_longest()
     run(test)
 
 
-def test_where_every_connection_is_busy_one_more_is_told_so() -> None:
+def test_where_every_connection_is_busy_one_more_is_refused() -> None:
     async def test() -> None:
         async with serving(connections_max=1) as served:
             busy, _busy = await served.dial(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tests.serve.conftest import Running, eventually, serve_command
-from tests.serve.test_roles import SIZES, STORY, everybody, require_same, told
+from tests.serve.test_roles import SIZES, STORY, everybody, reported, require_same
 from tests.serve.test_roles_alone import Roles, kill_in_mid_load, line_of, require_survived
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
         lines = {line_of(pair), line_of(pair)}
         assert lines == {f"penstock: ready: {name} has joined {roles.router}" for name in NAMES}
 
-        found = told(first, STORY, logprobs=5)
-        require_same(found, told(server, STORY, logprobs=5, cache="off"))
+        found = reported(first, STORY, logprobs=5)
+        require_same(found, reported(server, STORY, logprobs=5, cache="off"))
         assert state_of(first, "handoffs")["decode-2"] == {"delivered": 1}
 
         _weights_change(first)
-        again = told(first, STORY, logprobs=5)
+        again = reported(first, STORY, logprobs=5)
         require_same(again, found)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert state_of(first, "handoffs")["decode-2"] == {"delivered": 2}
@@ -54,10 +54,10 @@ def test_a_joined_pair_hands_over_after_new_weights_and_to_the_next_router(
         kill_in_mid_load(first)
         second = router_of(roles, stack)
         require_survived(second)
-        require_same(told(second, STORY, logprobs=5), found)
+        require_same(reported(second, STORY, logprobs=5), found)
         before = state_of(second, "handoffs")["decode-2"]["delivered"]
-        anew = told(second, other, logprobs=5)
-        require_same(anew, told(server, other, logprobs=5, cache="off"))
+        anew = reported(second, other, logprobs=5)
+        require_same(anew, reported(server, other, logprobs=5, cache="off"))
 
         assert state_of(second, "weights_version") == dict.fromkeys(NAMES, "w2")
         assert state_of(second, "handoffs")["decode-2"]["delivered"] == before + 1

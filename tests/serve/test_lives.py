@@ -1,4 +1,4 @@
-"""Processes that die: what their clients hear, and that all come back or all end."""
+"""Processes that die: what their clients get, and that all come back or all end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def nobody_comes_back(running: Running) -> Iterator[None]:
 
 
 def killed_while_it_answers(running: Running) -> tuple[str, httpx.Response, int]:
-    """Kills a rank; what its client heard last, and others when there was nobody to ask.
+    """Kills a rank; the last event of its client, and others when there was nobody to ask.
 
     Returns when all its processes are others, and answer again.
     """
@@ -116,7 +116,7 @@ def killed_while_it_answers(running: Running) -> tuple[str, httpx.Response, int]
 
 
 def last_word_of_an_answer(running: Running, *, killing: int) -> str:
-    """What a client hears last that was being answered when a process was killed."""
+    """The last event of a client whose process was killed."""
     with running.client.stream("POST", "/v1/completions", json=LONG, headers=KEY) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -168,7 +168,7 @@ def keeper_of(prefix: str, running: Running) -> int:
         return [each["instance"] for each in instances if each["cache"]["blocks_known"]]
 
     eventually(lambda: len(keepers()), 1)
-    [name] = keepers()  # What it told the router that it keeps came before this answer.
+    [name] = keepers()  # Its KV events reached the router before this answer.
     [pid] = pids_of(name, running)
     return pid
 

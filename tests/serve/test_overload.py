@@ -58,7 +58,7 @@ async def ask(client: httpx.AsyncClient, seed: int, counts: Counter[str]) -> Non
             assert '{"error"' not in answer.text
             return
         counts["429"] += 1
-        # Sooner than it is told to: the server has to stand that.
+        # Sooner than `Retry-After` says: the server has to withstand that.
         await asyncio.sleep(0.1 * float(answer.headers["retry-after"]))
     counts["never"] += 1
 
@@ -97,7 +97,7 @@ def survive(folder: Path, scratch: Path, *options: str, clients: int, blocks: in
         assert counts["gone"] > 0
         assert counts["429"] > 0
         require_nothing_left(running)
-        return sum((Counter(told["handoffs"]) for told in everybody(running)), Counter())
+        return sum((Counter(reported["handoffs"]) for reported in everybody(running)), Counter())
 
 
 def everybody(running: Running) -> Any:
@@ -109,12 +109,12 @@ def require_nothing_left(running: Running) -> None:
         """Who went away is forgotten when word of that has come to the instances."""
         phases = ("waiting", "loading", "claiming", "running")
         return {
-            told["cache"]["leases"] + sum(told[phase] for phase in phases)
-            for told in everybody(running)
+            reported["cache"]["leases"] + sum(reported[phase] for phase in phases)
+            for reported in everybody(running)
         }
 
     eventually(left, {0})
-    assert {told["cache"]["blocks_corrupt"] for told in everybody(running)} == {0}
+    assert {reported["cache"]["blocks_corrupt"] for reported in everybody(running)} == {0}
     assert running.client.post("/admin/audit").status_code == 200
 
 

@@ -91,7 +91,7 @@ def test_what_is_printed_is_what_is_served(model_folder: Path, tmp_path: Path) -
     assert settle(load_config(tmp_path / "p.toml"), ServeOptions()) == settled(model_folder, tp=2)
 
 
-def test_no_process_is_told_the_key(model_folder: Path) -> None:
+def test_no_process_gets_the_key(model_folder: Path) -> None:
     config = settled(model_folder, api_key="sesame", instances=3)
 
     specs = instances_of(config)
@@ -140,7 +140,7 @@ def test_an_option_for_the_key_takes_the_place_of_either_in_the_file(model_folde
     assert (config.serve.api_key, config.serve.api_key_file) == ("", "key")
 
 
-def test_a_port_in_use_is_told_before_the_model_is_looked_at(
+def test_a_port_in_use_is_reported_before_the_model_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with listen("127.0.0.1", 0) as taken:
@@ -164,7 +164,7 @@ def test_a_host_that_is_not_here_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "told"),
+    ("wishes", "reported"),
     [
         ({"role": "prefill"}, "engine.prefill_at: is '', must be where"),
         ({"prefill_tp": 7}, "tp: is 7, must be at most 6"),
@@ -181,12 +181,12 @@ def test_a_host_that_is_not_here_is_one_line(
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(
-    model_folder: Path, wishes: dict[str, object], told: str
+    model_folder: Path, wishes: dict[str, object], reported: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         settled(model_folder, **wishes)
 
-    assert str(refused.value).startswith(told)
+    assert str(refused.value).startswith(reported)
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(
@@ -200,7 +200,7 @@ def test_a_folder_without_a_model_is_refused_in_one_line(
     )
 
 
-def test_without_the_default_model_the_command_that_gets_it_is_told(
+def test_without_the_default_model_the_command_that_installs_it_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -237,11 +237,11 @@ def test_one_role_of_a_pair_alone_is_refused_in_a_file() -> None:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_whether_steps_are_replayed_as_graphs_is_told_to_every_instance(
+def test_whether_steps_are_replayed_as_graphs_is_passed_to_every_instance(
     model_folder: Path, *, graphs: bool
 ) -> None:
-    told = f"graphs = {str(graphs).lower()}\nstep_tokens"
-    file = parse_config(FILE.format(folder=model_folder).replace("step_tokens", told))
+    reported = f"graphs = {str(graphs).lower()}\nstep_tokens"
+    file = parse_config(FILE.format(folder=model_folder).replace("step_tokens", reported))
 
     config = settle(file, ServeOptions(instances=2))
 
@@ -249,16 +249,16 @@ def test_whether_steps_are_replayed_as_graphs_is_told_to_every_instance(
     assert settle(parse_config(config.to_toml()), ServeOptions()) == config
 
 
-def test_ranks_divide_the_cores_unless_told_otherwise(model_folder: Path) -> None:
+def test_ranks_divide_the_cores_by_default(model_folder: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     config = settled(model_folder, tp=2)
     assert config.engine is not None
 
     [spec] = instances_of(config)
-    [told] = instances_of(replace(config, engine=replace(config.engine, threads=3)))
+    [reported] = instances_of(replace(config, engine=replace(config.engine, threads=3)))
 
     assert spec.threads == max(1, cores // 2)
-    assert told.threads == 3
+    assert reported.threads == 3
 
 
 def test_every_option_is_in_the_table_of_the_page() -> None:
@@ -286,7 +286,7 @@ def test_a_model_whose_download_was_cut_off_ends_the_command_with_one_line(
 
     status = run(["serve", "--model", str(folder), "--port", "0"])
 
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert status == 2
-    assert "Traceback" not in told
-    assert f"{weights.name}: is no whole safetensors file" in told
+    assert "Traceback" not in reported
+    assert f"{weights.name}: is no whole safetensors file" in reported

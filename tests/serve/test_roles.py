@@ -25,7 +25,7 @@ BOUND = 2e-4
 STORY = "A block that is not where it should be is looked for in every tier below. " * 3
 
 
-def told(running: Running, prompt: str, **more: Any) -> Any:
+def reported(running: Running, prompt: str, **more: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
     answer = running.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -33,7 +33,7 @@ def told(running: Running, prompt: str, **more: Any) -> Any:
 
 
 def text(running: Running, prompt: str) -> str:
-    found: str = told(running, prompt)["choices"][0]["text"]
+    found: str = reported(running, prompt)["choices"][0]["text"]
     return found
 
 
@@ -65,8 +65,8 @@ def test_a_prompt_that_was_handed_over_gives_the_same_tokens_and_probabilities(
 ) -> None:
     before = delivered(pair)
 
-    expected = told(server, STORY, logprobs=5, cache="off")
-    found = told(pair, STORY, logprobs=5)
+    expected = reported(server, STORY, logprobs=5, cache="off")
+    found = reported(pair, STORY, logprobs=5)
 
     require_same(found, expected)
     assert delivered(pair) == before + 1
@@ -75,9 +75,9 @@ def test_a_prompt_that_was_handed_over_gives_the_same_tokens_and_probabilities(
 
 def test_what_several_ranks_verify_is_counted(model_folder: Path) -> None:
     with serving(model_folder, "--decode-tp", "2", *SIZES) as running:
-        one = told(running, STORY)
+        one = reported(running, STORY)
         first = handed(running)
-        told(running, f"Another one. {STORY}")
+        reported(running, f"Another one. {STORY}")
         second = handed(running)
 
     assert one["usage"]["prompt_tokens"] > 0
@@ -88,7 +88,7 @@ def test_what_several_ranks_verify_is_counted(model_folder: Path) -> None:
 
 
 def handed(running: Running) -> dict[str, tuple[int, int]]:
-    """Parts that were verified and bytes that were moved, once nothing more is told."""
+    """Parts that were verified and bytes that were moved, once the counters stay the same."""
     found: list[dict[str, tuple[int, int]]] = []
 
     def settled() -> bool:
@@ -118,9 +118,9 @@ def test_a_pair_chooses_tokens_as_one_instance_does(server: Running, pair: Runni
     }
     before = delivered(pair)
 
-    found = [told(running, prompt, **wishes) for running in (server, pair)]
+    found = [reported(running, prompt, **wishes) for running in (server, pair)]
     scored = [
-        told(running, prompt, echo=True, logprobs=3, max_tokens=1) for running in (server, pair)
+        reported(running, prompt, echo=True, logprobs=3, max_tokens=1) for running in (server, pair)
     ]
 
     assert found[0]["choices"][0]["text"] == found[1]["choices"][0]["text"] != ""
@@ -144,22 +144,22 @@ def test_a_first_token_that_travels_alone_is_the_same(server: Running, pair: Run
 
 def test_only_what_decode_does_not_have_is_handed_over(server: Running, pair: Running) -> None:
     prefix = "Nothing is copied twice, and nothing is forgotten on the way. " * 3
-    told(pair, prefix)
+    reported(pair, prefix)
     before = delivered(pair)
 
-    expected = told(server, prefix + STORY, logprobs=5, cache="off")
-    found = told(pair, prefix + STORY, logprobs=5)
+    expected = reported(server, prefix + STORY, logprobs=5, cache="off")
+    found = reported(pair, prefix + STORY, logprobs=5)
 
     require_same(found, expected)
     assert delivered(pair) == before + 1
     assert found["usage"]["cached_by_tier"]["device"] >= 24
 
 
-def test_a_timeline_and_a_story_tell_of_both_instances(pair: Running) -> None:
+def test_a_timeline_and_a_story_cover_both_instances(pair: Running) -> None:
     began = time.monotonic()
     prompt = "Whoever looks for time finds where it went. " * 4
 
-    answer = told(pair, prompt)
+    answer = reported(pair, prompt)
 
     handed = {
         each["instance"]: [each for each in each["handoffs"] if each["began"] >= began]
@@ -177,7 +177,7 @@ def test_a_timeline_and_a_story_tell_of_both_instances(pair: Running) -> None:
 def test_a_prompt_that_was_delivered_counts_so_on_both_sides(pair: Running) -> None:
     before = handoffs(pair)["prefill-0"]
 
-    told(pair, "What one side calls an end, the other one does, too. " * 4)
+    reported(pair, "What one side calls an end, the other one does, too. " * 4)
 
     def more() -> dict[str, int]:
         now = handoffs(pair)["prefill-0"]
@@ -191,13 +191,13 @@ def test_a_prefill_instance_that_is_killed_in_a_handoff_is_not_missed(
     server: Running, pair: Running
 ) -> None:
     prompt = "A rank that has died says nothing, and nobody waits for it. " * 3
-    expected = told(server, prompt, logprobs=5, cache="off")
+    expected = reported(server, prompt, logprobs=5, cache="off")
     victims = pids_of("prefill-0", pair)
     with ThreadPoolExecutor(1) as client:
         # Stopped, it neither computes the prompt nor says so, until it is killed.
         for pid in victims:
             os.kill(pid, signal.SIGSTOP)
-        asked = client.submit(told, pair, prompt, logprobs=5)
+        asked = client.submit(reported, pair, prompt, logprobs=5)
         eventually(lambda: of_decode(pair)["claiming"], 1)
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -206,8 +206,8 @@ def test_a_prefill_instance_that_is_killed_in_a_handoff_is_not_missed(
     require_same(found, expected)
     assert of_decode(pair)["handoffs"]["cancelled"] == 1
     # Until there is another one, prompts are computed where they are answered.
-    again = told(pair, "Meanwhile. " + STORY, logprobs=5)
-    require_same(again, told(server, "Meanwhile. " + STORY, logprobs=5, cache="off"))
+    again = reported(pair, "Meanwhile. " + STORY, logprobs=5)
+    require_same(again, reported(server, "Meanwhile. " + STORY, logprobs=5, cache="off"))
     _prefill_comes_back(pair)
 
 
@@ -221,7 +221,7 @@ def _prefill_comes_back(pair: Running) -> None:
     numbers = count()
     before = delivered(pair)
     eventually(
-        lambda: told(pair, f"And it goes on, {next(numbers)}. " + STORY) and delivered(pair),
+        lambda: reported(pair, f"And it goes on, {next(numbers)}. " + STORY) and delivered(pair),
         before + 1,
     )
     assert pair.client.post("/admin/audit").json()["in_order"] == ["decode-0", "prefill-0"]
@@ -238,9 +238,9 @@ def test_a_decode_instance_that_is_killed_comes_back_and_is_handed_prompts(
     # Its next life is there once nothing was handed to it: it may have come before we looked.
     eventually(lambda: [each["handoffs"] for each in decoding(pair)], [{}])
     eventually(lambda: pair.client.get("/health").status_code, 200)
-    found = told(pair, prompt, logprobs=5)
+    found = reported(pair, prompt, logprobs=5)
 
-    require_same(found, told(server, prompt, logprobs=5, cache="off"))
+    require_same(found, reported(server, prompt, logprobs=5, cache="off"))
     assert of_decode(pair)["handoffs"] == {"delivered": 1}
 
 
@@ -249,7 +249,7 @@ def everybody(running: Running) -> Any:
 
 
 def decoding(running: Running) -> list[Any]:
-    """What the decode instance tells, if it is there."""
+    """The statistics of the decode instance, if it is there."""
     instances = running.client.get("/cache").json().get("instances", [])
     return [each for each in instances if each["instance"] == "decode-0"]
 

@@ -15,7 +15,7 @@ from tests.ports import free_ports
 from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_command, serving
 from tests.serve.streams import streams_until_killed
 from tests.serve.test_overload import require_nothing_left
-from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, require_same, told
+from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, reported, require_same
 from tests.serve.test_stopping import stream
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def test_one_command_for_each_role_does_what_one_for_all_does(
         both = {"prefill-0": True, "decode-0": True}
         eventually(lambda: running.client.get("/health").json()["instances"], both)
 
-        found = told(running, STORY, logprobs=5)
+        found = reported(running, STORY, logprobs=5)
 
         assert waits.endswith(f"waits for instances at {roles.router}")
-        require_same(found, told(server, STORY, logprobs=5, cache="off"))
+        require_same(found, reported(server, STORY, logprobs=5, cache="off"))
         assert of_decode(running)["handoffs"] == {"delivered": 1}
         again = _router_comes_back(roles, stack, running)
-        require_same(again, told(server, STORY, logprobs=5, cache="off"))
+        require_same(again, reported(server, STORY, logprobs=5, cache="off"))
         assert prefill.poll() is None
         assert decode.poll() is None
 
@@ -96,19 +96,19 @@ def _router_comes_back(roles: Roles, stack: ExitStack, running: Running) -> obje
     eventually(lambda: anew.client.get("/health").json()["instances"], both)
 
     require_survived(anew)
-    found = told(anew, STORY, logprobs=5)
+    found = reported(anew, STORY, logprobs=5)
 
     assert sorted(anew.client.post("/admin/audit").json()["in_order"]) == sorted(both)
     return found
 
 
 def kill_in_mid_load(router: Running) -> None:
-    """Nobody hangs: who reads an answer hears that it breaks off."""
+    """No client hangs: a stream that breaks off ends with an error."""
     with streams_until_killed(router.address, clients=8) as streams:
         router.process.kill()
         router.process.wait(timeout=SOON_S)
 
-    assert sum(stream.heard > 0 for stream in streams) > 0
+    assert sum(stream.received > 0 for stream in streams) > 0
 
 
 def require_survived(next_router: Running) -> None:

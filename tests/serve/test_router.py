@@ -1,4 +1,4 @@
-"""Which instance gets a request, and what its client hears when the instance fails."""
+"""Which instance gets a request, and what its client gets when the instance fails."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Instance:
             )
         )
 
-    def heard(self) -> list[Any]:
+    def received(self) -> list[Any]:
         found = []
         while isinstance(said := self.channel.receive(), ReceivedFrame):
             found.append(ms.read_by_instance(said.frame))
@@ -99,8 +99,8 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
-        assert [type(said) for said in two.heard()] == [ms.Submit]
-        assert one.heard() == []
+        assert [type(said) for said in two.received()] == [ms.Submit]
+        assert one.received() == []
         two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
         assert [progress.token for progress in await task] == [1]
 
@@ -117,7 +117,7 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
             name = f"r{number}"
             task = asyncio.create_task(answered(router, submit(name)))
             await settled()
-            [chosen] = [each for each in (one, two) if each.heard()]
+            [chosen] = [each for each in (one, two) if each.received()]
             went.append("one" if chosen is one else "two")
             chosen.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
             await task
@@ -138,8 +138,8 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
         second = asyncio.create_task(answered(router, submit("second")))
         await settled()
 
-        assert [said.id for said in one.heard()] == ["first"]
-        assert [said.id for said in two.heard()] == ["second"]
+        assert [said.id for said in one.received()] == ["first"]
+        assert [said.id for said in two.received()] == ["second"]
         assert router.answering == [two.link]
         for instance, name in ((one, "first"), (two, "second")):
             instance.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
@@ -148,7 +148,7 @@ def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None
     played(play)
 
 
-def test_an_instance_that_tells_what_it_caches_too_early_is_left() -> None:
+def test_an_instance_that_sends_kv_events_too_early_is_lost() -> None:
     async def play(_router: Router, _one: Instance, _two: Instance) -> None:
         near, far = channel_pair("server", "early")
         link = InstanceLink(near, on_change=lambda _: None)
@@ -167,7 +167,7 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
         await settled()
         tasks = [asyncio.create_task(answered(router, submit(f"r{n}"))) for n in range(2)]
         await settled()
-        assert (len(two.heard()), len(one.heard())) == (1, 1)
+        assert (len(two.received()), len(one.received())) == (1, 1)
 
         two.say(ms.CacheChanged(events=[AllCleared(sequence=2, epoch=1)]))
         one.keep(16)
@@ -175,11 +175,11 @@ def test_a_long_queue_outweighs_a_prefix_and_a_cleared_cache_attracts_nobody() -
         tasks.append(asyncio.create_task(answered(router, submit("r9"))))
         await settled()
 
-        assert (len(two.heard()), len(one.heard())) == (0, 1)
+        assert (len(two.received()), len(one.received())) == (0, 1)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert ms.Abort(id="r9") in one.heard()
+        assert ms.Abort(id="r9") in one.received()
 
     played(play)
 
@@ -206,18 +206,18 @@ def test_a_lost_instance_is_replaced_before_the_first_token_and_not_after_it() -
     played(play)
 
 
-def test_a_refusal_is_told_and_not_retried() -> None:
+def test_a_refusal_is_reported_and_not_retried() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         one.keep(40)
         await settled()
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
-        one.heard()
+        one.received()
         one.say(ms.SubmitRefused(id="r", kind="busy", problem="full"))
 
         with pytest.raises(RequestRefusal, match="full"):
             await task
-        assert one.heard() == two.heard() == []
+        assert one.received() == two.received() == []
 
     played(play)
 
@@ -240,15 +240,15 @@ def test_what_an_instance_has_no_room_for_waits_in_order() -> None:
     async def play(_: Router, one: Instance, two: Instance) -> None:
         for number in range(1500):
             two.link.send(ms.Abort(id=str(number)))
-        first = two.heard()
+        first = two.received()
         await settled()
         two.say(ms.AskAnswer(id=0, json=b""))
         await settled()
 
-        names = [said.id for said in [*first, *two.heard()]]
+        names = [said.id for said in [*first, *two.received()]]
         assert len(first) == 1024
         assert names == [str(number) for number in range(1500)]
-        assert one.heard() == []
+        assert one.received() == []
 
     played(play)
 
@@ -260,37 +260,37 @@ def test_new_weights_reach_every_instance_and_the_keys_of_the_router() -> None:
 
         assert router.reset("so", weights_version="w2") == ["one", "two"]
 
-        assert one.heard() == two.heard() == [ms.ResetCache(why="so", weights_version="w2")]
+        assert one.received() == two.received() == [ms.ResetCache(why="so", weights_version="w2")]
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
         # What was kept under the old weights attracts nobody: the first one is as good.
-        assert [type(said) for said in one.heard()] == [ms.Submit]
+        assert [type(said) for said in one.received()] == [ms.Submit]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     played(play)
 
 
-def test_who_was_away_hears_of_a_reset_once_and_before_any_request() -> None:
+def test_an_instance_that_was_away_gets_a_reset_once_and_before_any_request() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         two.link.close()
         router.reset("so")
         again = Instance(router, "two")
         await settled()
-        first = again.heard()
+        first = again.received()
         again.link.close()
         later = Instance(router, "two")
         await settled()
 
-        assert one.heard() == [ms.ResetCache(why="so")]
-        assert first == [ms.ResetCache(why="it was away when the others were told")]
-        assert later.heard() == []
+        assert one.received() == [ms.ResetCache(why="so")]
+        assert first == [ms.ResetCache(why="it was away when the others were reset")]
+        assert later.received() == []
         later.link.close()
 
     played(play)
 
 
-def test_who_comes_back_under_old_weights_hears_of_the_new_ones() -> None:
+def test_an_instance_that_comes_back_with_old_weights_gets_the_new_version() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         router.reset("so", weights_version="w2")
         router.reset("and so")
@@ -299,19 +299,19 @@ def test_who_comes_back_under_old_weights_hears_of_the_new_ones() -> None:
         again.keep(16)
         await settled()
 
-        told = again.heard()
+        reported = again.received()
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
         assert [
-            said.weights_version for said in one.heard() if isinstance(said, ms.ResetCache)
+            said.weights_version for said in one.received() if isinstance(said, ms.ResetCache)
         ] == [
             "w2",
             "",
         ]
-        assert [said.weights_version for said in told] == ["w2"]
+        assert [said.weights_version for said in reported] == ["w2"]
         # What it has kept under the old weights attracts nobody.
-        assert again.heard() == []
+        assert again.received() == []
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         again.link.close()

@@ -1,4 +1,4 @@
-"""A request that two instances get at once: who is told what, whatever the other one does."""
+"""A request that two instances get at once, whatever the other one does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def given_up(tasks: list[asyncio.Task[list[ms.TokenProgress]]]) -> None:
 
 def asked(instance: Instance) -> list[str]:
     """Requests that an instance has been sent since it was last looked at."""
-    return [said.id for said in instance.heard() if isinstance(said, ms.Submit)]
+    return [said.id for said in instance.received() if isinstance(said, ms.Submit)]
 
 
 def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -> None:
@@ -77,7 +77,7 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
         task = asyncio.create_task(answered(router, submit("r", answers=2)))
         await settled()
 
-        [there], [here] = prefill.heard(), decode.heard()
+        [there], [here] = prefill.received(), decode.received()
         assert there.handoff == here.handoff == there.id
         assert (there.prompt, there.max_tokens, there.answers) == (PROMPT, 1, 1)
         assert (here.id, here.max_tokens, here.answers) == ("r", 4, 2)
@@ -86,9 +86,9 @@ def test_a_request_goes_to_both_under_one_name_and_its_answer_comes_from_one() -
             decode.say(ms.TokenProgress(id="r", answer=answer, token=7, reason="length"))
 
         assert [progress.token for progress in await task] == [7, 7]
-        assert decode.heard() == []
+        assert decode.received() == []
         # Whatever it still keeps of it, nobody comes for it.
-        assert set(prefill.heard()) == {ms.Abort(id=there.id)}
+        assert set(prefill.received()) == {ms.Abort(id=there.id)}
 
     played(play)
 
@@ -97,28 +97,28 @@ def test_a_prompt_that_was_delivered_is_not_aborted() -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
-        [there], _ = prefill.heard(), decode.heard()
+        [there], _ = prefill.received(), decode.received()
 
         decode.say(ms.TokenProgress(id="r", answer=0, token=7, handed=True))
         decode.say(ms.TokenProgress(id="r", answer=0, token=8, reason="length"))
         await task
         await settled()
-        assert prefill.heard() == []
+        assert prefill.received() == []
         prefill.say(ms.TokenProgress(id=there.id, answer=0, token=7, reason="length"))
         await settled()
 
-        assert (prefill.heard(), decode.heard()) == ([], [])
+        assert (prefill.received(), decode.received()) == ([], [])
         assert prefill.link.load == 0
 
     played(play)
 
 
 @pytest.mark.parametrize("fate", ["refuses", "gives up", "dies"])
-def test_who_answers_is_told_when_nobody_computes_its_prompt(fate: str) -> None:
+def test_the_answering_instance_computes_a_prompt_that_its_partner_cannot(fate: str) -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
-        [there], _ = prefill.heard(), decode.heard()
+        [there], _ = prefill.received(), decode.received()
 
         if fate == "refuses":
             prefill.say(ms.SubmitRefused(id=there.id, kind="busy", problem="full"))
@@ -128,7 +128,7 @@ def test_who_answers_is_told_when_nobody_computes_its_prompt(fate: str) -> None:
             prefill.channel.fail("killed")
         await settled()
 
-        assert decode.heard() == [ms.ComputeLocally(id="r")]
+        assert decode.received() == [ms.ComputeLocally(id="r")]
         decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
         assert [progress.token for progress in await task] == [7]
 
@@ -142,7 +142,7 @@ def test_without_a_prefill_instance_nothing_is_handed_over() -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
 
-        assert decode.heard() == [submit("r")]
+        assert decode.received() == [submit("r")]
         decode.say(ms.TokenProgress(id="r", answer=0, token=7, reason="stop"))
         assert [progress.token for progress in await task] == [7]
 
@@ -156,7 +156,7 @@ def test_without_a_decode_instance_nobody_answers() -> None:
 
         with pytest.raises(InstanceLost, match="no instance is ready"):
             await answered(router, submit("r"))
-        assert prefill.heard() == []
+        assert prefill.received() == []
 
     played(play)
 
@@ -165,14 +165,14 @@ def test_a_client_that_goes_away_takes_its_request_along_on_both() -> None:
     async def play(router: Router, prefill: Instance, decode: Instance) -> None:
         task = asyncio.create_task(answered(router, submit("r")))
         await settled()
-        [there], _ = prefill.heard(), decode.heard()
+        [there], _ = prefill.received(), decode.received()
 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await settled()
 
-        assert ms.Abort(id="r") in decode.heard()
-        assert ms.Abort(id=there.id) in prefill.heard()
+        assert ms.Abort(id="r") in decode.received()
+        assert ms.Abort(id=there.id) in prefill.received()
 
     played(play)
 
@@ -199,7 +199,7 @@ def test_prompts_that_wait_before_a_prefill_instance_send_the_next_one_elsewhere
     ) -> None:
         first = await sent(router, "a", "b")
         assert (asked(decode), asked(far)) == (["a"], ["b"])
-        prefill.heard()
+        prefill.received()
         # One pair has answered, but its prompt is still being computed, delivered and all.
         decode.say(ms.TokenProgress(id="a", answer=0, token=7, reason="length", handed=True))
         far.say(ms.TokenProgress(id="b", answer=0, token=7, reason="length"))
@@ -240,7 +240,7 @@ def test_a_pair_without_its_prefill_instance_helps_out_when_the_others_are_busy(
 
         tasks = await sent(router, *(f"r{number}" for number in range(6)))
 
-        helped = [said for said in decode.heard() if isinstance(said, ms.Submit)]
+        helped = [said for said in decode.received() if isinstance(said, ms.Submit)]
         assert helped
         assert {said.handoff for said in helped} == {""}
         await given_up(tasks)

@@ -102,15 +102,15 @@ def test_a_stop_lets_answers_end_and_logs_no_warning(model_folder: Path, tmp_pat
 
         assert said[-1] == "data: [DONE]"
         assert running.process.wait(timeout=SOON_S) == 0
-    told = log.read_text()
-    assert "Traceback" not in told
-    assert " WARNING " not in told
-    assert " ERROR " not in told
-    [access] = [line for line in told.splitlines() if " penstock.serve.access " in line]
+    reported = log.read_text()
+    assert "Traceback" not in reported
+    assert " WARNING " not in reported
+    assert " ERROR " not in reported
+    [access] = [line for line in reported.splitlines() if " penstock.serve.access " in line]
     assert " method=POST path=/v1/completions status=200 complete=true latency_ms=" in access
     assert access.endswith(" cached_tokens=0 completion_tokens=200")
-    # Without a terminal, too, the start is told of.
-    assert "loading: instance-0 rank 0: 2 of 2 layers" in told
+    # The progress is logged without a terminal, too.
+    assert "loading: instance-0 rank 0: 2 of 2 layers" in reported
 
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
@@ -132,11 +132,11 @@ def test_what_does_not_end_in_time_gets_an_error_and_ends(
         last = json.loads(said[-1].removeprefix("data: "))
         assert last["error"]["message"] == "the server stops, in the middle of the answer"
         assert running.process.wait(timeout=SOON_S) == 0
-    told = [json.loads(line) for line in log.read_text().splitlines()]
-    assert not [each for each in told if "exception" in each]
+    reported = [json.loads(line) for line in log.read_text().splitlines()]
+    assert not [each for each in reported if "exception" in each]
     assert "Traceback" not in log.read_text()
-    assert {"time", "level", "logger"} <= set(told[0])
-    cut = [each for each in told if each.get("status") == 200 and not each["complete"]]
+    assert {"time", "level", "logger"} <= set(reported[0])
+    cut = [each for each in reported if each.get("status") == 200 and not each["complete"]]
     assert cut
 
 
@@ -166,10 +166,10 @@ def test_connections_without_number_do_not_take_the_descriptors_of_others(
         assert running.complete("Is anybody there?")["usage"]["completion_tokens"] == 8
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(timeout=SOON_S) == 0
-    told = log.read_text()
-    assert "Traceback" not in told
-    assert "Assertion" not in told
-    assert "fewer connections than asked for: serve.connections_max=1024 allowed=100" in told
+    reported = log.read_text()
+    assert "Traceback" not in reported
+    assert "Assertion" not in reported
+    assert "fewer connections than asked for: serve.connections_max=1024 allowed=100" in reported
 
 
 def test_a_key_of_the_environment_or_of_a_file_is_nowhere_to_be_seen(

@@ -46,7 +46,7 @@ def our_sockets(pair: Running) -> list[Place]:
 def test_no_stranger_of_this_user_joins_or_ends_anything(pair: Running) -> None:
     """It can connect where the kernel lets it, but does not have the secret."""
     before = {pid: command(pid) for pid in processes(pair)}
-    told = pair.complete("Before they came,")["choices"][0]["text"]
+    reported = pair.complete("Before they came,")["choices"][0]["text"]
     places = our_sockets(pair)
     impatient = ChannelSettings(open_s=0.2)
 
@@ -58,7 +58,7 @@ def test_no_stranger_of_this_user_joins_or_ends_anything(pair: Running) -> None:
             with pytest.raises(UnavailableError):
                 connect(place.url, name=name, deadline=float("inf"), settings=impatient)
 
-    assert pair.complete("Before they came,", cache="off")["choices"][0]["text"] == told
+    assert pair.complete("Before they came,", cache="off")["choices"][0]["text"] == reported
     assert {pid: command(pid) for pid in processes(pair)} == before
     assert all(pair.client.get("/health").json()["instances"].values())
     # The server, the scheduler of the ranks, both schedulers' and two ranks' lines, a target, and
