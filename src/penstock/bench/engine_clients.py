@@ -54,7 +54,6 @@ class Clients:
     def ask(
         self, prompt: Sequence[int], *, max_tokens: int, reuse: bool = True, store: bool = True
     ) -> Asked:
-        """Sends a request."""
         self._count += 1
         asked = Asked(began=time.perf_counter())
         self.asked[str(self._count)] = asked
@@ -106,12 +105,10 @@ class Clients:
                 raise UnavailableError(f"copies have not ended within {PATIENCE_S} s")
 
     def stop(self) -> None:
-        """Ends every request."""
         for name in list(self.asked):
             self.engine.abort(name)
         self.settle()
 
 
 def prompt(random: Random, count: int, vocabulary: int) -> list[int]:
-    """Random tokens."""
     return random.choices(range(vocabulary), k=count)

@@ -270,7 +270,6 @@ class Engines:
         )
 
     def close(self) -> None:
-        """Ends everything."""
         self._source.close()
         self._target.close()
         self._prefill.close()

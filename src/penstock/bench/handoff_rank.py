@@ -78,7 +78,6 @@ class Commands:
 
 
 def print_json(**words: object) -> None:
-    """Prints a line of JSON."""
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
@@ -94,7 +93,6 @@ class BenchShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_count(self) -> int:
-        """Blocks of the prompt."""
         return self.tokens // self.block_tokens
 
     def layout(self) -> Layout:

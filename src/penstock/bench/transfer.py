@@ -88,12 +88,10 @@ class Rig:
 
     @property
     def count(self) -> int:
-        """Blocks that are moved."""
         return len(self.sources)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one of them."""
         return self.tier.layout.block_bytes
 
 

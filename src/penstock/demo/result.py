@@ -45,7 +45,6 @@ class ChatRound:
 
     @property
     def generated(self) -> int:
-        """Tokens of all answers."""
         return sum(len(turn.tokens) for turn in self.turns)
 
     @property

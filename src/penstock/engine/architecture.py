@@ -287,7 +287,6 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """True or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             self.refuse(name, f"is {shown(value)}, must be true or false")

@@ -213,7 +213,6 @@ class SafetensorsCheckpoint:
         return self._find(name).get_slice(name)[:, held.start : held.stop]
 
     def close(self) -> None:
-        """Closes the files."""
         self._open.close()
 
     def _find(self, name: str) -> safe_open:

@@ -128,7 +128,6 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended."""
         return self.scheduler.unfinished
 
     def add(self, request: Request) -> None:

@@ -312,7 +312,6 @@ class GgufHeader:
 
     @property
     def names(self) -> list[str]:
-        """The names of all metadata."""
         return list(self._fields)
 
     def __contains__(self, name: str) -> bool:

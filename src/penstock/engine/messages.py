@@ -204,7 +204,6 @@ _from_instance: FrameCodec[FromInstance] = FrameCodec(
 
 
 def encode(message: InstanceMessage) -> bytes:
-    """The frame of a message."""
     return _to_instance.encode(message)
 
 

@@ -245,7 +245,6 @@ _to_rank: FrameCodec[ToRank] = FrameCodec(
 
 
 def encode(message: FromRank | ToRank) -> bytes:
-    """The frame of a message."""
     return _to_rank.encode(message)
 
 

@@ -99,7 +99,6 @@ class Scheduler:
 
     @property
     def flying(self) -> int:
-        """Steps under way."""
         return len(self._flying)
 
     def count(self, phase: Phase) -> int:

@@ -143,12 +143,10 @@ class Tokenizer:
     # As Hugging Face's tokenizers have it.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text."""
         found: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return found
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of tokens."""
         text: str = self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 

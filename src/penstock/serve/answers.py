@@ -85,7 +85,6 @@ class AnswerReader:
 
     @property
     def done(self) -> bool:
-        """Whether every answer has ended."""
         return all(each.ended for each in self._answers)
 
     def score(self, scored: ms.Scored) -> None:
@@ -241,7 +240,6 @@ class AnswerFormat:
         }
 
     def chunk(self, piece: AnswerPiece, *, first: bool) -> dict[str, Any]:
-        """A piece of a stream."""
         choice: dict[str, Any] = {
             "index": piece.choice,
             "finish_reason": _reason(piece.reason) if piece.reason else None,

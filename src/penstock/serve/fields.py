@@ -81,7 +81,6 @@ def whole(minimum: int, maximum: int, right: str = "") -> Read:
 
 
 def number(minimum: float, maximum: float, right: str = "") -> Read:
-    """A number within bounds."""
     right = right or f"a number from {minimum:g} to {maximum:g}"
 
     def read(name: str, value: object) -> float:

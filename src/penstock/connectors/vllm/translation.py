@@ -311,11 +311,9 @@ class PenstockStats(KVConnectorStats):  # type: ignore[misc]
     data: Taken = field(default_factory=dict)
 
     def reset(self) -> None:
-        """Forgets it."""
         self.data = {}
 
     def aggregate(self, other: PenstockStats) -> PenstockStats:
-        """Two of them as one."""
         return PenstockStats(data=combined(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
@@ -352,7 +350,6 @@ class PenstockMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds what was counted."""
         for name, value in transfer_stats_data.items():
             metric = self._metrics[name][engine_idx]
             if name in COUNTERS:

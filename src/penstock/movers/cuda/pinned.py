@@ -81,7 +81,6 @@ def register(extents: Iterable[tuple[int, int]], *, writable: bool = True) -> li
 
 
 def unregister(addresses: Iterable[int]) -> None:
-    """Undoes `register`."""
     for address in addresses:
         checked(runtime.cudaHostUnregister(address))
 

@@ -144,7 +144,6 @@ class Stream:
         checked(runtime.cudaStreamWaitEvent(self.handle, event.handle, 0))
 
     def clear(self, address: int, length: int) -> None:
-        """Writes zeros."""
         checked(runtime.cudaMemsetAsync(address, 0, length, self.handle))
 
     def copy(self, pieces: Sequence[StreamPiece]) -> None:
