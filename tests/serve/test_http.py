@@ -136,8 +136,12 @@ def test_a_byte_now_and_then_gives_no_more_time() -> None:
             reader, writer = await served.dial(b"GET / HTTP/1.1\r\n")
             drip = asyncio.create_task(_drip(writer))
 
-            assert b" 408 " in await reader.read()
-            drip.cancel()
+            try:
+                assert b" 408 " in await reader.read()
+            except ConnectionResetError:
+                pass  # A byte that arrived with the close: the connection has ended, too.
+            finally:
+                drip.cancel()
 
     run(test)
 
