@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import penstock
-from tests.handoff.conftest import (
-    BLOCK,
-    LAYERS,
-    SETTINGS,
-    a_pair,
-    memory,
-    open_files,
-    require_files_at_most,
-)
+from penstock.transport import zmq_link
+from tests.handoff.conftest import BLOCK, LAYERS, SETTINGS, a_pair, memory, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,12 +127,26 @@ def _can_be_read(process: Any) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def require_no_leak() -> Iterator[None]:
-    """Files, sockets and shared memory are given back, whatever the test did."""
-    penstock.open_decode(a_pair(), kv=memory(), block_tokens=BLOCK).close()  # ZeroMQ's own.
+def require_no_leak(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files, sockets and shared memory are closed, whatever the test did."""
+    contexts: dict[int, Any] = {}
+    monkeypatch.setattr(zmq_link, "_contexts", contexts)
+    penstock.open_decode(a_pair(), kv=memory(), block_tokens=BLOCK).close()  # Opens libzmq's own.
+    end_zeromq(contexts)
     before = open_files()
     yield
-    require_files_at_most(before)
+    end_zeromq(contexts)
+    assert open_files() <= before
+
+
+def end_zeromq(contexts: dict[int, Any]) -> None:
+    """Waits until ZeroMQ's thread has closed every connection: then `term` returns."""
+    while contexts:
+        _, context = contexts.popitem()
+        end = threading.Thread(target=context.term, daemon=True)
+        end.start()
+        end.join(SLOW_S)
+        assert not end.is_alive(), "a ZeroMQ socket was left open"
 
 
 def settle(handoff: penstock.Handoff) -> None:
