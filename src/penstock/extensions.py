@@ -101,6 +101,7 @@ class ExtensionGroup(Generic[Part]):
         try:
             part: Part = point.load()
         except Exception as error:
+            # It runs a module of somebody else, which may raise anything; all of it is reported.
             raise ConfigError(
                 place,
                 f"{entry} cannot be loaded: {type(error).__name__}: {error}; must be "

@@ -20,7 +20,6 @@ from penstock.observe import logs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
     from typing import Self
 
     from rich.progress import TaskID
@@ -304,12 +303,7 @@ class StartProgress:
         logger.info("starting: model=%s", self._config.model.name)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _stop(self) -> None:

@@ -30,7 +30,6 @@ from penstock.errors import CapacityError, ConfigError, NeverFitsError, Unavaila
 from penstock.vocabulary.arguments import as_float, as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from penstock.engine.architecture import Architecture
@@ -200,12 +199,7 @@ class LLM:
         self._require_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -40,7 +40,6 @@ from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     import numpy as np
     from numpy.typing import NDArray
@@ -206,12 +205,7 @@ class Handoff:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -365,12 +359,7 @@ class Opening:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo.close()
 
     def lines(self, name: str) -> ZmqLines:
