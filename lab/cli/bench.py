@@ -24,6 +24,8 @@ from penstock.errors import UnavailableError
 
 commands = typer.Typer(no_args_is_help=True)
 
+PAIR_ROUNDS = 9
+
 WORKLOAD = {workload.name: workload for workload in WORKLOADS}
 """Those of `bench vllm`, by name."""
 
@@ -113,6 +115,24 @@ def bench_vllm(
         workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
         say=partial(print, file=sys.stderr, flush=True),
     )
+    finish(report, json=json, check=check)
+
+
+@commands.command("pair")
+def bench_pair(
+    *,
+    json: JsonOption = None,
+    device: Annotated[
+        BenchDevice, typer.Option("--device", help="cuda: a model of 8B's sizes; cpu: a small one.")
+    ] = BenchDevice.CUDA,
+    rounds: RoundsOption = PAIR_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure what a pair of instances adds to the first token, beside one instance."""
+    from lab.bench.pair import run_pair  # noqa: PLC0415 - torch takes seconds
+
+    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    run_pair(report, device=device.value, rounds=rounds)
     finish(report, json=json, check=check)
 
 
