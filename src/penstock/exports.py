@@ -36,7 +36,6 @@ from penstock.handoff import HandoffResult as HandoffResult
 from penstock.handoff import HandoffSettings as HandoffSettings
 from penstock.handoff import HandoffStatistics as HandoffStatistics
 from penstock.handoff import HandoffTimes as HandoffTimes
-from penstock.handoff import LayerEvents as LayerEvents
 from penstock.handoff import LocalPrefillHandoff as LocalPrefillHandoff
 from penstock.handoff import PrefillHandoff as PrefillHandoff
 from penstock.handoff import PrefillHandoffRank as PrefillHandoffRank

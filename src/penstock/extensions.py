@@ -52,8 +52,11 @@ class DataTransport:
     open_target: Callable[..., Any]
     """`open_target(folder)` opens the `Target` of a decode rank. `folder` is a path that only
     this user can enter, if the engine named one, for transports that meet at a path."""
-    connect: Callable[[bytes], Any]
-    """Connects a prefill rank to an area, given its description: returns a `WriterLink`."""
+    connect: Callable[..., Any]
+    """`connect(description)` connects a prefill rank to an area: returns a `WriterLink`."""
+    pins: bool = False
+    """Whether both take `pin=` (`penstock.transport.remote.PinMemory`), which registers their
+    memory for copies of a GPU. Only such a transport serves KV that lies on one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""The handoff on a CUDA device: progress by events, parts by pack kernels or through staging."""
+"""The handoff on a CUDA device: progress by events, parts by pack kernels."""
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.bench.handoff_cuda import LAYERS, WAYS, CudaPair
+import penstock
+from penstock.bench.handoff_cuda import LAYERS, CudaPair
+from penstock.bench.handoff_cuda import TOKENS as PROMPT_TOKENS
 from penstock.errors import UnavailableError
 from penstock.handoff.driver import device_parts
 from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.device_parts import DeviceReader, DeviceTaker
 from penstock.handoff.driver.parts import RouteParts
-from penstock.handoff.driver.progress import LayerEvents
-from penstock.handoff.driver.tensor_parts import TensorReader, TorchEvent
 from penstock.handoff.protocol.effects import Take
 from penstock.handoff.protocol.grid import cut
 from penstock.handoff.protocol.identity import Life, WriteId
@@ -32,6 +31,8 @@ from penstock.vocabulary.reshard import plan_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from penstock.handoff.protocol.grid import Grid
 
@@ -65,6 +66,12 @@ def tiers_of(layout: Layout, seed: int) -> tuple[TensorTier, ArrayTier]:
     tensors = [torch.from_numpy(array).cuda() for array in arrays]
     tier = TensorTier(layout, [each.untyped_storage() for each in tensors])
     return tier, ArrayTier(layout, arrays)
+
+
+def pinned(size: int) -> NDArray[np.uint8]:
+    """Room for a part, as a landing area has it."""
+    memory: NDArray[np.uint8] = torch.zeros(size, dtype=torch.uint8).pin_memory().numpy()
+    return memory
 
 
 def bytes_of(tier: TensorTier) -> list[bytes]:
@@ -110,12 +117,10 @@ def taken(taker: DeviceTaker) -> list[tuple[Take, bool]]:
     return found
 
 
-@pytest.mark.parametrize("where", ["device", "pinned"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("source_tokens", "target_tokens"), [(16, 16), (32, 16), (16, 32)])
 def test_kernels_move_the_same_bytes_and_sums_as_the_cpu_does(
     opened: Opened,
-    where: str,
     scaled: bool,  # noqa: FBT001 - a case
     source_tokens: int,
     target_tokens: int,
@@ -143,15 +148,13 @@ def test_kernels_move_the_same_bytes_and_sums_as_the_cpu_does(
         from_slots = [SLOTS[n] for n in place.source_blocks]
         to_slots = [SLOTS[-n - 1] for n in place.target_blocks]
         plain = np.zeros(place.size, dtype=np.uint8)
-        berth = torch.zeros(place.size, dtype=torch.uint8)
-        berth = berth.cuda() if where == "device" else berth.pin_memory()
-        torch.cuda.synchronize()
+        berth = pinned(place.size)
         assert reader.read(write_of(part), place.form, from_slots, keys, berth) is None
         torch.cuda.synchronize()
         ((_, sums),) = reader.ended()
         gather = PartGather(place.form, plain_there, Algorithm.MIX64)
         assert sums == gather.gather(from_slots, keys, plain)
-        assert bytes(berth.cpu().numpy()) == bytes(plain)
+        assert bytes(berth) == bytes(plain)
         take = take_of(grid, part, sums)
         assert taker.take(take, parts, place.form, berth, keys, to_slots) is None
         assert taken(taker) == [(take, True)]
@@ -170,7 +173,7 @@ def test_a_part_that_was_changed_in_its_berth_is_told_so(opened: Opened) -> None
     there, _ = tiers_of(layout, 1)
     here, _ = tiers_of(layout, 2)
     grid = cut(layers=range(3), blocks=range(4), cell_bytes=1, block_tokens=16, berth_bytes=64)
-    berth = torch.zeros(4 * part.block_bytes, dtype=torch.uint8, device="cuda")
+    berth = pinned(4 * part.block_bytes)
     reader = opened(DeviceReader(there, part_bytes=len(berth)))
     taker = opened(DeviceTaker(here, part_bytes=len(berth)))
     keys = [b"a", b"b", b"c", b"d"]
@@ -200,7 +203,7 @@ def test_nothing_is_copied_any_more_for_a_write_that_was_given_up(opened: Opened
     plan = plan_reshard([form], [form])
     part = RouteParts(plan, plan.routes[0], form, form).form_of(0, 1)
     tier, _ = tiers_of(layout, 1)
-    berth = torch.zeros(part.block_bytes, dtype=torch.uint8, device="cuda")
+    berth = pinned(part.block_bytes)
     reader = opened(DeviceReader(tier, part_bytes=len(berth)))
     torch.cuda.synchronize()
 
@@ -230,95 +233,82 @@ def test_a_close_ends_at_its_deadline_and_gives_nothing_back_before_the_device_i
     reader.close()
 
 
-def test_a_part_is_staged_on_the_device_as_on_the_cpu() -> None:
-    layout = split(0, 4, tokens=16)
-    tier, plain_tier = tiers_of(layout, 1)
-    form = Form(layout=layout)
-    plan = plan_reshard([form], [form])
-    part = RouteParts(plan, plan.routes[0], form, form).form_of(0, 1)
-    slots, keys = [5, 1, 10, 11], [b"a", b"b", b"c", b"d"]
-    berth, plain = (np.zeros(4 * part.block_bytes, dtype=np.uint8) for _ in range(2))
-    reader = TensorReader(tier, Algorithm.XXH3, part_bytes=len(berth))
-
-    reader.read(write_of(0), part, slots, keys, berth)
-    torch.cuda.synchronize()
-    ((ended, sums),) = reader.ended()
-
-    assert ended == write_of(0)
-    assert sums == PartGather(part, plain_tier, Algorithm.XXH3).gather(slots, keys, plain)
-    assert bytes(berth) == bytes(plain)
-
-
-def test_an_event_is_told_after_its_layer_and_not_before() -> None:
-    events = LayerEvents(TorchEvent)
+def test_kv_leaves_after_its_layer_is_computed_and_not_before(opened: Opened) -> None:
+    pair = opened(CudaPair())
+    name = pair.begin()
     side = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
 
-    events.begin({"a": 16}, range(1))
-    for _ in range(20):
+    for _ in range(40):
         side = torch.mm(side, side)
-    events.layer_submitted(0, torch.cuda.current_stream())
-    early = events.poll()
-    found = events.drive(time.monotonic() + 30)
+    stream = torch.cuda.current_stream()
+    pair.prefill.computed({name: PROMPT_TOKENS}, stream=stream)
+    pair.prefill.step()
+    early = pair.prefill.statistics().parts
+    pair.finish(name)
 
-    assert early == []
-    assert [(each.layer, each.tokens) for each in found] == [(0, 16)]
+    assert early == 0
+    assert pair.parts == LAYERS
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed(
-    opened: Opened, way: str
-) -> None:
-    pair = opened(CudaPair(way=way))
+def test_a_prompt_goes_from_one_pool_to_the_other_while_it_is_computed(opened: Opened) -> None:
+    pair = opened(CudaPair())
 
     pair.run(by_layers=True)
     torch.cuda.synchronize()
 
-    assert pair.target.machine.counts["parts taken"] == LAYERS
-    assert "parts spoiled" not in pair.target.machine.counts
+    assert pair.parts == LAYERS
+    assert pair.decode.statistics().refused == {}
     there, here = map(bytes_of, pair.pools)
     assert there == here
 
 
-@pytest.mark.parametrize("way", ["device", "shared"])
 def test_most_layers_have_arrived_when_the_last_one_is_computed(
-    opened: Opened, way: str, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = opened(CudaPair(way=way))
-    until, taken = pair._until, []
+    pair = opened(CudaPair())
+    finish, taken = pair.finish, []
 
-    def noting(condition: Callable[[], bool]) -> None:
-        until(condition)
-        taken.append(pair.target.machine.counts.get("parts taken", 0))
+    def noting(name: str) -> None:
+        taken.append(pair.parts)
+        finish(name)
 
-    monkeypatch.setattr(pair, "_until", noting)
+    monkeypatch.setattr(pair, "finish", noting)
     for _ in range(3):
         pair.run(by_layers=True)
 
-    # Waited for in each run: that it begins, that the last layer is computed, that it is over.
-    ahead = [after - before for before, after in zip(taken[::3], taken[1::3], strict=True)]
     # Not in every run: the first one compiles, and the machine may pause.
-    assert taken[-1] == 3 * LAYERS
-    assert max(ahead) > LAYERS // 2
+    assert pair.parts == 3 * LAYERS
+    assert max(parts - LAYERS * run for run, parts in enumerate(taken)) > LAYERS // 2
 
 
-def test_a_part_that_is_spoiled_on_its_way_is_asked_for_again(opened: Opened) -> None:
-    pair = opened(CudaPair())
-    begin = pair.taker.take
+def test_a_part_that_is_spoiled_on_its_way_is_asked_for_again(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = DeviceTaker.take
     spoiled: list[Take] = []
 
-    def spoil_once(take, route, form, memory, keys, slots):  # noqa: ANN001, ANN202
-        if take.part == 3 and not spoiled:
-            spoiled.append(take)
+    def spoil_once(taker, taking, route, form, memory, keys, slots):  # noqa: ANN001, ANN202
+        if taking.part == 3 and not spoiled:
+            spoiled.append(taking)
             memory[100] ^= 1
-            torch.cuda.synchronize()
-        return begin(take, route, form, memory, keys, slots)
+        return take(taker, taking, route, form, memory, keys, slots)
 
-    pair.taker.take = spoil_once
+    monkeypatch.setattr(DeviceTaker, "take", spoil_once)
+    pair = opened(CudaPair())
     pair.run(by_layers=True)
     torch.cuda.synchronize()
 
-    assert pair.target.machine.counts["parts spoiled"] == 1
-    assert pair.target.machine.counts["parts taken"] == LAYERS
+    assert len(spoiled) == 1
     there, here = map(bytes_of, pair.pools)
     assert there == here
+
+
+def test_kv_on_a_gpu_needs_sums_that_a_gpu_computes(opened: Opened) -> None:
+    pair = opened(CudaPair())
+    other = penstock.HandoffPair(
+        prefill=pair.pair.prefill, decode=pair.pair.decode, model="bench", weights="v1"
+    )
+
+    with pytest.raises(ValueError, match="checksum of the pair is 'xxh3', must be 'mix64'"):
+        penstock.open_decode(other, kv=pair.pools[1])

@@ -56,8 +56,8 @@ def require_files_at_most(most: int) -> None:
 class Engines:
     """A prefill and a decode engine in this process."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.pair = a_pair()
+    def __init__(self, stack: ExitStack, **changes: object) -> None:
+        self.pair = a_pair(**changes)
         self.source, self.target = memory(), memory()
         opened = {"block_tokens": BLOCK, "settings": SETTINGS}
         self.prefill = stack.enter_context(

@@ -22,6 +22,7 @@ from tests.handoff.conftest import (
     SETTINGS,
     SLOTS,
     SOON_S,
+    Engines,
     a_pair,
     memory,
     open_files,
@@ -30,8 +31,6 @@ from tests.handoff.conftest import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.handoff.conftest import Engines
 
 PROMPT = list(range(100, 110))
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,54 +131,26 @@ def test_an_offer_that_nobody_claims_fails_after_its_timeout(engines: Engines) -
     engines.prefill.first_token("r", 1)
 
 
-class Fired:
-    """An event of a device that passes when the test says so."""
+def test_a_stream_is_refused_where_the_kv_is_in_memory_of_the_cpu(engines: Engines) -> None:
+    engines.prefill.offer("r", PROMPT, slots=[0, 1, 2])
 
-    passed = False
-
-    def record(self, stream: object) -> None:
-        """It is recorded."""
-
-    @property
-    def reached(self) -> bool:
-        return self.passed
-
-    def close(self) -> None:
-        """It is given back."""
+    with pytest.raises(ValueError, match="stream is 7, must be left out: the KV is not on a GPU"):
+        engines.prefill.computed({"r": len(PROMPT)}, layer=0, stream=7)
+    with pytest.raises(ValueError, match="stream is 'x', must be an int"):
+        engines.prefill.computed({"r": len(PROMPT)}, layer=0, stream="x")
 
 
-def test_kv_goes_out_when_the_event_of_its_layer_has_passed() -> None:
+def test_engines_sum_alike_or_refuse_each_other() -> None:
+    with pytest.raises(ValueError, match="checksum is 'md5', must be one of xxh3, mix64"):
+        a_pair(checksum="md5")
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "mix64"])
+def test_a_prompt_goes_over_with_either_checksum(checksum: str) -> None:
     with ExitStack() as stack:
-        events = [Fired() for _ in range(3)]
-        left = iter(events)
-        progress = penstock.LayerEvents(lambda: next(left))
-        pair, source, target = a_pair(), memory(), memory()
-        opened: dict[str, Any] = {"block_tokens": BLOCK, "settings": SETTINGS}
-        prefill = stack.enter_context(
-            penstock.open_prefill(pair, kv=source, progress=progress, **opened)
-        )
-        decode = stack.enter_context(penstock.open_decode(pair, kv=target, **opened))
-        decode.claim("r", PROMPT, slots=[5, 6, 7])
-        prefill.offer("r", PROMPT, slots=[0, 1, 2])
-        progress.begin({"r": len(PROMPT)}, range(3))
-        for layer, blocks in enumerate(source):
-            blocks[:3] = 1 + layer
-            progress.layer_submitted(layer, None)
-        prefill.first_token("r", 42)
-
-        prefill.drive(time.monotonic() + 0.05)
-        assert prefill.statistics().parts == 0
-        for event in events:
-            event.passed = True
-        prefill.drive(time.monotonic() + 10.0)
-        results, deadline = [], time.monotonic() + SOON_S
-        while not results and time.monotonic() < deadline:
-            prefill.step()
-            results = decode.step()
-            decode.wait(time.monotonic() + 0.01)
-
-        assert [each.delivered for each in results] == [True]
-        assert [blocks[6, 0, 0] for blocks in target] == [1, 2, 3]
+        engines = Engines(stack, checksum=checksum)
+        engines.meet()
+        assert engines.decode.statistics().parts >= 1
 
 
 HALVES = tuple(

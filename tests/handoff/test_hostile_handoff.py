@@ -23,7 +23,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "prefill.offer": {"tokens": PROMPT, "slots": [0], "cached_tokens": 0, "origin": ""},
     "decode.claim": {"tokens": PROMPT, "slots": [0], "cached_tokens": 0, "origin": "", "epoch": 1},
     "prefill.first_token": {"token": 1, "drafts": ()},
-    "prefill.computed": {"tokens": None, "layer": 0},
+    "prefill.computed": {"tokens": None, "layer": 0, "stream": None},
     "prefill.cancel": {"why": ""},
     "prefill.rank_died": {"rank": 0},
     "decode.cancel": {"why": ""},
@@ -106,9 +106,9 @@ def as_past(deadline: object) -> None:
 def test_a_hostile_argument_opens_nothing(opened: Callable[..., penstock.Handoff]) -> None:
     pair = a_pair()
     right = {"kv": memory(), "block_tokens": BLOCK, "settings": SETTINGS, "timeout_s": 10.0}
-    own = {penstock.open_prefill: "progress", penstock.open_decode: "folder"}[opened]
+    own = ("folder",) if opened is penstock.open_decode else ()
 
-    for argument in (*right, "layout", "rank", own):
+    for argument in (*right, "layout", "rank", *own):
         for hostile in HOSTILE:
             try:
                 opened(pair, **{**right, argument: hostile}).close()

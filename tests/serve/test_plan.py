@@ -176,7 +176,7 @@ def test_a_host_that_is_not_here_is_one_line(
         ({"device": "cuda:0", "tp": 2}, "engine.device: is 'cuda:0', must be 'cuda' for several"),
         (
             {"device": "cuda", "prefill_tp": 1, "decode_tp": 1},
-            "engine.device: is 'cuda', must be 'cpu' for the instances of a pair",
+            "engine.device: is 'cuda' for 1 ranks, and torch sees 0 GPUs",
         ),
     ],
 )

@@ -248,9 +248,8 @@ class SourceRank:
     def _compute_by_layers(self, name: str, layer_s: float) -> float:
         """Returns when the last layer was computed."""
         first = time.monotonic()
-        self.events.begin({name: self.shape.tokens}, range(self.shape.layers))
         for layer in range(self.shape.layers):
-            self.events.layer_submitted(layer, first + (layer + 1) * layer_s)
+            self.events.record({name: self.shape.tokens}, layer, first + (layer + 1) * layer_s)
         ended = first + self.shape.layers * layer_s
         while self.events.busy:
             self.driver.drive(time.monotonic() + WAIT_S)

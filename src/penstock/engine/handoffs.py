@@ -11,7 +11,9 @@ nor computed into before the handoff has ended, however it ends.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,8 @@ from penstock.vocabulary.layers import HeadRange
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.engine.architecture import Architecture
     from penstock.engine.requests import Answer
     from penstock.engine.spec import EngineSpec, InstanceSpec
@@ -56,6 +60,8 @@ SETTINGS = HandoffSettings(
     times=HandoffTimes(ping_s=2.0, suspect_s=20.0),
     bounds=HandoffBounds(berth_count=8),
 )
+ON_GPU = replace(SETTINGS, bounds=HandoffBounds(berth_count=32))
+"""A prompt is computed in a tenth of a second, and parts are taken between the steps of others."""
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +83,6 @@ class RankHandoffs:
         self, door: LocalPrefillHandoff | PrefillHandoffRank | DecodeHandoff | DecodeHandoffRank
     ) -> None:
         self.door = door
-        self._stops: dict[str, int] = {}
-        """Tokens of each prompt whose KV is there once the step under way is computed."""
 
     @property
     def counts(self) -> HandedCounts:
@@ -87,18 +91,31 @@ class RankHandoffs:
         sends = isinstance(self.door, LocalPrefillHandoff | PrefillHandoffRank)
         return HandedCounts(0 if sends else found.parts, found.bytes)
 
-    def begin(self, step: Step) -> None:
-        """A step is about to be computed."""
-        self._stops = {name: step.spans[span].stop for span, name in step.handed}
-        if isinstance(self.door, PrefillHandoffRank):
-            for offer in step.offers:
-                self.door.admit(offer)
-            self.door.step()
+    def begin(self, step: Step, stream: int) -> Callable[[int], None] | None:
+        """A step is about to be computed; returns what is called after each layer of it.
 
-    def layer_computed(self, layer: int) -> None:
-        """The KV of the step is there in one layer: it goes out while the next is computed."""
-        if self._stops and isinstance(self.door, LocalPrefillHandoff | PrefillHandoffRank):
-            self.door.computed(self._stops, layer=layer)
+        Args:
+            step: The step.
+            stream: Where it runs on a GPU; 0 on the CPU.
+        """
+        door = self.door
+        if isinstance(door, PrefillHandoffRank):
+            for offer in step.offers:
+                door.admit(offer)
+            door.step()
+        if not isinstance(door, LocalPrefillHandoff | PrefillHandoffRank) or not step.handed:
+            return None
+        tokens = {name: step.spans[span].stop for span, name in step.handed}
+
+        def computed(layer: int) -> None:
+            """The KV of the step goes out layer by layer, while the next ones are computed."""
+            door.computed(tokens, layer=layer, stream=stream or None)
+
+        return computed
+
+    def drive(self, seconds: float) -> None:
+        """Sends and receives while a step is computed."""
+        self.door.drive(time.monotonic() + seconds)
 
 
 class Handoffs:
@@ -266,9 +283,9 @@ def rank_handoffs(
     if pair is None:
         return None
     if spec.role is InstanceRole.PREFILL:
-        return RankHandoffs(open_prefill(pair, kv=tier, rank=rank, settings=SETTINGS))
+        return RankHandoffs(open_prefill(pair, kv=tier, rank=rank, settings=_settings(spec)))
     return RankHandoffs(
-        open_decode(pair, kv=tier, rank=rank, settings=SETTINGS, folder=_folder(spec))
+        open_decode(pair, kv=tier, rank=rank, settings=_settings(spec), folder=_folder(spec))
     )
 
 
@@ -289,12 +306,16 @@ def handoffs_of(
     if pair is None:
         return None
     if spec.role is InstanceRole.DECODE:
-        decode = open_decode(pair, kv=tier, settings=SETTINGS, folder=_folder(spec))
+        decode = open_decode(pair, kv=tier, settings=_settings(spec), folder=_folder(spec))
         return Claims(spec, None if tier is None else RankHandoffs(decode), decode)
     if tier is None:
-        return Offers(spec, None, open_prefill(pair, settings=SETTINGS))
-    local = open_prefill(pair, kv=tier, settings=SETTINGS)
+        return Offers(spec, None, open_prefill(pair, settings=_settings(spec)))
+    local = open_prefill(pair, kv=tier, settings=_settings(spec))
     return Offers(spec, RankHandoffs(local), local)
+
+
+def _settings(spec: InstanceSpec) -> HandoffSettings:
+    return SETTINGS if spec.device == "cpu" else ON_GPU
 
 
 def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair | None:
@@ -307,6 +328,7 @@ def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair | Non
         decode=_engine(spec, spec.pair.decode, architecture),
         model=model.name,
         weights=f"{model.weights_version} {model.kv_dtype}",
+        checksum="xxh3" if spec.device == "cpu" else "mix64",
         secret=spec.pair.secret,
         transport=(spec.config.handoff or HandoffTable()).transport,
     )

@@ -103,6 +103,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The pair that it belongs to, if it has a role in one."""
     dtype: str = "float32"
     device: str = "cpu"
+    first_gpu: int = 0
+    """The GPU of its first rank, where the device is `cuda` without a number."""
     graphs: bool = True
     """Whether a GPU replays decode steps as CUDA graphs."""
     step_tokens: int = 512

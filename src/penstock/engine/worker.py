@@ -79,6 +79,11 @@ def kv_tier(
     return TensorTier.of([group], block_tokens=block_tokens)
 
 
+DRIVE_S = 100e-6
+"""A step that is waited for is looked at this often beside a handoff: a layer of a prompt takes
+some milliseconds."""
+
+
 class StepLane(Protocol):
     """Where a rank's steps run, one after the other."""
 
@@ -140,22 +145,40 @@ class Pending:
     """A step under way."""
 
     def __init__(
-        self, number: int, choice: SampledBatch | None, mark: StepMark, scores: Sequence[Named] = ()
+        self,
+        number: int,
+        choice: SampledBatch | None,
+        mark: StepMark,
+        scores: Sequence[Named] = (),
+        *,
+        handed: RankHandoffs | None = None,
     ) -> None:
         self.number = number
+        self._handed = handed
         self._choice = choice
         self._mark = mark
         self._scores = scores
 
     def result(self, deadline: float) -> StepResult | None:
         """Its result; waits for it until the deadline, on the monotonic clock."""
-        if not self._mark.wait(deadline - time.monotonic()):
+        if not self._wait(deadline):
             return None
         return StepResult(
             self.number,
             [] if self._choice is None else self._choice.read(),
             scored=[named.read() for named in self._scores],
         )
+
+    def _wait(self, deadline: float) -> bool:
+        handed = self._handed
+        if handed is None:
+            return self._mark.wait(deadline - time.monotonic())
+        # KV goes out, or comes in, while the device computes.
+        while not self._mark.wait(0.0 if time.monotonic() >= deadline else DRIVE_S):
+            if time.monotonic() >= deadline:
+                return False
+            handed.drive(DRIVE_S)
+        return True
 
 
 class Worker:
@@ -215,13 +238,14 @@ class Worker:
             self.steps.submitted(lane.stream, sheet.slots())
         self._chosen = None if choice is None else choice.tokens
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
-        return Pending(step.number, choice, mark, scores)
+        return Pending(step.number, choice, mark, scores, handed=self.handed)
 
     def _forward(self, step: Step, batch: StepBatch) -> torch.Tensor | None:
-        if self.handed is None:
-            return self._lane.forward(self.decoder, batch, self.kv)
-        self.handed.begin(step)
-        return self.decoder.forward(batch, self.kv, after_layer=self.handed.layer_computed)
+        lane = self._lane
+        computed = None if self.handed is None else self.handed.begin(step, lane.stream)
+        if computed is None:
+            return lane.forward(self.decoder, batch, self.kv)
+        return self.decoder.forward(batch, self.kv, after_layer=computed)
 
 
 def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
@@ -319,7 +343,7 @@ def load_rank(
     model = find_model(spec.model)
     architecture, checkpoint = model.open()
     share = share_of(architecture, rank=rank, ranks=spec.ranks)
-    device = device_of(spec.device, rank)
+    device = device_of(spec.device, spec.first_gpu + rank)
     weights = RankWeights(
         checkpoint,
         share,

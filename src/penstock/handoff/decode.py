@@ -11,8 +11,9 @@ The one rule: the blocks of a claim belong to the handoff until its `HandoffResu
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from penstock.handoff.driver.array_parts import ArrayTaker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
@@ -28,16 +29,16 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of
-from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text
-from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.handoff.driver.parts import PartTaker
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.device import Kv
+    from penstock.transport.remote import PinMemory
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 
@@ -203,13 +204,22 @@ def open_decode(
 
 def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
     assert opening.tier is not None
-    target = transport_named(opening.pair.transport).open_target(folder)
+    taker: PartTaker[Any] = ArrayTaker(opening.tier, opening.checksum)
+    options: dict[str, PinMemory] = {}
+    if opening.on_gpu:
+        from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415
+
+        part_bytes, options = opening.settings.bounds.berth_bytes, {"pin": pin_memory}
+        taker = opening.undo.enter_context(
+            closing(DeviceTaker(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
+        )
+    target = opening.transport.open_target(folder, **options)
     opening.undo.callback(target.close)
     driver = DecodeRankDriver(
         opening.directory,
         name,
         opening.lines(name),
-        taker=ArrayTaker(opening.tier, Algorithm.XXH3),
+        taker=taker,
         target=target,
         incarnation=draw_incarnation(),
         settings=opening.settings,

@@ -24,7 +24,8 @@ from penstock.handoff.protocol.messages import INDEX_MAX
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import HandoffOutcome
 from penstock.runtime.access import Access
-from penstock.runtime.device import memory_tier
+from penstock.runtime.device import ALGORITHMS, memory_tier
+from penstock.transport.data import transport_named
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_descriptors,
@@ -34,6 +35,7 @@ from penstock.vocabulary.arguments import (
     as_time,
     as_tuple,
 )
+from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import as_token_array
 from penstock.vocabulary.layout import Layout
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.extensions import DataTransport
     from penstock.handoff.driver.lines import ZmqLines
     from penstock.handoff.driver.party_driver import PartyDriver
     from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
@@ -150,6 +153,18 @@ class Handoff:
         until = deadline if due is None else min(due, deadline)
         ready = wait_any(self.waitables, [*self.descriptors, *watched], deadline=until)
         return bool(ready.channels or ready.descriptors) or until < deadline
+
+    def drive(self, deadline: float) -> None:
+        """Sends and receives while the engine waits for its device; results stay for `step`.
+
+        A prefill rank looks at its device until all that was reported with a `stream` is
+        computed, or `deadline` on the monotonic clock has come; otherwise it returns at once.
+        """
+        until = self._deadline(deadline)
+        with self._access:
+            for driver in self._drivers:
+                driver.drive(until)
+            self._advance()
 
     @property
     def has_work(self) -> bool:
@@ -329,12 +344,37 @@ class Opening:
         self.settings = settings or HandoffSettings()
         self.tier: SlotStore | None = None
         if kv is not None:
-            self.tier = _cpu_tier(kv, layout, block_tokens)
+            self.tier = _tier(kv, layout, block_tokens)
+            if self.on_gpu and pair.checksum != ALGORITHMS["cuda"].value:
+                raise ValueError(
+                    f"checksum of the pair is {pair.checksum!r}, must be "
+                    f"{ALGORITHMS['cuda'].value!r}: kv lies on a GPU, which sums it there"
+                )
+            if self.on_gpu and not self.transport.pins:
+                raise ValueError(
+                    f"transport of the pair is {pair.transport!r}, must be one that pins its "
+                    "memory for a GPU, where kv lies"
+                )
         elif layout is not None or block_tokens:
             raise ValueError("layout and block_tokens are given, must be left out without kv")
         own = None if self.tier is None else self.tier.layout
         self.directory = directory_of(pair, own)
         self.undo = ExitStack()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the KV of the rank lies on a GPU."""
+        return self.tier is not None and self.tier.medium == "cuda"
+
+    @property
+    def transport(self) -> DataTransport:
+        """How KV gets from a prefill rank to a decode rank."""
+        return transport_named(self.pair.transport)
+
+    @property
+    def checksum(self) -> Algorithm:
+        """How both sides sum bytes."""
+        return Algorithm(self.pair.checksum)
 
     @property
     def slot_count(self) -> int:
@@ -351,7 +391,8 @@ class Opening:
         number = 0 if rank is None else as_int("rank", rank, 0, count - 1)
         name = rank_name(self.engine.name, number)
         assert self.tier is not None
-        form, said = Form(layout=self.tier.layout), self.directory.place_of(name).form
+        form = Form(layout=self.tier.layout, checksum=self.checksum)
+        said = self.directory.place_of(name).form
         if difference := form.difference(said):
             raise ValueError(f"kv of rank {number} does not fit layouts[{number}]: {difference}")
         return name
@@ -406,7 +447,7 @@ def as_slots(slots: Sequence[int], *, count: int, slot_count: int) -> tuple[int,
     return found
 
 
-def _cpu_tier(kv: Kv, layout: Layout | None, block_tokens: int) -> SlotStore:
+def _tier(kv: Kv, layout: Layout | None, block_tokens: int) -> SlotStore:
     tokens = as_int("block_tokens", block_tokens)
     if not isinstance(layout, Layout | None):
         raise ValueError(f"layout is a {type(layout).__name__}, must be a Layout or None")  # noqa: TRY004
@@ -415,6 +456,12 @@ def _cpu_tier(kv: Kv, layout: Layout | None, block_tokens: int) -> SlotStore:
     elif not tokens and not hasattr(kv, "layout"):
         raise ValueError("block_tokens is 0, must be the tokens of a block where kv is arrays")
     tier = memory_tier(kv, layout, block_tokens=tokens)
+    if tier.medium == "cuda":
+        # Parts are packed out of the tensors; what else a device tier does is the cache's.
+        tensors: SlotStore = tier.tensors if hasattr(tier, "tensors") else tier
+        return tensors
     if tier.medium != "arrays":
-        raise ValueError(f"kv lies on {tier.medium}, must lie in the memory of the CPU")
+        raise ValueError(
+            f"kv lies on {tier.medium}, must lie in the memory of the CPU or on a CUDA device"
+        )
     return tier

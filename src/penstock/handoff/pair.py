@@ -25,6 +25,7 @@ from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.identity import NAME_CHARS_MAX
 from penstock.transport.data import transport_named
 from penstock.vocabulary.arguments import as_text, as_tuple
+from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import Layout
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+CHECKSUMS = tuple(algorithm.value for algorithm in Algorithm)
 _KINDS = ("ipc://", "tcp://")
 _RANK_CHARS = 8
 """Room for a rank's number behind the name of its engine."""
@@ -86,6 +88,9 @@ class HandoffPair:
     model: str
     weights: str
     """The version of the weights: engines with other weights compute other KV."""
+    checksum: str = "xxh3"
+    """How the bytes are summed: `mix64` where the KV of an engine is on a GPU, which sums it
+    there; `xxh3` is quicker on CPUs."""
     secret: bytes = field(default=b"", repr=False)
     """Known to both engines and their ranks; nobody else is let in. `tcp` needs one."""
     transport: str = SHARED_MEMORY
@@ -99,6 +104,10 @@ class HandoffPair:
                 raise ValueError(f"{name} is {reprlib.repr(engine)}, must be a HandoffEngine")  # noqa: TRY004
         as_text("model", self.model)
         as_text("weights", self.weights)
+        if self.checksum not in CHECKSUMS:
+            raise ValueError(
+                f"checksum is {reprlib.repr(self.checksum)}, must be one of {', '.join(CHECKSUMS)}"
+            )
         if not isinstance(self.secret, bytes):
             raise ValueError(f"secret is a {type(self.secret).__name__}, must be bytes")  # noqa: TRY004
         if self.prefill.name == self.decode.name:
@@ -118,9 +127,10 @@ def directory_of(pair: HandoffPair, layout: Layout | None = None) -> Directory:
         ValueError: a layout is missing, or the blocks of one engine cannot become those of the
             other.
     """
+    sums, silent = Algorithm(pair.checksum), [""] * pair.decode.rank_count
     return Directory(
-        prefill=_place("prefill", pair.prefill, layout, _rank_addresses(pair.prefill)),
-        decode=_place("decode", pair.decode, layout, [""] * pair.decode.rank_count),
+        prefill=_place("prefill", pair.prefill, layout, _rank_addresses(pair.prefill), sums),
+        decode=_place("decode", pair.decode, layout, silent, sums),
         model=pair.model,
         weights=pair.weights,
         transport=pair.transport,
@@ -175,7 +185,11 @@ def _rank_addresses(engine: HandoffEngine) -> list[str]:
 
 
 def _place(
-    role: str, engine: HandoffEngine, layout: Layout | None, addresses: list[str]
+    role: str,
+    engine: HandoffEngine,
+    layout: Layout | None,
+    addresses: list[str],
+    checksum: Algorithm,
 ) -> EnginePlace:
     layouts = engine.layouts or (() if layout is None else (layout,))
     if not layouts:
@@ -187,7 +201,11 @@ def _place(
         scheduler=engine.name,
         address=engine.address,
         ranks=tuple(
-            RankPlace(name=rank_name(engine.name, rank), form=Form(layout=each), address=address)
+            RankPlace(
+                name=rank_name(engine.name, rank),
+                form=Form(layout=each, checksum=checksum),
+                address=address,
+            )
             for rank, (each, address) in enumerate(zip(layouts, addresses, strict=True))
         ),
     )

@@ -8,20 +8,25 @@
     prefill.first_token("request-1", 42)
     prefill.step()                                           # later: a HandoffResult
 
-The one rule: `computed` reports KV that *is* in its blocks. On a device, that is when the event
-behind the layer's last kernel has passed, not when the kernel was launched.
+On a GPU, `computed(…, layer=layer, stream=stream)` follows the launch of a layer's kernels.
+
+The one rule: KV is sent that *is* in its blocks. On a GPU, that is when its stream has got behind
+the layer's last kernel, not when the kernel was launched.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Unpack, overload
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import msgspec
 
 from penstock.handoff.driver.array_parts import ArrayReader
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
+from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 from penstock.handoff.handoff import (
     EngineHandoff,
@@ -34,17 +39,16 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of
-from penstock.transport.data import transport_named
-from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple, require_methods
-from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from penstock.handoff.driver.progress import DrivenSource
+    from penstock.handoff.driver.parts import PartReader
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.device import Kv
+    from penstock.transport.remote import WriterLink
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 
@@ -155,30 +159,30 @@ class LocalPrefillHandoff(PrefillHandoff):
         super().__init__(opening, [rank])
         self._rank = rank
 
-    def computed(self, tokens: Mapping[str, int], *, layer: int | None = None) -> None:
+    def computed(
+        self,
+        tokens: Mapping[str, int],
+        *,
+        layer: int | None = None,
+        stream: object = None,
+    ) -> None:
         """The KV of the first tokens of some prompts is in its blocks; sends what that allows.
 
         Args:
             tokens: For each handoff, how many of its leading tokens. Handoffs that have ended
                 are left alone.
             layer: In this layer; in all layers if it is left out.
+            stream: The CUDA stream, or its number, to which the kernels were submitted that
+                compute them, in the order of the calls. The KV is sent when the stream has got
+                there; `step`, `wait` and `drive` look. Left out, it is there already.
 
         Raises:
-            ValueError: a handoff was never offered, or has no such layer or token.
+            ValueError: a handoff was never offered, or has no such layer or token; or there is
+                a stream, and the KV is not on a GPU.
         """
-        counts, number = _as_counts(tokens), _as_layer(layer)
+        given = _Computed(tokens, layer, stream)
         with self._access:
-            _report(self._rank, counts, number)
-            self._advance()
-
-    def drive(self, deadline: float) -> None:
-        """Sends while the engine waits for the result of its step: until all events have passed.
-
-        For an engine that was opened with `progress`.
-        """
-        until = self._deadline(deadline)
-        with self._access:
-            self._rank.drive(until)
+            given.report(self._rank)
             self._advance()
 
     def _offered(self, offer: HandoffOffer) -> None:
@@ -206,21 +210,21 @@ class PrefillHandoffRank(HandoffRank):
         with self._access:
             _admit(self._rank, offer)
 
-    def computed(self, tokens: Mapping[str, int], *, layer: int | None = None) -> None:
+    def computed(
+        self,
+        tokens: Mapping[str, int],
+        *,
+        layer: int | None = None,
+        stream: object = None,
+    ) -> None:
         """The KV of the first tokens of some prompts is in its blocks; sends what that allows.
 
         Arguments and errors as `LocalPrefillHandoff.computed`.
         """
-        counts, number = _as_counts(tokens), _as_layer(layer)
+        given = _Computed(tokens, layer, stream)
         with self._access:
-            _report(self._rank, counts, number)
+            given.report(self._rank)
             self._advance()
-
-    def drive(self, deadline: float) -> None:
-        """Sends while the engine waits for its step; see `LocalPrefillHandoff.drive`."""
-        until = self._deadline(deadline)
-        with self._access:
-            self._rank.drive(until)
 
 
 @overload
@@ -229,7 +233,6 @@ def open_prefill(
     *,
     kv: Kv,
     rank: None = None,
-    progress: DrivenSource | None = None,
     **options: Unpack[OpeningOptions],
 ) -> LocalPrefillHandoff: ...
 
@@ -240,7 +243,6 @@ def open_prefill(
     *,
     kv: Kv,
     rank: int,
-    progress: DrivenSource | None = None,
     **options: Unpack[OpeningOptions],
 ) -> PrefillHandoffRank: ...
 
@@ -258,7 +260,6 @@ def open_prefill(
     rank: int | None = None,
     layout: Layout | None = None,
     block_tokens: int = 0,
-    progress: DrivenSource | None = None,
     settings: HandoffSettings | None = None,
     timeout_s: float = 60.0,
 ) -> PrefillHandoff | PrefillHandoffRank:
@@ -276,7 +277,6 @@ def open_prefill(
         rank: Which rank this is.
         layout: How `kv` lies, where that does not follow from it.
         block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
-        progress: Reports what a device has computed; `LayerEvents`.
         settings: Times and bounds.
         timeout_s: How long an engine waits for its ranks to connect.
 
@@ -284,8 +284,6 @@ def open_prefill(
         ValueError: an argument is wrong, or the KV of the two engines does not fit.
         UnavailableError: the ranks did not connect, or an address is in use.
     """
-    if progress is not None:
-        require_methods("progress", progress, "LayerEvents", "poll", "drive")
     opening = Opening(
         pair,
         "prefill",
@@ -301,23 +299,36 @@ def open_prefill(
             if rank is not None:
                 raise ValueError(f"rank is {rank!r}, must be left out without kv")
             return connected(PrefillHandoff(opening), ranks, opening.timeout_s)
-        driver = _rank_driver(opening, opening.rank(rank), progress)
+        driver = _rank_driver(opening, opening.rank(rank))
         if rank is not None:
             return PrefillHandoffRank(opening, driver)
         return connected(LocalPrefillHandoff(opening, driver), ranks, opening.timeout_s)
 
 
-def _rank_driver(opening: Opening, name: str, progress: DrivenSource | None) -> PrefillRankDriver:
+def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
     assert opening.tier is not None
+    reader: PartReader[Any] = ArrayReader(opening.tier, opening.checksum)
+    connect: Callable[[bytes], WriterLink] = opening.transport.connect
+    events: LayerEvents | None = None
+    if opening.on_gpu:
+        from penstock.handoff.driver.device_parts import DeviceReader, pin_memory  # noqa: PLC0415
+        from penstock.movers.cuda.streams import StreamEvent  # noqa: PLC0415 - both need CUDA
+
+        part_bytes = opening.settings.bounds.berth_bytes
+        reader = opening.undo.enter_context(
+            closing(DeviceReader(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
+        )
+        connect = partial(opening.transport.connect, pin=pin_memory)
+        events = opening.undo.enter_context(closing(LayerEvents(StreamEvent)))
     driver = PrefillRankDriver(
         opening.directory,
         name,
         opening.lines(name),
-        reader=ArrayReader(opening.tier, Algorithm.XXH3),
-        connect=transport_named(opening.pair.transport).connect,
+        reader=reader,
+        connect=connect,
         incarnation=draw_incarnation(),
         settings=opening.settings,
-        progress=progress,
+        progress=events,
     )
     opening.undo.callback(driver.close)
     return driver
@@ -335,19 +346,27 @@ def _admit(driver: PrefillRankDriver, offer: HandoffOffer) -> None:
         driver.chunk_progress(offer.handoff, tokens=offer.cached_tokens)
 
 
-def _as_counts(tokens: Mapping[str, int]) -> dict[str, int]:
-    if not isinstance(tokens, Mapping):
-        raise ValueError(f"tokens is {reprlib.repr(tokens)}, must map handoffs to token counts")  # noqa: TRY004
-    return {as_text("handoff", name): as_int(f"tokens[{name!r}]", n) for name, n in tokens.items()}
+class _Computed:
+    """The arguments of `computed`, checked before anything is touched."""
 
+    def __init__(self, tokens: Mapping[str, int], layer: object, stream: object) -> None:
+        if not isinstance(tokens, Mapping):
+            raise ValueError(f"tokens is {reprlib.repr(tokens)}, must map handoffs to token counts")  # noqa: TRY004
+        self._tokens = {
+            as_text("handoff", name): as_int(f"tokens[{name!r}]", count)
+            for name, count in tokens.items()
+        }
+        self._layer = None if layer is None else as_int("layer", layer)
+        # A stream of torch has its number in an attribute.
+        number = getattr(stream, "cuda_stream", stream)
+        self._stream = None if stream is None else as_int("stream", number)
 
-def _as_layer(layer: object) -> int | None:
-    return None if layer is None else as_int("layer", layer)
-
-
-def _report(driver: PrefillRankDriver, tokens: Mapping[str, int], layer: int | None) -> None:
-    for handoff, count in tokens.items():
-        if layer is None:
-            driver.chunk_progress(handoff, tokens=count)
-        else:
-            driver.progress(handoff, layer=layer, tokens=count)
+    def report(self, driver: PrefillRankDriver) -> None:
+        if self._stream is not None:
+            driver.submitted(self._tokens, layer=self._layer, stream=self._stream)
+            return
+        for handoff, count in self._tokens.items():
+            if self._layer is None:
+                driver.chunk_progress(handoff, tokens=count)
+            else:
+                driver.progress(handoff, layer=self._layer, tokens=count)

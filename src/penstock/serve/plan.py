@@ -218,6 +218,7 @@ def _instance(
         pair=pair,
         dtype=engine.dtype,
         device=engine.device,
+        first_gpu=_first_gpu(engine, role),
         graphs=engine.graphs,
         step_tokens=engine.step_tokens,
         step_requests=engine.step_requests,
@@ -261,30 +262,35 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
 
 
 def _require_device(config: Config) -> None:
-    """Checks that the GPUs exist; pairs run on the CPU."""
+    """Checks that the GPUs exist: each rank of an instance has one, which instances may share."""
     engine = config.engine
     assert engine is not None
     device = engine.device
-    if device == "cpu":
+    if device == "cpu" or engine.role == ROUTER:
         return
-    if engine.prefill_tp or engine.role != InstanceRole.BOTH.value:
-        raise ConfigError(
-            "engine.device",
-            f"is {device!r}, must be 'cpu' for the instances of a pair: what they hand over is "
-            "not put in order with a GPU's steps",
-        )
-    if config.cache.rank_count > 1 and device != "cuda":
+    ranks = max(engine.prefill_tp, engine.decode_tp) or config.cache.rank_count
+    if ranks > 1 and device != "cuda":
         raise ConfigError(
             "engine.device", f"is {device!r}, must be 'cuda' for several ranks: each has a GPU"
         )
+    if ranks > _gpu_count():
+        raise ConfigError(
+            "engine.device", f"is {device!r} for {ranks} ranks, and torch sees {_gpu_count()} GPUs"
+        )
+
+
+def _gpu_count() -> int:
     import torch  # noqa: PLC0415  (takes seconds, and only GPUs need it here)
 
-    if config.cache.rank_count > torch.cuda.device_count():
-        raise ConfigError(
-            "engine.device",
-            f"is {device!r} for {config.cache.rank_count} ranks, and torch sees "
-            f"{torch.cuda.device_count()} GPUs",
-        )
+    return int(torch.cuda.device_count())
+
+
+def _first_gpu(engine: EngineTable, role: InstanceRole) -> int:
+    """The decode instance of a pair has GPUs of its own, if there are enough."""
+    ranks = engine.prefill_tp + engine.decode_tp
+    if engine.device != "cuda" or engine.role != InstanceRole.BOTH.value:
+        return 0
+    return engine.prefill_tp if role is InstanceRole.DECODE and ranks <= _gpu_count() else 0
 
 
 def _require_memory(config: Config, architecture: Architecture) -> None:

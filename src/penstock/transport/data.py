@@ -16,15 +16,15 @@ from penstock.transport.shared_memory import SharedTarget, connect_shared
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.transport.remote import Target
+    from penstock.transport.remote import PinMemory, Target
 
 
-def _shared_target(folder: Path | None) -> Target:
-    return SharedTarget(huge_pages=False, folder=folder)
+def _shared_target(folder: Path | None, *, pin: PinMemory | None = None) -> Target:
+    return SharedTarget(huge_pages=False, pin=pin, folder=folder)
 
 
 TRANSPORTS: dict[str, DataTransport] = {
-    SHARED_MEMORY: DataTransport(open_target=_shared_target, connect=connect_shared)
+    SHARED_MEMORY: DataTransport(open_target=_shared_target, connect=connect_shared, pins=True)
 }
 """The built-in ones."""
 

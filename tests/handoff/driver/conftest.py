@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.handoff.driver.lines import InprocLines
     from penstock.handoff.driver.party_driver import PartyDriver
-    from penstock.handoff.driver.progress import DrivenSource
+    from penstock.handoff.driver.progress import LayerEvents
     from penstock.handoff.protocol.effects import HandoffEnded
 
     MakeWorld = Callable[..., "World"]
@@ -51,7 +51,7 @@ class World:
         *,
         settings: HandoffSettings = SMALL,
         seed: int = 0,
-        sources: dict[str, DrivenSource] | None = None,
+        sources: dict[str, LayerEvents] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.shape = shape or Shape()

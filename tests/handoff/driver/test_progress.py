@@ -8,7 +8,7 @@ import pytest
 
 from lab.fixtures.handoff_pair import LAYERS
 from penstock.handoff.driver.prefill_rank import DRIVE_S
-from penstock.handoff.driver.progress import LayerEvents, Progress, StepProgress
+from penstock.handoff.driver.progress import LayerEvents, Progress
 
 if TYPE_CHECKING:
     from tests.handoff.driver.conftest import MakeWorld
@@ -54,9 +54,8 @@ class DueEvent:
 def test_progress_is_told_when_the_device_has_passed_it_and_once() -> None:
     device = Device()
     events = LayerEvents(device.event, clock=device.clock)
-    events.begin({"a": 16, "b": 5}, range(2))
-    events.layer_submitted(0, 101.0)
-    events.layer_submitted(1, 102.0)
+    events.record({"a": 16, "b": 5}, 0, 101.0)
+    events.record({"a": 16, "b": 5}, 1, 102.0)
 
     before = events.poll()
     device.now = 101.0
@@ -75,9 +74,8 @@ def test_two_steps_are_in_flight_and_events_are_used_again() -> None:
     device = Device()
     events = LayerEvents(device.event, clock=device.clock)
     for step in range(6):
-        events.begin({"a": 4 * step + 4}, range(2))
-        events.layer_submitted(0, device.now + 1)
-        events.layer_submitted(1, device.now + 2)
+        events.record({"a": 4 * step + 4}, 0, device.now + 1)
+        events.record({"a": 4 * step + 4}, 1, device.now + 2)
         device.now += 1.5
         events.poll()
     device.now += 10
@@ -94,9 +92,8 @@ def test_driving_waits_for_the_next_event_but_not_beyond_its_time() -> None:
     device = Device()
     device.look_s = 0.01
     events = LayerEvents(device.event, clock=device.clock)
-    events.begin({"a": 4}, range(2))
-    events.layer_submitted(0, 100.5)
-    events.layer_submitted(1, 200.0)
+    events.record({"a": 4}, 0, 100.5)
+    events.record({"a": 4}, 1, 200.0)
 
     found = events.drive(110.0)
     early = device.now
@@ -106,20 +103,6 @@ def test_driving_waits_for_the_next_event_but_not_beyond_its_time() -> None:
     assert early == pytest.approx(100.5, abs=0.05)
     assert nothing == []
     assert device.now == pytest.approx(110.0, abs=0.05)
-
-
-def test_nothing_comes_of_a_step_that_was_abandoned() -> None:
-    device = Device()
-    events = LayerEvents(device.event, clock=device.clock)
-    step = events.begin({"a": 4}, range(1))
-    events.layer_submitted(0, 100.5)
-
-    events.abandon(step)
-    device.now = 200.0
-
-    assert events.poll() == []
-    assert not events.busy
-    assert device.closed == 1
 
 
 class Slow:
@@ -161,9 +144,8 @@ def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: Ma
     world.settle()
     for name in world.sending:
         world.pools[name].compute("a", there, range(16))
-        sources[name].begin({"a": 16}, range(LAYERS))
         for layer in range(LAYERS):
-            sources[name].layer_submitted(layer, 100.1 + layer / 10)
+            sources[name].record({"a": 16}, layer, 100.1 + layer / 10)
     device.look_s = 1e-4
 
     counts = []
@@ -181,48 +163,28 @@ def test_early_layers_leave_while_the_engine_waits_for_later_ones(make_world: Ma
     assert world.is_right("a", here, range(16))
 
 
-def test_a_layer_that_is_done_is_progress_of_every_prompt_of_its_step() -> None:
-    steps = StepProgress()
-    steps.begin(1, {"a": 16, "b": 7}, range(2))
+def test_a_stream_is_refused_by_a_rank_without_a_device(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.submit("a", 16)
 
-    assert steps.layer_done(1, 0) == [Progress("a", 0, 16), Progress("b", 0, 7)]
-
-
-def test_two_steps_may_be_in_flight_and_end_in_any_order() -> None:
-    steps = StepProgress()
-    steps.begin(1, {"a": 16}, range(2))
-    steps.begin(2, {"a": 32}, range(2))
-
-    done = [steps.layer_done(step, layer) for step, layer in ((1, 0), (2, 0), (2, 1), (1, 1))]
-
-    assert [each.tokens for (each,) in done] == [16, 32, 32, 16]
-    assert not steps.steps
+    with pytest.raises(ValueError, match="stream is 7, must be left out: the KV is not on a GPU"):
+        world.sending["prefill/0"].submitted({"a": 16}, layer=0, stream=7)
 
 
-def test_what_is_not_in_flight_is_refused() -> None:
-    steps = StepProgress(step_count_max=1)
-    steps.begin(1, {"a": 1}, range(1))
+def test_what_a_prompt_does_not_have_is_refused_before_anything_is_recorded(
+    make_world: MakeWorld,
+) -> None:
+    device = Device()
+    events = LayerEvents(device.event, clock=device.clock)
+    world = make_world(sources={"prefill/0": events}, clock=device.clock)
+    world.submit("a", 16)
+    rank = world.sending["prefill/0"]
 
-    with pytest.raises(ValueError, match="layer 3 of step 1 is not in flight"):
-        steps.layer_done(1, 3)
-    with pytest.raises(ValueError, match="step is 1, which is in flight already"):
-        steps.begin(1, {}, range(1))
-    with pytest.raises(ValueError, match="1 steps are in flight"):
-        steps.begin(2, {}, range(1))
-    steps.layer_done(1, 0)
-    with pytest.raises(ValueError, match="layer 0 of step 1 is not in flight"):
-        steps.layer_done(1, 0)
-    with pytest.raises(ValueError, match="layers is"):
-        steps.begin(3, {}, range(0))
-    with pytest.raises(ValueError, match="step_count_max is 0"):
-        StepProgress(step_count_max=0)
+    with pytest.raises(ValueError, match="layer is 99"):
+        rank.submitted({"a": 16}, layer=99, stream=7)
+    with pytest.raises(ValueError, match="tokens is 17"):
+        rank.submitted({"a": 17}, layer=None, stream=7)
+    with pytest.raises(ValueError, match="'b', which was never admitted"):
+        rank.submitted({"a": 16, "b": 1}, layer=0, stream=7)
 
-
-def test_an_abandoned_step_makes_room() -> None:
-    steps = StepProgress(step_count_max=1)
-    steps.begin(1, {"a": 1}, range(1))
-
-    steps.abandon(1)
-    steps.abandon(7)
-
-    steps.begin(2, {"a": 1}, range(1))
+    assert device.made == 0

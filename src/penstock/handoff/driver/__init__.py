@@ -8,7 +8,8 @@
 | `party_driver`                              | what all four drivers share: `step`, `wait`     |
 | `schedulers`, `prefill_rank`, `decode_rank` | the four drivers                                |
 | `parts`                                     | which bytes a part has; `PartReader/-Taker`     |
-| `array_parts`, `tensor_parts`, `device_parts` | packing and taking parts, by medium           |
+| `array_parts`, `device_parts`               | packing and taking parts, by medium             |
+| `window_scatter`                            | blocks of another size into tensors             |
 | `progress`                                  | what a device has computed, by events           |
 
 The one rule: a step does bounded work and never waits; `wait` is one poll with a deadline.

@@ -4,13 +4,12 @@
     DeviceTaker:   berth ─copy─→ staging ─sums─→ verdict ─scatter─→ slots
 
 The CPU touches no byte of a part: it submits one batch of calls for each, and looks at one event.
-A berth is memory of the same device (`device_berths`), or memory of the host that was pinned, as
-an area that two processes share (`pin_memory`); which of them makes no difference here.
+A berth is memory of the host that two processes share, pinned by both (`pin_memory`).
 
 | hazard                            | what orders it                                             |
 |-----------------------------------|------------------------------------------------------------|
 | the part is not computed          | progress is reported after its event has passed            |
-| a slot to be filled is still read | the scatter waits for the last step that touched it         |
+| a slot to be filled is still read | engines claim slots that no step under way touches          |
 | a berth, a staging buffer         | used again when the CPU has seen the event                  |
 | the area was left                 | `forget` waits for the copy that was submitted              |
 
@@ -29,13 +28,13 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from penstock.errors import UnavailableError
-from penstock.handoff.driver.tensor_parts import WindowScatter
+from penstock.handoff.driver.window_scatter import WindowScatter
 from penstock.movers.base import WAIT_S
 from penstock.movers.cuda.calls import choose_calls
 from penstock.movers.cuda.marks import Marks
@@ -56,12 +55,11 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.identity import WriteId
     from penstock.movers.cuda.calls import Calls
     from penstock.movers.cuda.staging import Manifest, StagingBuffer
-    from penstock.movers.cuda.streams import Steps
     from penstock.tiers.tensors import TensorTier
     from penstock.vocabulary.layout import Layout
 
-Window = Any
-"""Bytes of a berth: a tensor on the device, or an array of pinned memory."""
+Window: TypeAlias = "NDArray[np.uint8]"
+"""Bytes of a berth, in pinned memory."""
 PARTS = 8
 """Parts under way at a time: their tables are small, and the device works in order."""
 STAGED = 2
@@ -174,14 +172,11 @@ class DeviceTaker:
     Args:
         tier: the KV of the rank, on the current device.
         part_bytes: the largest part: the bytes of a berth.
-        steps: of the engine; slots are written behind the last one that touched them. Without
-            them, slots are given only when nothing of the engine can touch them any more.
     """
 
-    def __init__(self, tier: TensorTier, *, part_bytes: int, steps: Steps | None = None) -> None:
+    def __init__(self, tier: TensorTier, *, part_bytes: int) -> None:
         self.slot_count = tier.slot_count
         self._tier = tier
-        self._steps = steps
         self._device = Device(tier, part_bytes)
         self._torch_stream = torch.cuda.ExternalStream(self._device.stream.number)
         self._taking: deque[_Taking] = deque()
@@ -222,9 +217,6 @@ class DeviceTaker:
             calls.copy(stream, scratch.data_ptr(), berth.staged, len(memory))
         packer.sum(calls, manifest, berth, stream)
         packer.judge(calls, manifest, berth, batch.sums_address, stream)
-        step = self._last_step(numbers)
-        if step is not None:
-            calls.wait(stream, step)
         if whole:
             packer.scatter(calls, manifest, berth, stream)
         calls.record(manifest.ended, stream)
@@ -272,9 +264,6 @@ class DeviceTaker:
 
         return self._device.kernels_of(form, layout)
 
-    def _last_step(self, slots: NDArray[np.int32]) -> StreamEvent | None:
-        return None if self._steps is None else self._steps.event_of(self._steps.last_of(slots))
-
     def _take_scratch(self) -> torch.Tensor:
         if self._scratches:
             return self._scratches.pop()
@@ -300,18 +289,6 @@ class DeviceTaker:
                 scatter.scatter(scratch, count, slots)
 
         return put_away
-
-
-def device_berths(device: str | int | torch.device = "cuda") -> Callable[[int], Any]:
-    """Makes landing areas of a device's memory, for `InprocFabric.target`."""
-
-    def allocate(size: int) -> torch.Tensor:
-        try:
-            return torch.empty(size, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise UnavailableError(f"{size >> 20} MiB for a landing area: {error}") from error
-
-    return allocate
 
 
 def pin_memory(memory: NDArray[np.uint8]) -> Callable[[], None]:
@@ -427,7 +404,7 @@ class Device:
 
 def address_of(memory: Window) -> int:
     """Where bytes of a berth are."""
-    return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+    return int(memory.ctypes.data)
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)

@@ -10,7 +10,6 @@ another size at the target are split or joined when they are put away.
 |-----------------|--------------------------------|------------------------------|
 | memory of a CPU | `array_parts.ArrayReader`      | `array_parts.ArrayTaker`     |
 | CUDA, kernels   | `device_parts.DeviceReader`    | `device_parts.DeviceTaker`   |
-| torch, staging  | `tensor_parts.TensorReader`    | `tensor_parts.TensorTaker`   |
 
 The one rule: bytes are summed as they were read from slots, and put away only after the target has
 copied them out of the berth and verified the copy.

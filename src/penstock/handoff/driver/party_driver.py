@@ -118,6 +118,9 @@ class PartyDriver(Generic[MachineT]):
         """Bytes of landing areas, open and retired ones; decode ranks have them."""
         return 0
 
+    def drive(self, until: float) -> None:
+        """Looks at a device until then; see `PrefillRankDriver.drive`. Others have none."""
+
     @property
     def has_work(self) -> bool:
         """Whether the next step has something to do, whatever comes."""

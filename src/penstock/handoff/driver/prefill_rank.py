@@ -33,12 +33,12 @@ from penstock.handoff.protocol.prefill_rank import PrefillRank
 from penstock.transport.remote import WriteDone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
     from penstock.handoff.driver.parts import PartReader
-    from penstock.handoff.driver.progress import DrivenSource
+    from penstock.handoff.driver.progress import LayerEvents, Progress
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.identity import Life, WriteId
     from penstock.handoff.protocol.settings import HandoffSettings
@@ -108,7 +108,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         incarnation: int,
         settings: HandoffSettings,
         clock: Callable[[], float] = time.monotonic,
-        progress: DrivenSource | None = None,
+        progress: LayerEvents | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         identity = directory.identity(name, incarnation)
@@ -185,6 +185,18 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """The KV of the first `tokens` tokens *is* there in every layer."""
         self._carry_out(self.machine.chunk_progress(handoff, tokens=tokens, now=self._clock()))
 
+    def submitted(self, tokens: Mapping[str, int], *, layer: int | None, stream: int) -> None:
+        """What was submitted to the stream computes so many tokens of each prompt in a layer.
+
+        Raises:
+            ValueError: see `PrefillRank.progress`; or the rank has no device.
+        """
+        if self._progress is None:
+            raise ValueError(f"stream is {stream}, must be left out: the KV is not on a GPU")
+        for handoff, count in tokens.items():
+            self.machine.require_progress(handoff, layer=layer, tokens=count)
+        self._progress.record(tokens, layer, stream)
+
     def drive(self, until: float) -> None:
         """Sends while the engine waits for its step's result anyway.
 
@@ -192,8 +204,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         """
         source = self._progress
         while source is not None and source.busy and (now := self._clock()) < until:
-            for handoff, layer, tokens in source.drive(min(until, now + DRIVE_S)):
-                self.progress(handoff, layer=layer, tokens=tokens)
+            self._report(source.drive(min(until, now + DRIVE_S)))
             self.step()
 
     @property
@@ -229,10 +240,16 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
     def _work(self, now: float) -> None:  # noqa: ARG002 - every end has its own time
         if self._progress is not None:
-            for handoff, layer, tokens in self._progress.poll():
-                self.progress(handoff, layer=layer, tokens=tokens)
+            self._report(self._progress.poll())
         self._pump()
         self._forget_prompts()
+
+    def _report(self, found: list[Progress]) -> None:
+        for handoff, layer, tokens in found:
+            if layer is None:
+                self.chunk_progress(handoff, tokens=tokens)
+            else:
+                self.progress(handoff, layer=layer, tokens=tokens)
 
     def _pump(self) -> None:
         """Writes what there is to write, as far as a step goes."""

@@ -124,12 +124,9 @@ class PrefillRank(Party):
         Raises:
             ValueError: the prompt was never admitted, or has no such layer or token.
         """
-        prompt = self._known(handoff)
+        prompt = self.require_progress(handoff, layer=layer, tokens=tokens)
         self._start(now)
         if prompt is not None:
-            if layer not in prompt.layers:
-                first, last = prompt.layers[0], prompt.layers[-1]
-                raise ValueError(f"layer is {layer}, must be from {first} to {last} on this rank")
             self._raise(handoff, prompt, tokens, range(layer, layer + 1))
         return self.effects
 
@@ -139,11 +136,26 @@ class PrefillRank(Party):
         Raises:
             ValueError: as for `progress`.
         """
-        prompt = self._known(handoff)
+        prompt = self.require_progress(handoff, layer=None, tokens=tokens)
         self._start(now)
         if prompt is not None:
             self._raise(handoff, prompt, tokens, prompt.layers)
         return self.effects
+
+    def require_progress(self, handoff: str, *, layer: int | None, tokens: int) -> Prompt | None:
+        """The prompt of which so much may be reported; none if it was released.
+
+        Raises:
+            ValueError: as for `progress`.
+        """
+        prompt = self._known(handoff)
+        if prompt is not None:
+            if layer is not None and layer not in prompt.layers:
+                first, last = prompt.layers[0], prompt.layers[-1]
+                raise ValueError(f"layer is {layer}, must be from {first} to {last} on this rank")
+            if not 0 <= tokens <= prompt.token_count:
+                raise ValueError(f"tokens is {tokens}, must be from 0 to {prompt.token_count}")
+        return prompt
 
     def write_done(self, write: WriteId, now: float, *, sums: bytes = b"") -> list[AnyEffect]:
         """A write was observed to have ended well; `sums` are what its notice carried.
@@ -382,8 +394,6 @@ class PrefillRank(Party):
 
     def _raise(self, handoff: str, prompt: Prompt, tokens: int, layers: range) -> None:
         """Raises the watermarks of some layers, and writes what that allows."""
-        if not 0 <= tokens <= prompt.token_count:
-            raise ValueError(f"tokens is {tokens}, must be from 0 to {prompt.token_count}")
         self.prompts[handoff] = prompt = prompt.raised(tokens, layers)
         for target, wants in self.wants.items():
             if handoff in wants:

@@ -59,6 +59,11 @@ class CudaTier:
         self._areas: dict[int, RegisteredHost] = {}
 
     @property
+    def tensors(self) -> TensorTier:
+        """The tensors themselves."""
+        return self._tier
+
+    @property
     def addresses(self) -> Mapping[int, int]:
         """Where each buffer of the layout starts."""
         return self._tier.addresses
