@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from penstock.cli.app import PENSTOCK, run
@@ -174,10 +175,6 @@ def test_a_host_that_is_not_here_is_one_line(
         ({"blocks": 2**40}, "cache.blocks: is 1099511627776, must be a whole number"),
         ({"device": "tpu"}, "engine.device: is 'tpu', must be 'cpu', 'cuda' or 'cuda:N'"),
         ({"device": "cuda:0", "tp": 2}, "engine.device: is 'cuda:0', must be 'cuda' for several"),
-        (
-            {"device": "cuda", "prefill_tp": 1, "decode_tp": 1},
-            "engine.device: is 'cuda' for 1 ranks, and torch sees 0 GPUs",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(
@@ -187,6 +184,17 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
         settled(model_folder, **wishes)
 
     assert str(refused.value).startswith(reported)
+
+
+def test_more_ranks_than_gpus_are_refused(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    with pytest.raises(ConfigError) as refused:
+        settled(model_folder, device="cuda", prefill_tp=2, decode_tp=1)
+
+    assert str(refused.value) == "engine.device: is 'cuda' for 2 ranks, and torch sees 1 GPUs"
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(

@@ -212,7 +212,7 @@ def test_an_open_server_warns_in_capitals_and_has_no_torch(
         page = httpx.post(audit, headers={"Origin": "http://a.example"}, timeout=SOON_S)
 
         # What computes has torch; what answers needs none.
-        assert "torch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{running.process.pid}/maps").read_text()
         assert rebound.status_code == page.status_code == 403
         assert page.json()["error"]["type"] == "permission_error"
     assert "LISTENING ON 0.0.0.0 WITHOUT AN API KEY" in log.read_text()
