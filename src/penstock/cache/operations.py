@@ -54,6 +54,8 @@ class BlockFault(Enum):
 
     CORRUPT = "corrupt"
     """The source's bytes failed their checksum: the copy there is dropped."""
+    MISSING = "missing"
+    """The source does not have the block (any more): it is forgotten there."""
     UNREADABLE = "unreadable"
     """The source could not be read or the target not be written; the source may be fine."""
 

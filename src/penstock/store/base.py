@@ -1,0 +1,193 @@
+"""What a tier of the store process is: blocks by identity, moved to and from mapped arenas.
+
+A tier of the store owns its index and decides where a block lies. An engine names blocks by
+identity and its own arena slots; it never names places in the tier.
+
+    identity = space (model), generation (up to the next reset), part (form and rank), key
+
+A job is one rank's part of an operation. The rules:
+
+- Every job is reported by `collect` exactly once, cancelled or not. From then on the tier does not
+  touch the arena slots of the job.
+- A block that was reported as saved is found again after the process was killed.
+- A block that is delivered is the one that was asked for: its bytes were verified against sums
+  that are bound to its key. Anything else is a fault of that block.
+- Calls come from one thread and return at once. A tier may have threads of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from penstock.vocabulary.cell_span import CellSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.cache.operations import BlockFault
+    from penstock.tiers.host import HostTier
+    from penstock.vocabulary.form import Form
+    from penstock.vocabulary.ids import Key
+
+DIGEST_BYTES = 16
+"""Of spaces and parts."""
+PART_DOMAIN = b"penstock.part.v1"
+
+
+class Space(NamedTuple):
+    """Whose blocks: those of one model with one version of its weights, up to its next reset."""
+
+    name: bytes
+    """`DIGEST_BYTES` bytes: a digest of what every key of the model says about it."""
+    generation: int
+
+
+def part_name(form: Form, *, rank: int, rank_count: int, equal: bool) -> bytes:
+    """What part of a block a rank holds, and in which form.
+
+    Ranks that hold equal bytes (`equal`) have one part. The form alone does not do: opaque blocks
+    of two ranks have one form, and other bytes.
+    """
+    place = b"equal" if equal else b"%d/%d" % (rank, rank_count)
+    framed = (len(each).to_bytes(4, "little") + each for each in (form.fingerprint, place))
+    return sha256(PART_DOMAIN + b"".join(framed)).digest()[:DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedArena:
+    """The hub of one rank, mapped into the store process."""
+
+    host: HostTier
+    form: Form
+    """Its checksum is that of `host`'s sums."""
+    part: bytes
+    span: CellSpan = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "span", CellSpan.of(self.host.layout))
+
+
+class SaveJob(NamedTuple):
+    """Write blocks from arena slots into the tier. One that is there already is not written."""
+
+    ticket: int
+    arena: MappedArena
+    space: Space
+    keys: Sequence[Key]
+    """A chain, or pieces of chains: neighbours should lie together."""
+    parents: Sequence[Key | None]
+    """The block before each."""
+    slots: Sequence[int]
+    salt: int
+    """What the sums of these slots in the arena were made with (`life_salt`)."""
+
+
+class LoadJob(NamedTuple):
+    """Read blocks from the tier into arena slots, and write their sums there with `salt`."""
+
+    ticket: int
+    arena: MappedArena
+    space: Space
+    keys: Sequence[Key]
+    slots: Sequence[int]
+    salt: int
+
+
+class EndedJob(NamedTuple):
+    """A job that the tier is through with."""
+
+    ticket: int
+    faults: tuple[tuple[int, BlockFault], ...] = ()
+    """By position in the job. `MISSING`: the tier does not have the block. `CORRUPT`: it had it,
+    the bytes failed their sums, and it is forgotten. `UNREADABLE`: not read, or not written."""
+    failure: str = ""
+    """Why all of it failed, if it did."""
+
+
+class Gone(NamedTuple):
+    """Blocks that the tier gave up to make room."""
+
+    space: Space
+    part: bytes
+    keys: Sequence[Key]
+
+
+class Page(NamedTuple):
+    """Some of the blocks of one space and part, newest first."""
+
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    cursor: int | None
+    """Where the next page begins; `None`: this was the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierState:
+    """How a tier is, for health, metrics and people."""
+
+    on: bool
+    why: str = ""
+    """Why it is off."""
+    recovered: float = 1.0
+    """The share of what was there at the start that is known by now."""
+    blocks: int = 0
+    block_bytes: int = 0
+    """Bytes of those blocks."""
+    capacity_bytes: int = 0
+    saves_dropped: int = 0
+    """Blocks that were not written because the tier was too slow."""
+    blocks_corrupt: int = 0
+    blocks_reclaimed: int = 0
+
+
+class StoreTier(Protocol):
+    """A tier of the store process."""
+
+    @property
+    def descriptor(self) -> int:
+        """Readable while `collect`, `take_gone` or `state` have something new."""
+        ...
+
+    def save(self, job: SaveJob) -> None:
+        """Takes a job in. With too many in hand it is reported as dropped: `UNREADABLE` faults."""
+        ...
+
+    def load(self, job: LoadJob) -> None:
+        """Takes a job in; loads go before saves."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a job early, if it can; it is reported all the same."""
+        ...
+
+    def collect(self) -> list[EndedJob]:
+        """The jobs that have ended since the last call."""
+        ...
+
+    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
+        """Which blocks are there, as far as is known yet."""
+        ...
+
+    def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
+        """A page of the blocks that are there; begins with `None`."""
+        ...
+
+    def take_gone(self) -> list[Gone]:
+        """The blocks that were given up since the last call."""
+        ...
+
+    def generation(self, name: bytes) -> int:
+        """The generation of a space that counts now; it survives restarts."""
+        ...
+
+    def void(self, name: bytes) -> int:
+        """Begins a new generation: no block of an earlier one is found again. Returns it."""
+        ...
+
+    def state(self) -> TierState: ...
+
+    def close(self, *, deadline: float) -> None:
+        """Ends what is in hand, syncs, and gives everything back by `deadline`."""
+        ...

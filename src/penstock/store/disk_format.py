@@ -1,0 +1,226 @@
+"""The files of a disk tier: segments of slots, with a table of rows at their head.
+
+    folder/
+      lock                  flock of the one store process that writes here
+      generations           the generation of each space (JSON, replaced as a whole)
+      NNNNNNNN.segment      preallocated; N is the number of the file, not its age
+
+    segment = head (4096 bytes), table (256 bytes a slot, whole pages), slots
+    slot    = block (`block_bytes`), trailer (256 bytes and 8 a cell), each padded to 4096
+
+A segment has slots of one geometry, for blocks of one part. Its head names its *life*: 64 random
+bits that are drawn anew whenever the segment begins to be filled again. Rows and trailers repeat
+the life, so a new head voids all of them at once.
+
+Order of writes: head (synced), then for each slot block and trailer, then its row. A row says that
+the slot was written in full. After a process was killed that is true. After a power loss a row may
+be there without its block: the sums in the trailer, and those of the cells, find that.
+
+Numbers are little-endian. `docs/disk-format.md` is the specification, with test vectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from penstock.store.base import DIGEST_BYTES
+from penstock.vocabulary.checksums import SUM_BYTES, mix64_sums
+from penstock.vocabulary.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAGIC = b"PENSTOCK"
+VERSION = 1
+PAGE_BYTES = 4096
+ROW_BYTES = 256
+TRAILER_HEAD_BYTES = 256
+SEGMENT_BYTES = 1 << 30
+CIPHER_NONE = 0
+CIPHER_AES_GCM = 1
+
+HEAD = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("cipher", "<u4"),
+        ("life", "<u8"),
+        ("age", "<u8"),  # Counts segments in the order in which they began to be filled.
+        ("block_bytes", "<u8"),
+        ("slot_bytes", "<u8"),  # From one slot to the next: block, trailer, padding.
+        ("slot_count", "<u4"),
+        ("cell_count", "<u4"),
+        ("algorithm", "S16"),
+        ("part", "V16"),
+        ("form", "V16"),
+        ("key_check", "V16"),  # Of the encryption key; zeros without one.
+        ("reserved", "V128"),
+        ("sum", "<u8"),  # XXH3-64 of the bytes before it.
+    ]
+)
+"""The first bytes of a segment; the rest of the page is zeros."""
+
+ROW = np.dtype(
+    [
+        ("life", "<u8"),
+        ("key", "V32"),
+        ("parent", "V32"),  # Zeros: the first block of its chain.
+        ("space", "V16"),
+        ("generation", "<u8"),
+        ("trailer_sum", "<u8"),
+        ("written_at", "<u8"),  # Seconds since 1970, for people.
+        ("slot", "<u4"),
+        ("flags", "<u4"),
+        ("reserved", "V128"),
+        ("sum", "<u8"),  # mix64 of the bytes before it, under the seed `life`.
+    ]
+)
+
+TRAILER_HEAD = np.dtype(
+    [
+        ("life", "<u8"),
+        ("key", "V32"),
+        ("space", "V16"),
+        ("generation", "<u8"),
+        ("salt", "<u8"),  # Of the cell sums.
+        ("slot", "<u4"),
+        ("cell_count", "<u4"),
+        ("nonce", "V12"),
+        ("tag", "V16"),
+        ("reserved", "V140"),
+        ("sum", "<u8"),  # XXH3-64 of the bytes before it and of the cell sums after it.
+    ]
+)
+"""The first bytes of a trailer; the cell sums follow, eight bytes each."""
+
+assert (HEAD.itemsize, ROW.itemsize, TRAILER_HEAD.itemsize) == (256, ROW_BYTES, TRAILER_HEAD_BYTES)
+
+
+def round_up(size: int, unit: int = PAGE_BYTES) -> int:
+    return -(-size // unit) * unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Where the table, the slots and their trailers lie in a segment of `segment_bytes`."""
+
+    segment_bytes: int
+    block_bytes: int
+    cell_count: int
+
+    def __post_init__(self) -> None:
+        if self.slot_count < 1:
+            raise ValueError(
+                f"segment_bytes is {self.segment_bytes}, must have room for one slot of "
+                f"{self.slot_bytes} bytes"
+            )
+
+    @property
+    def trailer_offset(self) -> int:
+        """Within a slot."""
+        return round_up(self.block_bytes)
+
+    @property
+    def trailer_bytes(self) -> int:
+        return round_up(TRAILER_HEAD_BYTES + self.cell_count * SUM_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.trailer_offset + self.trailer_bytes
+
+    @property
+    def slot_count(self) -> int:
+        count = (self.segment_bytes - PAGE_BYTES) // (self.slot_bytes + ROW_BYTES)
+        # The table ends with a page, for which a slot may have to go.
+        while count > 0 and self.slots_offset(count) + count * self.slot_bytes > self.segment_bytes:
+            count -= 1
+        return count
+
+    @staticmethod
+    def slots_offset(slot_count: int) -> int:
+        """Where slot 0 begins."""
+        return PAGE_BYTES + round_up(slot_count * ROW_BYTES)
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins."""
+        return self.slots_offset(self.slot_count) + slot * self.slot_bytes
+
+    @staticmethod
+    def row_offset(slot: int) -> int:
+        return PAGE_BYTES + slot * ROW_BYTES
+
+
+def seal_head(head: NDArray[np.void]) -> bytes:
+    """A head (one record of `HEAD`) as its page, with its sum."""
+    raw = bytearray(head.tobytes())
+    raw[-SUM_BYTES:] = xxh3_64_intdigest(bytes(raw[:-SUM_BYTES])).to_bytes(SUM_BYTES, "little")
+    return bytes(raw).ljust(PAGE_BYTES, b"\0")
+
+
+def read_head(page: bytes) -> NDArray[np.void] | None:
+    """The head in a page, if it is whole and of this format; `None` if not.
+
+    Raises:
+        ValueError: it is whole, and of another version.
+    """
+    raw = page[: HEAD.itemsize]
+    if len(raw) < HEAD.itemsize or raw[: len(MAGIC)] != MAGIC:
+        return None
+    if int.from_bytes(raw[-SUM_BYTES:], "little") != xxh3_64_intdigest(raw[:-SUM_BYTES]):
+        return None
+    head: NDArray[np.void] = np.frombuffer(raw, dtype=HEAD)[0]
+    if head["version"] != VERSION:
+        raise ValueError(f"format version is {head['version']}, must be {VERSION}")
+    return head
+
+
+def seal_rows(rows: NDArray[np.void]) -> NDArray[np.void]:
+    """The rows (records of `ROW`) with their sums."""
+    sealed = rows.copy()
+    sealed["sum"] = _row_sums(sealed)
+    return sealed
+
+
+def sound_rows(rows: NDArray[np.void], life: int) -> NDArray[np.bool_]:
+    """Which rows of a table were written in full, in this life, and for the slot they stand at."""
+    here = rows["slot"] == np.arange(len(rows), dtype=np.uint32)
+    sound: NDArray[np.bool_] = here & (rows["life"] == life) & (rows["sum"] == _row_sums(rows))
+    return sound
+
+
+def _row_sums(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), 1, ROW_BYTES)
+    seeds = np.ascontiguousarray(rows["life"]).astype(np.uint64).reshape(-1, 1)
+    return mix64_sums(raw[..., :-SUM_BYTES], seeds)[:, 0]
+
+
+def seal_trailer(head: NDArray[np.void], sums: NDArray[np.uint64]) -> bytes:
+    """A trailer (one record of `TRAILER_HEAD`) with the cell sums after it, not padded."""
+    raw = bytearray(head.tobytes())
+    table = sums.astype("<u8", copy=False).tobytes()
+    total = xxh3_64_intdigest(bytes(raw[:-SUM_BYTES]) + table)
+    raw[-SUM_BYTES:] = total.to_bytes(SUM_BYTES, "little")
+    return bytes(raw) + table
+
+
+def read_trailer(raw: bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]] | None:
+    """The head and the cell sums of a trailer, if it is whole; `None` if not."""
+    if len(raw) < TRAILER_HEAD_BYTES:
+        return None
+    head: NDArray[np.void] = np.frombuffer(raw[:TRAILER_HEAD_BYTES], dtype=TRAILER_HEAD)[0]
+    end = TRAILER_HEAD_BYTES + int(head["cell_count"]) * SUM_BYTES
+    if end > len(raw):
+        return None
+    table = raw[TRAILER_HEAD_BYTES:end]
+    if int(head["sum"]) != xxh3_64_intdigest(raw[: TRAILER_HEAD_BYTES - SUM_BYTES] + table):
+        return None
+    return head, np.frombuffer(table, dtype="<u8").astype(np.uint64, copy=False)
+
+
+NO_KEY = bytes(KEY_BYTES)
+"""In place of the key of a block that has none before it."""
+assert DIGEST_BYTES == HEAD["part"].itemsize == ROW["space"].itemsize
