@@ -2,7 +2,8 @@
 
     folder/
       lock                  flock of the one store process that writes here
-      generations           the generation of each space (JSON, replaced as a whole)
+      generations           the generation of each space (`read_generations`)
+      FINGERPRINT.form      a form that segments name, in full (`write_form`, once for each form)
       NNNNNNNN.segment      preallocated; N is the number of the file, not its age
 
     segment = head (4096 bytes), table (256 bytes a slot, whole pages), slots
@@ -21,17 +22,23 @@ Numbers are little-endian. `docs/disk-format.md` is the specification, with test
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from penstock.store.base import DIGEST_BYTES
 from penstock.vocabulary.checksums import SUM_BYTES, mix64_sums
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
 MAGIC = b"PENSTOCK"
@@ -40,6 +47,11 @@ PAGE_BYTES = 4096
 ROW_BYTES = 256
 TRAILER_HEAD_BYTES = 256
 SEGMENT_BYTES = 1 << 30
+GENERATIONS_NAME = "generations"
+FORM_SUFFIX = ".form"
+FILE_MODE = 0o600
+TOMBSTONE = 1
+"""A flag of a row: its block is forgotten, such as one whose bytes failed their sums."""
 CIPHER_NONE = 0
 CIPHER_AES_GCM = 1
 
@@ -186,7 +198,10 @@ def seal_rows(rows: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def sound_rows(rows: NDArray[np.void], life: int) -> NDArray[np.bool_]:
-    """Which rows of a table were written in full, in this life, and for the slot they stand at."""
+    """Which rows of a table were written in full, in this life, and for the slot they stand at.
+
+    Those with flags (`TOMBSTONE`) are among them, and name no block.
+    """
     here = rows["slot"] == np.arange(len(rows), dtype=np.uint32)
     sound: NDArray[np.bool_] = here & (rows["life"] == life) & (rows["sum"] == _row_sums(rows))
     return sound
@@ -224,3 +239,83 @@ def read_trailer(raw: bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]] | No
 NO_KEY = bytes(KEY_BYTES)
 """In place of the key of a block that has none before it."""
 assert DIGEST_BYTES == HEAD["part"].itemsize == ROW["space"].itemsize
+
+
+class _Generations(msgspec.Struct, frozen=True):
+    """The content of the file of that name."""
+
+    version: int
+    generations: dict[str, int]
+    """By the name of a space, in hexadecimal digits."""
+    sum: str
+    """XXH3-64, as hexadecimal digits, of `generations` as JSON without blanks, sorted by name."""
+
+
+def write_generations(folder: Path, generations: Mapping[bytes, int]) -> None:
+    """Replaces the generations of all spaces; they are on the disk when this returns."""
+    spaces = {name.hex(): generation for name, generation in generations.items()}
+    content = _Generations(VERSION, spaces, _sum_of_generations(spaces))
+    _replace_file(folder, GENERATIONS_NAME, msgspec.json.encode(content, order="sorted"))
+
+
+def read_generations(folder: Path) -> dict[bytes, int]:
+    """What `write_generations` wrote: the generation of each space; none if it never did.
+
+    Raises:
+        ValueError: the file is damaged or of another version. Which generation counts is then not
+            known for any space, so none of its blocks may be matched.
+    """
+    path = folder / GENERATIONS_NAME
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=_Generations)
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{path} is damaged: {problem}") from problem
+    if content.version != VERSION:
+        raise ValueError(f"{path} has version {content.version}, must be {VERSION}")
+    if content.sum != _sum_of_generations(content.generations):
+        raise ValueError(f"{path} is damaged: its sum does not hold")
+    return {bytes.fromhex(name): number for name, number in content.generations.items()}
+
+
+def _sum_of_generations(spaces: dict[str, int]) -> str:
+    return xxh3_64_hexdigest(msgspec.json.encode(spaces, order="sorted"))
+
+
+def write_form(folder: Path, form: Form) -> None:
+    """Keeps a form beside the segments that name it, unless it is there already.
+
+    A segment has only the fingerprint of its form. Whoever checks cell sums without the engine
+    needs all of it.
+    """
+    if read_form(folder, form.fingerprint) is None:
+        _replace_file(folder, form.fingerprint.hex() + FORM_SUFFIX, form.to_bytes())
+
+
+def read_form(folder: Path, fingerprint: bytes) -> Form | None:
+    """The form with this fingerprint; `None` if its file is missing, damaged or newer than this."""
+    try:
+        form = Form.from_bytes((folder / (fingerprint.hex() + FORM_SUFFIX)).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return form if form.fingerprint == fingerprint else None
+
+
+def _replace_file(folder: Path, name: str, content: bytes) -> None:
+    """Writes a small file so that a crash leaves the old or the new one, and syncs it."""
+    new = folder / f"{name}.new"
+    with open(new, "wb", opener=_open_private) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(folder / name)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)
