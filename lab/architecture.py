@@ -36,6 +36,7 @@ CAPTIONS = {
     "observe": "logs, metrics",
     "runtime": "Cache, ranks, step()",
     "serve": "HTTP server, router",
+    "store": "tiers below memory",
     "supervisor": "starts processes",
     "testing": "conformance suites",
     "tiers": "memory for blocks",

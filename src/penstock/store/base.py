@@ -106,7 +106,7 @@ class EndedJob(NamedTuple):
     """Why all of it failed, if it did."""
 
 
-class Gone(NamedTuple):
+class GoneBlocks(NamedTuple):
     """Blocks that the tier gave up to make room."""
 
     space: Space
@@ -174,7 +174,7 @@ class StoreTier(Protocol):
         """A page of the blocks that are there; begins with `None`."""
         ...
 
-    def take_gone(self) -> list[Gone]:
+    def take_gone(self) -> list[GoneBlocks]:
         """The blocks that were given up since the last call."""
         ...
 
