@@ -197,3 +197,21 @@ def test_quotas_that_give_somebody_a_slot_are_accepted(quotas: dict[str, float])
     settings = CacheSettings(device=DEVICE, tiers=(tier("host", quotas=quotas),))
 
     assert settings.tiers[0].quotas == quotas
+
+
+def test_a_stored_tier_needs_a_hub_of_memory_above_it() -> None:
+    host = TierSettings(name="host", slot_count=8)
+    disk = TierSettings(name="disk", slot_count=8, stored=True)
+
+    CacheSettings(device=None, tiers=(host, disk))
+    with pytest.raises(ConfigError, match="tier 'disk': stored: is true, but it is the first tier"):
+        CacheSettings(device=None, tiers=(disk,))
+    with pytest.raises(ConfigError, match="tier 'disk': stored: is true, but it is the device"):
+        CacheSettings(device=disk, tiers=(host,))
+
+
+def test_some_blocks_may_be_on_their_way_into_a_stored_tier() -> None:
+    with pytest.raises(ConfigError, match="stored_saves_max: is 0, must be at least 1"):
+        CacheSettings(
+            device=None, tiers=(TierSettings(name="a", slot_count=1),), stored_saves_max=0
+        )

@@ -196,6 +196,39 @@ class NodeTable:
         self.priority[place] = 0
         return nodes
 
+    def add_forest(
+        self, keys: Sequence[Key], parents: Sequence[Key | None], *, tenant: int
+    ) -> NDArray[np.int32]:
+        """Adds unknown keys of many chains at once, those of a chain one after the other.
+
+        A block that comes before one of them is known, or among `keys` itself. The nodes have no
+        copies yet, as in `add_chain`.
+        """
+        count = len(keys)
+        while self._free_count < count:
+            self._grow()
+        self._free_count -= count
+        nodes = self._free[self._free_count : self._free_count + count][::-1].copy()
+        numbers = nodes.tolist()
+        known = len(self.ids)
+        self.ids.update(zip(keys, numbers, strict=True))
+        if len(self.ids) != known + count:
+            raise InvariantViolation(f"of {count} keys added, some were known already")
+        for number, key in zip(numbers, keys, strict=True):
+            self.keys[number] = key
+        ids = self.ids
+        before = np.array([NOWHERE if key is None else ids[key] for key in parents], np.int32)
+        for array in (self.child_count, self.copy_count, self.hits, self.pins, self.priority):
+            array[nodes] = 0
+        self.parent[nodes] = before
+        np.add.at(self.child_count, before[before != NOWHERE], 1)
+        self.tenant[nodes] = tenant
+        place = np.arange(count, dtype=np.int32)
+        follows = np.zeros(count, dtype=bool)
+        follows[1:] = (before[1:] == nodes[:-1]) & (nodes[1:] - nodes[:-1] == 1)
+        self.run[nodes] = place - np.maximum.accumulate(np.where(follows, 0, place))
+        return nodes
+
     def _runs(self, numbers: list[int], breaks: list[int], parent: int) -> NDArray[np.int32]:
         """For each of some new nodes, how many before it are its ancestors, one by one."""
         run = np.arange(len(numbers), dtype=np.int32)

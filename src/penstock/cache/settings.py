@@ -10,6 +10,10 @@ Tier 0 is the device. Tier 1, the first below it, is the *hub*: it alone exchang
 with the device, and every further tier exchanges blocks with the hub. So a copy from disk
 travels disk → hub → device, and a block reaches disk from the hub, not from the device.
 
+A *stored* tier is served by a store process: a disk, or a store that engines share. That process
+owns the index of the tier and decides where a block lies; the tier's slots are entries of a
+directory of what is known to be there, numbers without meaning to the store.
+
 A tier that could never hold a block is refused here, with the reason, rather than
 reserving memory that stays empty.
 """
@@ -79,6 +83,10 @@ class TierSettings:
     """Share of free slots under which blocks leave in the background."""
     high_watermark: float = 0.0
     """Share of free slots at which they stop leaving."""
+    stored: bool = False
+    """Whether a store process serves it. It copies between the hub and the tier for every rank,
+    other engines may write to it, and it gives blocks up by itself. `slot_count` is then how many
+    of its blocks are known at a time."""
     quotas: Mapping[str, float] = field(default_factory=dict)
     """Share of the slots that a tenant's blocks may take; `*` stands for every tenant that is
     not named. Without either there is no limit."""
@@ -128,6 +136,10 @@ class CacheSettings:
     group_count: int = 1
     operation_blocks_max: int = 256
     """How many blocks an operation moves at most, so that it ends soon."""
+    stored_saves_max: int = 1024
+    """How many blocks may be on their way into one stored tier; what comes meanwhile is not
+    written, and counted. Four operations of the largest size keep a disk busy. Never more than a
+    half of the hub: its slots are held until they are written."""
     operation_timeout_s: float = 30.0
     """An operation without a deadline of its own expires after this."""
     departed_count: int = 65_536
@@ -156,6 +168,7 @@ class CacheSettings:
         _require_at_least_one("rank_count", self.rank_count)
         _require_at_least_one("group_count", self.group_count)
         _require_at_least_one("operation_blocks_max", self.operation_blocks_max)
+        _require_at_least_one("stored_saves_max", self.stored_saves_max)
         _require_at_least_one("departed_count", self.departed_count)
         _require_at_least_one("story_count", self.story_count)
         _require_at_least_one("event_count", self.event_count)
@@ -173,7 +186,18 @@ class CacheSettings:
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError("name", f"{name!r} is the name of more than one tier")
+        self._refuse_stored_tiers_without_hub()
         self._refuse_tiers_that_can_never_fill()
+
+    def _refuse_stored_tiers_without_hub(self) -> None:
+        for tier in (self.device, *self.tiers[:1]):
+            if tier is not None and tier.stored:
+                where = "the device" if tier is self.device else "the first tier below the device"
+                raise ConfigError(
+                    f"tier {tier.name!r}: stored",
+                    f"is true, but it is {where}, which must be memory: a stored tier needs a "
+                    "hub above it; put a tier of host memory before it",
+                )
 
     def _refuse_tiers_that_can_never_fill(self) -> None:
         for position, tier in enumerate(self.tiers):

@@ -76,8 +76,12 @@ class MachineCounters:
     blocks_dropped_unsaved: int = 0
     """Evicted in a hurry, before they could be written back."""
     blocks_corrupt: int = 0
+    blocks_missing: int = 0
+    """Blocks that were asked for and that the tier did not have."""
     saves_refused: int = 0
     """Blocks not written down: no room, over quota."""
+    saves_skipped: int = 0
+    """Blocks not written into a stored tier because too many were on their way."""
     reports_late: int = 0
     """Reports on operations that are not in the ledger: duplicates, or from an earlier life."""
     leases_lost: int = 0
@@ -272,13 +276,32 @@ class Books:
             self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
         return nodes
 
+    def add_forest(
+        self, keys: Sequence[Key], parents: Sequence[Key | None], *, tenant: int
+    ) -> NDArray[np.int32]:
+        """Makes unknown blocks of many chains known, each after the one before it.
+
+        The caller places copies at once, except of blocks that others of them follow.
+        """
+        nodes = self.nodes.add_forest(keys, parents, tenant=tenant)
+        self._fit(nodes)
+        self.departed.discard(keys)
+        if self.pinned:
+            pinned = self.pinned
+            self.nodes.pins[nodes] = [pinned.get(key, 0) for key in keys]
+        return nodes
+
     def _add_nodes(self, keys: Sequence[Key], *, parent: int, tenant: int) -> NDArray[np.int32]:
         nodes = self.nodes.add_chain(keys, parent=parent, tenant=tenant)
+        self._fit(nodes)
+        return nodes
+
+    def _fit(self, nodes: NDArray[np.int32]) -> None:
+        """Nodes were added: everything that has an entry for each has room for them."""
         for tier in self.owned_tiers():
             tier.fit()
         self.expiries.resize(self.nodes.capacity)
         self.expiries.forget(nodes)
-        return nodes
 
     def parent_node(self, key: Key | None, *, tenant: int) -> int:
         """The node of the block before another one; made, without a copy, if it is unknown.
@@ -375,7 +398,14 @@ class Books:
         self._count_unsaved(tier, victims)
         slots = tier.evict(victims, keys)
         self.counters.blocks_evicted_by_tier[tier.index] += len(victims)
-        self._gone(tier, victims, keys, slots, reason, now, cause)
+        policy = tier.policy.name if reason is MissReason.EVICTED else ""
+        self._gone(tier, victims, keys, slots, Departure(reason, tier.name, policy, now), cause)
+
+    def forget_reclaimed(self, tier: Tier, slots: NDArray[np.int32], now: float) -> None:
+        """Takes entries of a stored tier out: the store does not have their blocks any more."""
+        here = slots[tier.pool.node[slots] != NOWHERE]
+        self.counters.blocks_evicted_by_tier[tier.index] += len(here)
+        self.condemn(tier, here, MissReason.EVICTED, now, "reclaimed by the store")
 
     def condemn(
         self, tier: Tier, slots: NDArray[np.int32], reason: MissReason, now: float, cause: str
@@ -395,7 +425,8 @@ class Books:
         tier.pool.condemn(slots)
         self.discard_unheld(tier, slots)
         if readable.any():
-            self._gone(tier, numbers, keys, slots, reason, now, cause)
+            policy = "store" if reason is MissReason.EVICTED else ""
+            self._gone(tier, numbers, keys, slots, Departure(reason, tier.name, policy, now), cause)
         else:
             self._remove_nodes(numbers, keys, None)
 
@@ -412,16 +443,16 @@ class Books:
         numbers: list[int],
         keys: list[Key],
         slots: NDArray[np.int32],
-        reason: MissReason,
-        now: float,
+        departure: Departure,
         cause: str,
     ) -> None:
-        policy = tier.policy.name if reason is MissReason.EVICTED else ""
-        self._remove_nodes(numbers, keys, Departure(reason, tier.name, policy, now))
+        self._remove_nodes(numbers, keys, departure)
         self.kv_events.removed(tier.name, keys)
-        self.history.add(now, reason.value, cause, keys, f"from {tier.name}")
-        if tier.index != DEVICE:
-            self.losses += 1
+        self.history.add(departure.at, departure.reason.value, cause, keys, f"from {tier.name}")
+        if tier.index == DEVICE:
+            return
+        self.losses += 1
+        if not tier.settings.stored:
             self.effects.append(DropBlocks(tier=tier.index, keys=keys, slots=slots))
 
     def _remove_nodes(

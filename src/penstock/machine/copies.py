@@ -36,6 +36,15 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key, LeaseId, OperationId
 
 
+_WORSE_THAN = {
+    None: frozenset(BlockFault),
+    BlockFault.UNREADABLE: frozenset({BlockFault.MISSING, BlockFault.CORRUPT}),
+    BlockFault.MISSING: frozenset({BlockFault.CORRUPT}),
+    BlockFault.CORRUPT: frozenset(),
+}
+"""Of what several ranks say about one block, what says most about the source counts."""
+
+
 def start(
     books: Books,
     purpose: Purpose,
@@ -90,10 +99,21 @@ def start(
                 target_slots=operation.target_slots,
                 deadline=deadline,
                 cause=cause,
+                parents=_parents_for_store(books, operation),
             )
         )
         started.append(operation)
     return started
+
+
+def _parents_for_store(books: Books, operation: Operation) -> Sequence[Key | None]:
+    """The keys of the blocks before those that are written into a stored tier."""
+    tier = books.tiers[operation.target]
+    if tier is None or not tier.settings.stored:
+        return ()
+    parents = books.nodes.parent[tier.pool.node[operation.target_slots]].tolist()
+    keys = books.nodes.keys
+    return [None if parent == NOWHERE else keys[parent] for parent in parents]
 
 
 def wait_for(books: Books, operations: list[Operation], waiters: set[LeaseId]) -> None:
@@ -141,7 +161,7 @@ def report(books: Books, event: CopyReport, now: float) -> None:
             )
     operation.waiting_ranks.discard(event.rank)
     for position, fault in event.faults:
-        if operation.faults.get(position) is not BlockFault.CORRUPT:
+        if fault in _WORSE_THAN[operation.faults.get(position)]:
             operation.faults[position] = fault
     if event.failure and operation.state is OperationState.RUNNING:
         decide(books, operation, OperationMove.FAIL, now, failure=event.failure)
@@ -201,7 +221,7 @@ def _complete(books: Books, operation: Operation, now: float) -> None:
     _end_staging(books, operation)
     _fill_targets(books, operation, good, now)
     bad_device_slots = _give_up_targets(books, operation, bad, now)
-    _drop_corrupt_sources(books, operation, now)
+    _drop_bad_sources(books, operation, now)
     onward = _slots_to_load_into(books, operation, good)
     _give_back(books, operation, now)
     _report_end(books, operation, settled=True)
@@ -220,7 +240,7 @@ def _complete(books: Books, operation: Operation, now: float) -> None:
 def _settle(books: Books, operation: Operation, now: float) -> None:
     """The last rank of an operation that was given up has reported."""
     operation.move(OperationMove.LAST_REPORT)
-    _drop_corrupt_sources(books, operation, now)
+    _drop_bad_sources(books, operation, now)
     _give_back(books, operation, now)
     if not operation.settled_told:
         books.effects.append(Settled(operation=operation.id))
@@ -293,17 +313,21 @@ def _keep_sources(books: Books, operation: Operation) -> None:
     tier.keep(tier.pool.node[leaving])
 
 
-def _drop_corrupt_sources(books: Books, operation: Operation, now: float) -> None:
-    if not operation.faults:
-        return
-    positions = [p for p, f in operation.faults.items() if f is BlockFault.CORRUPT]
-    if not positions or operation.source == DEVICE:
+def _drop_bad_sources(books: Books, operation: Operation, now: float) -> None:
+    """Forgets blocks that failed their sums, or that the source turned out not to have."""
+    if not operation.faults or operation.source == DEVICE:
         # Device blocks carry no sums of their own: there, a bad copy says nothing of the source.
         return
     tier = books.tier(operation.source)
-    slots = operation.source_slots[positions]
-    books.counters.blocks_corrupt += len(positions)
-    books.condemn(tier, slots, MissReason.CORRUPT, now, operation.cause)
+    corrupt = [p for p, f in operation.faults.items() if f is BlockFault.CORRUPT]
+    if corrupt:
+        books.counters.blocks_corrupt += len(corrupt)
+        slots = operation.source_slots[corrupt]
+        books.condemn(tier, slots, MissReason.CORRUPT, now, operation.cause)
+    missing = [p for p, f in operation.faults.items() if f is BlockFault.MISSING]
+    if missing:
+        books.counters.blocks_missing += len(missing)
+        books.forget_reclaimed(tier, operation.source_slots[missing], now)
 
 
 def _slots_to_load_into(

@@ -89,7 +89,11 @@ class Started(Effect, frozen=True, kw_only=True):
 
 
 class Copy(Effect, frozen=True, kw_only=True):
-    """Every rank copies these blocks and reports."""
+    """Every rank copies these blocks and reports.
+
+    From or into a stored tier it is the store process that copies, for every rank's arena, and
+    reports for each of them.
+    """
 
     operation: OperationId
     purpose: Purpose
@@ -100,6 +104,8 @@ class Copy(Effect, frozen=True, kw_only=True):
     target_slots: NDArray[np.int32]
     deadline: float
     cause: str
+    parents: Sequence[Key | None] = ()
+    """Into a stored tier: the key of the block before each, `None` for the first of a chain."""
 
 
 class Abandon(Effect, frozen=True, kw_only=True):
@@ -109,7 +115,10 @@ class Abandon(Effect, frozen=True, kw_only=True):
 
 
 class DropBlocks(Effect, frozen=True, kw_only=True):
-    """A tier forgot these blocks: stores that keep headers write tombstones."""
+    """A tier forgot these blocks: tiers that keep headers write tombstones.
+
+    Not sent for a stored tier: the store keeps the block, only the directory lost its entry.
+    """
 
     tier: int
     keys: Sequence[Key]

@@ -7,7 +7,8 @@
 | `Lookup Load Save Prefetch Cancel`            | an engine that offloads         |
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
-| `RankLost RankBack TierOff TierOn Discovered` | the runtime                     |
+| `RankLost RankBack TierOff TierOn`            | the runtime                     |
+| `Discovered Vanished`                         | the runtime, for a store        |
 | `Tick Reset`                                  | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.
@@ -175,7 +176,11 @@ class Computed(Event, frozen=True, kw_only=True):
 
 
 class RankLost(Event, frozen=True, kw_only=True):
-    """A rank's process is seen dead: it writes no more, and its device memory is gone."""
+    """A rank's process is seen dead: it writes no more, and its device memory is gone.
+
+    The store process may still read and write the rank's arena: copies from and into stored tiers
+    keep what they hold until the store has reported, or is seen dead itself.
+    """
 
     rank: int
 
@@ -191,7 +196,8 @@ class TierOff(Event, frozen=True, kw_only=True):
 
     tier: int
     fenced: bool
-    """Whether it is certain that nothing reads or writes its slots any more."""
+    """Whether it is certain that nothing reads or writes its slots any more; of a stored tier,
+    that the store process is dead. Of the hub, it says nothing about the store process."""
     why: str = ""
 
 
@@ -204,14 +210,30 @@ class TierOn(Event, frozen=True, kw_only=True):
 
 
 class Discovered(Event, frozen=True, kw_only=True):
-    """Blocks were found in a tier: after a restart, or written by another engine."""
+    """Blocks were found in a tier: after a restart, or written by another engine.
+
+    Of a stored tier, the newest come first: as many are noted as there are free entries, and none
+    makes room for others. What cannot be true (blocks before themselves) is left out.
+    """
 
     tier: int
     keys: Sequence[Key]
     parents: Sequence[Key | None]
-    slots: NDArray[np.int32]
+    slots: NDArray[np.int32] | None = None
+    """Where they lie; `None` for a stored tier, whose store alone knows."""
     foreign: bool = False
     """In a form this engine cannot read: known, but of no use."""
+
+
+class Vanished(Event, frozen=True, kw_only=True):
+    """A store gave blocks up by itself: they are forgotten there.
+
+    Copies that read them go on: the store answers them. Blocks that are being written stay too:
+    the end of the copy says whether they are there.
+    """
+
+    tier: int
+    keys: Sequence[Key]
 
 
 class Tick(Event, frozen=True, kw_only=True):

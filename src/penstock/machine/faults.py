@@ -14,16 +14,25 @@ import numpy as np
 
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
+from penstock.cache.operations import Purpose
 from penstock.cache.settings import DEVICE
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
-from penstock.machine import copies, leases
+from penstock.machine import copies, leases, stored
 from penstock.machine.events import CopyReport
 
 if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.machine.events import Discovered, RankBack, RankLost, Reset, TierOff, TierOn
+    from penstock.machine.events import (
+        Discovered,
+        RankBack,
+        RankLost,
+        Reset,
+        TierOff,
+        TierOn,
+        Vanished,
+    )
     from penstock.vocabulary.ids import Key
 
 
@@ -54,9 +63,14 @@ def rank_lost(books: Books, event: RankLost, now: float) -> None:
     books.history.add(now, "rank lost", f"rank {event.rank}")
     for lease in list(books.leases.values()):
         leases.lose(books, lease, now)
+    failure = f"rank {event.rank} is lost"
     for operation in list(books.ledger.operations.values()):
-        if event.rank in operation.waiting_ranks:
-            failure = f"rank {event.rank} is lost"
+        if stored.is_stored(books, operation):
+            # The store process goes on in the arena of the dead rank. What it writes down is good;
+            # what it brings up, no request waits for any more.
+            if operation.purpose is Purpose.STAGE and operation.state is OperationState.RUNNING:
+                copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
+        elif event.rank in operation.waiting_ranks:
             report = CopyReport(operation=operation.id, rank=event.rank, failure=failure)
             copies.report(books, report, now)
     device = books.tiers[DEVICE]
@@ -81,7 +95,8 @@ def tier_off(books: Books, event: TierOff, now: float) -> None:
     for operation in _operations_of(books, tier):
         if operation.state is OperationState.RUNNING:
             copies.decide(books, operation, OperationMove.FAIL, now, failure=failure)
-        if event.fenced:
+        # The fence of the hub is about ranks: the store process may still use its slots.
+        if event.fenced and (tier.settings.stored or not stored.is_stored(books, operation)):
             for rank in sorted(operation.waiting_ranks):
                 report = CopyReport(operation=operation.id, rank=rank, failure=failure)
                 copies.report(books, report, now)
@@ -109,11 +124,15 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         for key in list(islice(books.foreign, max(0, excess))):
             del books.foreign[key]
         return
-    _check_found(books, tier, event)
+    if tier.settings.stored:
+        _check_page(tier, event)
+        stored.discovered(books, tier, event, now)
+        return
+    slots_found = _check_found(books, tier, event)
     tenant = books.tenant("")
     nodes: list[int] = []
     slots: list[int] = []
-    for key, parent_key, slot in zip(event.keys, event.parents, event.slots.tolist(), strict=True):
+    for key, parent_key, slot in zip(event.keys, event.parents, slots_found, strict=True):
         parent = books.parent_node(parent_key, tenant=tenant)
         node = books.nodes.get(key)
         if node == NOWHERE:
@@ -135,13 +154,35 @@ def discovered(books: Books, event: Discovered, now: float) -> None:
         books.history.add(now, "discovered", tier.name, list(event.keys))
 
 
-def _check_found(books: Books, tier: Tier, event: Discovered) -> None:
+def vanished(books: Books, event: Vanished, now: float) -> None:
+    """A store gave blocks up by itself."""
+    tier = _lower_tier(books, event.tier)
+    if not tier.settings.stored:
+        raise ValueError(f"tier is {event.tier}, {tier.name!r}: only a stored tier gives blocks up")
+    stored.vanished(books, tier, event, now)
+
+
+def _check_page(tier: Tier, event: Discovered) -> None:
+    if event.slots is not None:
+        raise ValueError(
+            f"slots: must be None for stored tier {tier.name!r}: its store alone knows where"
+        )
+    if len(event.keys) != len(event.parents):
+        raise ValueError(
+            f"{len(event.keys)} keys and {len(event.parents)} parents: "
+            "there must be as many of each"
+        )
+
+
+def _check_found(books: Books, tier: Tier, event: Discovered) -> list[int]:
+    if event.slots is None:
+        raise ValueError(f"slots: is None, must name where in tier {tier.name!r} the blocks lie")
     if not len(event.keys) == len(event.parents) == len(event.slots):
         raise ValueError(
             f"{len(event.keys)} keys, {len(event.parents)} parents and {len(event.slots)} slots: "
             "there must be as many of each"
         )
-    slots = event.slots.tolist()
+    slots: list[int] = event.slots.tolist()
     if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
         raise ValueError("slots: a slot or a key occurs twice")
     _require_ends(books, event)
@@ -155,6 +196,7 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> None:
         known_here = node != NOWHERE and tier.slot_of[node] == slot
         if tier.pool.state[slot] != FREE and not known_here:
             raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
+    return slots
 
 
 def _require_ends(books: Books, event: Discovered) -> None:

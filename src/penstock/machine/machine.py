@@ -224,6 +224,7 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.TierOff: faults.tier_off,
     ev.TierOn: faults.tier_on,
     ev.Discovered: faults.discovered,
+    ev.Vanished: faults.vanished,
     ev.Tick: _tick,
     ev.Reset: faults.reset,
 }

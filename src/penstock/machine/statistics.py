@@ -89,7 +89,11 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     blocks_twinned: int
     blocks_dropped_unsaved: int
     blocks_corrupt: int
+    blocks_missing: int
+    """Blocks that were asked for and that the tier did not have."""
     saves_refused: int
+    saves_skipped: int
+    """Blocks not written into a stored tier because too many were on their way."""
     reports_late: int
     reports_lost: int = 0
     """Reports of ranks elsewhere that never came, although later ones did."""
@@ -150,7 +154,9 @@ def gather(books: Books) -> CacheStatistics:
         blocks_twinned=counters.blocks_twinned,
         blocks_dropped_unsaved=counters.blocks_dropped_unsaved,
         blocks_corrupt=counters.blocks_corrupt,
+        blocks_missing=counters.blocks_missing,
         saves_refused=counters.saves_refused,
+        saves_skipped=counters.saves_skipped,
         reports_late=counters.reports_late,
         leases_lost=counters.leases_lost,
         tokens_computed_instead=counters.tokens_computed_instead,

@@ -21,7 +21,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Operation, Outcome, Purpose
 from penstock.cache.settings import DEVICE, WriteKind
 from penstock.cache.states import LEAVING, READY
-from penstock.machine import copies
+from penstock.machine import copies, stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,6 +95,7 @@ def save(
     nodes = nodes[absent]
     readable = source.pool.state[source.slot_of[nodes]]
     nodes = nodes[(readable == READY) | (readable == LEAVING)]
+    nodes = stored.admit_saves(books, tier, nodes)
     nodes, slots = take_room(books, tier, nodes, now, cause)
     if len(nodes):
         copies.start(

@@ -191,6 +191,12 @@ METRICS = (
         one(lambda stats: stats.cache.blocks_corrupt),
     ),
     MetricRow(
+        "cache_blocks_missing",
+        COUNTER,
+        "Blocks that were asked for and that a store did not have",
+        one(lambda stats: stats.cache.blocks_missing),
+    ),
+    MetricRow(
         "cache_blocks_dropped_unsaved",
         COUNTER,
         "Blocks evicted before they were written down",
@@ -201,6 +207,12 @@ METRICS = (
         COUNTER,
         "Blocks that no lower tier had room for",
         one(lambda stats: stats.cache.saves_refused),
+    ),
+    MetricRow(
+        "cache_saves_skipped",
+        COUNTER,
+        "Blocks not written into a store because too many were on their way",
+        one(lambda stats: stats.cache.saves_skipped),
     ),
     # The cache: copies.
     MetricRow(
