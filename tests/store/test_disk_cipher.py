@@ -1,0 +1,168 @@
+"""Encryption of a disk tier: a wrong key or changed bytes open nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError, UnavailableError
+from penstock.store.disk_cipher import DiskCipher, load_cipher, nonce_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("cryptography", reason="of the disk-encryption extra")
+
+KEY = bytes(range(32))
+NONCE = nonce_of(life=0x0123456789ABCDEF, slot=7)
+BLOCK = bytes(range(100))
+ASSOCIATED = b"a trailer"
+
+
+def sealed(key: bytes = KEY) -> tuple[bytearray, bytes]:
+    into = bytearray(len(BLOCK))
+    tag = DiskCipher(key).seal(NONCE, BLOCK, ASSOCIATED, into)
+    return into, tag
+
+
+def flipped(raw: bytes, bit: int) -> bytes:
+    changed = bytearray(raw)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_a_block_opens_again_in_place() -> None:
+    block, tag = sealed()
+
+    opened = DiskCipher(KEY).open(NONCE, block, tag, ASSOCIATED, block)
+
+    assert opened
+    assert bytes(block) == BLOCK
+
+
+def test_sealing_is_aes_256_gcm_as_specified_elsewhere() -> None:
+    # Test case 15 of McGrew and Viega, "The Galois/Counter Mode of Operation".
+    key = bytes.fromhex("feffe9928665731c6d6a8f9467308308" * 2)
+    block = bytes.fromhex(
+        "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a72"
+        "1c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b391aafd255"
+    )
+    into = bytearray(len(block))
+
+    tag = DiskCipher(key).seal(bytes.fromhex("cafebabefacedbaddecaf888"), block, b"", into)
+
+    assert into.hex() == (
+        "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa"
+        "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662898015ad"
+    )
+    assert tag.hex() == "b094dac5d93471bdec1a502270e3cc6c"
+
+
+def test_nonce_key_check_and_a_sealed_block_are_those_of_the_test_vector() -> None:
+    block, tag = sealed()
+
+    assert NONCE.hex() == "efcdab896745230107000000"
+    assert DiskCipher(KEY).key_check.hex() == "089a0d47d2d2c432a1081908778d68e5"
+    assert (block[:16].hex(), tag.hex()) == (
+        "fd2ab88b550d164f48ecfd874a968331",
+        "6e0f94fb00b10d4f5809b7ef7b7a116d",
+    )
+
+
+def test_a_wrong_key_opens_nothing_and_leaves_zeros() -> None:
+    block, tag = sealed()
+    other = DiskCipher(bytes(32))
+    into = bytearray(b"x" * len(BLOCK))
+
+    opened = other.open(NONCE, block, tag, ASSOCIATED, into)
+
+    assert not opened
+    assert not any(into)
+    assert other.key_check != DiskCipher(KEY).key_check
+
+
+@given(st.data())
+def test_any_flipped_bit_of_block_tag_nonce_or_associated_bytes_is_found(
+    data: st.DataObject,
+) -> None:
+    block, tag = sealed()
+    parts = [NONCE, bytes(block), tag, ASSOCIATED]
+    which = data.draw(st.integers(0, 3))
+    parts[which] = flipped(parts[which], data.draw(st.integers(0, len(parts[which]) * 8 - 1)))
+    nonce, changed, changed_tag, associated = parts
+
+    opened = DiskCipher(KEY).open(nonce, changed, changed_tag, associated, bytearray(len(BLOCK)))
+
+    assert not opened
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)), unique=True))
+def test_no_two_slots_of_any_lives_have_one_nonce(places: list[tuple[int, int]]) -> None:
+    nonces = {nonce_of(life=life, slot=slot) for life, slot in places}
+
+    assert len(nonces) == len(places)
+
+
+def key_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
+    path = folder / "key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [KEY, KEY.hex().encode(), KEY.hex().upper().encode() + b"\n", KEY.hex().encode() + b"\r\n"],
+)
+def test_a_key_is_32_bytes_or_64_hexadecimal_digits(tmp_path: Path, content: bytes) -> None:
+    cipher = load_cipher(key_file(tmp_path, content, 0o400))
+
+    assert cipher.key_check == DiskCipher(KEY).key_check
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", KEY[:-1], KEY + b"\n", KEY.hex().encode()[:-1], b"g" * 64, b"\xff" * 64, b"0" * 65],
+)
+def test_a_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
+    path = key_file(tmp_path, content)
+
+    with pytest.raises(ConfigError) as caught:
+        load_cipher(path)
+
+    assert str(caught.value) == (
+        f"key_file: {path} holds no key, must hold 32 bytes or 64 hexadecimal digits"
+    )
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    path = key_file(tmp_path, KEY, mode)
+
+    with pytest.raises(
+        ConfigError, match=f"has mode {mode:04o}, must be for its owner alone: 0600 or 0400"
+    ):
+        load_cipher(path)
+
+
+def test_a_key_file_that_is_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent cannot be read: No such file or directory"):
+        load_cipher(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="is not a file, must be one with a key"):
+        load_cipher(tmp_path)
+
+
+def test_a_key_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="key has 16 bytes, must have 32"):
+        DiskCipher(bytes(16))
+
+
+def test_without_the_package_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+
+    with pytest.raises(UnavailableError, match="install the extra disk-encryption"):
+        DiskCipher(KEY)
