@@ -152,7 +152,7 @@ def test_a_command_that_needs_a_clone_says_in_one_line_where_it_is(
 
 
 def test_a_word_that_is_no_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["srve"]) == 2
+    assert run(["servee"]) == 2
     assert "Did you mean 'serve'?" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.store import disk_format
 from penstock.store.base import Space, part_name
+from penstock.store.disk_cipher import ASSOCIATED_BYTES, NONCE_BYTES, TAG_BYTES, nonce_of
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from penstock.store.disk_cipher import DiskCipher
 
 FORM = Form(
     layout=Layout.split(
@@ -65,6 +68,7 @@ class Segment:
     salt: int = 0
     flags: Sequence[int] = ()
     written_at: int = WRITTEN_AT
+    cipher: DiskCipher | None = None
 
     @property
     def geometry(self) -> disk_format.Geometry:
@@ -81,7 +85,9 @@ class Segment:
         head = np.zeros((), dtype=disk_format.HEAD)
         head["magic"] = disk_format.MAGIC
         head["version"] = disk_format.VERSION
-        head["cipher"] = disk_format.CIPHER_NONE
+        if self.cipher is not None:
+            head["cipher"] = disk_format.CIPHER_AES_GCM
+            head["key_check"] = np.void(self.cipher.key_check)
         head["life"] = self.life
         head["age"] = self.age
         head["block_bytes"] = geometry.block_bytes
@@ -93,7 +99,29 @@ class Segment:
         head["form"] = np.void(FORM.fingerprint)
         return head[()]
 
+    def block(self, slot: int) -> bytes:
+        """As it lies in the file."""
+        return self._sealed(slot)[0]
+
+    def _sealed(self, slot: int) -> tuple[bytes, bytes, bytes]:
+        block = block_of(self.numbers[slot])
+        if self.cipher is None:
+            return block, bytes(NONCE_BYTES), bytes(TAG_BYTES)
+        nonce = nonce_of(life=self.life, slot=slot)
+        associated = self._trailer_head(slot).tobytes()[:ASSOCIATED_BYTES]
+        into = bytearray(BLOCK_BYTES)
+        tag = self.cipher.seal(nonce, block, associated, into)
+        return bytes(into), nonce, tag
+
     def trailer(self, slot: int) -> bytes:
+        number = self.numbers[slot]
+        head = self._trailer_head(slot)
+        _, nonce, tag = self._sealed(slot)
+        head["nonce"] = np.void(nonce)
+        head["tag"] = np.void(tag)
+        return disk_format.seal_trailer(head, sums_of(block_of(number), key_of(number), self.salt))
+
+    def _trailer_head(self, slot: int) -> NDArray[np.void]:
         number = self.numbers[slot]
         head = np.zeros((), dtype=disk_format.TRAILER_HEAD)
         head["life"] = self.life
@@ -103,9 +131,7 @@ class Segment:
         head["salt"] = self.salt
         head["slot"] = slot
         head["cell_count"] = len(SPAN.cells)
-        return disk_format.seal_trailer(
-            head[()], sums_of(block_of(number), key_of(number), self.salt)
-        )
+        return head[()]
 
     def rows(self) -> NDArray[np.void]:
         rows = np.zeros(len(self.numbers), dtype=disk_format.ROW)
@@ -130,10 +156,10 @@ class Segment:
         image = bytearray(geometry.segment_bytes)
         table = self.rows().tobytes()
         pieces = [(0, disk_format.seal_head(self.head())), (geometry.row_offset(0), table)]
-        for slot, number in enumerate(self.numbers):
+        for slot in range(len(self.numbers)):
             at = geometry.offset(slot)
             pieces += [
-                (at, block_of(number)),
+                (at, self.block(slot)),
                 (at + geometry.trailer_offset, self.trailer(slot)),
             ]
         for at, raw in pieces:

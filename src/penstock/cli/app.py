@@ -76,6 +76,11 @@ COMMANDS = {
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
     ),
+    "store": Command(
+        module="store",
+        help="Look into the folder of a disk tier, and verify it.",
+        panel=RUN,
+    ),
     "version": Command(
         module="app",
         function="show_versions",

@@ -1,0 +1,192 @@
+"""`penstock store`: the store process, and what lies in the folder of its disk tier."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.store.disk_cipher import load_cipher
+from penstock.store.inspect import inspect_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.store.disk_cipher import DiskCipher
+    from penstock.store.inspect import FolderReport, Inspection, SegmentReport, Verification
+
+MIB = 1 << 20
+BAR_WIDTH = 40
+AGES = (
+    ("1 minute", 60),
+    ("10 minutes", 600),
+    ("1 hour", 3600),
+    ("6 hours", 6 * 3600),
+    ("1 day", 86400),
+    ("1 week", 7 * 86400),
+    ("30 days", 30 * 86400),
+)
+
+commands = typer.Typer(no_args_is_help=True)
+
+
+@commands.callback()
+def store() -> None:
+    """Look into the folder of a disk tier."""
+
+
+@commands.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a disk tier.")],
+    *,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every live block and check all its sums.")
+    ] = False,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help="Check encrypted blocks with the key in this file."
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Say what lies in the folder of a disk tier: segments, blocks, generations, damage.
+
+    It takes no lock and writes nothing, so the store may be running. The status is 1 if something
+    is damaged.
+    """
+    if key_file is not None and not verify:
+        raise typer.BadParameter("is for --verify", param_hint="--key-file")
+    cipher = load_cipher(key_file) if key_file is not None else None
+    inspection = inspect_folder(path)
+    found = _verify(inspection, cipher) if verify else None
+    report, now = inspection.report, time()
+    if json is not None:
+        write_json(json, _document(report, found, now=now))
+    if str(json) != "-":
+        print("\n".join(_describe(report, now=now)))
+        if found is not None:
+            print("\n".join(_describe_verification(found)))
+    if report.damages or (found is not None and found.damaged):
+        raise typer.Exit(ExitStatus.FINDING)
+
+
+def _verify(inspection: Inspection, cipher: DiskCipher | None) -> Verification:
+    console = Console(stderr=True)
+    columns = ("verify", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verify", total=inspection.report.live_bytes)
+        return inspection.verify(cipher, lambda size: progress.advance(task, size))
+
+
+def _describe(report: FolderReport, *, now: float) -> Iterator[str]:
+    segments = report.segments
+    yield (
+        f"{report.folder}: {len(segments)} segments, {report.live} blocks; "
+        f"{_mib(report.live_bytes)} MiB live, {_mib(report.dead_bytes)} MiB dead, "
+        f"{_mib(report.file_bytes)} MiB of files"
+    )
+    for each in report.damages:
+        yield f"damaged: {each}"
+    for segment in segments:
+        if segment.problem and not segment.damaged:
+            yield f"not read: {segment.file}: {segment.problem}"
+    readable = [segment for segment in segments if segment.slots]
+    if readable:
+        yield ""
+        yield from _columns([_SEGMENT_HEADINGS, *map(_segment_cells, readable)])
+    if report.spaces:
+        yield ""
+        rows = [("space", "generation", "blocks", "MiB", "dead, by generation")]
+        for space in report.spaces:
+            dead = ", ".join(f"{n} of {g}" for g, n in space.dead_by_generation.items())
+            size = _mib(space.live_bytes)
+            rows.append((space.name, str(space.generation), str(space.live), size, dead or "none"))
+        yield from _columns(rows)
+    if report.written_at:
+        yield ""
+        yield from _histogram(report.written_at, now)
+
+
+_SEGMENT_HEADINGS = (
+    *("file", "age", "life", "part", "form", "block KiB", "slots", "live", "superseded"),
+    *("old generation", "tombstoned", "torn", "free", "MiB"),
+)
+
+
+def _segment_cells(segment: SegmentReport) -> tuple[str, ...]:
+    form = segment.form[:8] + ("" if segment.form_known else " unknown")
+    counts = (segment.slots, segment.live, segment.superseded, segment.outdated)
+    more = (segment.tombstoned, segment.torn, segment.free)
+    return (
+        segment.file + (" (encrypted)" if segment.encrypted else ""),
+        *(str(segment.age), segment.life, segment.part[:8], form),
+        f"{segment.block_bytes / 1024:.4g}",
+        *map(str, (*counts, *more)),
+        _mib(segment.file_bytes),
+    )
+
+
+def _histogram(written_at: Sequence[int], now: float) -> Iterator[str]:
+    """How many live blocks were written how long ago, as bars."""
+    counts = _counts_by_age(written_at, now)
+    most = max(counts.values())
+    yield "written within"
+    for name, count in counts.items():
+        bar = "█" * -(-count * BAR_WIDTH // most)
+        yield f"  {name:<10}  {count:>8}  {bar}".rstrip()
+
+
+def _counts_by_age(written_at: Sequence[int], now: float) -> dict[str, int]:
+    counts = {**{name: 0 for name, _ in AGES}, "longer": 0}
+    for at in written_at:
+        counts[next((name for name, limit in AGES if now - at < limit), "longer")] += 1
+    return counts
+
+
+def _describe_verification(found: Verification) -> Iterator[str]:
+    yield ""
+    yield (
+        f"verified: {found.whole} blocks whole, {found.trailer_only} by their trailer only, "
+        f"{found.changed} changed meanwhile, {found.damaged} damaged"
+    )
+    for each in found.damages:
+        yield f"damaged: {each.file} slot {each.slot}, key {each.key[:16]}…: {each.what}"
+    if found.damaged > len(found.damages):
+        yield f"and {found.damaged - len(found.damages)} more"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def _document(report: FolderReport, found: Verification | None, *, now: float) -> dict[str, object]:
+    return {
+        "folder": report.folder,
+        "blocks": report.live,
+        "live_bytes": report.live_bytes,
+        "dead_bytes": report.dead_bytes,
+        "file_bytes": report.file_bytes,
+        "damages": report.damages,
+        "segments": [
+            asdict(each) | {"dead": each.dead, "free": each.free} for each in report.segments
+        ],
+        "spaces": [asdict(each) for each in report.spaces],
+        "blocks_written_within": _counts_by_age(report.written_at, now),
+        "verification": None
+        if found is None
+        else asdict(found) | {"damages": [each._asdict() for each in found.damages]},
+    }

@@ -1,0 +1,521 @@
+"""What lies in the folder of a disk tier, read without a lock and without writing anything.
+
+    inspection = inspect_folder(Path("/var/cache/penstock"))   heads and tables
+    inspection.report                                          segments, spaces, live and dead
+    inspection.verify(cipher, on_block)                        reads every live block
+
+The folder may be that of a running store. What changes meanwhile is not damage: a head or a row
+that does not hold is read twice, and a block that fails counts only if its row still stands.
+
+The one rule: what is live here is what a store would find that opens the folder
+(docs/disk-format.md, "Reading a block").
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.store.disk_cipher import ASSOCIATED_BYTES
+from penstock.store.disk_format import (
+    CIPHER_NONE,
+    GENERATIONS_NAME,
+    HEAD,
+    PAGE_BYTES,
+    ROW,
+    ROW_BYTES,
+    Geometry,
+    read_form,
+    read_generations,
+    read_head,
+    read_trailer,
+    round_up,
+    sound_rows,
+)
+from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.form import StorageFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.store.disk_cipher import DiskCipher
+    from penstock.vocabulary.form import Form
+
+SEGMENT_SUFFIX = ".segment"
+LOCK_NAME = "lock"
+DAMAGES_NAMED = 100
+"""Damaged blocks that are described; all are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentReport:
+    """One file. Counts are of slots."""
+
+    file: str
+    file_bytes: int
+    problem: str = ""
+    """Why it is not read, or what is wrong with it."""
+    damaged: bool = False
+    """Whether the problem is damage: another version is none."""
+    age: int = 0
+    life: str = ""
+    part: str = ""
+    form: str = ""
+    form_known: bool = False
+    encrypted: bool = False
+    block_bytes: int = 0
+    slots: int = 0
+    live: int = 0
+    superseded: int = 0
+    """A newer copy of the block counts."""
+    outdated: int = 0
+    """Of a generation that does not count."""
+    tombstoned: int = 0
+    torn: int = 0
+    """Rows of this life that do not hold."""
+
+    @property
+    def dead(self) -> int:
+        return self.superseded + self.outdated + self.tombstoned
+
+    @property
+    def free(self) -> int:
+        """Slots that were not written in this life; one that was written without a row is free."""
+        return self.slots - self.live - self.dead - self.torn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceReport:
+    """The blocks of one model."""
+
+    name: str
+    generation: int
+    """The one that counts now."""
+    live: int
+    live_bytes: int
+    dead_by_generation: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderReport:
+    """All of a folder."""
+
+    folder: str
+    generations_problem: str
+    """Why no block counts: the file of the generations is damaged."""
+    segments: tuple[SegmentReport, ...]
+    """Newest first."""
+    spaces: tuple[SpaceReport, ...]
+    written_at: tuple[int, ...]
+    """When each live block was written, in seconds since 1970."""
+
+    @property
+    def live(self) -> int:
+        return sum(each.live for each in self.segments)
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(each.live * each.block_bytes for each in self.segments)
+
+    @property
+    def dead_bytes(self) -> int:
+        return sum(each.dead * each.block_bytes for each in self.segments)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(each.file_bytes for each in self.segments)
+
+    @property
+    def damages(self) -> list[str]:
+        """What is damaged, each in a line."""
+        found = [self.generations_problem] if self.generations_problem else []
+        for each in self.segments:
+            if each.damaged:
+                found.append(f"{each.file}: {each.problem}")
+            if each.torn:
+                found.append(f"{each.file}: {each.torn} rows do not hold")
+        return found
+
+
+class BlockDamage(NamedTuple):
+    """A live block that cannot be delivered."""
+
+    file: str
+    slot: int
+    key: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What reading all live blocks found."""
+
+    whole: int
+    """Blocks whose trailer and cell sums hold."""
+    trailer_only: int
+    """Blocks whose trailer holds, and whose cell sums could not be checked: the form is not known,
+    or the block is encrypted and there was no key, or another one."""
+    changed: int
+    """Blocks that the store replaced meanwhile."""
+    damaged: int
+    damages: tuple[BlockDamage, ...]
+    """The first of them."""
+
+
+class _Table(NamedTuple):
+    """A segment that was read, and which of its rows are live."""
+
+    path: Path
+    head: NDArray[np.void]
+    rows: NDArray[np.void]
+    live: NDArray[np.bool_]
+
+
+class Inspection:
+    """What was read of a folder."""
+
+    def __init__(self, folder: Path, report: FolderReport, tables: list[_Table]) -> None:
+        self.report = report
+        self._folder = folder
+        self._tables = tables
+
+    def verify(
+        self,
+        cipher: DiskCipher | None = None,
+        on_block: Callable[[int], None] = lambda _: None,
+    ) -> Verification:
+        """Reads every live block and checks it. `on_block` gets the bytes of each that was read."""
+        counts: Counter[str] = Counter()
+        damages: list[BlockDamage] = []
+        for table in self._tables:
+            checker = _BlockChecker(table.head, _form_of(self._folder, table.head), cipher)
+            for slot, what in _verify_table(table, checker):
+                counts[what] += 1
+                if what not in (_WHOLE, _TRAILER_ONLY, _CHANGED):
+                    counts["damaged"] += 1
+                    if len(damages) < DAMAGES_NAMED:
+                        key = table.rows[slot]["key"].tobytes().hex()
+                        damages.append(BlockDamage(table.path.name, slot, key, what))
+                on_block(checker.block_bytes)
+        return Verification(
+            whole=counts[_WHOLE],
+            trailer_only=counts[_TRAILER_ONLY],
+            changed=counts[_CHANGED],
+            damaged=counts["damaged"],
+            damages=tuple(damages),
+        )
+
+
+_WHOLE = "whole"
+_TRAILER_ONLY = "trailer only"
+_CHANGED = "changed meanwhile"
+
+
+class _BlockChecker:
+    """Checks slots of one segment against their rows."""
+
+    def __init__(
+        self, head: NDArray[np.void], form: Form | None, cipher: DiskCipher | None
+    ) -> None:
+        self.block_bytes = int(head["block_bytes"])
+        self.slot_bytes = int(head["slot_bytes"])
+        self.encrypted = head["cipher"] != CIPHER_NONE
+        self._head = head
+        self._form = form
+        ours = cipher is not None and cipher.key_check == head["key_check"].tobytes()
+        self._cipher = cipher if self.encrypted and ours else None
+
+    @cached_property
+    def _span(self) -> CellSpan | None:
+        return CellSpan.of(self._form.layout) if self._form is not None else None
+
+    def check(self, row: NDArray[np.void], raw: bytes) -> str:
+        """What is so about a slot: that it is whole, or what is wrong with it."""
+        if len(raw) < self.slot_bytes:
+            return "the file ends within the slot"
+        at = round_up(self.block_bytes)
+        trailer = read_trailer(raw[at:])
+        if trailer is None:
+            return "the trailer does not hold"
+        named, sums = trailer
+        same = ("life", "key", "space", "generation", "slot")
+        if named["sum"] != row["trailer_sum"] or any(named[each] != row[each] for each in same):
+            return "the trailer is of another block"
+        if named["cell_count"] != self._head["cell_count"]:
+            return "the trailer has another number of cells"
+        block = bytearray(raw[: self.block_bytes])
+        if self._span is None or self._form is None or (self.encrypted and self._cipher is None):
+            return _TRAILER_ONLY
+        if self._cipher is not None:
+            nonce, tag = named["nonce"].tobytes(), named["tag"].tobytes()
+            associated = raw[at : at + ASSOCIATED_BYTES]
+            if not self._cipher.open(nonce, block, tag, associated, block):
+                return "the block does not open: its bytes or its tag were changed"
+        found = self._span.sum_blocks(
+            np.frombuffer(block, dtype=np.uint8).reshape(1, -1),
+            [row["key"].tobytes()],
+            self._form.checksum,
+            salt=int(named["salt"]),
+        )[0]
+        bad = int((found != sums).sum())
+        return f"{bad} of {len(sums)} cells fail their sums" if bad else _WHOLE
+
+
+def _verify_table(table: _Table, checker: _BlockChecker) -> Iterator[tuple[int, str]]:
+    """Each live slot of a segment, and what is so about it."""
+    slots = [int(slot) for slot in np.flatnonzero(table.live)]
+    if not slots:
+        return
+    first = Geometry.slots_offset(int(table.head["slot_count"]))
+    try:
+        descriptor = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield from ((slot, _CHANGED) for slot in slots)
+        return
+    try:
+        for slot in slots:
+            at = first + slot * checker.slot_bytes
+            what = checker.check(table.rows[slot], _read(descriptor, checker.slot_bytes, at))
+            if what not in (_WHOLE, _TRAILER_ONLY) and not _still_stands(descriptor, table, slot):
+                what = _CHANGED
+            # Reading everything once must not drive other files out of the page cache.
+            os.posix_fadvise(descriptor, at, checker.slot_bytes, os.POSIX_FADV_DONTNEED)
+            yield slot, what
+    finally:
+        os.close(descriptor)
+
+
+def _still_stands(descriptor: int, table: _Table, slot: int) -> bool:
+    """Whether head and row are as they were when the table was read."""
+    head = _read(descriptor, HEAD.itemsize, 0)
+    row = _read(descriptor, ROW_BYTES, Geometry.row_offset(slot))
+    return head == table.head.tobytes() and row == table.rows[slot].tobytes()
+
+
+def inspect_folder(folder: Path) -> Inspection:
+    """Reads heads and tables of all segments.
+
+    Raises:
+        ConfigError: there is no such folder, it is not one of a store, or it may not be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        raise ConfigError(str(folder), "there is no such folder") from None
+    except NotADirectoryError:
+        raise ConfigError(str(folder), "is a file, must be the folder of a store") from None
+    except PermissionError:
+        raise ConfigError(str(folder), "may not be read: no permission") from None
+    files = [name for name in names if name.endswith(SEGMENT_SUFFIX)]
+    if not files and not {LOCK_NAME, GENERATIONS_NAME} & {*names}:
+        raise ConfigError(
+            str(folder), "is not the folder of a store: it has no segments and no lock"
+        )
+    try:
+        return _inspect(folder, files)
+    except PermissionError as problem:
+        raise ConfigError(str(problem.filename), "may not be read: no permission") from None
+
+
+def _inspect(folder: Path, files: list[str]) -> Inspection:
+    generations: dict[bytes, int] | None = None
+    problem = ""
+    try:
+        generations = read_generations(folder)
+    except ValueError as damage:
+        problem = str(damage)
+    found = [each for file in files if (each := _read_segment(folder, file)) is not None]
+    # Newest first: the first copy of a block that is met is the one that counts.
+    found.sort(key=lambda each: -each[0].age)
+    census = _Census(generations)
+    reports, tables = [], []
+    for report, content in found:
+        if content is None:
+            reports.append(report)
+            continue
+        head, rows = content
+        counted, live = census.count(report, head, rows)
+        reports.append(counted)
+        tables.append(_Table(folder / report.file, head, rows, live))
+    return Inspection(
+        folder,
+        FolderReport(
+            folder=str(folder),
+            generations_problem=problem,
+            segments=tuple(reports),
+            spaces=census.spaces(),
+            written_at=tuple(sorted(census.written_at)),
+        ),
+        tables,
+    )
+
+
+class _Census:
+    """Tells live rows from dead ones, over segments that come newest first."""
+
+    def __init__(self, generations: dict[bytes, int] | None) -> None:
+        self.written_at: list[int] = []
+        self._generations = generations
+        self._seen: set[tuple[bytes, bytes, bytes]] = set()
+        self._live: Counter[bytes] = Counter()
+        self._live_bytes: Counter[bytes] = Counter()
+        self._dead: dict[bytes, Counter[int]] = {}
+
+    def count(
+        self, report: SegmentReport, head: NDArray[np.void], rows: NDArray[np.void]
+    ) -> tuple[SegmentReport, NDArray[np.bool_]]:
+        """The report of a segment with its slots counted, and which rows are live."""
+        sound = sound_rows(rows, int(head["life"]))
+        torn = int((~sound & (rows["life"] == head["life"])).sum())
+        live = np.zeros(len(rows), dtype=np.bool_)
+        part = head["part"].tobytes()
+        fates: Counter[str] = Counter()
+        # Of copies in one segment the one in the highest slot counts.
+        for slot in np.flatnonzero(sound)[::-1]:
+            row = rows[slot]
+            space, generation = row["space"].tobytes(), int(row["generation"])
+            fate = self._fate(row, space, generation, part)
+            fates[fate] += 1
+            if fate == "live":
+                live[slot] = True
+                self._live[space] += 1
+                self._live_bytes[space] += report.block_bytes
+                self.written_at.append(int(row["written_at"]))
+            else:
+                self._dead.setdefault(space, Counter())[generation] += 1
+        counted = replace(
+            report,
+            live=fates["live"],
+            superseded=fates["superseded"],
+            outdated=fates["outdated"],
+            tombstoned=fates["tombstoned"],
+            torn=torn,
+        )
+        return counted, live
+
+    def _fate(self, row: NDArray[np.void], space: bytes, generation: int, part: bytes) -> str:
+        if row["flags"]:
+            return "tombstoned"
+        if self._generations is None or generation != self._generations.get(space, 0):
+            return "outdated"
+        identity = (space, part, row["key"].tobytes())
+        if identity in self._seen:
+            return "superseded"
+        self._seen.add(identity)
+        return "live"
+
+    def spaces(self) -> tuple[SpaceReport, ...]:
+        known = self._generations or {}
+        return tuple(
+            SpaceReport(
+                name=name.hex(),
+                generation=known.get(name, 0),
+                live=self._live[name],
+                live_bytes=self._live_bytes[name],
+                dead_by_generation=dict(sorted(self._dead.get(name, Counter()).items())),
+            )
+            for name in sorted({*known, *self._live, *self._dead})
+        )
+
+
+_Content = tuple["NDArray[np.void]", "NDArray[np.void]"]
+
+
+def _read_segment(folder: Path, file: str) -> tuple[SegmentReport, _Content | None] | None:
+    """The report of a segment, not counted yet, with its head and rows if it can be read.
+
+    `None`: the store has removed the file meanwhile.
+    """
+    try:
+        descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        report = SegmentReport(file=file, file_bytes=os.fstat(descriptor).st_size)
+        # Twice: the store may have been writing it.
+        page = _read(descriptor, PAGE_BYTES, 0)
+        try:
+            head = read_head(page)
+            if head is None:
+                page = _read(descriptor, PAGE_BYTES, 0)
+                head = read_head(page)
+        except ValueError as problem:
+            return replace(report, problem=str(problem)), None
+        if head is None:
+            if not any(page):
+                return replace(report, problem="is not in use yet"), None
+            return replace(report, problem="the head does not hold", damaged=True), None
+        rows = _read_rows(descriptor, head)
+    finally:
+        os.close(descriptor)
+    return _describe(folder, report, head), (head, rows)
+
+
+def _describe(folder: Path, report: SegmentReport, head: NDArray[np.void]) -> SegmentReport:
+    slots = int(head["slot_count"])
+    needed = Geometry.slots_offset(slots) + slots * int(head["slot_bytes"])
+    short = report.file_bytes < needed
+    return replace(
+        report,
+        problem=f"ends at byte {report.file_bytes}, must have {needed}" if short else "",
+        damaged=short,
+        age=int(head["age"]),
+        life=f"{int(head['life']):016x}",
+        part=head["part"].tobytes().hex(),
+        form=head["form"].tobytes().hex(),
+        form_known=_form_of(folder, head) is not None,
+        encrypted=bool(head["cipher"] != CIPHER_NONE),
+        block_bytes=int(head["block_bytes"]),
+        slots=slots,
+    )
+
+
+def _read_rows(descriptor: int, head: NDArray[np.void]) -> NDArray[np.void]:
+    """The table of a segment; rows beyond the end of the file are zeros."""
+    size = int(head["slot_count"]) * ROW_BYTES
+
+    def read() -> NDArray[np.void]:
+        raw = _read(descriptor, size, Geometry.row_offset(0)).ljust(size, b"\0")
+        return np.frombuffer(raw, dtype=ROW)
+
+    rows = read()
+    life = int(head["life"])
+    if (~sound_rows(rows, life) & (rows["life"] == life)).any():
+        # The store may have been writing them.
+        rows = read()
+    return rows
+
+
+def _form_of(folder: Path, head: NDArray[np.void]) -> Form | None:
+    """The form of a segment's blocks, if the folder has it and it is that of this head."""
+    form = read_form(folder, head["form"].tobytes())
+    if form is None or form.storage is not StorageFormat.PACKED:
+        return None
+    fits = (
+        form.layout.block_bytes == head["block_bytes"]
+        and len(form.layout.cells) == head["cell_count"]
+        and form.checksum.value.encode() == head["algorithm"]
+    )
+    return form if fits else None
+
+
+def _read(descriptor: int, size: int, offset: int) -> bytes:
+    """Up to `size` bytes; fewer only where the file ends."""
+    pieces = []
+    while size > 0:
+        piece = os.pread(descriptor, size, offset)
+        if not piece:
+            break
+        pieces.append(piece)
+        size -= len(piece)
+        offset += len(piece)
+    return b"".join(pieces)
