@@ -34,7 +34,6 @@ from penstock.supervisor.messages import (
     Forget,
     Hold,
     MessageError,
-    Packet,
     ProcessEvent,
     ProcessExited,
     RequestRefused,
@@ -43,14 +42,13 @@ from penstock.supervisor.messages import (
     StopProcess,
     SupervisorReady,
     SupervisorRequest,
-    channel_pair,
     decode_answer,
     encode,
     receive_packet,
-    send_packet,
 )
 from penstock.supervisor.spec import READY_S
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
+from penstock.transport.packets import Packet, channel_pair, send_packet
 
 if TYPE_CHECKING:
     import socket
@@ -118,6 +116,21 @@ class Supervisor:
         assert done.pid is not None
         self._stop_s[spec.name] = spec.stop_s
         return done.pid
+
+    def begin_process(self, spec: ProcessSpec) -> None:
+        """Asks for a process and does not wait: `ProcessStarted` or `ProcessExited` follows.
+
+        Nothing follows if there is such a process already.
+
+        Raises:
+            UnavailableError: the supervisor is lost, or has no room for a request now.
+        """
+        self._require_owner()
+        if self._link.end is not None:
+            raise UnavailableError(_cause(self._link.end))
+        self._stop_s.setdefault(spec.name, spec.stop_s)
+        request = StartProcess(request=self._number(), spec=spec)
+        self._link.send(encode(request), None, deadline=time.monotonic())
 
     def stop_process(self, name: str, *, deadline: float | None = None) -> None:
         """Stops a process: SIGTERM now, SIGKILL at the deadline; returns when it has ended.

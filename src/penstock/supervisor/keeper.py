@@ -28,17 +28,16 @@ from penstock.supervisor.messages import (
     Done,
     Hold,
     MessageError,
-    Packet,
     RequestRefused,
     RequestRefusedError,
     decode_answer,
     decode_request,
     encode,
     receive_packet,
-    send_packet,
 )
 from penstock.supervisor.spec import require_name
 from penstock.transport.base import ChannelClosed, ChannelFailed
+from penstock.transport.packets import Packet, send_packet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

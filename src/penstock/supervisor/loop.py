@@ -24,7 +24,6 @@ from penstock.supervisor.messages import (
     Forget,
     Hold,
     MessageError,
-    Packet,
     RequestRefused,
     RequestRefusedError,
     StartProcess,
@@ -35,10 +34,10 @@ from penstock.supervisor.messages import (
     encode,
     receive_packet,
     require_room,
-    send_packet,
 )
 from penstock.supervisor.process_table import ProcessTable
 from penstock.transport.base import ChannelClosed, ChannelFailed
+from penstock.transport.packets import Packet, send_packet
 
 if TYPE_CHECKING:
     import socket

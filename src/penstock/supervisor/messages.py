@@ -13,21 +13,22 @@ closed at once. Events that had to be dropped are counted, and `EventsLost` repo
 
 from __future__ import annotations
 
-import array
-import select
-import socket
 from collections import deque
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import PeerError
 from penstock.supervisor.spec import ProcessSpec, require_name, require_stop_s
-from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
+from penstock.transport import packets
 from penstock.vocabulary.frames import FrameCodec
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sized
+
+    from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
+    from penstock.transport.packets import Packet
 
 VERSION = 1
 FRAME_BYTES_MAX = 64 << 10
@@ -37,8 +38,6 @@ EVENTS_MAX = 1024
 """Sixteen for each process that there may be: more than repeated restarts cause before they end."""
 WAITING_MAX = 64
 """An engine asks once, and once more after a deadline that passed."""
-
-_INT_BYTES = array.array("i").itemsize
 
 
 class MessageError(PeerError):
@@ -255,73 +254,9 @@ def _number_of(frame: bytes) -> int:
 # Packets.
 
 
-class Packet(NamedTuple):
-    """A frame that arrived, and the descriptors that came with it."""
-
-    frame: bytes
-    descriptors: tuple[int, ...]
-    problem: str
-    """Why it is not all that was sent; empty if it is complete."""
-
-
-def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one channel; neither blocks, and no other program inherits them."""
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in pair:
-        end.settimeout(0)
-    return pair
-
-
-def send_packet(channel: socket.socket, frame: bytes, fd: int | None = None) -> bool:
-    """Sends a frame, with a descriptor if there is one; false if there is no room now.
-
-    Raises:
-        OSError: the other end is lost.
-    """
-    ancillary = []
-    if fd is not None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    try:
-        channel.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def receive_packet(channel: socket.socket) -> Packet | Empty | ChannelClosed | ChannelFailed:
     """The next packet, if there is one; the caller owns its descriptors."""
-    try:
-        frame, ancillary, flags, _ = channel.recvmsg(
-            FRAME_BYTES_MAX, socket.CMSG_SPACE(_INT_BYTES), socket.MSG_CMSG_CLOEXEC
-        )
-    except BlockingIOError:
-        return Empty()
-    except ConnectionError as error:
-        return ChannelFailed(f"the channel broke: {error.strerror}")
-    descriptors = _descriptors(ancillary)
-    if not frame and not descriptors and _hung_up(channel):
-        return ChannelClosed()
-    problem = ""
-    if flags & socket.MSG_TRUNC:
-        problem = f"frame is longer than {FRAME_BYTES_MAX} bytes"
-    elif flags & socket.MSG_CTRUNC:
-        problem = "more descriptors came than one, or than this process has room for"
-    return Packet(frame, descriptors, problem)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
-    found = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(content[: len(content) - len(content) % _INT_BYTES])
-    return tuple(found)
-
-
-def _hung_up(channel: socket.socket) -> bool:
-    """Whether the channel has ended; an empty packet reads the same."""
-    poller = select.poll()
-    poller.register(channel, 0)
-    return any(events & select.POLLHUP for _, events in poller.poll(0))
+    return packets.receive_packet(channel, FRAME_BYTES_MAX)
 
 
 # Queues.

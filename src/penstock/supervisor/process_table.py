@@ -36,10 +36,10 @@ from penstock.supervisor.messages import (
     RequestRefused,
     RequestRefusedError,
     RestartsExhausted,
-    channel_pair,
     require_room,
 )
 from penstock.supervisor.spec import READY_S, Never, OnFailure
+from penstock.transport.packets import channel_pair
 
 if TYPE_CHECKING:
     import socket

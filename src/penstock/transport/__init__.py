@@ -8,4 +8,5 @@ Public:
 - `shared_memory.SharedTarget`, `shared_memory.connect_shared`: the data transport between processes
 - `inproc`: both inside one process
 - `private_folder`: where sockets of one user lie
+- `packets`: frames with descriptors over Unix sockets
 """
