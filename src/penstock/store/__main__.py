@@ -1,0 +1,60 @@
+"""The store process: `python -m penstock.store CONFIG`, CONFIG being a `StoreConfig` as JSON.
+
+An engine starts it through its supervisor. SIGTERM ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError
+from penstock.store.messages import StoreConfig
+from penstock.store.server import serve_store
+from penstock.store.tier_slots import TIER_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.store.tier_slots import OpenTier
+
+logger = logging.getLogger(__name__)
+
+FAILED = 1
+
+
+def main(arguments: list[str], kinds: Mapping[str, OpenTier] = TIER_KINDS) -> int:
+    """Serves until SIGTERM; returns the exit status."""
+    logging.basicConfig(
+        stream=sys.stderr, format="%(levelname)s %(name)s %(message)s", level=logging.INFO
+    )
+    try:
+        if len(arguments) != 1:
+            raise ConfigMissingError(len(arguments))
+        config = StoreConfig.from_json(arguments[0])
+        logging.getLogger("penstock").setLevel(config.log_level.upper())
+        return serve_store(config, stop=_stop_descriptor(), kinds=kinds)
+    except PenstockError as error:
+        logger.error("store ends: cause=%s", error)  # noqa: TRY400 - the message says it all
+        return FAILED
+
+
+class ConfigMissingError(PenstockError):
+    """The command line is not one configuration."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} arguments were given, must be one: a configuration as JSON")
+
+
+def _stop_descriptor() -> int:
+    """A descriptor that is readable from the first SIGTERM on."""
+    fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: os.eventfd_write(fd, 1))
+    return fd
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,641 @@
+"""The engine's way to the store process.
+
+    link = StoreLink(config, life=…, space=…, arenas=[…], tiers={2: "disk"}, embedded=True)
+    link.order(copy)                       # copies whose source or target is a tier of the store
+    link.dispatch()                        # one batch; what does not fit waits
+    for result in link.collect(): …        # whenever `descriptor` is readable, or at `alarm`
+
+It has no thread, and nothing waits after it was made. The process is restarted, or another one is
+found, with a growing pause; `StoreBack` says that the tiers can be used, `StoreLost` that they
+cannot.
+
+| what happened                              | the link returns                                  |
+|--------------------------------------------|---------------------------------------------------|
+| the process is dead                        | a failed report for each copy, `StoreLost(fenced)` |
+| it ended the session, does not answer, or  | `StoreLost`; copies in hand are reported when the |
+| waits for the arena of a rank              | process answers again, or is dead                 |
+| a new session begins with the same process | a failed report for each old copy, `StoreBack`    |
+
+The one rule: a copy is reported when the store does not touch its slots any more, once for each
+rank. Finds that are lost are answered with nothing found; a page that is lost is not answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.errors import UnavailableError
+from penstock.machine.effects import Copy
+from penstock.machine.events import CopyReport
+from penstock.store.base import TierState
+from penstock.store.messages import (
+    BATCH_BYTES,
+    BLOCK_BYTES,
+    BLOCKS_MAX,
+    MESSAGE_HEAD_BYTES,
+    PAGE_KEYS_MAX,
+    AbandonRequest,
+    ArenaMapped,
+    ArenaOffered,
+    FindAnswer,
+    FindRequest,
+    GoneNotice,
+    JobReport,
+    LoadRequest,
+    OwnerHello,
+    OwnerWaiting,
+    OwnerWelcome,
+    PageAnswer,
+    PageRequest,
+    SaveRequest,
+    StateNotice,
+    StorePing,
+    VoidNotice,
+    VoidRequest,
+    VoidSeen,
+    arena_name,
+    join_parents,
+    join_slots,
+    requests,
+    split_keys,
+    split_parents,
+)
+from penstock.store.store_session import Connected, Disconnected, NobodyListens, StoreSession
+from penstock.supervisor.client import Supervisor
+from penstock.supervisor.messages import ProcessExited, ProcessStarted
+from penstock.supervisor.spec import ProcessSpec
+from penstock.transport.base import ChannelClosed, ChannelFailed
+from penstock.vocabulary.checksums import life_salt
+from penstock.vocabulary.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.machine.effects import Abandon
+    from penstock.store.messages import AnyStoreAnswer, AnyStoreRequest, JobRequest, StoreConfig
+    from penstock.store.store_session import SessionNews
+    from penstock.tiers.host import HostTier
+    from penstock.vocabulary.form import Form
+    from penstock.vocabulary.ids import Key, OperationId
+
+logger = logging.getLogger(__name__)
+
+MODULE = "penstock.store"
+PROCESS = "store"
+STOP_S = 10.0
+"""From SIGTERM to SIGKILL: longer than the tiers have to end what is in hand."""
+START_S = 10.0
+"""Within this time a process that was asked for listens; then it is asked for again."""
+PING_S = 1.0
+"""How long the process may be silent before it is asked whether it is there."""
+SILENT_S = 2.0
+"""How long it may take to answer that; its loop does no I/O, and answers within milliseconds."""
+COPIES_MAX = 4096
+"""Copies in hand; more are reported as failed at once."""
+FINDS_MAX = 1024
+"""Finds in hand; more are answered with nothing found, at once."""
+
+
+class FoundInStore(NamedTuple):
+    """The answer to `StoreLink.find`."""
+
+    number: int
+    tier: int
+    present: list[bool]
+    """Which blocks are there on every rank."""
+
+
+class Paged(NamedTuple):
+    """The answer to `StoreLink.request_page`: some blocks, newest first."""
+
+    tier: int
+    keys: list[Key]
+    parents: list[Key | None]
+    last: bool
+    """Whether that was all; if not, ask for the next page."""
+
+
+class StoreGone(NamedTuple):
+    """A tier gave these blocks up."""
+
+    tier: int
+    keys: list[Key]
+
+
+class Voided(NamedTuple):
+    """A tier has a new generation, by this engine's `void` or that of another: it is empty."""
+
+    tier: int
+    generation: int
+
+
+class StoreState(NamedTuple):
+    """How a tier is now."""
+
+    tier: int
+    state: TierState
+
+
+class StoreLost(NamedTuple):
+    """The tiers of the store cannot be used."""
+
+    why: str
+    fenced: bool
+    """Whether the process is dead. If not, another `StoreLost` or `StoreBack` follows."""
+
+
+class StoreBack(NamedTuple):
+    """The tiers of the store can be used, each as its last `StoreState` says. Page anew."""
+
+
+StoreResult = (
+    CopyReport | FoundInStore | Paged | StoreGone | Voided | StoreState | StoreLost | StoreBack
+)
+
+
+class _CopyInHand(NamedTuple):
+    operation: OperationId
+    ranks: set[int]
+    """Those that have not reported."""
+    blocks: int
+
+
+class _FindInHand(NamedTuple):
+    tier: int
+    keys: int
+
+
+class StoreLink:
+    """The engine's session with the store process. It belongs to one thread."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        life: int,
+        space: bytes,
+        arenas: Sequence[str],
+        tiers: Mapping[int, str],
+        embedded: bool = False,
+        module: str = MODULE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the process if it is to be `embedded`; the rest happens in `collect`.
+
+        Args:
+            config: What the store process serves, and where.
+            life: 64 random bits: the engine's incarnation.
+            space: The name of the space, `DIGEST_BYTES` bytes.
+            arenas: The names of the ranks' hubs (`arena_name`), in order; each is offered by its
+                own process, with `ArenaOffer`.
+            tiers: The tiers of the store by their index in the cache, with their names.
+            embedded: Whether to start the process where nobody listens. It ends with this link.
+            module: What an embedded process runs.
+            clock: Monotonic; for tests.
+
+        Raises:
+            UnavailableError: it is embedded, and no supervisor can be started.
+        """
+        self._clock = clock
+        self._hello = OwnerHello(life, space, list(arenas), list(tiers.values()))
+        self._numbers = {index: number for number, index in enumerate(tiers)}
+        self._indexes = list(tiers)
+        self._session = StoreSession(Path(config.socket))
+        self._host = EmbeddedStore(config, module) if embedded else None
+        if self._host is not None:
+            self._session.watch(self._host.descriptor)
+        self._queue: list[AnyStoreRequest] = []
+        self._queue_bytes = 0
+        self._results: list[StoreResult] = []
+        self._ticket = 0
+        self._copies: dict[int, _CopyInHand] = {}
+        self._tickets: dict[OperationId, int] = {}
+        self._old_tickets_below = 1
+        """Copies of earlier sessions have smaller tickets."""
+        self._finds: dict[int, _FindInHand] = {}
+        self._find_number = 0
+        self._cursors: dict[int, int | None] = {}
+        self._voids: set[int] = set()
+        """Voids that were not confirmed; they are sent again in the next session."""
+        self._welcome = False
+        self._silent = False
+        self._told: StoreLost | StoreBack | None = None
+        self._heard_at = 0.0
+        self._pinged_at: float | None = None
+        self._closed = False
+
+    # What the engine asks for.
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the tiers of the store can be used, as far as `collect` has said."""
+        return isinstance(self._told, StoreBack)
+
+    def order(self, effect: Copy | Abandon) -> None:
+        """Has the store start or abandon a copy; it leaves with the next `dispatch`."""
+        if isinstance(effect, Copy):
+            self._order_copy(effect)
+            return
+        ticket = self._tickets.get(effect.operation)
+        if ticket is not None and ticket >= self._old_tickets_below:
+            self._put(AbandonRequest(ticket), MESSAGE_HEAD_BYTES)
+
+    def _order_copy(self, copy: Copy) -> None:
+        problem = self._why_no_copy(len(copy.keys))
+        if problem:
+            self._fail(copy.operation, range(len(self._hello.arenas)), problem)
+            return
+        self._ticket += 1
+        ticket, operation = self._ticket, copy.operation
+        count = len(copy.keys)
+        remaining_s = copy.deadline - self._clock()
+        salt = life_salt(operation.incarnation, operation.epoch)
+        keys = b"".join(copy.keys)
+        number = self._numbers.get(copy.target)
+        request: JobRequest
+        if number is not None:
+            parents = join_parents(copy.parents, count)
+            slots = join_slots(copy.source_slots)
+            request = SaveRequest(ticket, number, keys, parents, slots, salt, remaining_s)
+        else:
+            number = self._numbers[copy.source]
+            slots = join_slots(copy.target_slots)
+            request = LoadRequest(ticket, number, keys, slots, salt, remaining_s)
+        ranks = set(range(len(self._hello.arenas)))
+        self._copies[ticket] = _CopyInHand(operation, ranks, count)
+        self._tickets[operation] = ticket
+        self._put(request, MESSAGE_HEAD_BYTES + count * BLOCK_BYTES)
+
+    def _why_no_copy(self, count: int) -> str:
+        if not self._welcome:
+            lost = self._told if isinstance(self._told, StoreLost) else None
+            return f"the store is away: {lost.why if lost else self._session.why}"
+        if count > BLOCKS_MAX:
+            return f"a copy has {count} blocks, must have at most {BLOCKS_MAX} with a store"
+        if len(self._copies) >= COPIES_MAX:
+            return f"{COPIES_MAX} copies of the store are in hand, which is the most"
+        return ""
+
+    def find(self, tier: int, keys: Sequence[Key]) -> int:
+        """Asks which blocks are in a tier; returns the number of the `FoundInStore` to come."""
+        self._find_number += 1
+        number, count = self._find_number, len(keys)
+        if self._welcome and count <= BLOCKS_MAX and len(self._finds) < FINDS_MAX:
+            self._finds[number] = _FindInHand(tier, count)
+            request = FindRequest(number, self._numbers[tier], b"".join(keys))
+            self._put(request, MESSAGE_HEAD_BYTES + count * KEY_BYTES)
+        else:
+            self._results.append(FoundInStore(number, tier, [False] * count))
+        return number
+
+    def request_page(self, tier: int) -> None:
+        """Asks for the next page of the blocks of a tier, or for the first after the last."""
+        if self._welcome:
+            request = PageRequest(self._numbers[tier], self._cursors.get(tier), PAGE_KEYS_MAX)
+            self._put(request, MESSAGE_HEAD_BYTES)
+
+    def void(self, tier: int) -> None:
+        """Begins a new generation of this engine's blocks in a tier, now or when it is back."""
+        self._voids.add(tier)
+        self._cursors.pop(tier, None)
+        if self._session.is_connected:
+            self._put(VoidRequest(self._numbers[tier]), MESSAGE_HEAD_BYTES)
+
+    def name_arenas(self, arenas: Sequence[str]) -> None:
+        """Names the hubs of the ranks anew: one of them was restarted."""
+        if len(arenas) != len(self._hello.arenas):
+            raise ValueError(f"arenas are {len(arenas)}, must be {len(self._hello.arenas)}")
+        hello = self._hello
+        self._hello = OwnerHello(hello.life, hello.space, list(arenas), hello.tiers)
+        if self._session.is_connected:
+            self._put(self._hello, MESSAGE_HEAD_BYTES + sum(map(len, arenas)))
+
+    def _put(self, request: AnyStoreRequest, size: int) -> None:
+        """Adds a request to the batch; one that is full is sent at once."""
+        if self._queue_bytes + size > BATCH_BYTES:
+            self._send_batch()
+        self._queue.append(request)
+        self._queue_bytes += size
+
+    def _send_batch(self) -> None:
+        if self._queue:
+            self._session.send(requests.encode(self._queue))
+            self._queue = []
+            self._queue_bytes = 0
+
+    def dispatch(self) -> None:
+        """Sends what was asked for since the last call; never waits."""
+        self._send_batch()
+
+    # What the store answers.
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when `collect` may have something."""
+        return self._session.descriptor
+
+    @property
+    def ready(self) -> bool:
+        """Whether `collect` has something now, whatever `descriptor` says."""
+        return bool(self._results)
+
+    @property
+    def alarm(self) -> float | None:
+        """When to call `collect`, though `descriptor` is silent."""
+        at = self._session.alarm
+        if not self._session.is_connected:
+            return at
+        if self._pinged_at is not None:
+            return None if self._silent else self._pinged_at + SILENT_S
+        return self._heard_at + PING_S if self._copies or self._finds else None
+
+    def collect(self) -> list[StoreResult]:
+        """Everything that has happened since the last call; never waits."""
+        now = self._clock()
+        if self._host is not None:
+            self._host.poll(now)
+        for news in self._session.poll(now):
+            self._take(news, now)
+        self._check_silence(now)
+        results, self._results = self._results, []
+        return results
+
+    def _take(self, news: SessionNews, now: float) -> None:
+        match news:
+            case Connected():
+                self._begin(now)
+            case Disconnected():
+                self._end(news)
+            case NobodyListens():
+                if self._host is not None:
+                    self._host.start(now)
+                    self._lose(self._host.why or self._session.why, fenced=True)
+                else:
+                    self._lose(self._session.why, fenced=True)
+            case _:
+                self._heard_at = now
+                self._pinged_at = None
+                if self._silent:
+                    self._silent = False
+                    self._tell_welcome()
+                for answer in news:
+                    self._take_answer(answer)
+
+    def _begin(self, now: float) -> None:
+        """A session with the store has begun."""
+        self._heard_at = now
+        self._pinged_at = None
+        self._silent = False
+        self._queue = [self._hello, *(VoidRequest(self._numbers[tier]) for tier in self._voids)]
+        self._queue_bytes = 0
+        self._old_tickets_below = self._ticket + 1
+        self._send_batch()
+
+    def _end(self, lost: Disconnected) -> None:
+        self._welcome = False
+        self._queue = []
+        self._queue_bytes = 0
+        self._cursors.clear()
+        for number, find in self._finds.items():
+            self._results.append(FoundInStore(number, find.tier, [False] * find.keys))
+        self._finds.clear()
+        if lost.dead:
+            self._fail_copies_below(self._ticket + 1, lost.why)
+        self._lose(lost.why, fenced=lost.dead)
+
+    def _lose(self, why: str, *, fenced: bool) -> None:
+        """Says that the store is lost, unless that was said."""
+        told = self._told
+        if isinstance(told, StoreLost) and (told.fenced or not fenced):
+            self._told = told._replace(why=why)
+            return
+        self._told = StoreLost(why, fenced)
+        self._results.append(self._told)
+
+    def _tell_welcome(self) -> None:
+        if self._welcome and not self.is_up:
+            self._told = StoreBack()
+            self._results.append(self._told)
+
+    def _check_silence(self, now: float) -> None:
+        """Asks a silent process whether it is there; one that does not answer is lost for now."""
+        if not self._session.is_connected:
+            return
+        if self._pinged_at is None:
+            if (self._copies or self._finds) and now >= self._heard_at + PING_S:
+                self._pinged_at = now
+                self._put(StorePing(), MESSAGE_HEAD_BYTES)
+                self._send_batch()
+        elif not self._silent and now >= self._pinged_at + SILENT_S:
+            self._silent = True
+            self._lose(f"the store process has not answered for {SILENT_S:g} s", fenced=False)
+
+    def _take_answer(self, answer: AnyStoreAnswer) -> None:
+        match answer:
+            case JobReport():
+                self._take_report(answer)
+            case FindAnswer():
+                find = self._finds.pop(answer.number, None)
+                if find is not None and len(answer.present) == find.keys:
+                    present = [bool(each) for each in answer.present]
+                    self._results.append(FoundInStore(answer.number, find.tier, present))
+            case PageAnswer():
+                tier = self._indexes[answer.tier]
+                keys = split_keys(answer.keys)
+                parents = split_parents(answer.parents, len(keys))
+                self._cursors[tier] = answer.cursor
+                self._results.append(Paged(tier, keys, parents, answer.cursor is None))
+            case GoneNotice():
+                self._results.append(StoreGone(self._indexes[answer.tier], split_keys(answer.keys)))
+            case VoidNotice():
+                tier = self._indexes[answer.tier]
+                self._voids.discard(tier)
+                self._cursors.pop(tier, None)
+                self._put(VoidSeen(answer.tier, answer.generation), MESSAGE_HEAD_BYTES)
+                self._results.append(Voided(tier, answer.generation))
+            case StateNotice():
+                self._results.append(StoreState(self._indexes[answer.tier], _state_of(answer)))
+            case OwnerWelcome():
+                self._session.keep_trying_soon()
+                self._fail_copies_below(self._old_tickets_below, "the session was lost")
+                self._welcome = True
+                self._tell_welcome()
+            case OwnerWaiting():
+                self._welcome = False
+                self._lose(answer.why, fenced=False)
+            case _:
+                pass  # The news that a process is there was all of it.
+
+    def _take_report(self, report: JobReport) -> None:
+        copy = self._copies.get(report.ticket)
+        if copy is None or report.rank not in copy.ranks:
+            return  # Late: it was reported as failed when its session was lost.
+        copy.ranks.remove(report.rank)
+        if not copy.ranks:
+            del self._copies[report.ticket], self._tickets[copy.operation]
+        self._results.append(
+            CopyReport(
+                operation=copy.operation,
+                rank=report.rank,
+                faults=tuple(each for each in report.faults if each[0] < copy.blocks),
+                failure=report.failure,
+            )
+        )
+
+    def _fail_copies_below(self, ticket: int, why: str) -> None:
+        for each in [each for each in self._copies if each < ticket]:
+            copy = self._copies.pop(each)
+            del self._tickets[copy.operation]
+            self._fail(copy.operation, sorted(copy.ranks), why)
+
+    def _fail(self, operation: OperationId, ranks: Sequence[int], why: str) -> None:
+        for rank in ranks:
+            self._results.append(CopyReport(operation=operation, rank=rank, failure=why))
+
+    # The end.
+
+    def close(self, deadline: float) -> None:
+        """Ends the session, and the process if this link has started it, by `deadline`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._session.close()
+        if self._host is not None:
+            self._host.close(deadline)
+
+
+class EmbeddedStore:
+    """A store process that this engine starts where nobody listens, under a supervisor."""
+
+    def __init__(self, config: StoreConfig, module: str) -> None:
+        self._spec = ProcessSpec(
+            name=PROCESS, module=module, arguments=(config.to_json(),), stop_s=STOP_S
+        )
+        self._supervisor = Supervisor.start()
+        self._asked_at: float | None = None
+        """When a process was asked for that has not ended."""
+        self._runs = False
+        self.why = ""
+        """Why there is none."""
+
+    @property
+    def descriptor(self) -> int:
+        return self._supervisor.descriptor
+
+    def start(self, now: float) -> None:
+        """Starts the process, unless it runs or was asked for."""
+        if self._runs or (self._asked_at is not None and now < self._asked_at + START_S):
+            return
+        self._asked_at = now
+        try:
+            self._supervisor.begin_process(self._spec)
+        except UnavailableError as error:
+            self._note(str(error))
+
+    def poll(self, now: float) -> None:  # noqa: ARG002
+        """Takes what the supervisor reports."""
+        if self._supervisor.lost:
+            return
+        for event in self._supervisor.events():
+            match event:
+                case ProcessStarted():
+                    self._runs = True
+                case ProcessExited():
+                    self._runs = False
+                    self._asked_at = None
+                    ended = event.problem or (
+                        f"signal {event.signal}" if event.signal else f"status {event.code}"
+                    )
+                    self._note(f"the store process has ended: {ended}")
+                case ChannelClosed() | ChannelFailed():
+                    self._runs = False
+                    self._note(f"the store process cannot be started: {event}")
+                case _:
+                    pass
+
+    def _note(self, why: str) -> None:
+        if why != self.why:
+            self.why = why
+            logger.warning("embedded store: %s", why)
+
+    def close(self, deadline: float) -> None:
+        self._supervisor.close(deadline=deadline)
+
+
+class ArenaOffer:
+    """Offers the hub of a rank to the store process, for as long as it is open.
+
+    It belongs to one thread, and nothing here waits: call `poll` whenever `descriptor` is
+    readable, and at `alarm`.
+    """
+
+    def __init__(
+        self,
+        socket: str,
+        host: HostTier,
+        *,
+        form: Form,
+        part: bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = arena_name(host.arena.fd)
+        """What the owner calls it."""
+        self.mapped = False
+        """Whether the store process has mapped it, as far as `poll` has seen."""
+        self._fd = host.arena.fd
+        offered = ArenaOffered(self.name, host.slot_count, form.to_bytes(), part)
+        self._frame = requests.encode([offered])
+        self._session = StoreSession(Path(socket))
+        self._clock = clock
+        self._closed = False
+
+    @property
+    def why(self) -> str:
+        """Why it is not mapped; empty if it is, or will be in a moment."""
+        return self._session.why
+
+    @property
+    def descriptor(self) -> int:
+        return self._session.descriptor
+
+    @property
+    def alarm(self) -> float | None:
+        return self._session.alarm
+
+    def poll(self) -> None:
+        """Connects where that is due, and takes what the store process says."""
+        for news in self._session.poll(self._clock()):
+            match news:
+                case Connected():
+                    self._session.send(self._frame, self._fd)
+                case Disconnected():
+                    self.mapped = False
+                case NobodyListens():
+                    pass
+                case _:
+                    if any(isinstance(each, ArenaMapped) for each in news):
+                        self.mapped = True
+                        self._session.keep_trying_soon()
+
+    def close(self) -> None:
+        """Withdraws the arena; the process unmaps it once no job uses it."""
+        if not self._closed:
+            self._closed = True
+            self._session.close()
+
+
+def _state_of(notice: StateNotice) -> TierState:
+    return TierState(
+        on=notice.on,
+        why=notice.why,
+        recovered=notice.recovered,
+        blocks=notice.blocks,
+        block_bytes=notice.block_bytes,
+        capacity_bytes=notice.capacity_bytes,
+        saves_dropped=notice.saves_dropped,
+        blocks_corrupt=notice.blocks_corrupt,
+        blocks_reclaimed=notice.blocks_reclaimed,
+    )

@@ -1,0 +1,663 @@
+"""The loop of the store process: it serves engines and moves their blocks with the tiers.
+
+    serve_store(config, stop=descriptor)        # until the descriptor is readable
+
+One thread waits in one epoll, for the socket, its sessions, the tiers and the next deadline; an
+idle process uses no CPU. Tiers have threads of their own.
+
+| session | begins with    | while it lasts                                              |
+|---------|----------------|-------------------------------------------------------------|
+| arena   | `ArenaOffered` | the hub of a rank is mapped                                 |
+| owner   | `OwnerHello`   | an engine saves, loads, finds and voids blocks of its space |
+
+The one rule: a job is reported when its tier has reported it, and at no other time. An arena is
+unmapped when its session has ended and no job uses it; a session that an owner lost and opens
+again is welcome when no job of the old one is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import PeerError, UnavailableError
+from penstock.store.base import LoadJob, MappedArena, SaveJob, Space
+from penstock.store.messages import (
+    PAGE_KEYS_MAX,
+    AbandonRequest,
+    AnyStoreRequest,
+    ArenaMapped,
+    ArenaOffered,
+    FindAnswer,
+    FindRequest,
+    GoneNotice,
+    JobReport,
+    LoadRequest,
+    OwnerHello,
+    OwnerWaiting,
+    OwnerWelcome,
+    PageAnswer,
+    PageRequest,
+    SaveRequest,
+    StateNotice,
+    StorePing,
+    StorePong,
+    VoidNotice,
+    VoidRequest,
+    VoidSeen,
+    arena_name,
+    join_parents,
+    requests,
+    short,
+    split_keys,
+    split_parents,
+    split_slots,
+)
+from penstock.store.sessions import ClientSession
+from penstock.store.sockets import StoreBusyError, StoreListener
+from penstock.store.tier_slots import TIER_KINDS, TierSlot
+from penstock.supervisor.descriptors import close_all
+from penstock.tiers.host import HostTier
+from penstock.transport.base import Empty
+from penstock.transport.packets import Packet
+from penstock.vocabulary.form import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.store.base import EndedJob, TierState
+    from penstock.store.messages import JobRequest, StoreConfig
+    from penstock.store.tier_slots import OpenTier
+    from penstock.vocabulary.ids import Key
+
+logger = logging.getLogger(__name__)
+
+SESSIONS_MAX = 256
+"""Every rank of a machine and its engines; each has a descriptor or three of 1,024."""
+TICKETS_MAX = 4096
+"""Jobs in hand of one owner; more are reported as failed at once."""
+GREETING_S = 10.0
+"""How long a client may take to say what it is for."""
+READS_MAX = 16
+"""Packets that are read of one session before the others have their turn."""
+CLOSE_S = 5.0
+"""How long the tiers may take to end what is in hand when the process is to end."""
+
+ENDED = 0
+BUSY = 3
+"""The status of a process that found another one serving its socket."""
+
+
+def serve_store(
+    config: StoreConfig, *, stop: int, kinds: Mapping[str, OpenTier] = TIER_KINDS
+) -> int:
+    """Serves until the descriptor `stop` is readable; returns the exit status.
+
+    Raises:
+        ConfigError: a tier is of a kind that there is not.
+        UnavailableError: the socket cannot be opened.
+    """
+    slots = [TierSlot(each, kinds) for each in config.tiers]
+    try:
+        listener = StoreListener.open(Path(config.socket))
+    except StoreBusyError as error:
+        logger.info("store ends: cause=%s", error)
+        return BUSY
+    logger.info("store serves: socket=%s pid=%d", config.socket, os.getpid())
+    server = StoreServer(listener, slots)
+    server.run(stop)
+    logger.info("store ends: socket=%s cause=asked to stop", config.socket)
+    return ENDED
+
+
+@dataclass(slots=True, eq=False)
+class OfferedArena:
+    """An arena that a session has offered."""
+
+    name: str
+    mapped: MappedArena
+    jobs: set[int] = field(default_factory=set)
+    offered: bool = True
+
+    def close_if_idle(self) -> None:
+        if not self.offered and not self.jobs:
+            self.mapped.host.close()
+
+
+@dataclass(slots=True, eq=False)
+class OwnerState:
+    """What is known of an owner."""
+
+    hello: OwnerHello
+    tiers: list[TierSlot]
+    ranks: dict[str, list[int]]
+    """By the name of their arena."""
+    generations: list[int | None]
+    """Which generation its requests mean, by number of the tier; `None`: its tier is not open."""
+    ready: bool = False
+    why: str = ""
+    """Why it is not ready, as it was told."""
+    voids: set[int] = field(default_factory=set)
+    """Tiers that are to begin a new generation once they are open."""
+    tickets: dict[int, set[int]] = field(default_factory=dict)
+    """The numbers of the jobs of each ticket that are under way."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One tier's job: a ticket of an owner, for the ranks that share an arena."""
+
+    session: ClientSession
+    owner: OwnerState
+    ticket: int
+    arena: OfferedArena
+    slot: TierSlot
+    ranks: list[int]
+    cancelled: str = ""
+    """Why it was cancelled, if it was."""
+    void: bool = False
+    """Whether it has failed, whatever its tier reports."""
+
+
+class StoreServer:
+    """Serves the sessions of one socket with the tiers in `slots`."""
+
+    def __init__(
+        self,
+        listener: StoreListener,
+        slots: Sequence[TierSlot],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listener = listener
+        self._slots = slots
+        self._clock = clock
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._sessions: dict[int, ClientSession] = {}
+        self._owners: dict[ClientSession, OwnerState] = {}
+        self._arenas: dict[str, list[OfferedArena]] = {}
+        """By name; the last is used."""
+        self._offers: dict[ClientSession, OfferedArena] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._strays: Counter[int] = Counter()
+        """Jobs under way of sessions that have ended, by the life of their owner."""
+        self._deadlines: list[tuple[float, int]] = []
+        self._number = 0
+
+    def run(self, stop: int) -> None:
+        """Serves until the descriptor is readable, then ends everything."""
+        stopping: list[int] = []
+        with ExitStack() as undo:
+            undo.callback(self._epoll.close)
+            undo.callback(self._listener.close)
+            self._watch(stop, stopping.append)
+            self._watch(self._listener.descriptor, self._accept)
+            while not stopping:
+                self._advance(self._clock())
+                self._wait()
+            self._end_all()
+
+    def _watch(self, fd: int, callback: Callable[[int], None]) -> None:
+        self._callbacks[fd] = callback
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _wait(self) -> None:
+        left_s = self._alarm() - self._clock()
+        timeout = None if left_s == math.inf else max(0.0, left_s)
+        for fd, events in self._epoll.poll(timeout):
+            if callback := self._callbacks.get(fd):
+                callback(events)
+
+    def _alarm(self) -> float:
+        at = min((slot.alarm() for slot in self._slots), default=math.inf)
+        greeting = min(
+            (each.opened_at for each in self._sessions.values() if not each.greeted),
+            default=math.inf,
+        )
+        if self._deadlines:
+            at = min(at, self._deadlines[0][0])
+        return min(at, greeting + GREETING_S)
+
+    def _advance(self, now: float) -> None:
+        """What time alone brings, and what is to be sent."""
+        for slot in self._slots:
+            if slot.open(now):
+                self._begin_tier(slot)
+            if (state := slot.news(now)) is not None:
+                self._send_state(slot, state)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heappop(self._deadlines)
+            self._cancel(number, "its deadline has passed")
+        for session in list(self._sessions.values()):
+            if not session.greeted and now >= session.opened_at + GREETING_S:
+                self._end(session, f"it did not say what it is for within {GREETING_S:g} s")
+            else:
+                self._flush(session)
+
+    # Sessions.
+
+    def _accept(self, _events: int) -> None:
+        for channel, peer in self._listener.accept():
+            session = ClientSession(channel, pid=peer.pid, opened_at=self._clock())
+            if peer.uid not in {os.getuid(), 0}:
+                problem = f"it is of user {peer.uid}, must be of user {os.getuid()} or root"
+            elif len(self._sessions) >= SESSIONS_MAX:
+                problem = f"there are {SESSIONS_MAX} sessions, which is the most"
+            else:
+                fd = channel.fileno()
+                self._sessions[fd] = session
+                self._watch(fd, lambda events, session=session: self._serve(session, events))  # type: ignore[misc]
+                continue
+            logger.warning("store refuses a client: pid=%d cause=%s", peer.pid, problem)
+            session.refuse(problem)
+
+    def _serve(self, session: ClientSession, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._flush(session)
+        for _ in range(READS_MAX):
+            if not session.is_open:
+                return
+            packet = session.receive()
+            if isinstance(packet, Empty):
+                return
+            if not isinstance(packet, Packet):
+                self._end(session, "")
+                return
+            try:
+                self._read(session, packet)
+            except PeerError as error:
+                self._end(session, str(error))
+            finally:
+                close_all(packet.descriptors)
+
+    def _read(self, session: ClientSession, packet: Packet) -> None:
+        if packet.problem:
+            raise PeerError(packet.problem)
+        for request in requests.decode(packet.frame):
+            if not session.is_open:
+                return
+            if isinstance(request, ArenaOffered):
+                self._map_arena(session, request, packet.descriptors)
+            elif isinstance(request, OwnerHello):
+                self._greet(session, request)
+            else:
+                owner = self._owners.get(session)
+                if owner is None:
+                    raise PeerError(f"{type(request).__name__} came before OwnerHello")
+                self._carry_out(session, owner, request)
+
+    def _carry_out(
+        self, session: ClientSession, owner: OwnerState, request: AnyStoreRequest
+    ) -> None:
+        match request:
+            case SaveRequest() | LoadRequest():
+                self._start(session, owner, request)
+            case AbandonRequest():
+                for number in list(owner.tickets.get(request.ticket, ())):
+                    self._cancel(number, "it was abandoned")
+            case FindRequest():
+                found = self._find(owner, request.tier, split_keys(request.keys))
+                session.answer(FindAnswer(request.number, bytes(found)))
+            case PageRequest():
+                self._page(session, owner, request)
+            case VoidRequest():
+                self._void(owner, request.tier)
+            case VoidSeen():
+                slot = _slot(owner, request.tier)
+                if request.generation == slot.generation(owner.hello.space):
+                    owner.generations[request.tier] = request.generation
+            case StorePing():
+                session.answer(StorePong())
+            case _:
+                raise PeerError(f"{type(request).__name__} came twice")
+
+    def _flush(self, session: ClientSession) -> None:
+        if not session.is_open or not session.has_output:
+            return
+        try:
+            left = session.flush()
+        except PeerError as error:
+            self._end(session, str(error))
+            return
+        except OSError:
+            self._end(session, "")
+            return
+        if left != session.waits_for_room:
+            session.waits_for_room = left
+            events = select.EPOLLIN | select.EPOLLOUT if left else select.EPOLLIN
+            self._epoll.modify(session.descriptor, events)
+
+    def _end(self, session: ClientSession, problem: str) -> None:
+        """Ends a session: its jobs are cancelled, and an arena of its own is not used again."""
+        if not session.is_open:
+            return
+        fd = session.descriptor
+        self._epoll.unregister(fd)
+        del self._callbacks[fd], self._sessions[fd]
+        if problem:
+            logger.warning("store ends a session: pid=%d cause=%s", session.pid, problem)
+        session.refuse(problem)
+        owner = self._owners.pop(session, None)
+        if owner is not None:
+            for number in [each for jobs in owner.tickets.values() for each in jobs]:
+                self._strays[owner.hello.life] += 1
+                self._cancel(number, "its owner has gone")
+        arena = self._offers.pop(session, None)
+        if arena is not None:
+            self._withdraw(arena)
+
+    # Arenas.
+
+    def _map_arena(
+        self, session: ClientSession, offer: ArenaOffered, descriptors: Sequence[int]
+    ) -> None:
+        if session.greeted:
+            raise PeerError("ArenaOffered must be the first message of a session")
+        if len(descriptors) != 1:
+            raise PeerError(f"ArenaOffered came with {len(descriptors)} descriptors, must be one")
+        name = arena_name(descriptors[0])
+        if offer.name != name:
+            raise PeerError(f"an arena is offered as {offer.name!r}, must be {name!r}")
+        try:
+            form = Form.from_bytes(offer.form)
+            host = HostTier.attach(descriptors[0], form.layout, offer.slot_count)
+        except (ValueError, UnavailableError) as error:
+            raise PeerError(f"the arena of process {session.pid}: {error}") from error
+        arena = OfferedArena(name, MappedArena(host, form, offer.part))
+        self._offers[session] = arena
+        self._arenas.setdefault(name, []).append(arena)
+        session.greeted = True
+        session.answer(ArenaMapped())
+        self._check_owners()
+
+    def _withdraw(self, arena: OfferedArena) -> None:
+        arena.offered = False
+        offered = self._arenas[arena.name]
+        offered.remove(arena)
+        if not offered:
+            del self._arenas[arena.name]
+        for number in list(arena.jobs):
+            self._cancel(number, "the process of its rank has gone")
+        arena.jobs.intersection_update(self._jobs)
+        arena.close_if_idle()
+        self._check_owners()
+
+    # Owners.
+
+    def _greet(self, session: ClientSession, hello: OwnerHello) -> None:
+        before = self._owners.get(session)
+        if before is None and session.greeted:
+            raise PeerError("OwnerHello came in a session of an arena")
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(hello.arenas):
+            ranks.setdefault(name, []).append(rank)
+        if before is not None:
+            old = before.hello
+            if (old.life, old.space, old.tiers) != (hello.life, hello.space, hello.tiers):
+                raise PeerError("OwnerHello came again, and from another owner")
+            before.hello, before.ranks, before.ready, before.why = hello, ranks, False, ""
+            self._check_owner(session, before)
+            return
+        for other, owner in list(self._owners.items()):
+            if owner.hello.life == hello.life:
+                self._end(other, "its owner has opened another session")
+        tiers = [self._slot_named(name) for name in hello.tiers]
+        generations = [slot.generation(hello.space) for slot in tiers]
+        owner = OwnerState(hello=hello, tiers=tiers, ranks=ranks, generations=generations)
+        self._owners[session] = owner
+        session.greeted = True
+        for number, slot in enumerate(tiers):
+            session.answer(_state_notice(number, slot.state()))
+        self._check_owner(session, owner)
+
+    def _slot_named(self, name: str) -> TierSlot:
+        for slot in self._slots:
+            if slot.name == name:
+                return slot
+        known = ", ".join(slot.name for slot in self._slots)
+        raise PeerError(f"there is no tier {name!r} here, must be one of: {known}")
+
+    def _check_owners(self) -> None:
+        for session, owner in self._owners.items():
+            self._check_owner(session, owner)
+
+    def _check_owner(self, session: ClientSession, owner: OwnerState) -> None:
+        """Welcomes an owner that everything is there for, or says what it waits for."""
+        missing = [rank for rank, name in enumerate(owner.hello.arenas) if name not in self._arenas]
+        why = ""
+        if missing:
+            why = f"the arenas of these ranks are not there: {', '.join(map(str, missing))}"
+        elif self._strays[owner.hello.life]:
+            why = "jobs of its last session are under way"
+        if not why and not owner.ready:
+            owner.ready, owner.why = True, ""
+            session.answer(OwnerWelcome())
+        elif why != owner.why:
+            owner.ready, owner.why = False, why
+            session.answer(OwnerWaiting(short(why)))
+
+    # Jobs.
+
+    def _start(self, session: ClientSession, owner: OwnerState, request: JobRequest) -> None:
+        keys = split_keys(request.keys)
+        slots = split_slots(request.slots, len(keys))
+        parents = (
+            split_parents(request.parents, len(keys)) if isinstance(request, SaveRequest) else []
+        )
+        slot = _slot(owner, request.tier)
+        if request.ticket in owner.tickets:
+            raise PeerError(f"ticket {request.ticket} is in use")
+        if not math.isfinite(request.remaining_s):
+            raise PeerError(f"remaining_s is {request.remaining_s}, must be a number of seconds")
+        problem = self._why_no_job(owner, request.tier)
+        if problem or slot.tier is None:
+            for rank in range(len(owner.hello.arenas)):
+                session.answer(JobReport(request.ticket, rank, [], short(problem)))
+            return
+        places = [(self._arenas[name][-1], ranks) for name, ranks in owner.ranks.items()]
+        for arena, _ in places:
+            if max(slots, default=0) >= arena.mapped.host.slot_count:
+                raise PeerError(
+                    f"slot is {max(slots)}, must be below {arena.mapped.host.slot_count}"
+                )
+        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
+        deadline = self._clock() + request.remaining_s
+        numbers = owner.tickets[request.ticket] = set()
+        for arena, ranks in places:
+            self._number += 1
+            number = self._number
+            numbers.add(number)
+            arena.jobs.add(number)
+            self._jobs[number] = _Job(session, owner, request.ticket, arena, slot, ranks)
+            heappush(self._deadlines, (deadline, number))
+            if isinstance(request, SaveRequest):
+                slot.tier.save(
+                    SaveJob(number, arena.mapped, space, keys, parents, slots, request.salt)
+                )
+            else:
+                slot.tier.load(LoadJob(number, arena.mapped, space, keys, slots, request.salt))
+
+    def _why_no_job(self, owner: OwnerState, tier: int) -> str:
+        slot = owner.tiers[tier]
+        if slot.tier is None:
+            return f"tier {slot.name!r} is off: {slot.why}"
+        if not owner.ready:
+            return owner.why
+        if owner.generations[tier] != slot.tier.generation(owner.hello.space):
+            return "another engine has begun a new generation"
+        if len(owner.tickets) >= TICKETS_MAX:
+            return f"there are {TICKETS_MAX} jobs in hand, which is the most"
+        return ""
+
+    def _cancel(self, number: int, why: str) -> None:
+        """Ends a job early, if its tier can."""
+        job = self._jobs.get(number)
+        if job is not None and job.slot.tier is not None:
+            job.cancelled = job.cancelled or why
+            job.slot.tier.cancel(number)
+
+    def _take_results(self, slot: TierSlot) -> None:
+        if slot.tier is None:
+            return
+        for ended in slot.tier.collect():
+            self._report(ended)
+        for gone in slot.tier.take_gone():
+            for session, owner in self._owners.items():
+                self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
+
+    def _report(self, ended: EndedJob) -> None:
+        job = self._jobs.pop(ended.ticket)
+        job.arena.jobs.discard(ended.ticket)
+        job.arena.close_if_idle()
+        left = job.owner.tickets[job.ticket]
+        left.discard(ended.ticket)
+        if not left:
+            del job.owner.tickets[job.ticket]
+        if not job.session.is_open:
+            life = job.owner.hello.life
+            self._strays[life] -= 1
+            if not self._strays[life]:
+                del self._strays[life]
+                self._check_owners()
+            return
+        faults = list(ended.faults)
+        failed = bool(ended.failure) or job.void
+        failure = short((job.cancelled or ended.failure) if failed else "")
+        for rank in job.ranks:
+            job.session.answer(JobReport(job.ticket, rank, faults, failure))
+
+    def _tell_gone(
+        self,
+        session: ClientSession,
+        owner: OwnerState,
+        slot: TierSlot,
+        space: Space,
+        part: bytes,
+        keys: Sequence[Key],
+    ) -> None:
+        if slot not in owner.tiers or space.name != owner.hello.space:
+            return
+        tier = owner.tiers.index(slot)
+        if owner.generations[tier] == space.generation and part in self._parts(owner):
+            for at in range(0, len(keys), PAGE_KEYS_MAX):
+                session.answer(GoneNotice(tier, b"".join(keys[at : at + PAGE_KEYS_MAX])))
+
+    def _parts(self, owner: OwnerState) -> list[bytes]:
+        """What of a block has to be there, once for each arena that is."""
+        arenas = (self._arenas[name][-1] for name in owner.ranks if name in self._arenas)
+        return list(dict.fromkeys(arena.mapped.part for arena in arenas))
+
+    # Questions.
+
+    def _find(self, owner: OwnerState, tier: int, keys: list[Key]) -> list[bool]:
+        """Which blocks are there on every rank."""
+        slot = _slot(owner, tier)
+        if slot.tier is None or self._why_no_job(owner, tier):
+            return [False] * len(keys)
+        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
+        found = [True] * len(keys)
+        for part in self._parts(owner):
+            there = slot.tier.find(space, part, keys)
+            found = [both and one for both, one in zip(found, there, strict=True)]
+        return found
+
+    def _page(self, session: ClientSession, owner: OwnerState, request: PageRequest) -> None:
+        slot = _slot(owner, request.tier)
+        if slot.tier is None or not owner.ready:
+            return  # Once it is welcome again, it begins with the first page.
+        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
+        page = slot.tier.page(space, self._parts(owner)[0], request.cursor, request.limit)
+        keys = list(page.keys)
+        there = self._find(owner, request.tier, keys)
+        kept = [at for at, present in enumerate(there) if present]
+        parents = [page.parents[at] for at in kept]
+        session.answer(
+            PageAnswer(
+                request.tier,
+                b"".join([keys[at] for at in kept]),
+                join_parents(parents, len(kept)),
+                page.cursor,
+            )
+        )
+
+    def _void(self, owner: OwnerState, tier: int) -> None:
+        slot, space = _slot(owner, tier), owner.hello.space
+        generation = slot.void(space)
+        if generation is None:
+            owner.voids.add(tier)
+        else:
+            owner.generations[tier] = generation
+            self._tell_void(slot, space, generation)
+
+    def _tell_void(self, slot: TierSlot, space: bytes, generation: int) -> None:
+        """Fails the jobs of earlier generations, and tells every owner of the space."""
+        for number, job in list(self._jobs.items()):
+            if job.slot is slot and job.owner.hello.space == space:
+                job.void = True
+                self._cancel(number, "a new generation was begun")
+        for session, owner in self._owners.items():
+            if owner.hello.space == space and slot in owner.tiers:
+                session.answer(VoidNotice(owner.tiers.index(slot), generation))
+
+    # Tiers.
+
+    def _begin_tier(self, slot: TierSlot) -> None:
+        assert slot.tier is not None
+        self._watch(slot.tier.descriptor, lambda _events: self._take_results(slot))
+        for session, owner in self._owners.items():
+            if slot in owner.tiers:
+                tier = owner.tiers.index(slot)
+                generation = slot.tier.generation(owner.hello.space)
+                owner.generations[tier] = generation
+                if tier in owner.voids:
+                    owner.voids.remove(tier)
+                    session.answer(VoidNotice(tier, generation))
+
+    def _send_state(self, slot: TierSlot, state: TierState) -> None:
+        for session, owner in self._owners.items():
+            if slot in owner.tiers:
+                session.answer(_state_notice(owner.tiers.index(slot), state))
+
+    def _end_all(self) -> None:
+        """Cancels what is in hand, lets the tiers end, and closes every session."""
+        for number in list(self._jobs):
+            self._cancel(number, "the store process ends")
+        deadline = self._clock() + CLOSE_S
+        for slot in self._slots:
+            slot.close(deadline)
+        # Jobs that were cut short are not reported: their owners see this process end.
+        self._jobs.clear()
+        for session in list(self._sessions.values()):
+            self._flush(session)
+            self._end(session, "")
+
+
+def _slot(owner: OwnerState, tier: int) -> TierSlot:
+    if tier >= len(owner.tiers):
+        raise PeerError(f"tier is {tier}, must be below {len(owner.tiers)}")
+    return owner.tiers[tier]
+
+
+def _state_notice(tier: int, state: TierState) -> StateNotice:
+    return StateNotice(
+        tier,
+        state.on,
+        short(state.why),
+        state.recovered,
+        state.blocks,
+        state.block_bytes,
+        state.capacity_bytes,
+        state.saves_dropped,
+        state.blocks_corrupt,
+        state.blocks_reclaimed,
+    )

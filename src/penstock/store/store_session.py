@@ -1,0 +1,220 @@
+"""A client's session with the store process: made, watched, and made again when it is lost.
+
+    session = StoreSession(path)
+    for news in session.poll(now): …            # whenever `descriptor` is readable, or at `alarm`
+    session.send(frame)
+
+The one rule: a session counts as ended for good only when its process was seen dead. A process
+that closed the connection may still read and write arenas; `Disconnected.dead` tells them apart,
+and a connection to another process is not made before the last one is dead.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.errors import PeerError, UnavailableError
+from penstock.store.messages import FRAME_BYTES_MAX, SessionRefused, answers
+from penstock.store.sockets import connect_store
+from penstock.supervisor.descriptors import close_all
+from penstock.transport.base import ChannelFailed, Empty
+from penstock.transport.packets import Packet, receive_packet, send_packet
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.store.messages import AnyStoreAnswer
+    from penstock.store.sockets import StoreConnection
+
+RETRY_S = 0.1
+RETRY_MAX_S = 5.0
+"""Before the next try to connect; doubled each time."""
+PACKETS_MAX = 256
+"""Packets that one poll reads, so that it ends."""
+
+
+class Connected(NamedTuple):
+    """A session has begun: say what it is for."""
+
+
+class Disconnected(NamedTuple):
+    """A session has ended, or its process has."""
+
+    why: str
+    dead: bool
+    """Whether the process was seen dead."""
+
+
+class NobodyListens(NamedTuple):
+    """There is no store process."""
+
+
+SessionNews = Connected | Disconnected | NobodyListens | list["AnyStoreAnswer"]
+
+
+class StoreSession:
+    """The client's end of a session. It belongs to one thread, and nothing here waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.alarm: float | None = 0.0
+        """When to poll, though `descriptor` is silent: to connect again."""
+        self.why = "it was not reached yet"
+        """Why there is no session."""
+        self._pause_s = RETRY_S
+        self._connection: StoreConnection | None = None
+        self._last: StoreConnection | None = None
+        """The connection that was lost to a process that lives; its channel is closed."""
+        self._frames: deque[tuple[bytes, int | None]] = deque()
+        self._waits_for_room = False
+        self._epoll = select.epoll()
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there may be news."""
+        return self._epoll.fileno()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    def watch(self, fd: int) -> None:
+        """Makes `descriptor` readable as well when `fd` is."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def send(self, frame: bytes, fd: int | None = None) -> None:
+        """Sends a frame as soon as there is room; goes nowhere without a session."""
+        if self._connection is not None:
+            self._frames.append((frame, fd))
+            self._send_frames(self._connection)
+
+    def keep_trying_soon(self) -> None:
+        """The session works: the next pause is a short one."""
+        self._pause_s = RETRY_S
+
+    def poll(self, now: float) -> list[SessionNews]:
+        """What has happened since the last call."""
+        news: list[SessionNews] = []
+        if self._connection is None and self.alarm is not None and now >= self.alarm:
+            self._connect(now, news)
+        if self._connection is not None:
+            self._exchange(self._connection, now, news)
+        elif self._last is not None and _is_dead(self._last.pidfd):
+            self._lose_last(news)
+        return news
+
+    def _connect(self, now: float, news: list[SessionNews]) -> None:
+        self.alarm = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        try:
+            found = connect_store(self.path)
+        except UnavailableError as error:
+            self.why = str(error)
+            return
+        if found is None:
+            self.why = f"nobody listens at {self.path}"
+            if self._last is None:
+                news.append(NobodyListens())
+            return
+        last = self._last
+        if last is not None and (last.pid != found.pid or _is_dead(last.pidfd)):
+            # The last process must be dead first: it may still use the arenas.
+            self.why = f"the process {last.pid} that served {self.path} has not ended yet"
+            _close(found)
+            return
+        if last is not None:
+            self._epoll.unregister(last.pidfd)
+            os.close(last.pidfd)
+            self._last = None
+        self._connection = found
+        self.alarm = None
+        self.why = ""
+        self._epoll.register(found.channel.fileno(), select.EPOLLIN)
+        self._epoll.register(found.pidfd, select.EPOLLIN)
+        news.append(Connected())
+
+    def _exchange(self, connection: StoreConnection, now: float, news: list[SessionNews]) -> None:
+        for _ in range(PACKETS_MAX):
+            packet = receive_packet(connection.channel, FRAME_BYTES_MAX)
+            if isinstance(packet, ChannelFailed):  # What was sent before the end is still there.
+                packet = receive_packet(connection.channel, FRAME_BYTES_MAX)
+            if isinstance(packet, Empty):
+                break
+            if not isinstance(packet, Packet):
+                self._lose("it has ended the session", now, news)
+                return
+            close_all(packet.descriptors)
+            try:
+                batch = answers.decode(packet.frame)
+            except PeerError as error:
+                self._lose(f"it cannot be understood: {packet.problem or error}", now, news)
+                return
+            news.append(batch)
+            if batch and isinstance(batch[-1], SessionRefused):
+                self._lose(batch[-1].why, now, news)
+                return
+        if _is_dead(connection.pidfd):
+            self._lose("", now, news)
+        else:
+            self._send_frames(connection)
+
+    def _send_frames(self, connection: StoreConnection) -> None:
+        try:
+            while self._frames and send_packet(connection.channel, *self._frames[0]):
+                self._frames.popleft()
+        except OSError:
+            self._frames.clear()  # The next poll finds out why.
+        if bool(self._frames) != self._waits_for_room:
+            self._waits_for_room = bool(self._frames)
+            events = select.EPOLLIN | select.EPOLLOUT if self._frames else select.EPOLLIN
+            self._epoll.modify(connection.channel.fileno(), events)
+
+    def _lose(self, why: str, now: float, news: list[SessionNews]) -> None:
+        """Ends the session; its process is watched until it is dead or takes the next one."""
+        connection = self._connection
+        assert connection is not None
+        self._connection = None
+        self._frames.clear()
+        self._waits_for_room = False
+        self._epoll.unregister(connection.channel.fileno())
+        connection.channel.close()
+        self._last = connection
+        self.alarm = now + self._pause_s
+        if _is_dead(connection.pidfd):
+            self._lose_last(news)
+        else:
+            self.why = f"the store process {connection.pid}: {why}"
+            news.append(Disconnected(self.why, dead=False))
+
+    def _lose_last(self, news: list[SessionNews]) -> None:
+        last = self._last
+        assert last is not None
+        self._last = None
+        self._epoll.unregister(last.pidfd)
+        os.close(last.pidfd)
+        self.why = f"the store process {last.pid} has ended"
+        news.append(Disconnected(self.why, dead=True))
+
+    def close(self) -> None:
+        """Ends the session; nothing else is called after this."""
+        self._epoll.close()
+        if self._connection is not None:
+            _close(self._connection)
+        if self._last is not None:
+            os.close(self._last.pidfd)
+        self._connection = self._last = None
+        self.alarm = None
+
+
+def _is_dead(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _close(connection: StoreConnection) -> None:
+    connection.channel.close()
+    os.close(connection.pidfd)

@@ -1,0 +1,111 @@
+"""The tiers of a store process, as its configuration names them: open, or why not.
+
+A tier whose folder cannot be opened now is tried again, with a growing pause; the process serves
+its other tiers meanwhile. The one rule: a space that was to be voided while its tier was not open
+is voided before anything of the tier is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.store.base import StoreTier, TierState
+from penstock.store.messages import StoreTierConfig
+
+logger = logging.getLogger(__name__)
+
+OpenTier = Callable[[StoreTierConfig], StoreTier]
+
+TIER_KINDS: Mapping[str, OpenTier] = {}
+"""How a tier of each kind is opened. A new kind adds a row."""
+
+RETRY_S = 1.0
+RETRY_MAX_S = 60.0
+"""Before a tier is tried again: somebody has to mount, free or unlock something."""
+STATE_S = 1.0
+"""How often counters are sent at most; a tier that goes on or off is sent at once."""
+
+
+class TierSlot:
+    """A tier by its name, open or not."""
+
+    def __init__(self, config: StoreTierConfig, kinds: Mapping[str, OpenTier]) -> None:
+        if config.kind not in kinds:
+            known = ", ".join(sorted(kinds))
+            raise ConfigError(
+                "tiers.kind", f"is {config.kind!r} in tier {config.name!r}, must be one of: {known}"
+            )
+        self.name = config.name
+        self.tier: StoreTier | None = None
+        self.why = "it is being opened"
+        """Why it is not open."""
+        self.retry_at = -math.inf
+        self._pause_s = RETRY_S
+        self._config = config
+        self._open = kinds[config.kind]
+        self._voids: set[bytes] = set()
+        self._sent: TierState | None = None
+        self._sent_at = -math.inf
+
+    def open(self, now: float) -> bool:
+        """Opens the tier, if that is due; true if it is open from now on."""
+        if self.tier is not None or now < self.retry_at:
+            return False
+        try:
+            self.tier = self._open(self._config)
+        except (PenstockError, OSError, ValueError) as error:
+            why = str(error)
+            if why != self.why:
+                logger.warning("store tier is off: tier=%s cause=%s", self.name, why)
+            self.why = why
+            self.retry_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+            return False
+        self.retry_at = math.inf
+        logger.info("store tier is open: tier=%s", self.name)
+        for name in self._voids:
+            self.tier.void(name)
+        self._voids.clear()
+        return True
+
+    def void(self, name: bytes) -> int | None:
+        """Begins a new generation of a space; `None`: as soon as the tier is open."""
+        if self.tier is None:
+            self._voids.add(name)
+            return None
+        return self.tier.void(name)
+
+    def generation(self, name: bytes) -> int | None:
+        return None if self.tier is None else self.tier.generation(name)
+
+    def state(self) -> TierState:
+        if self.tier is None:
+            return TierState(on=False, why=self.why)
+        return self.tier.state()
+
+    def news(self, now: float) -> TierState | None:
+        """The state, if it is to be sent now."""
+        state = self.state()
+        if state == self._sent:
+            return None
+        sent = self._sent
+        calm = sent is not None and replace(sent, on=state.on, why=state.why) == sent
+        if calm and now < self._sent_at + STATE_S:
+            return None
+        self._sent = state
+        self._sent_at = now
+        return state
+
+    def alarm(self) -> float:
+        """When `open` or `news` have something to do, though the tier is silent."""
+        if self.tier is None:
+            return self.retry_at
+        return self._sent_at + STATE_S if self.tier.state() != self._sent else math.inf
+
+    def close(self, deadline: float) -> None:
+        if self.tier is not None:
+            self.tier.close(deadline=deadline)
