@@ -10,10 +10,11 @@ import numpy as np
 
 from penstock.store import disk_format
 from penstock.store.base import Space, part_name
-from penstock.store.disk_cipher import ASSOCIATED_BYTES, NONCE_BYTES, TAG_BYTES, nonce_of
+from penstock.store.disk_cipher import ASSOCIATED_BYTES
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
+from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layers import HeadRange
 from penstock.vocabulary.layout import Layout
 
@@ -44,7 +45,12 @@ WRITTEN_AT = 1_790_000_000
 
 
 def key_of(number: int) -> bytes:
-    return number.to_bytes(32, "big")
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def key_field(key: bytes) -> np.void:
+    """As it stands in rows and trailers."""
+    return np.void(key.ljust(disk_format.ROW["key"].itemsize, b"\0"))
 
 
 def block_of(number: int) -> bytes:
@@ -56,7 +62,7 @@ def sums_of(block: bytes, key: bytes, salt: int = 0) -> NDArray[np.uint64]:
     return SPAN.sum_blocks(rows, [key], FORM.checksum, salt=salt)[0]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
     """A segment with a block for each of `numbers`, in this order from slot 0 on."""
 
@@ -66,7 +72,8 @@ class Segment:
     age: int = 1
     space: Space = SPACE
     salt: int = 0
-    flags: Sequence[int] = ()
+    blanked: Sequence[int] = ()
+    """Slots whose row was filled with zeros: the block is forgotten."""
     written_at: int = WRITTEN_AT
     cipher: DiskCipher | None = None
 
@@ -106,8 +113,8 @@ class Segment:
     def _sealed(self, slot: int) -> tuple[bytes, bytes, bytes]:
         block = block_of(self.numbers[slot])
         if self.cipher is None:
-            return block, bytes(NONCE_BYTES), bytes(TAG_BYTES)
-        nonce = nonce_of(life=self.life, slot=slot)
+            return block, bytes(12), bytes(16)
+        nonce = shake_128(f"{self.life} {slot}".encode()).digest(12)
         associated = self._trailer_head(slot).tobytes()[:ASSOCIATED_BYTES]
         into = bytearray(BLOCK_BYTES)
         tag = self.cipher.seal(nonce, block, associated, into)
@@ -125,7 +132,7 @@ class Segment:
         number = self.numbers[slot]
         head = np.zeros((), dtype=disk_format.TRAILER_HEAD)
         head["life"] = self.life
-        head["key"] = np.void(key_of(number))
+        head["key"] = key_field(key_of(number))
         head["space"] = np.void(self.space.name)
         head["generation"] = self.space.generation
         head["salt"] = self.salt
@@ -142,13 +149,14 @@ class Segment:
         for slot, number in enumerate(self.numbers):
             trailer = disk_format.read_trailer(self.trailer(slot))
             assert trailer is not None
-            rows[slot]["key"] = np.void(key_of(number))
+            rows[slot]["key"] = key_field(key_of(number))
             parent = key_of(self.numbers[slot - 1]) if slot else disk_format.NO_KEY
-            rows[slot]["parent"] = np.void(parent)
+            rows[slot]["parent"] = key_field(parent)
             rows[slot]["trailer_sum"] = trailer[0]["sum"]
             rows[slot]["slot"] = slot
-            rows[slot]["flags"] = self.flags[slot] if self.flags else 0
-        return disk_format.seal_rows(rows)
+        sealed = disk_format.seal_rows(rows)
+        sealed[list(self.blanked)] = np.zeros((), dtype=disk_format.ROW)
+        return sealed
 
     def image(self) -> bytearray:
         """All bytes of the file."""

@@ -73,18 +73,18 @@ def test_the_copy_in_the_newest_segment_is_live_whatever_the_name_of_the_file(fo
     assert report.dead_bytes == BLOCK_BYTES
 
 
-def test_blocks_of_another_generation_and_tombstones_are_dead(folder: Path) -> None:
-    Segment(numbers=[1, 2, 3], flags=[0, disk_format.TOMBSTONE, 0]).write(folder, 0)
+def test_blocks_of_another_generation_and_slots_without_a_row_are_dead(folder: Path) -> None:
+    Segment(numbers=[1, 2, 3], blanked=[1]).write(folder, 0)
     Segment(numbers=[4, 5], age=2, life=2, space=OLD).write(folder, 1)
 
     report = inspect_folder(folder).report
 
     newer, older = report.segments
-    assert (newer.live, newer.outdated, newer.tombstoned) == (0, 2, 0)
-    assert (older.live, older.outdated, older.tombstoned) == (2, 0, 1)
+    assert (newer.live, newer.outdated, newer.skipped, newer.free) == (0, 2, 0, 2)
+    assert (older.live, older.outdated, older.skipped, older.free) == (2, 0, 1, 1)
     (space,) = report.spaces
     assert (space.name, space.generation, space.live) == (SPACE.name.hex(), 3, 2)
-    assert space.dead_by_generation == {2: 2, 3: 1}
+    assert space.dead_by_generation == {2: 2}
     assert report.damages == []
 
 
@@ -230,7 +230,7 @@ def test_a_block_that_the_store_forgot_meanwhile_is_no_damage(folder: Path) -> N
     path = FIRST.write(folder)
     change(path, FIRST.geometry.offset(0), b"rotten")
     inspection = inspect_folder(folder)
-    forgotten = replace(FIRST, flags=[disk_format.TOMBSTONE, 0])
+    forgotten = replace(FIRST, blanked=[0])
     change(path, forgotten.geometry.row_offset(0), forgotten.rows()[:1].tobytes())
 
     found = inspection.verify()

@@ -116,14 +116,14 @@ def _describe(report: FolderReport, *, now: float) -> Iterator[str]:
 
 _SEGMENT_HEADINGS = (
     *("file", "age", "life", "part", "form", "block KiB", "slots", "live", "superseded"),
-    *("old generation", "tombstoned", "torn", "free", "MiB"),
+    *("old generation", "skipped", "torn", "free", "MiB"),
 )
 
 
 def _segment_cells(segment: SegmentReport) -> tuple[str, ...]:
     form = segment.form[:8] + ("" if segment.form_known else " unknown")
     counts = (segment.slots, segment.live, segment.superseded, segment.outdated)
-    more = (segment.tombstoned, segment.torn, segment.free)
+    more = (segment.skipped, segment.torn, segment.free)
     return (
         segment.file + (" (encrypted)" if segment.encrypted else ""),
         *(str(segment.age), segment.life, segment.part[:8], form),

@@ -4,10 +4,10 @@ Blocks are encrypted, each with a tag that binds it to its trailer. Heads, rows 
 readable, so recovery and `penstock store inspect` need no key (docs/disk-format.md says what that
 leaves open).
 
-The one rule: a nonce is used once under a key. It is made of the life of the segment, 64 bits that
-are drawn anew whenever the segment begins to be filled, and of the slot. So a slot must be written
-once in a life: not again after a failed write, and not after a restart that cannot know whether it
-was written. Such a slot waits for the next life.
+The one rule: a nonce is used once under a key, so the caller draws one for every write. A nonce
+made of the segment's life and the slot would repeat: after a restart nobody knows whether a slot
+without a row was written. Two of n random ones are equal with probability n²/2⁹⁷, which is 2⁻³³
+after 2³² blocks (1 PiB of blocks of 256 KiB).
 
 Needs the `disk-encryption` extra.
 """
@@ -20,21 +20,15 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.base import DIGEST_BYTES
+from penstock.store.disk_format import CIPHER_AES_GCM
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 KEY_BYTES = 32
-NONCE_BYTES = 12
-TAG_BYTES = 16
 ASSOCIATED_BYTES = 80
 """How much of a trailer the tag covers: life, key, space, generation, salt, slot, cell count."""
 KEY_CHECK_DOMAIN = b"penstock.disk.key-check.v1"
-
-
-def nonce_of(*, life: int, slot: int) -> bytes:
-    """The nonce of a slot: used once, as a slot is written once in a life."""
-    return life.to_bytes(8, "little") + slot.to_bytes(4, "little")
 
 
 class DiskCipher:
@@ -46,6 +40,9 @@ class DiskCipher:
     Raises:
         UnavailableError: `cryptography` is not installed.
     """
+
+    number = CIPHER_AES_GCM
+    """In the head of a segment."""
 
     def __init__(self, key: bytes) -> None:
         try:

@@ -50,8 +50,6 @@ SEGMENT_BYTES = 1 << 30
 GENERATIONS_NAME = "generations"
 FORM_SUFFIX = ".form"
 FILE_MODE = 0o600
-TOMBSTONE = 1
-"""A flag of a row: its block is forgotten, such as one whose bytes failed their sums."""
 CIPHER_NONE = 0
 CIPHER_AES_GCM = 1
 
@@ -79,14 +77,14 @@ HEAD = np.dtype(
 ROW = np.dtype(
     [
         ("life", "<u8"),
-        ("key", "V32"),
+        ("key", "V32"),  # Keys have 16 bytes today; zeros follow.
         ("parent", "V32"),  # Zeros: the first block of its chain.
         ("space", "V16"),
         ("generation", "<u8"),
         ("trailer_sum", "<u8"),
         ("written_at", "<u8"),  # Seconds since 1970, for people.
         ("slot", "<u4"),
-        ("flags", "<u4"),
+        ("flags", "<u4"),  # None yet: zero.
         ("reserved", "V128"),
         ("sum", "<u8"),  # mix64 of the bytes before it, under the seed `life`.
     ]
@@ -198,10 +196,7 @@ def seal_rows(rows: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def sound_rows(rows: NDArray[np.void], life: int) -> NDArray[np.bool_]:
-    """Which rows of a table were written in full, in this life, and for the slot they stand at.
-
-    Those with flags (`TOMBSTONE`) are among them, and name no block.
-    """
+    """Which rows of a table were written in full, in this life, and for the slot they stand at."""
     here = rows["slot"] == np.arange(len(rows), dtype=np.uint32)
     sound: NDArray[np.bool_] = here & (rows["life"] == life) & (rows["sum"] == _row_sums(rows))
     return sound

@@ -40,6 +40,7 @@ from penstock.store.disk_format import (
 )
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.form import StorageFormat
+from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,17 +80,19 @@ class SegmentReport:
     """A newer copy of the block counts."""
     outdated: int = 0
     """Of a generation that does not count."""
-    tombstoned: int = 0
+    skipped: int = 0
+    """Without a row, before the last slot that has one: the block failed its sums and was
+    forgotten, or it was never written."""
     torn: int = 0
     """Rows of this life that do not hold."""
 
     @property
     def dead(self) -> int:
-        return self.superseded + self.outdated + self.tombstoned
+        return self.superseded + self.outdated + self.skipped
 
     @property
     def free(self) -> int:
-        """Slots that were not written in this life; one that was written without a row is free."""
+        """Slots that are not taken yet in this life."""
         return self.slots - self.live - self.dead - self.torn
 
 
@@ -203,7 +206,7 @@ class Inspection:
                 if what not in (_WHOLE, _TRAILER_ONLY, _CHANGED):
                     counts["damaged"] += 1
                     if len(damages) < DAMAGES_NAMED:
-                        key = table.rows[slot]["key"].tobytes().hex()
+                        key = _key_of(table.rows[slot]).hex()
                         damages.append(BlockDamage(table.path.name, slot, key, what))
                 on_block(checker.block_bytes)
         return Verification(
@@ -262,7 +265,7 @@ class _BlockChecker:
                 return "the block does not open: its bytes or its tag were changed"
         found = self._span.sum_blocks(
             np.frombuffer(block, dtype=np.uint8).reshape(1, -1),
-            [row["key"].tobytes()],
+            [_key_of(row)],
             self._form.checksum,
             salt=int(named["salt"]),
         )[0]
@@ -375,7 +378,9 @@ class _Census:
     ) -> tuple[SegmentReport, NDArray[np.bool_]]:
         """The report of a segment with its slots counted, and which rows are live."""
         sound = sound_rows(rows, int(head["life"]))
-        torn = int((~sound & (rows["life"] == head["life"])).sum())
+        torn = ~sound & (rows["life"] == head["life"])
+        taken = sound | torn
+        last = int(np.flatnonzero(taken)[-1]) if taken.any() else -1
         live = np.zeros(len(rows), dtype=np.bool_)
         part = head["part"].tobytes()
         fates: Counter[str] = Counter()
@@ -397,17 +402,15 @@ class _Census:
             live=fates["live"],
             superseded=fates["superseded"],
             outdated=fates["outdated"],
-            tombstoned=fates["tombstoned"],
-            torn=torn,
+            skipped=last + 1 - int(taken.sum()),
+            torn=int(torn.sum()),
         )
         return counted, live
 
     def _fate(self, row: NDArray[np.void], space: bytes, generation: int, part: bytes) -> str:
-        if row["flags"]:
-            return "tombstoned"
         if self._generations is None or generation != self._generations.get(space, 0):
             return "outdated"
-        identity = (space, part, row["key"].tobytes())
+        identity = (space, part, _key_of(row))
         if identity in self._seen:
             return "superseded"
         self._seen.add(identity)
@@ -506,6 +509,11 @@ def _form_of(folder: Path, head: NDArray[np.void]) -> Form | None:
         and form.checksum.value.encode() == head["algorithm"]
     )
     return form if fits else None
+
+
+def _key_of(row: NDArray[np.void]) -> bytes:
+    key: bytes = row["key"].tobytes()
+    return key[:KEY_BYTES]
 
 
 def _read(descriptor: int, size: int, offset: int) -> bytes:
