@@ -43,6 +43,7 @@ CALLED_FROM_ELSEWHERE = {
     "serve/http.py:capture_signals": _UVICORN,
     "serve/http.py:main_loop": _UVICORN,
     "serve/http.py:send_400_response": _UVICORN,
+    "store/disk_format.py:seal_trailer": "the definition of a trailer; the tier fills many at once",
     "supervisor/client.py:stop_process": _AUTHORS,
     "vocabulary/checksums.py:add_sums": _DEFINITION,
     "vocabulary/checksums.py:cell_seed": _DEFINITION,

@@ -26,7 +26,8 @@ import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.movers.c_compiler import cache_folder, compiled
-from penstock.vocabulary.checksums import Algorithm, key_seed, place_number
+from penstock.vocabulary.cell_span import CellSpan
+from penstock.vocabulary.checksums import Algorithm, key_seed, key_seeds, place_number
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ class PartsLibrary:
         self.put_away = loaded.penstock_put_away
         self.put_away.argtypes = (*blocks, pointer, pointer, number, pointer)
         self.put_away.restype = number
+        self.sum_pairs = loaded.penstock_sum_pairs
+        self.sum_pairs.argtypes = (
+            *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
+        )
+        self.sum_pairs.restype = None
+        self.check_rows = loaded.penstock_check_rows
+        self.check_rows.argtypes = (pointer, number, ctypes.c_uint64, pointer, pointer, pointer)
+        self.check_rows.restype = None
 
 
 @cache
@@ -240,6 +249,83 @@ class Packing:
             if not array.flags.c_contiguous:
                 raise ValueError(f"{name} has gaps, must be numbers along one axis without any")
         return numbers, places
+
+
+class PackedSums:
+    """The cell sums of packed blocks where they lie, under two salts in one pass.
+
+    For blocks that come from a store: one salt is that of the sums they were stored with, the
+    other that of the life they come into. Any thread may call it; compiled code runs without the
+    interpreter's lock.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        algorithm: Algorithm,
+        *,
+        library: Callable[[], PartsLibrary | None] = load_parts_library,
+    ) -> None:
+        self.block_bytes = layout.block_bytes
+        self._algorithm = algorithm
+        self._span = CellSpan.of(layout)
+        self._segments = np.array(
+            [
+                (
+                    *(segment.start, segment.length),
+                    place_number(layer=cell.layer, plane=segment.plane.role, head=cell.head),
+                    *(number, 0, segment.local_head),
+                )
+                for number, cell in enumerate(layout.cells)
+                for segment in cell.segments
+            ],
+            dtype=np.int64,
+        )
+        # Shorter segments have an XXH3 of their own, which `parts.c` does not know.
+        known = algorithm is Algorithm.MIX64 or self._segments[:, 1].min() >= LENGTH_MIN
+        self._library = library() if known else None
+
+    def sum_pairs(
+        self,
+        memory: NDArray[np.uint8],
+        places: NDArray[np.int64],
+        keys: Sequence[bytes],
+        salts: tuple[int, int],
+    ) -> NDArray[np.uint64]:
+        """The sums under both salts, of shape [2, blocks, cells].
+
+        Args:
+            memory: What the blocks lie in.
+            places: Where each begins in it.
+            keys: The key of each.
+            salts: Of the two sets of sums.
+        """
+        count = len(keys)
+        if len(places) != count:
+            raise ValueError(f"{len(places)} places and {count} keys, must be as many")
+        if count and not 0 <= places.min() <= places.max() <= len(memory) - self.block_bytes:
+            raise ValueError(f"places {places} are not all within {len(memory)} bytes of memory")
+        if not memory.flags.c_contiguous or not places.flags.c_contiguous:
+            raise ValueError("memory or places has gaps, must be one run of bytes or numbers")
+        shape = (2, count, len(self._span.cells))
+        if self._library is None:
+            sums = np.empty(shape, dtype=np.uint64)
+            for position, place in enumerate(places):
+                block = memory[np.newaxis, place : place + self.block_bytes]
+                key = keys[position : position + 1]
+                for number, salt in enumerate(salts):
+                    sums[number, position] = self._span.sum_blocks(
+                        block, key, self._algorithm, salt=salt
+                    )[0]
+            return sums
+        seeds = np.array([key_seeds(keys, salt) for salt in salts], dtype=np.uint64)
+        sums = np.empty(shape, dtype=np.uint64)
+        self._library.sum_pairs(
+            *(self._segments.ctypes.data, len(self._segments), seeds.ctypes.data, count),
+            *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, shape[2]),
+            self._algorithm is Algorithm.MIX64,
+        )
+        return sums
 
 
 def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[int, ...] | None:

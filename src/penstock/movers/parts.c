@@ -441,3 +441,300 @@ int64_t penstock_put_away(const strip_t *strips, int64_t strip_count, const segm
 #endif
     return bad;
 }
+
+/* Sums of packed blocks where they lie, under two sets of seeds at once, for blocks that come from a
+   disk: those that were written with them, and those of the life they come into. Nothing is copied;
+   whoever calls owns the memory meanwhile. */
+
+typedef void (*pair_t)(uint64_t *, uint64_t *, const uint8_t *, int64_t, const uint8_t *,
+                       const uint8_t *);
+
+static void pair_plain(uint64_t *one, uint64_t *other, const uint8_t *in, int64_t stripes,
+                       const uint8_t *secret_one, const uint8_t *secret_other)
+{
+    for (int64_t n = 0; n < stripes; n++, in += STRIPE_BYTES) {
+        const uint8_t *last = secret_one + SECRET_BYTES - STRIPE_BYTES;
+        const uint8_t *key = secret_one + n % STRIPES * 8;
+        uint64_t *acc = one;
+        for (int set = 0; set < 2; set++) {
+            for (int i = 0; i < 8; i++) {
+                uint64_t value = read64(in + 8 * i), mixed = value ^ read64(key + 8 * i);
+                acc[i ^ 1] += value;
+                acc[i] += (mixed & 0xFFFFFFFFU) * (mixed >> 32);
+            }
+            if (n % STRIPES == STRIPES - 1)
+                for (int i = 0; i < 8; i++)
+                    acc[i] = ((acc[i] ^ acc[i] >> 47) ^ read64(last + 8 * i)) * P32_1;
+            acc = other;
+            key = secret_other + n % STRIPES * 8;
+            last = secret_other + SECRET_BYTES - STRIPE_BYTES;
+        }
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void pair_avx2(uint64_t *one, uint64_t *other,
+                                                      const uint8_t *in, int64_t stripes,
+                                                      const uint8_t *secret_one,
+                                                      const uint8_t *secret_other)
+{
+    __m256i lane[4];
+    const __m256i prime = _mm256_set1_epi32((int)P32_1);
+    for (int i = 0; i < 2; i++) {
+        lane[i] = _mm256_loadu_si256((const __m256i *)one + i);
+        lane[2 + i] = _mm256_loadu_si256((const __m256i *)other + i);
+    }
+    for (int64_t n = 0; n < stripes; n++, in += STRIPE_BYTES) {
+        _mm_prefetch((const char *)(in + READ_AHEAD_BYTES), _MM_HINT_T0);
+        for (int i = 0; i < 4; i++) {
+            const uint8_t *secret = (i < 2 ? secret_one : secret_other) + n % STRIPES * 8;
+            __m256i value = _mm256_loadu_si256((const __m256i *)in + i % 2);
+            __m256i mixed =
+                _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)secret + i % 2));
+            __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+            lane[i] = _mm256_add_epi64(lane[i], _mm256_shuffle_epi32(value, 0x4E));
+            lane[i] = _mm256_add_epi64(lane[i], product);
+        }
+        if (n % STRIPES == STRIPES - 1)
+            for (int i = 0; i < 4; i++) {
+                const uint8_t *secret = (i < 2 ? secret_one : secret_other) + SECRET_BYTES - 64;
+                __m256i x = _mm256_xor_si256(lane[i], _mm256_srli_epi64(lane[i], 47));
+                x = _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)secret + i % 2));
+                __m256i low = _mm256_mul_epu32(x, prime);
+                __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+                lane[i] = _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
+            }
+    }
+    for (int i = 0; i < 2; i++) {
+        _mm256_storeu_si256((__m256i *)one + i, lane[i]);
+        _mm256_storeu_si256((__m256i *)other + i, lane[2 + i]);
+    }
+}
+
+__attribute__((target("avx512f"))) static void pair_avx512(uint64_t *one, uint64_t *other,
+                                                           const uint8_t *in, int64_t stripes,
+                                                           const uint8_t *secret_one,
+                                                           const uint8_t *secret_other)
+{
+    const uint8_t *secrets[2] = {secret_one, secret_other};
+    __m512i lane[2] = {_mm512_loadu_si512(one), _mm512_loadu_si512(other)};
+    const __m512i prime = _mm512_set1_epi32((int)P32_1);
+    for (int64_t n = 0; n < stripes; n++, in += STRIPE_BYTES) {
+        _mm_prefetch((const char *)(in + READ_AHEAD_BYTES), _MM_HINT_T0);
+        __m512i value = _mm512_loadu_si512(in);
+        __m512i turned = _mm512_shuffle_epi32(value, (_MM_PERM_ENUM)0x4E);
+        for (int set = 0; set < 2; set++) {
+            __m512i key = _mm512_loadu_si512(secrets[set] + n % STRIPES * 8);
+            __m512i mixed = _mm512_xor_si512(value, key);
+            __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+            lane[set] = _mm512_add_epi64(_mm512_add_epi64(lane[set], turned), product);
+        }
+        if (n % STRIPES == STRIPES - 1)
+            for (int set = 0; set < 2; set++) {
+                __m512i last = _mm512_loadu_si512(secrets[set] + SECRET_BYTES - STRIPE_BYTES);
+                __m512i x = _mm512_xor_si512(lane[set], _mm512_srli_epi64(lane[set], 47));
+                x = _mm512_xor_si512(x, last);
+                __m512i low = _mm512_mul_epu32(x, prime);
+                __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
+                lane[set] = _mm512_add_epi64(low, _mm512_slli_epi64(high, 32));
+            }
+    }
+    _mm512_storeu_si512(one, lane[0]);
+    _mm512_storeu_si512(other, lane[1]);
+}
+#endif
+
+static pair_t find_pair(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        return pair_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        return pair_avx2;
+#endif
+    return pair_plain;
+}
+
+static uint64_t end_of_sum(uint64_t *acc, const uint8_t *end, int64_t length, const uint8_t *secret)
+{
+    const uint8_t *key = secret + SECRET_BYTES - STRIPE_BYTES - 7;
+    for (int i = 0; i < 8; i++) {
+        uint64_t value = read64(end - STRIPE_BYTES + 8 * i), mixed = value ^ read64(key + 8 * i);
+        acc[i ^ 1] += value;
+        acc[i] += (mixed & 0xFFFFFFFFU) * (mixed >> 32);
+    }
+    uint64_t sum = (uint64_t)length * P64_1;
+    for (int i = 0; i < 4; i++)
+        sum += fold(acc[2 * i] ^ read64(secret + 11 + 16 * i),
+                    acc[2 * i + 1] ^ read64(secret + 19 + 16 * i));
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
+    return sum ^ sum >> 32;
+}
+
+static void xxh3_pair(const uint8_t *in, int64_t length, const uint64_t *seeds, uint64_t *sums,
+                      pair_t pair)
+{
+    uint64_t acc[2][8], words[2][SECRET_BYTES / 8];
+    static const uint64_t begin[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    for (int set = 0; set < 2; set++) {
+        memcpy(acc[set], begin, sizeof begin);
+        for (int i = 0; i < SECRET_BYTES / 8; i += 2) {
+            words[set][i] = secret_words[i] + seeds[set];
+            words[set][i + 1] = secret_words[i + 1] - seeds[set];
+        }
+    }
+    pair(acc[0], acc[1], in, (length - 1) / STRIPE_BYTES, (const uint8_t *)words[0],
+         (const uint8_t *)words[1]);
+    for (int set = 0; set < 2; set++)
+        sums[set] = end_of_sum(acc[set], in + length, length, (const uint8_t *)words[set]);
+}
+
+/* mix64, as `checksums.py` defines it, sixteen words at a time. The compiler makes of the vectors
+   what the processor has. */
+#define MIX_C0 0x9E3779B1U
+#define MIX_C1 0x85EBCA77U
+#define MIX_M0 0x7FEB352DU
+#define MIX_M1 0x846CA68BU
+#define MIX_M2 0xC2B2AE3DU
+#define MIX_WORDS 16
+
+typedef uint32_t words_t __attribute__((vector_size(4 * MIX_WORDS), may_alias));
+
+static const words_t mix_steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* A macro, since a function would be made for the least processor before it is inlined. */
+#define DEFINE_MIX64(NAME)                                                                         \
+    static void NAME(const uint8_t *in, int64_t length, const uint64_t *seeds, uint64_t *sums)     \
+    {                                                                                              \
+        words_t low[2] = {{0}}, high[2] = {{0}};                                                   \
+        int64_t words = (length + 3) / 4;                                                          \
+        /* One more word says how many bytes there were. */                                        \
+        for (int64_t at = 0; at < words + 1; at += MIX_WORDS) {                                    \
+            words_t word = {0}, used = {0};                                                        \
+            used -= 1;                                                                             \
+            if ((at + MIX_WORDS) * 4 <= length) {                                                  \
+                memcpy(&word, in + at * 4, sizeof word);                                           \
+            } else {                                                                               \
+                if (at * 4 < length)                                                               \
+                    memcpy(&word, in + at * 4, (size_t)(length - at * 4));                         \
+                for (int64_t i = 0; i < MIX_WORDS; i++) {                                          \
+                    if (at + i == words)                                                           \
+                        word[i] = (uint32_t)length;                                                \
+                    else if (at + i > words)                                                       \
+                        used[i] = 0;                                                               \
+                }                                                                                  \
+            }                                                                                      \
+            words_t position = mix_steps + (uint32_t)at;                                           \
+            for (int set = 0; set < 2; set++) {                                                    \
+                words_t x = word ^ (position * MIX_C0 + (uint32_t)seeds[set]);                     \
+                x = (x ^ x >> 11) * MIX_M0;                                                        \
+                x = (x ^ x >> 15) * MIX_M1;                                                        \
+                x = x ^ x >> 15;                                                                   \
+                low[set] += x & used;                                                              \
+                x = (x ^ (position * MIX_C1 + (uint32_t)(seeds[set] >> 32))) * MIX_M2;             \
+                high[set] += (x ^ x >> 16) & used;                                                 \
+            }                                                                                      \
+        }                                                                                          \
+        for (int set = 0; set < 2; set++) {                                                        \
+            uint32_t sum_low = 0, sum_high = 0;                                                    \
+            for (int i = 0; i < MIX_WORDS; i++) {                                                  \
+                sum_low += low[set][i];                                                            \
+                sum_high += high[set][i];                                                          \
+            }                                                                                      \
+            sums[set] = (uint64_t)sum_high << 32 | sum_low;                                        \
+        }                                                                                          \
+    }
+
+typedef void (*mix64_t)(const uint8_t *, int64_t, const uint64_t *, uint64_t *);
+
+DEFINE_MIX64(mix64_plain)
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) DEFINE_MIX64(mix64_avx2)
+__attribute__((target("avx512f"))) DEFINE_MIX64(mix64_avx512)
+#endif
+
+static mix64_t find_mix64(void)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f"))
+        return mix64_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        return mix64_avx2;
+#endif
+    return mix64_plain;
+}
+
+/* The cell sums of blocks in `memory`, each at its place, under each of two seeds of its key:
+   `key_seeds` has `count` of one set, then `count` of the other, and so has `sums`. */
+void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const uint64_t *key_seeds,
+                        int64_t count, const uint8_t *memory, const int64_t *places, uint64_t *sums,
+                        int64_t cells, int64_t is_mix64)
+{
+    pair_t pair = find_pair();
+    mix64_t mix64 = find_mix64();
+    memset(sums, 0, (size_t)(2 * count * cells) * 8);
+    for (int64_t block = 0; block < count; block++)
+        for (const segment_t *each = segments; each < segments + segment_count; each++) {
+            const uint8_t *in = memory + places[block] + each->start;
+            uint64_t found[2], seeds[2] = {seed_of(key_seeds[block], each->place),
+                                           seed_of(key_seeds[count + block], each->place)};
+            if (is_mix64)
+                mix64(in, each->length, seeds, found);
+            else
+                xxh3_pair(in, each->length, seeds, found, pair);
+            for (int set = 0; set < 2; set++)
+                add_by_halves(sums + (set * count + block) * cells + each->cell, found[set]);
+        }
+}
+
+/* Rows of a disk tier's tables: `store/disk_format.py` describes them. */
+#define ROW_BYTES 256
+#define ROW_SUM_AT 248
+#define ROW_KEY_AT 8
+#define ROW_SPACE_AT 72
+#define ROW_GENERATION_AT 88
+#define ROW_SLOT_AT 112
+#define NAME_BYTES 56 /* Space, generation, part, key: 16, 8, 16 and 16 bytes. */
+
+static inline uint64_t mix_16(const uint8_t *in, int secret_at)
+{
+    return fold(read64(in) ^ secret_words[secret_at], read64(in + 8) ^ secret_words[secret_at + 1]);
+}
+
+/* XXH3 with 64 bits and no seed, of 33 to 64 bytes. */
+static uint64_t xxh3_name(const uint8_t *in)
+{
+    uint64_t sum = NAME_BYTES * P64_1;
+    sum += mix_16(in + 16, 4) + mix_16(in + NAME_BYTES - 32, 6);
+    sum += mix_16(in, 0) + mix_16(in + NAME_BYTES - 16, 2);
+    sum = (sum ^ sum >> 37) * 0x165667919E3779F9ULL;
+    return sum ^ sum >> 32;
+}
+
+/* Which rows were written in full, in this life and at their slot, and the digests of those. */
+void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, const uint8_t *part,
+                         uint8_t *sound, uint64_t *digests)
+{
+    mix64_t mix64 = find_mix64();
+    for (int64_t n = 0; n < count; n++, rows += ROW_BYTES) {
+        uint32_t slot;
+        uint64_t sums[2], seeds[2] = {life, life};
+        uint8_t name[NAME_BYTES];
+        memcpy(&slot, rows + ROW_SLOT_AT, 4);
+        sound[n] = 0;
+        digests[n] = 0;
+        if (slot != n || read64(rows) != life)
+            continue;
+        mix64(rows, ROW_SUM_AT, seeds, sums);
+        if (sums[0] != read64(rows + ROW_SUM_AT))
+            continue;
+        memcpy(name, rows + ROW_SPACE_AT, 16);
+        memcpy(name + 16, rows + ROW_GENERATION_AT, 8);
+        memcpy(name + 24, part, 16);
+        memcpy(name + 40, rows + ROW_KEY_AT, 16);
+        sound[n] = 1;
+        digests[n] = xxh3_name(name);
+    }
+}

@@ -1,4 +1,4 @@
-"""Conformance suites: what every tier, mover, policy, channel and data transport must do.
+"""Conformance suites: what every tier, mover, policy, channel, transport and store tier must do.
 
     from penstock.testing import TierSuite
 
@@ -16,11 +16,12 @@ of it on your class. The suites need pytest.
 | an eviction policy   | `PolicySuite`                                                         |
 | a control channel    | `ChannelSuite`                                                        |
 | a data transport     | `DataTransportSuite`                                                  |
+| a tier of the store  | `StoreTierSuite`                                                      |
 
 Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `LoadingMoverSuite`,
-`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`; what they take, `Ends`,
-`SuiteWriter`, `LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of layouts
-`tier_suite.draw_blocks`, `tier_suite.read_slots`, `tier_suite.write_slots` and
+`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`, `StoreTierSuite`; what
+they take, `Ends`, `SuiteWriter`, `LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of
+layouts `tier_suite.draw_blocks`, `tier_suite.read_slots`, `tier_suite.write_slots` and
 `route_copying.RouteCopier`. docs/conformance.md has an example.
 
 The one rule: this file loads nothing. Processes that a suite starts are modules of this package,
@@ -44,6 +45,7 @@ _PLACES = {
     "PolicySuite": "policy_suite",
     "ProcessWriter": "writer_process",
     "SavingMoverSuite": "mover_suite",
+    "StoreTierSuite": "store_tier_suite",
     "SumKeepingTierSuite": "tier_suite",
     "TierSuite": "tier_suite",
     "failing_seed": "seeds",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.testing.mover_suite import SavingMoverSuite as SavingMoverSuite
     from penstock.testing.policy_suite import PolicySuite as PolicySuite
     from penstock.testing.seeds import failing_seed as failing_seed
+    from penstock.testing.store_tier_suite import StoreTierSuite as StoreTierSuite
     from penstock.testing.tier_suite import SumKeepingTierSuite as SumKeepingTierSuite
     from penstock.testing.tier_suite import TierSuite as TierSuite
     from penstock.testing.writer_process import LocalWriter as LocalWriter

@@ -1,0 +1,318 @@
+"""The disk tier: blocks in preallocated segments of a folder, found again after any end.
+
+Who does what:
+
+    caller's thread    takes jobs in, looks loads up, reports (`DiskTier`)
+    I/O threads        read and write runs of neighbouring slots (`DiskThreads`)
+    keeper             gives saves their slots, writes rows, opens and gives up segments
+    recovery           reads the tables that were there at the start
+
+One lock guards the index and all records; nobody holds it during I/O. A segment counts the
+operations under way in it, and begins a new life only when there are none.
+
+A save is reported after its row was written: from then on the block outlives the process. Whether
+it outlives a power loss is up to the next sync of its segment; sums find what did not.
+
+The one rule: an arena slot is touched only by a run that its job waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from penstock.cache.operations import BlockFault
+from penstock.errors import PenstockError, UnavailableError
+from penstock.store.base import EndedJob, GoneBlocks, Page, SaveJob, Space, TierState
+from penstock.store.disk_folder import DiskFolder
+from penstock.store.disk_index import digests_of
+from penstock.store.disk_io import DiskCalls, probe_direct
+from penstock.store.disk_jobs import JobBoard, LoadInHand, RunToRead, RunToWrite, SaveInHand
+from penstock.store.disk_segments import SegmentPool
+from penstock.store.disk_threads import DiskThreads, run_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from penstock.store.base import LoadJob
+    from penstock.store.disk_cipher import DiskCipher
+    from penstock.vocabulary.ids import Key
+
+logger = logging.getLogger(__name__)
+
+THREADS_MIN, THREADS_MAX = 4, 8
+QUEUE_BYTES = 1 << 30
+"""Of saves in hand: about a second of writing."""
+_UNREADABLE = BlockFault.UNREADABLE
+
+
+class DiskTier:
+    """A `StoreTier` in a folder. `close` it, or its threads stay."""
+
+    def __init__(
+        self,
+        folder: Path,
+        size_bytes: int,
+        *,
+        threads: int = 6,
+        queue_bytes: int = QUEUE_BYTES,
+        cipher: DiskCipher | None = None,
+        ignore_other_versions: bool = False,
+        direct: bool = True,
+        calls: DiskCalls | None = None,
+    ) -> None:
+        """Takes the folder, and begins to read the tables that are there.
+
+        Args:
+            folder: Of this tier alone; made if it is not there.
+            size_bytes: What all segments may take.
+            threads: For I/O.
+            queue_bytes: Saves in hand beyond it are dropped.
+            cipher: Encrypts blocks; segments of another key are left alone.
+            ignore_other_versions: Whether segments of another format version are reclaimed.
+            direct: Whether to use direct I/O, where the file system has it.
+            calls: What is asked of the kernel.
+
+        Raises:
+            ConfigError: a segment is of another version.
+            UnavailableError: the folder cannot be used, or another process does.
+            ValueError: a number is out of range.
+        """
+        if not THREADS_MIN <= threads <= THREADS_MAX:
+            raise ValueError(f"threads is {threads}, must be from {THREADS_MIN} to {THREADS_MAX}")
+        for name, value in (("size_bytes", size_bytes), ("queue_bytes", queue_bytes)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        self.size_bytes = size_bytes
+        self._queue_bytes = queue_bytes
+        self._cipher = cipher
+        self._ignore_other_versions = ignore_other_versions
+        self._wants_direct = direct
+        self._calls = calls or DiskCalls()
+        self._thread_count = threads
+        self._lock = threading.Lock()
+        self._flags = 0
+        self._folder = DiskFolder(folder, self._calls)
+        try:
+            pool = self._take_folder()
+        except OSError as error:
+            self._folder.close()
+            raise UnavailableError(f"folder {folder} cannot be used: {error.strerror}") from error
+        except PenstockError:
+            self._folder.close()
+            raise
+        self._board = JobBoard(self._folder, pool, lock=self._lock, flags=self._flags)
+        self._threads = DiskThreads(
+            self._board,
+            count=threads,
+            take_folder=self._take_folder,
+            cipher=cipher,
+            calls=self._calls,
+        )
+
+    def _take_folder(self) -> SegmentPool:
+        """Reads the heads of what is there; at the start, and if the folder was exchanged."""
+        direct = self._wants_direct and probe_direct(self._folder.path, self._calls)
+        if self._wants_direct and not direct:
+            logger.warning(
+                "folder %s has no direct I/O: reads and writes go through the page cache, which is "
+                "slower",
+                self._folder.path,
+            )
+        self._flags = os.O_DIRECT if direct else 0
+        pool = SegmentPool(
+            self._folder,
+            self.size_bytes,
+            lock=self._lock,
+            cipher=self._cipher,
+            calls=self._calls,
+            ignore_other_versions=self._ignore_other_versions,
+        )
+        if pool.foreign_count:
+            logger.warning(
+                "%d segments of folder %s are of another encryption key: they are neither read "
+                "nor reclaimed",
+                *(pool.foreign_count, self._folder.path),
+            )
+        return pool
+
+    def close(self, *, deadline: float) -> None:
+        board = self._board
+        with board.lock:
+            if board.closing:
+                return
+            board.closing = True
+            if not self._wait_until_idle(deadline):
+                board.drop_reads(list(board.reads))
+                board.drop_writes([each for each in board.writes if isinstance(each, RunToWrite)])
+            board.stopped = True
+            board.io_ready.notify_all()
+            board.keeper_ready.notify_all()
+        if not self._threads.join(deadline=deadline):
+            logger.warning("the disk tier in %s was closed during I/O", self._folder.path)
+        for segment in list(board.pool.segments.values()):
+            if segment.dirty and time.monotonic() < deadline:
+                self._threads.sync(segment)
+        with board.lock:
+            board.closed = True
+        os.close(board.event)
+        self._folder.close()
+
+    def _wait_until_idle(self, deadline: float) -> bool:
+        board = self._board
+        return board.idle.wait_for(
+            lambda: not board.saves and not board.loads, max(0.0, deadline - time.monotonic())
+        )
+
+    @property
+    def descriptor(self) -> int:
+        return self._board.event
+
+    # Taking jobs in
+
+    def save(self, job: SaveJob) -> None:
+        count = len(job.keys)
+        digests = digests_of(job.space, job.arena.part, job.keys)
+        nbytes = count * job.arena.host.slot_bytes
+        with self._board.lock:
+            self._require_open(job.ticket)
+            if self._board.off:
+                self._board.report(
+                    job.ticket, dict.fromkeys(range(count), _UNREADABLE), self._board.off
+                )
+            elif all(digest in self._board.pool.index for digest in digests):
+                self._board.report(job.ticket, {})
+            elif (
+                self._board.in_hand_bytes and self._board.in_hand_bytes + nbytes > self._queue_bytes
+            ):
+                self._board.saves_dropped += count
+                self._board.report(job.ticket, dict.fromkeys(range(count), _UNREADABLE))
+            else:
+                save = SaveInHand(job, digests, nbytes)
+                self._board.saves[job.ticket] = save
+                self._board.in_hand_bytes += nbytes
+                self._board.tell_keeper(save)
+
+    def load(self, job: LoadJob) -> None:
+        digests = digests_of(job.space, job.arena.part, job.keys)
+        with self._board.lock:
+            self._require_open(job.ticket)
+            load = LoadInHand(job, digests)
+            if self._board.reads_off:
+                everything = dict.fromkeys(range(len(digests)), _UNREADABLE)
+                self._board.report(job.ticket, everything, self._board.off)
+                return
+            places = []
+            for position, digest in enumerate(digests):
+                place = self._board.pool.index.find(digest)
+                if place is None:
+                    load.faults[position] = BlockFault.MISSING
+                else:
+                    places.append((*place, position))
+            if not places:
+                self._board.report(job.ticket, load.faults)
+                return
+            self._board.loads[job.ticket] = load
+            for read in self._reads_of(load, sorted(places)):
+                read.segment.busy += 1
+                read.segment.hits += len(read.positions)
+                load.left += 1
+                self._board.reads.append(read)
+                self._board.io_ready.notify()
+
+    def _reads_of(self, load: LoadInHand, places: list[tuple[int, int, int]]) -> list[RunToRead]:
+        """Reads of neighbouring slots, as many as keep all threads busy."""
+        segments = self._board.pool.segments
+        step = run_slots(segments[places[0][0]], len(places), self._thread_count)
+        reads = []
+        # Neighbours are as far from their position in the sorted list as each other.
+        for (number, _), group in groupby(
+            enumerate(places), key=lambda each: (each[1][0], each[1][1] - each[0])
+        ):
+            run = [place for _, place in group]
+            for start in range(0, len(run), step):
+                chunk = run[start : start + step]
+                positions = [position for _, _, position in chunk]
+                reads.append(RunToRead(load, segments[number], chunk[0][1], positions))
+        return reads
+
+    def cancel(self, ticket: int) -> None:
+        with self._board.lock:
+            load, save = self._board.loads.get(ticket), self._board.saves.get(ticket)
+            if load is not None:
+                load.cancelled = True
+                self._board.drop_reads([read for read in self._board.reads if read.load is load])
+            elif save is not None and not save.planned:
+                save.faults = dict.fromkeys(range(len(save.digests)), _UNREADABLE)
+                self._board.end_save(save)
+            elif save is not None:
+                queued = [each for each in self._board.writes if isinstance(each, RunToWrite)]
+                self._board.drop_writes([write for write in queued if write.save is save])
+
+    def _require_open(self, ticket: int) -> None:
+        if self._board.closing:
+            raise ValueError("the disk tier is closed")
+        if ticket in self._board.saves or ticket in self._board.loads:
+            raise ValueError(f"ticket is {ticket}, which is in hand already")
+
+    # Answers
+
+    def collect(self) -> list[EndedJob]:
+        with self._board.lock:
+            ended, self._board.ended = self._board.ended, []
+            self._board.settle_event()
+        return ended
+
+    def take_gone(self) -> list[GoneBlocks]:
+        with self._board.lock:
+            gone = self._board.pool.take_gone()
+            self._board.settle_event()
+        return gone
+
+    def find(self, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
+        digests = digests_of(space, part, keys)
+        with self._board.lock:
+            if self._board.reads_off:
+                return [False] * len(keys)
+            return [digest in self._board.pool.index for digest in digests]
+
+    def page(self, space: Space, part: bytes, cursor: int | None, limit: int) -> Page:
+        try:
+            return self._board.pool.page(space, part, cursor, limit)
+        except OSError as error:
+            with self._board.lock:
+                self._board.fail_read(error)
+            return Page([], [], None)
+
+    def generation(self, name: bytes) -> int:
+        return self._board.pool.generations.of(name)
+
+    def void(self, name: bytes) -> int:
+        try:
+            return self._board.pool.generations.begin(name)
+        except OSError as error:
+            with self._board.lock:
+                self._board.switch_off(f"generations cannot be written: {error.strerror}", error)
+            return self._board.pool.generations.of(name)
+
+    def state(self) -> TierState:
+        with self._board.lock:
+            self._board.state_changed = False
+            self._board.settle_event()
+            pool = self._board.pool
+            return TierState(
+                on=not self._board.off,
+                why=self._board.off,
+                recovered=pool.rows_known / pool.rows_found if pool.rows_found else 1.0,
+                blocks=len(pool.index),
+                block_bytes=pool.block_bytes,
+                capacity_bytes=self.size_bytes,
+                saves_dropped=self._board.saves_dropped,
+                blocks_corrupt=self._board.blocks_corrupt,
+                blocks_reclaimed=pool.reclaimed,
+            )

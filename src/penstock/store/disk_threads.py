@@ -1,0 +1,490 @@
+"""The threads of a disk tier: I/O, the keeper, and recovery.
+
+    I/O         reads and writes runs of slots; reads go first, and one thread does nothing else
+    keeper      gives saves their slots, writes rows, opens and gives up segments, tries again
+    recovery    reads the tables that were there at the start, newest segment first; then ends
+
+The order of a save is kept by the keeper: block and trailer were written when a run comes back to
+it, then it writes the rows, several at once, then it names the blocks in the index and reports.
+
+The one rule: no error ends a thread. What the kernel refuses switches the tier off for a while;
+anything else is an error of ours, is logged, and switches it off for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.operations import BlockFault
+from penstock.errors import ConfigError, PenstockError
+from penstock.movers.packing import PackedSums
+from penstock.store.disk_format import FILE_MODE, ROW, ROW_BYTES, Geometry
+from penstock.store.disk_index import make_rows
+from penstock.store.disk_io import (
+    RUN_BYTES_MAX,
+    RUN_BYTES_MIN,
+    RUN_SLOTS_MAX,
+    AlignedMemory,
+    Run,
+    probe_direct,
+    read_all,
+    read_run,
+    write_all,
+    write_run,
+)
+from penstock.store.disk_jobs import (
+    PAUSE_MAX_S,
+    PAUSE_S,
+    RowToBury,
+    RunToRead,
+    RunToWrite,
+    SaveInHand,
+    SegmentToSync,
+)
+from penstock.store.disk_segments import NoRoomError
+from penstock.vocabulary.keys import KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.store.base import LoadJob, MappedArena, SaveJob
+    from penstock.store.disk_cipher import DiskCipher
+    from penstock.store.disk_index import DiskSegment
+    from penstock.store.disk_io import DiskCalls
+    from penstock.store.disk_jobs import JobBoard
+    from penstock.store.disk_segments import SegmentPool, Stretch
+    from penstock.vocabulary.ids import Key
+
+logger = logging.getLogger(__name__)
+
+ARENAS_KEPT = 64
+"""Arenas whose tables for compiled sums are kept."""
+_UNREADABLE = BlockFault.UNREADABLE
+
+
+def run_slots(segment: DiskSegment, count: int, threads: int) -> int:
+    """How many slots a run has, so that `count` blocks keep all threads busy."""
+    assert segment.geometry is not None
+    slot_bytes = segment.geometry.slot_bytes
+    wanted = min(max(count * slot_bytes // threads, RUN_BYTES_MIN), RUN_BYTES_MAX)
+    return min(max(1, -(-wanted // slot_bytes)), RUN_SLOTS_MAX)
+
+
+class DiskThreads:
+    """The threads that work on a `JobBoard`."""
+
+    def __init__(
+        self,
+        board: JobBoard,
+        *,
+        count: int,
+        take_folder: Callable[[], SegmentPool],
+        cipher: DiskCipher | None,
+        calls: DiskCalls,
+    ) -> None:
+        self._board = board
+        self._count = count
+        self._take_folder = take_folder
+        self._cipher = cipher
+        self._calls = calls
+        self._sums: dict[int, tuple[MappedArena, PackedSums]] = {}
+        self._threads: list[threading.Thread] = []
+        self._start(self._keep, "keeper")
+        self._start(self._recover, "recovery")
+        self._start(lambda: self._do_io(may_write=False), "reads")
+        for number in range(1, count):
+            self._start(lambda: self._do_io(may_write=True), f"io-{number}")
+
+    def _start(self, body: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=body, daemon=True, name=f"penstock-disk-{name}")
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self, *, deadline: float) -> bool:
+        """Waits for their end; whether all ended by the deadline."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # I/O
+
+    def _do_io(self, *, may_write: bool) -> None:
+        scratch = AlignedMemory()
+        while True:
+            with self._board.lock:
+                self._board.io_ready.wait_for(
+                    lambda: (
+                        self._board.stopped
+                        or self._board.reads
+                        or (may_write and self._board.writes)
+                    )
+                )
+                if self._board.reads:
+                    task: RunToRead | RunToWrite | SegmentToSync = self._board.reads.popleft()
+                elif may_write and self._board.writes:
+                    task = self._board.writes.popleft()
+                else:
+                    return
+            match task:
+                case RunToRead():
+                    self._read(task, scratch)
+                case RunToWrite():
+                    self._write(task, scratch)
+                case SegmentToSync():
+                    self.sync(task.segment)
+                    with self._board.lock:
+                        task.segment.busy -= 1
+
+    def _run_of(self, task: RunToRead | RunToWrite, job: SaveJob | LoadJob) -> Run:
+        geometry = task.segment.geometry
+        assert geometry is not None
+        return Run(
+            task.segment.path,
+            self._board.flags,
+            geometry,
+            task.segment.life,
+            task.first,
+            job.arena,
+            job.space,
+            [job.keys[position] for position in task.positions],
+            np.array([job.slots[position] for position in task.positions], dtype=np.int32),
+            job.salt,
+            self._cipher,
+        )
+
+    def _read(self, read: RunToRead, scratch: AlignedMemory) -> None:
+        job = read.load.job
+        everything = dict.fromkeys(range(len(read.positions)), _UNREADABLE)
+        try:
+            sums = self._sums_of(job.arena)
+            faults = read_run(self._run_of(read, job), sums, self._calls, scratch)
+            parents = self._parents_of(read) if self._board.pool.is_cold(read.segment) else []
+        except OSError as error:
+            with self._board.lock:
+                self._board.fail_read(error)
+                read.load.failure = f"reading failed: {error.strerror}"
+                self._board.end_read(read, everything)
+        except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
+            with self._board.lock:
+                read.load.failure = self._board.break_down(error)
+                self._board.end_read(read, everything)
+        else:
+            with self._board.lock:
+                self._board.read_failures = 0
+                read.parents = parents
+                self._board.end_read(read, faults)
+
+    def _parents_of(self, read: RunToRead) -> list[Key | None]:
+        """What the rows of a read say, for blocks that are written again."""
+        rows = np.zeros(len(read.positions), dtype=ROW)
+        fd = self._calls.open(read.segment.path, os.O_RDONLY, FILE_MODE)
+        try:
+            read_all(fd, [rows.view(np.uint8).data], Geometry.row_offset(read.first), self._calls)
+        finally:
+            os.close(fd)
+        parents = (row["parent"].tobytes()[:KEY_BYTES] for row in rows)
+        return [parent if any(parent) else None for parent in parents]
+
+    def _sums_of(self, arena: MappedArena) -> PackedSums:
+        with self._board.lock:
+            found = self._sums.get(id(arena))
+            if found is not None:
+                return found[1]
+        made = PackedSums(arena.host.layout, arena.form.checksum)
+        with self._board.lock:
+            if len(self._sums) >= ARENAS_KEPT:
+                self._sums.clear()
+            self._sums[id(arena)] = (arena, made)
+        return made
+
+    def _write(self, write: RunToWrite, scratch: AlignedMemory) -> None:
+        try:
+            run = self._run_of(write, write.save.job)
+            write.trailer_sums = write_run(run, self._calls, scratch)
+        except OSError as error:
+            with self._board.lock:
+                write.failure = f"writing failed: {error.strerror}"
+                self._board.switch_off(write.failure, error)
+        except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
+            with self._board.lock:
+                write.failure = self._board.break_down(error)
+        with self._board.lock:
+            self._board.tell_keeper(write)
+
+    def sync(self, segment: DiskSegment) -> None:
+        """Makes what was written to a segment outlive a power loss."""
+        try:
+            fd = self._calls.open(segment.path, os.O_RDWR, FILE_MODE)
+            try:
+                segment.dirty = False
+                self._calls.sync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            with self._board.lock:
+                self._board.switch_off(f"syncing failed: {error.strerror}", error)
+
+    # Keeper
+
+    def _keep(self) -> None:
+        board = self._board
+        while True:
+            with board.lock:
+                board.keeper_ready.wait_for(
+                    lambda: board.inbox or board.stopped or self._retry_is_due(),
+                    timeout=self._retry_in_s(),
+                )
+                if board.stopped and not board.inbox:
+                    return
+                messages = list(board.inbox)
+                board.inbox.clear()
+                retry = self._retry_is_due()
+            try:
+                self._write_rows([each for each in messages if isinstance(each, RunToWrite)])
+                for each in messages:
+                    if isinstance(each, RowToBury):
+                        self._bury(each)
+                    elif isinstance(each, SaveInHand):
+                        self._plan(each)
+                if retry:
+                    self._try_again()
+            except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
+                with board.lock:
+                    self._fail(messages, board.break_down(error))
+
+    def _fail(self, messages: Sequence[SaveInHand | RunToWrite | RowToBury], why: str) -> None:
+        """Ends what an error of ours left in hand."""
+        for each in messages:
+            if isinstance(each, RunToWrite) and not each.ended:
+                each.failure = why
+                self._end_writes([each])
+            elif isinstance(each, SaveInHand) and not each.planned:
+                self._end_unplanned(each, why)
+
+    def _retry_is_due(self) -> bool:
+        board = self._board
+        return bool(board.off) and not board.broken and time.monotonic() >= board.retry_at
+
+    def _retry_in_s(self) -> float | None:
+        board = self._board
+        if not board.off or board.broken:
+            return None
+        return max(0.0, board.retry_at - time.monotonic())
+
+    def _plan(self, save: SaveInHand) -> None:
+        """Gives the blocks of a save their slots, and queues the writes."""
+        board, job = self._board, save.job
+        with board.lock:
+            if save.ended:
+                return
+            if board.off:
+                self._end_unplanned(save, board.off)
+                return
+            fresh = self._take_pending(save)
+        try:
+            stretches = board.pool.take_slots(job.arena, len(fresh))
+        except (ConfigError, NoRoomError, OSError) as error:
+            with board.lock:
+                if isinstance(error, NoRoomError):
+                    board.saves_dropped += len(fresh)
+                elif isinstance(error, OSError):
+                    save.failure = f"no segment can be begun: {error.strerror}"
+                    board.switch_off(save.failure, error)
+                else:
+                    save.failure = str(error)
+                board.end_blocks(save, fresh, "no room")
+                self._let_go(save)
+            return
+        with board.lock:
+            for write in self._writes_of(save, fresh, stretches):
+                write.segment.busy += 1
+                board.writes.append(write)
+            for stretch in stretches:
+                self._sync_if_full(stretch.segment)
+            self._let_go(save)
+            board.signal()  # Segments may have been given up.
+            board.io_ready.notify_all()
+        board.pool.give_back(stretches)
+
+    def _end_unplanned(self, save: SaveInHand, why: str) -> None:
+        save.failure = why
+        save.faults = dict.fromkeys(range(len(save.digests)), _UNREADABLE)
+        self._board.end_save(save)
+
+    def _take_pending(self, save: SaveInHand) -> list[int]:
+        """The positions that this save has to write; for others it waits, or they are there."""
+        board = self._board
+        save.planned = True
+        save.left = 1  # Until all of it is planned.
+        fresh = []
+        for position, digest in enumerate(save.digests):
+            waiting = board.pending.get(digest)
+            if waiting is not None:
+                waiting.append((save, position))
+            elif save.load is None and digest in board.pool.index:
+                continue
+            else:
+                board.pending[digest] = []
+                fresh.append(position)
+            save.left += 1
+        return fresh
+
+    def _let_go(self, save: SaveInHand) -> None:
+        save.left -= 1
+        if save.left == 0:
+            self._board.end_save(save)
+
+    def _writes_of(
+        self, save: SaveInHand, fresh: list[int], stretches: Sequence[Stretch]
+    ) -> list[RunToWrite]:
+        writes = []
+        done = 0
+        for segment, first, count in stretches:
+            step = run_slots(segment, len(fresh), self._count)
+            for start in range(0, count, step):
+                taken = fresh[done : done + min(step, count - start)]
+                writes.append(RunToWrite(save, segment, first + start, taken))
+                done += len(taken)
+        return writes
+
+    def _sync_if_full(self, segment: DiskSegment) -> None:
+        if segment.is_full:
+            segment.busy += 1
+            self._board.writes.append(SegmentToSync(segment))
+
+    def _write_rows(self, writes: list[RunToWrite]) -> None:
+        """Writes the rows of blocks that were written, then says that they are there."""
+        board = self._board
+        good = [write for write in writes if not write.failure]
+        good.sort(key=lambda write: (write.segment.number, write.first))
+        at = 0
+        while at < len(good):
+            segment = good[at].segment
+            end = at
+            while end < len(good) and good[end].segment is segment:
+                end += 1
+            try:
+                self._write_rows_of(segment, good[at:end])
+            except OSError as error:
+                why = f"writing rows failed: {error.strerror}"
+                with board.lock:
+                    board.switch_off(why, error)
+                    for write in good[at:end]:
+                        write.failure = why
+            at = end
+        with board.lock:
+            self._end_writes(writes)
+
+    def _write_rows_of(self, segment: DiskSegment, writes: list[RunToWrite]) -> None:
+        """One write for rows that follow each other."""
+        now = time.time()
+        runs: list[tuple[int, list[NDArray[np.uint8]]]] = []
+        end = -1
+        for write in writes:
+            job, first = write.save.job, write.first
+            rows = make_rows(
+                segment,
+                range(first, first + len(write.positions)),
+                job.space,
+                [job.keys[position] for position in write.positions],
+                [job.parents[position] for position in write.positions],
+                write.trailer_sums,
+                now=now,
+            )
+            if first != end:
+                runs.append((first, []))
+            runs[-1][1].append(rows.view(np.uint8))
+            end = first + len(rows)
+        fd = self._calls.open(segment.path, os.O_WRONLY, FILE_MODE)
+        try:
+            for first, pieces in runs:
+                write_all(
+                    fd, [np.concatenate(pieces).data], Geometry.row_offset(first), self._calls
+                )
+        finally:
+            os.close(fd)
+        segment.dirty = True
+
+    def _end_writes(self, writes: Sequence[RunToWrite]) -> None:
+        board = self._board
+        for write in writes:
+            write.ended = True
+            write.segment.busy -= 1
+            if not board.is_current(write.segment):
+                write.failure = write.failure or "the folder was exchanged"
+            if not write.failure:
+                board.pause_s = PAUSE_S
+                digests = [write.save.digests[position] for position in write.positions]
+                slots = range(write.first, write.first + len(digests))
+                board.pool.index.add(write.segment, slots, digests, board.pool.segments)
+            elif not write.save.failure and board.off:
+                write.save.failure = write.failure
+            board.end_blocks(write.save, write.positions, write.failure)
+
+    def _bury(self, row: RowToBury) -> None:
+        """A block that failed its sums is not found again after a restart."""
+        with self._board.lock:
+            if row.segment.life != row.life or not self._board.is_current(row.segment):
+                return
+        try:
+            fd = self._calls.open(row.segment.path, os.O_WRONLY, FILE_MODE)
+            try:
+                zeros = memoryview(bytes(ROW_BYTES))
+                write_all(fd, [zeros], Geometry.row_offset(row.slot), self._calls)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            with self._board.lock:
+                self._board.switch_off(f"writing rows failed: {error.strerror}", error)
+
+    def _try_again(self) -> None:
+        """Whether the folder can be written again; if it was exchanged, it is read anew."""
+        board = self._board
+        try:
+            if board.folder.is_ours():
+                pool = board.pool
+                probe_direct(board.folder.path, self._calls)
+            else:
+                board.folder.lock_again()
+                pool = self._take_folder()
+            pool.generations.save()
+        except (OSError, PenstockError):
+            with board.lock:
+                board.retry_at = time.monotonic() + board.pause_s
+                board.pause_s = min(2 * board.pause_s, PAUSE_MAX_S)
+            return
+        with board.lock:
+            exchanged = pool is not board.pool
+            board.pool = pool
+            board.off, board.reads_off, board.read_failures = "", False, 0
+            logger.warning("the disk tier in %s is on again", board.folder.path)
+            board.change_state()
+        if exchanged:
+            self._start(self._recover, "recovery")
+
+    # Recovery
+
+    def _recover(self) -> None:
+        board = self._board
+        pool = board.pool
+        more = True
+        while more and not board.stopped:
+            try:
+                more = pool.recover_next()
+            except OSError as error:
+                with board.lock:
+                    board.fail_read(error)
+            except Exception as error:  # noqa: BLE001 - a thread that ends silently loses blocks
+                more = False
+                with board.lock:
+                    board.break_down(error)
+            with board.lock:
+                board.change_state()
