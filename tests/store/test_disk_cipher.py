@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, UnavailableError
+from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import DiskCipher, load_cipher
+from penstock.store.disk_format import PAGE_BYTES, Geometry, read_head
+from penstock.store.inspect import inspect_folder
+from penstock.testing.store_tier_suite import (
+    LAYOUTS,
+    WAIT_S,
+    StoreRig,
+    StoreTierSuite,
+    wait_until_recovered,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytest.importorskip("cryptography", reason="of the disk-encryption extra")
@@ -158,3 +172,82 @@ def test_without_the_package_the_message_names_the_extra(monkeypatch: pytest.Mon
 
     with pytest.raises(UnavailableError, match="install the extra disk-encryption"):
         DiskCipher(KEY)
+
+
+SIZE_BYTES = 8 << 20
+
+
+class TestEncryptedDiskTier(StoreTierSuite):
+    def make_tier(self, folder: Path) -> DiskTier:
+        return DiskTier(folder, SIZE_BYTES, cipher=DiskCipher(KEY))
+
+
+@contextmanager
+def opened(folder: Path, key: bytes | None) -> Iterator[StoreRig]:
+    """A tier with this key, or without one."""
+    cipher = DiskCipher(key) if key is not None else None
+    tier = DiskTier(folder, SIZE_BYTES, cipher=cipher)
+    try:
+        wait_until_recovered(tier)
+        yield StoreRig(tier, LAYOUTS["whole pages"])
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+
+def test_no_block_lies_on_the_disk_as_it_was(tmp_path: Path) -> None:
+    with opened(tmp_path, KEY) as rig:
+        saved = rig.fill()
+        rig.save_and_wait(saved)
+
+    on_disk = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    # A line of 64 bytes of a block does not occur by chance.
+    assert not [1 for block in saved.content if block[:64].tobytes() in on_disk]
+
+
+@pytest.mark.parametrize("other", [bytes(32), None], ids=["another key", "no key"])
+def test_a_wrong_key_finds_nothing_and_destroys_nothing(
+    tmp_path: Path, other: bytes | None
+) -> None:
+    with opened(tmp_path, KEY) as rig:
+        saved = rig.fill()
+        rig.save_and_wait(saved)
+    with opened(tmp_path, other) as rig:
+        assert not any(rig.find(saved.keys))
+        rig.save_and_wait(rig.fill(seed=2))
+
+    with opened(tmp_path, KEY) as rig:
+        read = rig.load_and_wait(saved.keys, saved.slots)
+
+        assert read.faults == ()
+        rig.require(saved, saved.slots)
+
+
+def test_an_encrypted_block_in_the_place_of_another_does_not_open(tmp_path: Path) -> None:
+    with opened(tmp_path, KEY) as rig:
+        saved = rig.fill(2)
+        rig.save_and_wait(saved)
+    (path,) = tmp_path.glob("*.segment")
+    raw = bytearray(path.read_bytes())
+    head = read_head(bytes(raw[:PAGE_BYTES]))
+    assert head is not None
+    start, size = Geometry.slots_offset(int(head["slot_count"])), saved.content.shape[1]
+    first = slice(start, start + size)
+    second = slice(start + int(head["slot_bytes"]), start + int(head["slot_bytes"]) + size)
+    raw[first], raw[second] = raw[second], raw[first]
+    path.write_bytes(raw)
+
+    with opened(tmp_path, KEY) as rig:
+        read = rig.load_and_wait(saved.keys, saved.slots)
+
+    assert read.faults == ((0, BlockFault.CORRUPT), (1, BlockFault.CORRUPT))
+
+
+def test_the_folder_of_a_running_encrypted_tier_can_be_verified(tmp_path: Path) -> None:
+    with opened(tmp_path, KEY) as rig:
+        rig.save_and_wait(rig.fill())
+
+        inspection = inspect_folder(tmp_path)
+
+        assert inspection.report.damages == []
+        assert inspection.verify(DiskCipher(KEY)).whole == 24
+        assert inspection.verify().trailer_only == 24

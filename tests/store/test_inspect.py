@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,11 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.store import disk_format
+from penstock.store.base import Space
+from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import DiskCipher
 from penstock.store.inspect import inspect_folder
+from penstock.testing.store_tier_suite import LAYOUTS, WAIT_S, StoreRig
 from tests.store.segments import BLOCK_BYTES, FORM, LIFE, SPACE, Segment, key_of
 
 if TYPE_CHECKING:
@@ -308,3 +312,36 @@ def test_a_segment_that_may_not_be_read_is_named(
 
     with pytest.raises(ConfigError, match=f"^{path}: may not be read: no permission$"):
         inspect_folder(folder)
+
+
+def test_blocks_beside_lost_generations_are_not_live(folder: Path) -> None:
+    FIRST.write(folder)
+    (folder / "generations").unlink()
+
+    report = inspect_folder(folder).report
+
+    assert report.live == 0
+    assert report.damages == ["generations is missing: no block counts"]
+
+
+def test_the_folder_of_a_running_tier_can_be_verified(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 8 << 20)
+    try:
+        for layout in LAYOUTS.values():
+            rig = StoreRig(tier, layout)
+            rig.save_and_wait(rig.fill())
+        tier.void(b"a space of tests")
+        rig.save_and_wait(rig.fill(seed=2), space=Space(b"a space of tests", 1))
+
+        inspection = inspect_folder(tmp_path)
+        found = inspection.verify()
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+    report = inspection.report
+    assert report.damages == []
+    assert {each.form_known for each in report.segments} == {True}
+    assert (found.whole, found.trailer_only, found.changed, found.damaged) == (24, 0, 0, 0)
+    (space,) = report.spaces
+    assert (space.generation, space.live) == (1, 24)
+    assert space.dead_by_generation == {0: 24 * len(LAYOUTS)}

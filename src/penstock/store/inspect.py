@@ -334,8 +334,11 @@ def _inspect(folder: Path, files: list[str]) -> Inspection:
     problem = ""
     try:
         generations = read_generations(folder)
+        if files and not (folder / GENERATIONS_NAME).exists():
+            # A store then begins new ones, in which nothing old is found.
+            generations, problem = None, f"{GENERATIONS_NAME} is missing: no block counts"
     except ValueError as damage:
-        problem = str(damage)
+        problem = f"{damage}: no block counts"
     found = [each for file in files if (each := _read_segment(folder, file)) is not None]
     # Newest first: the first copy of a block that is met is the one that counts.
     found.sort(key=lambda each: -each[0].age)
