@@ -388,18 +388,22 @@ class _Census:
         part = head["part"].tobytes()
         fates: Counter[str] = Counter()
         # Of copies in one segment the one in the highest slot counts.
-        for slot in np.flatnonzero(sound)[::-1]:
-            row = rows[slot]
-            space, generation = row["space"].tobytes(), int(row["generation"])
-            fate = self._fate(row, space, generation, part)
+        slots = np.flatnonzero(sound)[::-1]
+        written = rows[slots]
+        spaces, keys = _bytes_of(written, "space"), _bytes_of(written, "key")
+        generations = written["generation"].tolist()
+        for slot, space, generation, key in zip(
+            slots.tolist(), spaces, generations, keys, strict=True
+        ):
+            fate = self._fate(space, generation, (space, part, key[:KEY_BYTES]))
             fates[fate] += 1
             if fate == "live":
                 live[slot] = True
                 self._live[space] += 1
                 self._live_bytes[space] += report.block_bytes
-                self.written_at.append(int(row["written_at"]))
             else:
                 self._dead.setdefault(space, Counter())[generation] += 1
+        self.written_at += rows["written_at"][live].tolist()
         counted = replace(
             report,
             live=fates["live"],
@@ -410,10 +414,9 @@ class _Census:
         )
         return counted, live
 
-    def _fate(self, row: NDArray[np.void], space: bytes, generation: int, part: bytes) -> str:
+    def _fate(self, space: bytes, generation: int, identity: tuple[bytes, bytes, bytes]) -> str:
         if self._generations is None or generation != self._generations.get(space, 0):
             return "outdated"
-        identity = (space, part, _key_of(row))
         if identity in self._seen:
             return "superseded"
         self._seen.add(identity)
@@ -512,6 +515,12 @@ def _form_of(folder: Path, head: NDArray[np.void]) -> Form | None:
         and form.checksum.value.encode() == head["algorithm"]
     )
     return form if fits else None
+
+
+def _bytes_of(rows: NDArray[np.void], field: str) -> list[bytes]:
+    size = rows.dtype[field].itemsize
+    joined = rows[field].tobytes()
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
 def _key_of(row: NDArray[np.void]) -> bytes:
