@@ -345,3 +345,25 @@ def test_the_folder_of_a_running_tier_can_be_verified(tmp_path: Path) -> None:
     (space,) = report.spaces
     assert (space.generation, space.live) == (1, 24)
     assert space.dead_by_generation == {0: 24 * len(LAYOUTS)}
+
+
+def test_a_tier_that_saves_and_reclaims_meanwhile_looks_whole(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1 << 20)
+    rig = StoreRig(tier, LAYOUTS["whole pages"])
+    live = 0
+    try:
+        for seed in range(30):
+            ticket = rig.save(rig.fill(seed=seed))
+
+            inspection = inspect_folder(tmp_path)
+            found = inspection.verify()
+
+            assert inspection.report.damages == []
+            assert found.damages == ()
+            live += found.whole
+            rig.wait(ticket)
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert live > 24 * 30
+    assert tier.state().blocks_reclaimed > 24 * 10

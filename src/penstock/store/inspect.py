@@ -186,10 +186,10 @@ class _Table(NamedTuple):
 class Inspection:
     """What was read of a folder."""
 
-    def __init__(self, folder: Path, report: FolderReport, tables: list[_Table]) -> None:
+    def __init__(self, report: FolderReport, tables: list[_Table], forms: _FormFiles) -> None:
         self.report = report
-        self._folder = folder
         self._tables = tables
+        self._forms = forms
 
     def verify(
         self,
@@ -200,7 +200,7 @@ class Inspection:
         counts: Counter[str] = Counter()
         damages: list[BlockDamage] = []
         for table in self._tables:
-            checker = _BlockChecker(table.head, _form_of(self._folder, table.head), cipher)
+            checker = _BlockChecker(table.head, self._forms.of(table.head), cipher)
             for slot, what in _verify_table(table, checker):
                 counts[what] += 1
                 if what not in (_WHOLE, _TRAILER_ONLY, _CHANGED):
@@ -290,7 +290,7 @@ def _verify_table(table: _Table, checker: _BlockChecker) -> Iterator[tuple[int, 
             what = checker.check(table.rows[slot], _read(descriptor, checker.slot_bytes, at))
             if what not in (_WHOLE, _TRAILER_ONLY) and not _still_stands(descriptor, table, slot):
                 what = _CHANGED
-            # Reading everything once must not drive other files out of the page cache.
+            # What is read once must not drive other files out of the page cache.
             os.posix_fadvise(descriptor, at, checker.slot_bytes, os.POSIX_FADV_DONTNEED)
             yield slot, what
     finally:
@@ -339,7 +339,9 @@ def _inspect(folder: Path, files: list[str]) -> Inspection:
             generations, problem = None, f"{GENERATIONS_NAME} is missing: no block counts"
     except ValueError as damage:
         problem = f"{damage}: no block counts"
-    found = [each for file in files if (each := _read_segment(folder, file)) is not None]
+    forms = _FormFiles(folder)
+    read = (_read_segment(folder / file, forms) for file in files)
+    found = [each for each in read if each is not None]
     # Newest first: the first copy of a block that is met is the one that counts.
     found.sort(key=lambda each: -each[0].age)
     census = _Census(generations)
@@ -353,7 +355,6 @@ def _inspect(folder: Path, files: list[str]) -> Inspection:
         reports.append(counted)
         tables.append(_Table(folder / report.file, head, rows, live))
     return Inspection(
-        folder,
         FolderReport(
             folder=str(folder),
             generations_problem=problem,
@@ -362,6 +363,7 @@ def _inspect(folder: Path, files: list[str]) -> Inspection:
             written_at=tuple(sorted(census.written_at)),
         ),
         tables,
+        forms,
     )
 
 
@@ -381,7 +383,7 @@ class _Census:
     ) -> tuple[SegmentReport, NDArray[np.bool_]]:
         """The report of a segment with its slots counted, and which rows are live."""
         sound = sound_rows(rows, int(head["life"]))
-        torn = ~sound & (rows["life"] == head["life"])
+        torn = _torn_rows(rows, int(head["life"]))
         taken = sound | torn
         last = int(np.flatnonzero(taken)[-1]) if taken.any() else -1
         live = np.zeros(len(rows), dtype=np.bool_)
@@ -439,17 +441,17 @@ class _Census:
 _Content = tuple["NDArray[np.void]", "NDArray[np.void]"]
 
 
-def _read_segment(folder: Path, file: str) -> tuple[SegmentReport, _Content | None] | None:
+def _read_segment(path: Path, forms: _FormFiles) -> tuple[SegmentReport, _Content | None] | None:
     """The report of a segment, not counted yet, with its head and rows if it can be read.
 
     `None`: the store has removed the file meanwhile.
     """
     try:
-        descriptor = os.open(folder / file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        report = SegmentReport(file=file, file_bytes=os.fstat(descriptor).st_size)
+        report = SegmentReport(file=path.name, file_bytes=os.fstat(descriptor).st_size)
         # Twice: the store may have been writing it.
         page = _read(descriptor, PAGE_BYTES, 0)
         try:
@@ -466,10 +468,10 @@ def _read_segment(folder: Path, file: str) -> tuple[SegmentReport, _Content | No
         rows = _read_rows(descriptor, head)
     finally:
         os.close(descriptor)
-    return _describe(folder, report, head), (head, rows)
+    return _describe(report, head, forms), (head, rows)
 
 
-def _describe(folder: Path, report: SegmentReport, head: NDArray[np.void]) -> SegmentReport:
+def _describe(report: SegmentReport, head: NDArray[np.void], forms: _FormFiles) -> SegmentReport:
     slots = int(head["slot_count"])
     needed = Geometry.slots_offset(slots) + slots * int(head["slot_bytes"])
     short = report.file_bytes < needed
@@ -481,7 +483,7 @@ def _describe(folder: Path, report: SegmentReport, head: NDArray[np.void]) -> Se
         life=f"{int(head['life']):016x}",
         part=head["part"].tobytes().hex(),
         form=head["form"].tobytes().hex(),
-        form_known=_form_of(folder, head) is not None,
+        form_known=forms.of(head) is not None,
         encrypted=bool(head["cipher"] != CIPHER_NONE),
         block_bytes=int(head["block_bytes"]),
         slots=slots,
@@ -489,32 +491,50 @@ def _describe(folder: Path, report: SegmentReport, head: NDArray[np.void]) -> Se
 
 
 def _read_rows(descriptor: int, head: NDArray[np.void]) -> NDArray[np.void]:
-    """The table of a segment; rows beyond the end of the file are zeros."""
-    size = int(head["slot_count"]) * ROW_BYTES
+    """The table of a segment; rows beyond the end of the file are zeros.
+
+    A row that does not hold may be half of what the store is writing now. It is read again, and if
+    it has changed by then it counts as not written yet.
+    """
+    size, life = int(head["slot_count"]) * ROW_BYTES, int(head["life"])
 
     def read() -> NDArray[np.void]:
         raw = _read(descriptor, size, Geometry.row_offset(0)).ljust(size, b"\0")
-        return np.frombuffer(raw, dtype=ROW)
+        return np.frombuffer(bytearray(raw), dtype=ROW)
 
     rows = read()
-    life = int(head["life"])
-    if (~sound_rows(rows, life) & (rows["life"] == life)).any():
-        # The store may have been writing them.
-        rows = read()
+    if _torn_rows(rows, life).any():
+        before, rows = rows, read()
+        rows[_torn_rows(rows, life) & (rows != before)] = np.zeros((), dtype=ROW)
     return rows
 
 
-def _form_of(folder: Path, head: NDArray[np.void]) -> Form | None:
-    """The form of a segment's blocks, if the folder has it and it is that of this head."""
-    form = read_form(folder, head["form"].tobytes())
-    if form is None or form.storage is not StorageFormat.PACKED:
-        return None
-    fits = (
-        form.layout.block_bytes == head["block_bytes"]
-        and len(form.layout.cells) == head["cell_count"]
-        and form.checksum.value.encode() == head["algorithm"]
-    )
-    return form if fits else None
+def _torn_rows(rows: NDArray[np.void], life: int) -> NDArray[np.bool_]:
+    torn: NDArray[np.bool_] = (rows["life"] == life) & ~sound_rows(rows, life)
+    return torn
+
+
+class _FormFiles:
+    """The forms that a folder has, each read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[bytes, Form | None] = {}
+
+    def of(self, head: NDArray[np.void]) -> Form | None:
+        """The form of a segment's blocks, if the folder has it and it is that of this head."""
+        name = head["form"].tobytes()
+        if name not in self._read:
+            self._read[name] = read_form(self._folder, name)
+        form = self._read[name]
+        if form is None or form.storage is not StorageFormat.PACKED:
+            return None
+        fits = (
+            form.layout.block_bytes == head["block_bytes"]
+            and len(form.layout.cells) == head["cell_count"]
+            and form.checksum.value.encode() == head["algorithm"]
+        )
+        return form if fits else None
 
 
 def _bytes_of(rows: NDArray[np.void], field: str) -> list[bytes]:
