@@ -17,6 +17,7 @@ import pytest
 from penstock.supervisor.client import Supervisor, SupervisorLink
 from penstock.supervisor.descriptors import inherited_descriptor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
+from penstock.supervisor.spec import ProcessSpec
 from penstock.transport.base import ChannelClosed, Empty
 
 if TYPE_CHECKING:
@@ -83,6 +84,25 @@ def test_the_engines_poll_hears_of_events(lab: Lab) -> None:
     assert poller.poll(60_000)
     assert lab.supervisor.events() == [ProcessExited(name="run", pid=pid, signal=9)]
     assert poller.poll(0) == []
+
+
+def test_a_process_can_be_asked_for_without_waiting(lab: Lab) -> None:
+    lab.supervisor.begin_process(lab.spec("run"))
+
+    started = lab.event()
+
+    assert isinstance(started, ProcessStarted)
+    assert lab.line.hear() == f"run runs {started.pid}"
+
+
+def test_a_process_that_was_asked_for_and_cannot_run_has_exited(lab: Lab) -> None:
+    lab.supervisor.begin_process(ProcessSpec(name="none", module="no.such.module"))
+
+    exited = lab.event()
+
+    assert isinstance(exited, ProcessExited)
+    assert (exited.name, exited.pid) == ("none", None)
+    assert "no.such.module" in exited.problem
 
 
 def test_a_look_loses_no_event(lab: Lab) -> None:

@@ -78,6 +78,8 @@ class Supervisor:
         self._events = EventQueue()
         self._requests = 0
         self._stop_s: dict[str, float] = {}
+        self._begun: dict[int, str] = {}
+        """Processes that were asked for without waiting, by the number of the request."""
 
     @classmethod
     def start(cls, *, deadline: float | None = None) -> Self:
@@ -120,8 +122,6 @@ class Supervisor:
     def begin_process(self, spec: ProcessSpec) -> None:
         """Asks for a process and does not wait: `ProcessStarted` or `ProcessExited` follows.
 
-        Nothing follows if there is such a process already.
-
         Raises:
             UnavailableError: the supervisor is lost, or has no room for a request now.
         """
@@ -131,6 +131,7 @@ class Supervisor:
         self._stop_s.setdefault(spec.name, spec.stop_s)
         request = StartProcess(request=self._number(), spec=spec)
         self._link.send(encode(request), None, deadline=time.monotonic())
+        self._begun[request.request] = spec.name
 
     def stop_process(self, name: str, *, deadline: float | None = None) -> None:
         """Stops a process: SIGTERM now, SIGKILL at the deadline; returns when it has ended.
@@ -308,7 +309,12 @@ class Supervisor:
         """Queues an event; drops an answer that came after its deadline."""
         close_all(answer.descriptors)
         message = answer.message
-        if isinstance(message, SupervisorReady | Done | RequestRefused):
+        if isinstance(message, Done | RequestRefused):
+            name = self._begun.pop(message.request, None)
+            if name is not None and isinstance(message, RequestRefused):
+                self._events.add(ProcessExited(name=name, pid=None, problem=message.problem))
+            return
+        if isinstance(message, SupervisorReady):
             return
         self._events.add(message)
         if isinstance(message, ProcessExited) and message.restart_at is None:
