@@ -20,7 +20,7 @@ from penstock.cache.operations import Purpose
 from penstock.machine.effects import Abandon, Copy
 from penstock.machine.events import CopyReport
 from penstock.store.base import part_name
-from penstock.store.link import ArenaOffer, StoreBack, StoreLink
+from penstock.store.link import ArenaOffer, StoreBack, StoreLink, StoreLost
 from penstock.store.messages import StoreConfig, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.store.link import StoreResult
+
+    MakeEngine = Callable[..., "StoreEngine"]
 
 PROGRAM = Path(__file__).parent / "memory_tier.py"
 PATIENCE_S = 30.0
@@ -51,21 +53,28 @@ def part_of_block(number: int, rank: int) -> bytes:
 
 
 class StoreProcess:
-    """`python memory_tier.py` with one tier, "disk"."""
+    """A store process with one tier, "disk", that keeps its blocks in memory or on disk."""
 
     def __init__(
-        self, folder: Path, *, size_bytes: int = 1 << 20, socket: Path | None = None
+        self,
+        folder: Path,
+        *,
+        kind: str = "memory",
+        size_bytes: int = 1 << 20,
+        socket: Path | None = None,
+        key_file: str = "",
     ) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True, parents=True)
         tier = StoreTierConfig(
-            name="disk", kind="memory", folder=str(folder), size_bytes=size_bytes
+            name="disk", kind=kind, folder=str(folder), size_bytes=size_bytes, key_file=key_file
         )
         self.config = StoreConfig(socket=str(socket or folder / "socket"), tiers=(tier,))
         self.process: subprocess.Popen[bytes] | None = None
+        self._program = [PROGRAM] if kind == "memory" else ["-m", "penstock.store"]
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, PROGRAM, self.config.to_json()])
+        self.process = subprocess.Popen([sys.executable, *self._program, self.config.to_json()])
 
     @property
     def pid(self) -> int:
@@ -113,23 +122,26 @@ class StoreEngine:
         life: int = 7,
         space: bytes = SPACE,
         offer: bool = True,
+        shared: bool = False,
         **wishes: object,
     ) -> None:
         self._stack = ExitStack()
         self.config = config
         self.life = life
         self.results: list[StoreResult] = []
-        self.hosts = [
+        made = [
             self._stack.enter_context(HostTier.create(FORM.layout, SLOTS, huge_pages=False))
-            for _ in range(ranks)
+            for _ in range(1 if shared else ranks)
         ]
+        self.hosts = made * ranks if shared else made
+        """One for each rank; ranks that hold equal bytes share one."""
+        self.shared = shared
         self.parts = [
-            part_name(FORM, rank=rank, rank_count=ranks, equal=False) for rank in range(ranks)
+            part_name(FORM, rank=rank, rank_count=ranks, equal=shared) for rank in range(ranks)
         ]
         self.offers: list[ArenaOffer] = []
-        self.offer_count = 0
         if offer:
-            for rank in range(ranks):
+            for rank in range(len(made)):
                 self.offer(rank)
         names = [_name(host) for host in self.hosts]
         self.link = StoreLink(
@@ -178,7 +190,8 @@ class StoreEngine:
 
     def up(self) -> StoreEngine:
         self.until(lambda: self.link.is_up)
-        self.results = [each for each in self.results if not isinstance(each, StoreBack)]
+        gone = StoreBack | StoreLost
+        self.results = [each for each in self.results if not isinstance(each, gone)]
         return self
 
     # Blocks.
@@ -186,7 +199,7 @@ class StoreEngine:
     def fill(self, slot: int, number: int, epoch: int = 0) -> None:
         """Puts block `number` into a slot of every hub, with sums as a mover writes them."""
         for rank, host in enumerate(self.hosts):
-            block = np.frombuffer(part_of_block(number, rank), dtype=np.uint8)
+            block = np.frombuffer(part_of_block(number, 0 if self.shared else rank), dtype=np.uint8)
             _bytes_of(host, slot)[:] = block
             salt = life_salt(self.life, epoch)
             sums = SPAN.sum_blocks(block.reshape(1, -1), [key_of(number)], FORM.checksum, salt=salt)
@@ -194,7 +207,7 @@ class StoreEngine:
 
     def holds(self, slot: int, number: int) -> bool:
         return all(
-            _bytes_of(host, slot).tobytes() == part_of_block(number, rank)
+            _bytes_of(host, slot).tobytes() == part_of_block(number, 0 if self.shared else rank)
             for rank, host in enumerate(self.hosts)
         )
 

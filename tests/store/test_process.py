@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING
-
-import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.store.link import FoundInStore, Paged, StoreGone, StoreState, Voided
@@ -13,23 +11,9 @@ from tests.store.segments import BLOCK_BYTES
 from tests.store.store_lab import DISK, StoreEngine, StoreProcess, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    MakeEngine = Callable[..., StoreEngine]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with closing(StoreProcess(tmp_path / "store")) as store:
-        store.start()
-        yield store
-
-
-@pytest.fixture
-def make_engine(store: StoreProcess) -> Iterator[MakeEngine]:
-    with ExitStack() as stack:
-        yield lambda **wishes: stack.enter_context(closing(StoreEngine(store.config, **wishes)))
+    from tests.store.store_lab import MakeEngine
 
 
 def test_what_was_saved_is_loaded_into_other_slots(make_engine: MakeEngine) -> None:

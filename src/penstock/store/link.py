@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import UnavailableError
+from penstock.errors import PeerError, UnavailableError
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
 from penstock.store.base import TierState
@@ -381,8 +381,12 @@ class StoreLink:
                 if self._silent:
                     self._silent = False
                     self._tell_welcome()
-                for answer in news:
-                    self._take_answer(answer)
+                try:
+                    for answer in news:
+                        self._take_answer(answer)
+                except PeerError as error:
+                    for each in self._session.drop(str(error), now):
+                        self._take(each, now)
 
     def _begin(self, now: float) -> None:
         """A session with the store has begun."""
@@ -443,21 +447,21 @@ class StoreLink:
                     present = [bool(each) for each in answer.present]
                     self._results.append(FoundInStore(answer.number, find.tier, present))
             case PageAnswer():
-                tier = self._indexes[answer.tier]
+                tier = self._tier(answer.tier)
                 keys = split_keys(answer.keys)
                 parents = split_parents(answer.parents, len(keys))
                 self._cursors[tier] = answer.cursor
                 self._results.append(Paged(tier, keys, parents, answer.cursor is None))
             case GoneNotice():
-                self._results.append(StoreGone(self._indexes[answer.tier], split_keys(answer.keys)))
+                self._results.append(StoreGone(self._tier(answer.tier), split_keys(answer.keys)))
             case VoidNotice():
-                tier = self._indexes[answer.tier]
+                tier = self._tier(answer.tier)
                 self._voids.discard(tier)
                 self._cursors.pop(tier, None)
                 self._put(VoidSeen(answer.tier, answer.generation), MESSAGE_HEAD_BYTES)
                 self._results.append(Voided(tier, answer.generation))
             case StateNotice():
-                self._results.append(StoreState(self._indexes[answer.tier], _state_of(answer)))
+                self._results.append(StoreState(self._tier(answer.tier), _state_of(answer)))
             case OwnerWelcome():
                 self._session.keep_trying_soon()
                 self._fail_copies_below(self._old_tickets_below, "the session was lost")
@@ -468,6 +472,11 @@ class StoreLink:
                 self._lose(answer.why, fenced=False)
             case _:
                 pass  # The news that a process is there was all of it.
+
+    def _tier(self, number: int) -> int:
+        if number >= len(self._indexes):
+            raise PeerError(f"tier is {number}, must be below {len(self._indexes)}")
+        return self._indexes[number]
 
     def _take_report(self, report: JobReport) -> None:
         copy = self._copies.get(report.ticket)

@@ -353,7 +353,7 @@ def answer_bytes(answer: AnyStoreAnswer) -> int:
     """About how many bytes an answer takes in a batch, and never fewer than it does."""
     match answer:
         case JobReport():
-            return MESSAGE_HEAD_BYTES + 16 * len(answer.faults) + 4 * len(answer.failure)
+            return MESSAGE_HEAD_BYTES + 24 * len(answer.faults) + 4 * len(answer.failure)
         case FindAnswer():
             return MESSAGE_HEAD_BYTES + len(answer.present)
         case PageAnswer():

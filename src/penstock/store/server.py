@@ -29,6 +29,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space
 from penstock.store.messages import (
@@ -85,7 +86,7 @@ SESSIONS_MAX = 256
 """Every rank of a machine and its engines; each has a descriptor or three of 1,024."""
 TICKETS_MAX = 4096
 """Jobs in hand of one owner; more are reported as failed at once."""
-GREETING_S = 10.0
+GREETING_S = 3.0
 """How long a client may take to say what it is for."""
 READS_MAX = 16
 """Packets that are read of one session before the others have their turn."""
@@ -531,7 +532,8 @@ class StoreServer:
                 self._check_owners()
             return
         faults = list(ended.faults)
-        failed = bool(ended.failure) or job.void
+        unread = any(fault is BlockFault.UNREADABLE for _, fault in ended.faults)
+        failed = job.void or bool(ended.failure) or (bool(job.cancelled) and unread)
         failure = short((job.cancelled or ended.failure) if failed else "")
         for rank in job.ranks:
             job.session.answer(JobReport(job.ticket, rank, faults, failure))

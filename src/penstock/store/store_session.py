@@ -136,6 +136,13 @@ class StoreSession:
         self._epoll.register(found.pidfd, select.EPOLLIN)
         news.append(Connected())
 
+    def drop(self, why: str, now: float) -> list[SessionNews]:
+        """Ends a session with a process that cannot be understood."""
+        news: list[SessionNews] = []
+        if self._connection is not None:
+            self._lose(f"it cannot be understood: {why}", now, news)
+        return news
+
     def _exchange(self, connection: StoreConnection, now: float, news: list[SessionNews]) -> None:
         for _ in range(PACKETS_MAX):
             packet = receive_packet(connection.channel, FRAME_BYTES_MAX)

@@ -11,21 +11,39 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.store.base import StoreTier, TierState
+from penstock.store.disk import DiskTier
+from penstock.store.disk_cipher import load_cipher
 from penstock.store.messages import StoreTierConfig
 
 logger = logging.getLogger(__name__)
 
 OpenTier = Callable[[StoreTierConfig], StoreTier]
 
-TIER_KINDS: Mapping[str, OpenTier] = {}
+
+def open_disk(config: StoreTierConfig) -> StoreTier:
+    """Opens a tier of the kind "disk"."""
+    cipher = load_cipher(Path(config.key_file)) if config.key_file else None
+    return DiskTier(
+        Path(config.folder),
+        config.size_bytes,
+        threads=config.threads or DISK_THREADS,
+        cipher=cipher,
+        ignore_other_versions=config.ignore_other_versions,
+    )
+
+
+TIER_KINDS: Mapping[str, OpenTier] = {"disk": open_disk}
 """How a tier of each kind is opened. A new kind adds a row."""
 
 RETRY_S = 1.0
 RETRY_MAX_S = 60.0
 """Before a tier is tried again: somebody has to mount, free or unlock something."""
+DISK_THREADS = 6
+"""For the I/O of one disk tier: fewer leave a drive waiting, more gain nothing."""
 STATE_S = 1.0
 """How often counters are sent at most; a tier that goes on or off is sent at once."""
 

@@ -1,0 +1,155 @@
+"""A store process that an engine starts for itself, and that others may use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.store.link import StoreBack, StoreLost
+from penstock.store.sockets import connect_store
+from tests.descriptors import open_descriptors
+from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.store.messages import StoreConfig
+    from tests.store.store_lab import MakeEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> StoreConfig:
+    return StoreProcess(tmp_path / "store").config
+
+
+@pytest.fixture
+def make_engine(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    wanted = {"embedded": True, "module": "tests.store.memory_tier"}
+    with ExitStack() as stack:
+        yield lambda **wishes: stack.enter_context(
+            closing(StoreEngine(config, **{**wanted, **wishes}))
+        )
+
+
+def pid_of(config: StoreConfig) -> int:
+    """The process that listens now; 0 if none does."""
+    connection = connect_store(Path(config.socket))
+    if connection is None:
+        return 0
+    connection.channel.close()
+    os.close(connection.pidfd)
+    return connection.pid
+
+
+def test_it_is_started_where_nobody_listens_and_ends_with_its_engine(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    engine.save([1])
+    assert pid_of(config)
+
+    engine.close()
+
+    assert not pid_of(config)
+    assert not Path(config.socket).exists()
+
+
+def test_it_is_started_again_whenever_it_was_killed(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    for _ in range(3):
+        killed = pid_of(config)
+        os.kill(killed, signal.SIGKILL)
+        engine.until(
+            lambda: any(isinstance(each, StoreLost) and each.fenced for each in engine.results)
+        )
+
+        engine.take(StoreBack)
+
+        assert pid_of(config) not in {0, killed}
+        engine.save([1])
+        engine.load([1])
+        assert engine.holds(32, 1)
+        engine.results.clear()
+
+
+def test_engines_that_start_at_once_share_one_process(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    engines = [make_engine(life=life) for life in (1, 2, 3)]
+
+    for engine in engines:
+        engine.up()
+
+    engines[0].save([7])
+    for engine in engines:
+        engine.load([7])
+        assert engine.holds(32, 7)
+    assert pid_of(config)
+
+
+def test_it_ends_with_the_engine_that_started_it_and_another_one_goes_on(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    first, second = make_engine(life=1).up(), make_engine(life=2).up()
+    before = pid_of(config)
+
+    first.close()
+
+    second.take(StoreLost)
+    second.take(StoreBack)
+    assert pid_of(config) not in {0, before}
+    second.save([1])
+
+
+def test_an_engine_that_did_not_start_it_leaves_it_alone(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    first, second = make_engine(life=1).up(), make_engine(life=2).up()
+    before = pid_of(config)
+
+    second.close()
+
+    assert pid_of(config) == before
+    first.save([1])
+
+
+def test_a_process_that_cannot_run_is_tried_again_and_the_reason_is_told(
+    make_engine: MakeEngine,
+) -> None:
+    engine = make_engine(module="tests.store.no_such_module")
+
+    engine.until(lambda: "no_such_module" in engine.load([1])[0].failure)
+
+    assert not engine.link.is_up
+
+
+def test_no_descriptor_is_left_and_no_call_waits(make_engine: MakeEngine) -> None:
+    make_engine().up().close()
+    before = open_descriptors()
+    engine = make_engine()
+    longest_s = 0.0
+
+    def is_up() -> bool:
+        nonlocal longest_s
+        began = time.thread_time()
+        engine.link.dispatch()
+        engine.results += engine.link.collect()
+        longest_s = max(longest_s, time.thread_time() - began)
+        return engine.link.is_up
+
+    engine.until(is_up, PATIENCE_S)
+    engine.close()
+
+    assert open_descriptors() <= before
+    assert longest_s < 0.1
