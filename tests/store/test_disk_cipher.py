@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,13 +26,14 @@ from penstock.testing.store_tier_suite import (
     StoreTierSuite,
     wait_until_recovered,
 )
+from tests.store.segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytest.importorskip("cryptography", reason="of the disk-encryption extra")
 
+VECTORS = Path(__file__).parent / "vectors"
 KEY = bytes(range(32))
 NONCE = bytes.fromhex("efcdab896745230107000000")
 BLOCK = bytes(range(100))
@@ -84,6 +87,25 @@ def test_the_key_check_and_a_sealed_block_are_those_of_the_test_vector() -> None
         "fd2ab88b550d164f48ecfd874a968331",
         "6e0f94fb00b10d4f5809b7ef7b7a116d",
     )
+
+
+def test_an_encrypted_segment_is_that_of_the_test_vector() -> None:
+    vector = json.loads((VECTORS / "encrypted_segment.json").read_text("utf-8"))
+    cipher = DiskCipher(bytes.fromhex(vector["key"]))
+    pieces = [bytes.fromhex(piece["hex"]) for piece in vector["pieces"]]
+    head, _, block, trailer = pieces
+    plain = bytearray(len(block))
+
+    opened = cipher.open(trailer[80:92], block, trailer[92:108], trailer[:80], plain)
+
+    assert opened
+    assert plain.hex() == vector["plain"]
+    assert (head[12:16], head[104:120]) == (b"\1\0\0\0", cipher.key_check)
+    written = Segment(numbers=[1], slot_count=1, cipher=cipher).image()
+    assert [
+        written[piece["offset"] : piece["offset"] + len(raw)]
+        for piece, raw in zip(vector["pieces"], pieces, strict=True)
+    ] == pieces
 
 
 def test_a_wrong_key_opens_nothing_and_leaves_zeros() -> None:
