@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.vocabulary.ids import Key
+    from penstock.vocabulary.layout import Layout
 
 SIZE_BYTES = 1 << 20
 """Eight segments of some ten blocks each."""
-LAYOUT = LAYOUTS["whole pages"]
 SECTORS = (512, PAGE_BYTES)
 BATCH = SLOT_COUNT
 QUICK_IMAGES, LONG_IMAGES, LONG_STEP = 60, 2000, 250
+SOME_IMAGES = 12
 CHANGES_MAX = 6
 UNSYNCED = DiskCalls(sync=lambda _: None)
 """No power is lost while an image is read."""
@@ -60,14 +61,15 @@ class Images:
     before: dict[str, bytes]
     other: dict[str, bytes]
     content: dict[Key, bytes]
+    layout: Layout
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def save_blocks(tier: DiskTier, seeds: range, content: dict[Key, bytes]) -> None:
-    rig = StoreRig(tier, LAYOUT)
+def save_blocks(tier: DiskTier, layout: Layout, seeds: range, content: dict[Key, bytes]) -> None:
+    rig = StoreRig(tier, layout)
     for seed in seeds:
         saved = rig.fill(24, seed=seed)
         assert rig.save_and_wait(saved).faults == ()
@@ -75,14 +77,17 @@ def save_blocks(tier: DiskTier, seeds: range, content: dict[Key, bytes]) -> None
     tier.close(deadline=time.monotonic() + WAIT_S)
 
 
-def make_images(folder: Path, cipher: DiskCipher | None = None) -> Images:
+def make_images(
+    folder: Path, *, kind: str = "whole pages", cipher: DiskCipher | None = None
+) -> Images:
     content: dict[Key, bytes] = {}
+    layout = LAYOUTS[kind]
     here, elsewhere = folder / "here", folder / "elsewhere"
-    save_blocks(DiskTier(here, SIZE_BYTES, cipher=cipher), range(1, 4), content)
+    save_blocks(DiskTier(here, SIZE_BYTES, cipher=cipher), layout, range(1, 4), content)
     before = files_of(here)
-    save_blocks(DiskTier(here, SIZE_BYTES, cipher=cipher), range(4, 6), content)
-    save_blocks(DiskTier(elsewhere, SIZE_BYTES, cipher=cipher), range(6, 8), content)
-    return Images(files_of(here), before, files_of(elsewhere), content)
+    save_blocks(DiskTier(here, SIZE_BYTES, cipher=cipher), layout, range(4, 6), content)
+    save_blocks(DiskTier(elsewhere, SIZE_BYTES, cipher=cipher), layout, range(6, 8), content)
+    return Images(files_of(here), before, files_of(elsewhere), content, layout)
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +229,7 @@ class Loader:
         try:
             wait_until_recovered(tier)
             if self._rig is None:
-                self._rig = StoreRig(tier, LAYOUT)
+                self._rig = StoreRig(tier, self._images.layout)
             self._rig.tier = tier
             keys = list(self._images.content)
             for start in range(0, len(keys), BATCH):
@@ -312,12 +317,22 @@ def test_two_thousand_damaged_images_deliver_right_bytes_or_none(
     assert counts["delivered"] > 20 * LONG_STEP
 
 
+@pytest.mark.parametrize("kind", ["less than a page", "not a multiple of a page"])
+def test_damaged_images_of_blocks_that_are_not_whole_pages(tmp_path: Path, kind: str) -> None:
+    images = make_images(tmp_path, kind=kind)
+    (tmp_path / "damaged").mkdir()
+
+    counts = check_images(images, range(SOME_IMAGES), tmp_path / "damaged")
+
+    assert counts["delivered"] > 20 * SOME_IMAGES
+
+
 def test_a_damaged_encrypted_image_delivers_right_bytes_or_none(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="of the disk-encryption extra")
     cipher = DiskCipher(bytes(range(32)))
-    images = make_images(tmp_path, cipher)
+    images = make_images(tmp_path, cipher=cipher)
     (tmp_path / "damaged").mkdir()
 
-    counts = check_images(images, range(20), tmp_path / "damaged", cipher)
+    counts = check_images(images, range(SOME_IMAGES), tmp_path / "damaged", cipher)
 
-    assert counts["delivered"] > 20 * 20
+    assert counts["delivered"] > 20 * SOME_IMAGES
