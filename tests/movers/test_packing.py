@@ -11,8 +11,15 @@ import pytest
 from penstock.handoff.driver.array_parts import PartGather, PartScatter
 from penstock.handoff.driver.parts import RouteParts
 from penstock.movers.c_compiler import compiled
-from penstock.movers.packing import Packing, PartsLibrary, load_parts_library, seeds_of
+from penstock.movers.packing import (
+    PackedSums,
+    Packing,
+    PartsLibrary,
+    load_parts_library,
+    seeds_of,
+)
 from penstock.tiers.arrays import ArrayTier
+from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
@@ -213,3 +220,45 @@ def test_a_library_that_cannot_be_loaded_is_no_error_of_ours(tmp_path: Path) -> 
         PartsLibrary(broken)
     with pytest.raises(UnavailableError, match="failed"):
         compiled("parts", b"this is not C", tmp_path)
+
+
+PACKED_CASES = {
+    "whole stripes": split(channels=64, dtype=DType.BF16, order=HEAD_MAJOR, heads=ALL),
+    "odd lengths": split(channels=21, dtype=DType.FP8_E4M3, order=HEAD_MAJOR, heads=ALL),
+    "long": split(channels=512, dtype=DType.FP32, order=HEAD_MAJOR, heads=SOME),
+    "short": split(channels=3, dtype=DType.FP8_E4M3, order=HEAD_MAJOR, heads=ALL),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.value)
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_sums_in_place_under_two_salts_are_those_of_the_definition(
+    case: str, algorithm: Algorithm
+) -> None:
+    layout = PACKED_CASES[case]
+    size, salts = layout.block_bytes, (0, 0x8000_0000_1234_5678)
+    memory = np.random.default_rng(1).integers(0, 256, 5 * size + 100, dtype=np.uint8)
+    places = np.array([3, size + 9, 4 * size + 100, 2 * size + 64], dtype=np.int64)
+
+    compiled_sums = PackedSums(layout, algorithm).sum_pairs(memory, places, KEYS, salts)
+    plain = PackedSums(layout, algorithm, library=lambda: None)
+
+    np.testing.assert_array_equal(compiled_sums, plain.sum_pairs(memory, places, KEYS, salts))
+    span = CellSpan.of(layout)
+    for number, salt in enumerate(salts):
+        for position, place in enumerate(places):
+            block = memory[np.newaxis, place : place + size]
+            expected = span.sum_blocks(block, [KEYS[position]], algorithm, salt=salt)
+            np.testing.assert_array_equal(compiled_sums[number, position], expected[0])
+
+
+def test_sums_in_place_refuse_what_is_not_in_memory() -> None:
+    layout = PACKED_CASES["whole stripes"]
+    sums = PackedSums(layout, Algorithm.XXH3)
+    memory = np.zeros(layout.block_bytes + 5, dtype=np.uint8)
+
+    with pytest.raises(ValueError, match="are not all within"):
+        sums.sum_pairs(memory, np.array([6], dtype=np.int64), KEYS[:1], (0, 0))
+    with pytest.raises(ValueError, match="1 places and 2 keys, must be as many"):
+        sums.sum_pairs(memory, np.array([0], dtype=np.int64), KEYS[:2], (0, 0))

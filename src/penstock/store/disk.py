@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 THREADS_MIN, THREADS_MAX = 4, 8
 QUEUE_BYTES = 1 << 30
 """Of saves in hand: about a second of writing."""
+RETRY_S = 1.0
 _UNREADABLE = BlockFault.UNREADABLE
 
 
@@ -64,6 +65,7 @@ class DiskTier:
         cipher: DiskCipher | None = None,
         ignore_other_versions: bool = False,
         direct: bool = True,
+        retry_s: float = RETRY_S,
         calls: DiskCalls | None = None,
     ) -> None:
         """Takes the folder, and begins to read the tables that are there.
@@ -76,6 +78,7 @@ class DiskTier:
             cipher: Encrypts blocks; segments of another key are left alone.
             ignore_other_versions: Whether segments of another format version are reclaimed.
             direct: Whether to use direct I/O, where the file system has it.
+            retry_s: After which time a tier that is off is tried again, the first time.
             calls: What is asked of the kernel.
 
         Raises:
@@ -83,11 +86,7 @@ class DiskTier:
             UnavailableError: the folder cannot be used, or another process does.
             ValueError: a number is out of range.
         """
-        if not THREADS_MIN <= threads <= THREADS_MAX:
-            raise ValueError(f"threads is {threads}, must be from {THREADS_MIN} to {THREADS_MAX}")
-        for name, value in (("size_bytes", size_bytes), ("queue_bytes", queue_bytes)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, must be at least 1")
+        _require_numbers(threads, size_bytes, queue_bytes)
         self.size_bytes = size_bytes
         self._queue_bytes = queue_bytes
         self._cipher = cipher
@@ -106,7 +105,9 @@ class DiskTier:
         except PenstockError:
             self._folder.close()
             raise
-        self._board = JobBoard(self._folder, pool, lock=self._lock, flags=self._flags)
+        self._board = JobBoard(
+            self._folder, pool, lock=self._lock, flags=self._flags, retry_s=retry_s
+        )
         self._threads = DiskThreads(
             self._board,
             count=threads,
@@ -316,3 +317,11 @@ class DiskTier:
                 blocks_corrupt=self._board.blocks_corrupt,
                 blocks_reclaimed=pool.reclaimed,
             )
+
+
+def _require_numbers(threads: int, size_bytes: int, queue_bytes: int) -> None:
+    if not THREADS_MIN <= threads <= THREADS_MAX:
+        raise ValueError(f"threads is {threads}, must be from {THREADS_MIN} to {THREADS_MAX}")
+    for name, value in (("size_bytes", size_bytes), ("queue_bytes", queue_bytes)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, must be at least 1")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
-"""Before a tier that is off is tried again: doubled each time."""
+PAUSE_MAX_S = 60.0
+"""Before a tier that is off is tried again; the pause doubles each time."""
 READ_FAILURES_MAX = 3
 """Reads that fail one after the other before the tier goes off; one bad sector is no reason."""
 GONE_ERRORS = frozenset({errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR})
@@ -125,7 +125,13 @@ class JobBoard:
     """
 
     def __init__(
-        self, folder: DiskFolder, pool: SegmentPool, *, lock: threading.Lock, flags: int
+        self,
+        folder: DiskFolder,
+        pool: SegmentPool,
+        *,
+        lock: threading.Lock,
+        flags: int,
+        retry_s: float,
     ) -> None:
         self.folder = folder
         self.pool = pool
@@ -153,7 +159,7 @@ class JobBoard:
         self.reads_off = False
         self.broken = False
         """After an error of ours: it does not come on again."""
-        self.pause_s = PAUSE_S
+        self.retry_s = self.pause_s = retry_s
         self.retry_at = 0.0
         self.read_failures = 0
         self.saves_dropped = self.blocks_corrupt = 0
@@ -279,7 +285,7 @@ class JobBoard:
         self.off = why
         self.retry_at = time.monotonic() + self.pause_s
         logger.error(
-            "the disk tier in %s is off: %s; next try in %.0f s",
+            "the disk tier in %s is off: %s; next try in %.1f s",
             *(self.folder.path, why, self.pause_s),
         )
         self.pause_s = min(2 * self.pause_s, PAUSE_MAX_S)

@@ -267,16 +267,30 @@ class SegmentPool:
                 victim = self._coldest()
                 if victim is None:
                     raise NoRoomError
-                self._mark_known(victim)
-                life, dropped = victim.life, self.index.drop(victim)
-                victim.life, victim.next_slot = 0, victim.slot_count
-                self.reclaimed += len(dropped)
-            self._report_gone(victim, life, dropped)
+            if not self._give_up(victim):
+                continue
             if victim.file_bytes == size:
                 return victim
             with self._lock:
                 del self.segments[victim.number]
             os.unlink(victim.path)
+
+    def _give_up(self, victim: DiskSegment) -> bool:
+        """Drops the blocks of a segment and reports them, those not recovered yet as well.
+
+        Returns:
+            Whether it did: not if a read began meanwhile.
+        """
+        self.recover(victim)
+        with self._lock:
+            if victim.busy:
+                return False
+            self._open = {kind: each for kind, each in self._open.items() if each is not victim}
+            life, dropped = victim.life, self.index.drop(victim)
+            victim.life, victim.next_slot = 0, victim.slot_count
+            self.reclaimed += len(dropped)
+        self._report_gone(victim, life, dropped)
+        return True
 
     def _coldest(self) -> DiskSegment | None:
         idle = [each for each in self.segments.values() if not each.busy and not each.foreign]
@@ -284,12 +298,8 @@ class SegmentPool:
         closed = [each for each in idle if each not in opened or each.is_full]
         if closed:
             return min(closed, key=lambda each: each.coldness)
-        if not idle:
-            return None
         # More kinds of blocks than segments: the one that was begun first makes way.
-        oldest = min(idle, key=lambda each: each.age)
-        self._open = {kind: each for kind, each in self._open.items() if each is not oldest}
-        return oldest
+        return min(idle, key=lambda each: each.age, default=None)
 
     def _cool(self) -> None:
         """Forgets half of the hits; says which segments are the colder half, if all are in use."""

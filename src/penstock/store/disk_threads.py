@@ -40,7 +40,6 @@ from penstock.store.disk_io import (
 )
 from penstock.store.disk_jobs import (
     PAUSE_MAX_S,
-    PAUSE_S,
     RowToBury,
     RunToRead,
     RunToWrite,
@@ -238,10 +237,9 @@ class DiskThreads:
         board = self._board
         while True:
             with board.lock:
-                board.keeper_ready.wait_for(
-                    lambda: board.inbox or board.stopped or self._retry_is_due(),
-                    timeout=self._retry_in_s(),
-                )
+                # How long to wait changes while it waits: when the tier goes off.
+                while not (board.inbox or board.stopped or self._retry_is_due()):
+                    board.keeper_ready.wait(self._retry_in_s())
                 if board.stopped and not board.inbox:
                     return
                 messages = list(board.inbox)
@@ -421,7 +419,7 @@ class DiskThreads:
             if not board.is_current(write.segment):
                 write.failure = write.failure or "the folder was exchanged"
             if not write.failure:
-                board.pause_s = PAUSE_S
+                board.pause_s = board.retry_s
                 digests = [write.save.digests[position] for position in write.positions]
                 slots = range(write.first, write.first + len(digests))
                 board.pool.index.add(write.segment, slots, digests, board.pool.segments)

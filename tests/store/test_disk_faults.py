@@ -1,0 +1,299 @@
+"""What the disk tier does when the disk fails: the jobs concerned fail, the rest goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cache.operations import BlockFault
+from penstock.store.disk import DiskTier
+from penstock.testing.store_tier_suite import (
+    LAYOUTS,
+    WAIT_S,
+    StoreRig,
+    wait_for_news,
+    wait_until_recovered,
+)
+from tests.store.faulty_disk import FaultyDisk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LAYOUT = LAYOUTS["whole pages"]
+SIZE_BYTES = 8 << 20
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, disk: FaultyDisk) -> Iterator[DiskTier]:
+    made = DiskTier(tmp_path / "tier", SIZE_BYTES, calls=disk.calls, retry_s=0.02)
+    yield made
+    disk.mend()
+    for name in ("preadv", "pwritev"):
+        disk.go_on(name)
+    made.close(deadline=time.monotonic() + WAIT_S)
+
+
+def wait_until(tier: DiskTier, *, on: bool) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while tier.state().on is not on:
+        left = deadline - time.monotonic()
+        assert left > 0, tier.state()
+        select.select([tier.descriptor], [], [], left)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["pwritev", "fallocate", "sync"])
+def test_a_write_that_fails_fails_its_job_and_the_tier_comes_back(
+    tier: DiskTier, disk: FaultyDisk, call: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    disk.fail(call, number)
+    caplog.set_level(logging.WARNING)
+
+    ended = rig.save_and_wait(saved)
+    off = tier.state()
+    disk.mend()
+    wait_until(tier, on=True)
+    again = rig.save_and_wait(saved)
+
+    assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 4
+    assert ended.failure
+    assert not off.on
+    assert off.why
+    assert again.faults == ()
+    assert rig.find(saved.keys) == [True] * 4
+    messages = [each.message for each in caplog.records if "disk tier" in each.message]
+    assert ["is off" in each for each in messages] == [True, False]
+    assert "is on again" in messages[1]
+
+
+def test_reads_go_on_while_writes_fail(tier: DiskTier, disk: FaultyDisk) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.fail("pwritev", errno.ENOSPC)
+    rig.save_and_wait(rig.fill(4, seed=2, first=4))
+
+    found = rig.find(saved.keys)
+    ended = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+
+    assert not tier.state().on
+    assert found == [True] * 4
+    assert ended.faults == ()
+    rig.require(saved, [10, 11, 12, 13])
+
+
+def test_one_bad_sector_is_a_fault_of_its_blocks_and_many_switch_the_tier_off(
+    tier: DiskTier, disk: FaultyDisk
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.fail("preadv", errno.EIO)
+
+    first = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+    after_one = tier.state().on
+    for _ in range(2):
+        rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+    after_three = tier.state()
+    disk.mend()
+    wait_until(tier, on=True)
+    again = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+
+    assert [fault for _, fault in first.faults] == [BlockFault.UNREADABLE] * 4
+    assert "Input/output error" in first.failure
+    assert after_one
+    assert not after_three.on
+    assert again.faults == ()
+
+
+def test_a_folder_that_is_removed_switches_the_tier_off_and_is_made_again(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    shutil.rmtree(tmp_path / "tier")
+
+    lost = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+    wait_until(tier, on=True)
+    missing = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+    again = rig.save_and_wait(rig.fill(4))
+    found = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+
+    assert [fault for _, fault in lost.faults] == [BlockFault.UNREADABLE] * 4
+    assert [fault for _, fault in missing.faults] == [BlockFault.MISSING] * 4
+    assert again.faults == found.faults == ()
+
+
+def test_a_folder_that_another_process_took_meanwhile_is_left_to_it(
+    tier: DiskTier, tmp_path: Path
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    (tmp_path / "tier").rename(tmp_path / "elsewhere")
+    other = DiskTier(tmp_path / "tier", SIZE_BYTES)
+    try:
+        rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+        for _ in range(5):
+            wait_for_news(tier, 0.1)
+
+        assert not tier.state().on
+    finally:
+        other.close(deadline=time.monotonic() + WAIT_S)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_an_unexpected_error_switches_the_tier_off_with_its_text(
+    tier: DiskTier, disk: FaultyDisk, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.crash(call, RuntimeError("a mistake of ours"))
+
+    ended = [rig.load_and_wait(saved.keys, [10, 11, 12, 13])]
+    ended += [rig.save_and_wait(rig.fill(4, seed=2))]
+    state = tier.state()
+    disk.mend()
+
+    assert any("unexpected RuntimeError: a mistake of ours" in each.failure for each in ended)
+    assert "unexpected RuntimeError: a mistake of ours" in state.why
+    assert "Traceback" in caplog.text
+    assert rig.save_and_wait(rig.fill(4, seed=3)).failure == state.why
+
+
+def test_reads_go_before_writes(disk: FaultyDisk, tier: DiskTier) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.hold("pwritev")
+    slow = [rig.save(rig.fill(2, seed=seed, first=2 * seed)) for seed in range(2, 12)]
+    for _ in range(5):  # All threads that may write do, and wait.
+        assert disk.waiting["pwritev"].acquire(timeout=WAIT_S)
+
+    ended = rig.load_and_wait(saved.keys, [30, 31, 32, 33])
+    unfinished = [each for each in slow if each not in {done.ticket for done in rig.ended}]
+    disk.go_on("pwritev")
+
+    assert ended.faults == ()
+    assert unfinished == slow
+    assert [each.faults for each in rig.wait(*slow)] == [()] * len(slow)
+
+
+def test_a_cancelled_job_is_reported_at_once_or_when_its_io_ends(
+    disk: FaultyDisk, tier: DiskTier
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+    rig.save_and_wait(saved)
+    disk.hold("preadv")
+    under_way = [rig.load(saved.keys[n : n + 1], [20 + n]) for n in range(4)]
+    under_way += [rig.load(saved.keys[n : n + 1], [24 + n]) for n in range(2)]
+    for _ in under_way:
+        assert disk.waiting["preadv"].acquire(timeout=WAIT_S)
+    waiting = rig.load(saved.keys, [30, 31, 32, 33])
+
+    for ticket in (*under_way, waiting):
+        tier.cancel(ticket)
+    (at_once,) = rig.wait(waiting)
+    early = {each.ticket for each in rig.ended} & {*under_way}
+    disk.go_on("preadv")
+    later = rig.wait(*under_way)
+
+    assert [fault for _, fault in at_once.faults] == [BlockFault.UNREADABLE] * 4
+    assert not early
+    assert [each.faults for each in later] == [()] * 6
+
+
+def test_a_segment_with_a_read_under_way_is_not_given_up(tmp_path: Path, disk: FaultyDisk) -> None:
+    slot_bytes = 8192 + 4096
+    tier = DiskTier(tmp_path / "small", 2 * (8192 + 2 * slot_bytes), calls=disk.calls)
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(2)
+    rig.save_and_wait(saved)
+    disk.hold("preadv")
+    ticket = rig.load(saved.keys, [20, 21])
+    assert disk.waiting["preadv"].acquire(timeout=WAIT_S)
+
+    others = [rig.save(rig.fill(1, seed=seed, first=seed)) for seed in range(2, 9)]
+    disk_tickets = rig.wait(*others)
+    disk.go_on("preadv")
+    (ended,) = rig.wait(ticket)
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert ended.faults == ()
+    rig.require(saved, [20, 21])
+    assert any(each.faults for each in disk_tickets) or tier.state().blocks_reclaimed
+
+
+def test_blocks_travel_in_few_large_operations(tmp_path: Path, disk: FaultyDisk) -> None:
+    tier = DiskTier(tmp_path / "large", 64 << 20, calls=disk.calls)
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(48)
+    disk.written.clear()
+
+    rig.save_and_wait(saved)
+    disk.read.clear()
+    rig.load_and_wait(saved.keys, saved.slots)
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    slot_bytes = 8192 + 4096
+    assert sum(each > 4096 for each in disk.written) == 2  # 48 blocks of 12 KiB, and their rows.
+    assert disk.read == [48 * slot_bytes]
+
+
+def test_a_segment_is_synced_when_it_is_full_and_at_close_and_no_block_is(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
+    slot_bytes = 8192 + 4096
+    size = 8 * (8192 + 4 * slot_bytes)
+    tier = DiskTier(tmp_path / "synced", size, calls=disk.calls)
+    rig = StoreRig(tier, LAYOUT)
+    disk.synced = 0
+
+    for seed in range(1, 7):
+        rig.save_and_wait(rig.fill(1, seed=seed, first=seed))
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    # Two heads, the first segment when it was full, the second at the end.
+    assert disk.synced in {4, 5}
+
+
+def test_without_direct_io_the_page_cache_does_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import os  # noqa: PLC0415
+
+    from penstock.store.disk_io import DiskCalls  # noqa: PLC0415
+
+    def without(path: str, flags: int, mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.open(path, flags, mode)
+
+    tier = DiskTier(tmp_path / "tier", SIZE_BYTES, calls=DiskCalls(open=without))
+    wait_until_recovered(tier)
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(4)
+
+    rig.save_and_wait(saved)
+    ended = rig.load_and_wait(saved.keys, [10, 11, 12, 13])
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert ended.faults == ()
+    assert "has no direct I/O" in caplog.text
