@@ -15,6 +15,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import penstock
+from penstock.bench.disk import ROUNDS as DISK_ROUNDS
+from penstock.bench.disk import run_disk
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
 from penstock.bench.index import ROUNDS, run_growth, run_index
@@ -98,6 +100,22 @@ def _run_handoff_on_cuda(report: BenchReport, *, rounds: int) -> None:
     from penstock.bench.handoff_cuda import run_handoff_on_cuda  # noqa: PLC0415 - needs an extra
 
     run_handoff_on_cuda(report, rounds=rounds)
+
+
+@commands.command("disk")
+def bench_disk(
+    *,
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="PATH", help="On the disk that is measured.")
+    ] = Path(),
+    json: JsonOption = None,
+    rounds: RoundsOption = DISK_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure the disk tier beside fio and beside plain threads, on the disk of a folder."""
+    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
+    run_disk(report, folder=folder, rounds=rounds)
+    finish(report, json=json, check=check)
 
 
 @commands.command("engine")
