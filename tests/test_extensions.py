@@ -240,7 +240,7 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
         ("cache.eviction = 'fif'", "cache.eviction: is 'fif', must be one of lru, s3fifo, fifo; "),
         (
             "tiers = [{name = 'a', kind = 'p'}]",
-            "'p', must be one of memory, host, pool",
+            "'p', must be one of memory, host, disk, pool",
         ),
         ("handoff.transport = 'w'", "is 'w', must be one of shared_memory, wire"),
     ],

@@ -15,6 +15,7 @@ import typer
 
 from penstock.cli.conventions import ConfigOption
 from penstock.config import STARTER_TOML, load_config, parse_config
+from penstock.config.values import NOT_PERSISTED
 from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE
 from penstock.errors import ConfigError
 
@@ -33,7 +34,11 @@ def check(
     A file that is not ends the command with status 2 and one line that names the key, its
     value and what would be right.
     """
-    print(f"{file}: in order: {_described(load_config(file))}")
+    config = load_config(file)
+    print(f"{file}: in order: {_described(config)}")
+    stored = any(tier.stored for tier in config.cache.tiers)
+    if stored and not config.persists and config.engine is None:  # The engine knows its weights.
+        print(f"{file}: note: model.weights_version: {NOT_PERSISTED}")
 
 
 @commands.command()

@@ -210,7 +210,8 @@ class TierOption:
     """A key that only one kind of tier has, with its default."""
 
     key: Whole | Number | String
-    default: Value
+    default: Value | None
+    """`None`: the key must be given."""
 
 
 def unknown(name: str, known: Collection[str]) -> str:

@@ -38,6 +38,7 @@ from penstock.config.schema import (
 )
 from penstock.config.values import (
     DEVICE_NAME,
+    STORED_KINDS,
     TIER_KINDS,
     UNSIZED_BLOCKS,
     Config,
@@ -265,7 +266,9 @@ def _read_tier_and_kind(
     own = tier_options(kind)
     table = _Table(place, given, {**TIER_KEYS, **own}, optional=["blocks"])
     options = {name: table.value(name) for name in own}
-    return _read_tier(table), TierKind(options=options, **table.fields_of(TierKind))
+    with _spelled_as_in_the_file({"": place}):
+        made_of = TierKind(options=options, **table.fields_of(TierKind))
+    return _read_tier(table, stored=kind in STORED_KINDS), made_of
 
 
 def _read_kind(place: str, given: Mapping[str, object]) -> str:
@@ -279,14 +282,14 @@ def _read_kind(place: str, given: Mapping[str, object]) -> str:
     raise ConfigError(f"{place}.kind", f"is missing; must be {kinds}")
 
 
-def _read_tier(table: _Table) -> TierSettings:
+def _read_tier(table: _Table, *, stored: bool) -> TierSettings:
     write = WritePolicy(**table.fields_of(WritePolicy))
     if write.kind is not WriteKind.SELECTIVE:
         table.refuse(["hits"], f"has no effect while write is {write.kind.value!r}")
     _choose_size(table)
     given = table.fields_of(TierSettings)
     with _spelled_as_in_the_file({given["name"]: table.place, "": table.place}):
-        return TierSettings(write=write, **given)
+        return TierSettings(write=write, stored=stored, **given)
 
 
 def _choose_size(table: _Table) -> None:

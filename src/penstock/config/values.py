@@ -46,6 +46,11 @@ LAYER_WISE = ("auto", "off")
 """Whether a step may compute on loads that are still arriving, layer by layer."""
 BLOCKS_MAX = 2**31 - 1
 """Slot numbers are kept in 32-bit integers."""
+NOT_PERSISTED = (
+    "is not given: nothing is kept beyond the process, and the tiers that do so stay off, since "
+    "blocks of other weights could be taken for those of this model"
+)
+"""What is wrong with a stored tier while the weights version is not known."""
 UNSIZED_BLOCKS = BLOCKS_MAX
 """The slots of a tier that is given a size in GiB, until it is known how large a block is."""
 
@@ -68,8 +73,17 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "huge_pages": TierOption(String(choices=("auto", "never")), "auto"),
         "numa_node": TierOption(Whole(minimum=-1, maximum=1_023), -1),
     },
+    "disk": {
+        "path": TierOption(String(), None),
+        "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), None),
+        "threads": TierOption(Whole(minimum=1, maximum=64), 6),
+        "key_file": TierOption(String(), ""),
+        "other_versions": TierOption(String(choices=("refuse", "reclaim")), "refuse"),
+    },
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
+STORED_KINDS = frozenset({"disk"})
+"""Kinds that the store process serves: slower than host memory, and their blocks outlive it."""
 
 
 def tier_options(kind: str, *, place: str = "kind") -> Mapping[str, TierOption]:
@@ -144,6 +158,14 @@ class TierKind:
                 "options",
                 f"are {sorted(self.options)}, must be {sorted(known)} for kind {self.name!r}",
             )
+        for name in ("path", "key_file"):
+            value = str(self.options.get(name, "/"))
+            if self.name in STORED_KINDS and value and not value.startswith("/"):
+                raise ConfigError(
+                    name, f"is {value!r}, must be an absolute path: several processes use it"
+                )
+        if self.name in STORED_KINDS and not self.options["path"]:
+            raise ConfigError("path", "is '', must be the absolute path of a folder of its own")
 
     @property
     def gib(self) -> float:
@@ -342,12 +364,27 @@ class Config:
                     f"is {tier.slot_count}, must be {UNSIZED_BLOCKS} (not known yet) while gib "
                     f"is {kind.gib}",
                 )
+            if tier.stored is not (kind.name in STORED_KINDS):
+                raise ConfigError(
+                    f"tier {tier.name!r}: stored",
+                    f"is {tier.stored}, must be {not tier.stored} for kind {kind.name!r}",
+                )
+        self._require_mapped_hub()
         if self.equal_ranks:
             self._require_shared_hub()
         if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
             raise ConfigError(
                 "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
             )
+
+    def _require_mapped_hub(self) -> None:
+        for index, kind in enumerate(self.tier_kinds):
+            if kind.name in STORED_KINDS and self.tier_kinds[0].name != "host":
+                raise ConfigError(
+                    f"tiers[{index}].kind",
+                    f"is {kind.name!r} below tiers[0].kind {self.tier_kinds[0].name!r}, must be "
+                    "below 'host': the store process reads and writes that memory",
+                )
 
     def _require_shared_hub(self) -> None:
         if self.cache.rank_count == 1:
@@ -361,6 +398,11 @@ class Config:
                 f"is true while tiers[0].kind is {kind!r}, must be 'host': no other memory can be "
                 "shared by ranks",
             )
+
+    @property
+    def persists(self) -> bool:
+        """Whether blocks may outlive the process: it is known which weights they belong to."""
+        return bool(self.model.weights_version)
 
     def key_chain(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> KeyChain:
         """An empty chain that gives a request's blocks their keys."""

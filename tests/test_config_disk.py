@@ -1,0 +1,106 @@
+"""`kind = "disk"` in a configuration file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cli.app import run
+from penstock.config import parse_config
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOML = """
+version = 1
+[model]
+name = "m"
+weights_version = "v1"
+[cache]
+blocks = 64
+[[tiers]]
+name = "host"
+kind = "host"
+gib = 1
+[[tiers]]
+name = "disk"
+kind = "disk"
+path = "/var/cache/penstock"
+gib = "2TiB"
+write = "selective"
+"""
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(text)
+    return str(refused.value)
+
+
+def test_a_disk_below_host_memory_is_a_stored_tier() -> None:
+    config = parse_config(TOML)
+
+    host, disk = config.cache.tiers
+    assert (host.stored, disk.stored) == (False, True)
+    assert config.tier_kinds[1].gib == 2048
+    assert config.persists
+
+
+def test_what_is_printed_reads_back_equal() -> None:
+    config = parse_config(TOML)
+
+    assert parse_config(config.to_toml()) == config
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('path = "/var/cache/penstock"\n', "", "tiers[1].path: is missing"),
+        ('"/var/cache/penstock"', '""', "tiers[1].path: is '', must be the absolute path"),
+        (
+            '"/var/cache/penstock"',
+            '"cache"',
+            "tiers[1].path: is 'cache', must be an absolute path",
+        ),
+        ('gib = "2TiB"\n', "", "tiers[1].gib: is missing"),
+        ('gib = "2TiB"', "gib = 0", "tiers[1].gib: is 0, must be a number of GiB"),
+        ('gib = "2TiB"', "gib = 2\nblocks = 9", "tiers[1].blocks: has no effect while gib is 2"),
+        ('gib = "2TiB"', 'gib = 2\nkey_file = "k"', "tiers[1].key_file: is 'k', must be an abs"),
+        ('gib = "2TiB"', "gib = 2\nthreads = 0", "tiers[1].threads: is 0, must be a whole"),
+        (
+            'gib = "2TiB"',
+            'gib = 2\nother_versions = "drop"',
+            "tiers[1].other_versions: is 'drop', must be one of refuse, reclaim",
+        ),
+        (
+            'kind = "host"\ngib = 1',
+            'kind = "memory"\nblocks = 9',
+            "tiers[1].kind: is 'disk' below tiers[0].kind 'memory', must be below 'host'",
+        ),
+    ],
+)
+def test_a_disk_that_makes_no_sense_is_refused(old: str, new: str, message: str) -> None:
+    assert old in TOML
+    assert refusal(TOML.replace(old, new)).startswith(message)
+
+
+def test_a_disk_alone_is_refused() -> None:
+    head, _, rest = TOML.partition("[[tiers]]")
+    alone = f"{head}[[tiers]]{rest.partition('[[tiers]]')[2]}"
+
+    assert refusal(alone).startswith("tiers[0]")
+
+
+def test_unknown_weights_are_said_when_the_file_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML.replace('weights_version = "v1"\n', ""))
+
+    status = run(["config", "check", str(file)])
+
+    said = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert said[1].startswith(f"{file}: note: model.weights_version: is not given: nothing is kept")
