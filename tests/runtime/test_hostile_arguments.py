@@ -154,6 +154,16 @@ CASES: dict[str, Case] = {
         ttl_s=lambda _: 5.0,
         load_timeout_s=lambda _: 5.0,
     ),
+    "Cache.prefetch": case(
+        lambda s: s.cache.prefetch,
+        "tokens",
+        tokens=lambda _: [5, 6, 7],
+        request=text,
+        tenant=text,
+        adapter=text,
+        items=lambda _: (),
+        load_timeout_s=lambda _: 5.0,
+    ),
     "Cache.pin": case(
         lambda s: s.cache.pin, "tokens", tokens=lambda _: [1], tenant=text, adapter=text
     ),

@@ -19,10 +19,11 @@ from penstock.machine import acquire, copies, faults, gate, leases, offload, wri
 from penstock.machine import events as ev
 from penstock.machine.audit import audit, freeze
 from penstock.machine.books import Books
+from penstock.machine.matching import find
 from penstock.machine.statistics import CacheStatistics, HubCounts, count_hub, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Set
+    from collections.abc import Callable, Mapping, Sequence, Set
 
     from penstock.cache.operations import Operation, Outcome
     from penstock.cache.settings import CacheSettings
@@ -111,6 +112,10 @@ class CacheMachine:
         waiting = found.waiting if found is not None else set()
         purposes = {self.operations[operation].purpose for operation in waiting}
         return tuple(sorted(waiting)) if purposes <= {Purpose.LOAD} else ()
+
+    def known(self, keys: Sequence[Key]) -> int:
+        """How many leading blocks of a chain lie in some tier that can be used."""
+        return len(find(self._books, keys, deepest=len(self._books.lower_tiers())).nodes)
 
     def open_requests(self) -> list[str]:
         return [lease.request for lease in self._books.leases.values()]

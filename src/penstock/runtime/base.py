@@ -96,6 +96,11 @@ class BaseCache:
         return self._driver.busy
 
     @property
+    def persists(self) -> bool:
+        """Whether a store process keeps blocks for it, which outlive this process."""
+        return self._driver.stored is not None
+
+    @property
     def steps(self) -> EngineSteps | None:
         """What the engine calls around its steps; `None` where its ranks are other processes.
 
@@ -365,8 +370,13 @@ class RankRegistry:
         before, self._facts[facts.rank] = self._facts[facts.rank], facts
         self._driver.ready_s = slowest_ready_s(self._facts.values())
         effects += self._driver.regain_rank(facts.rank)
+        stored = self._driver.stored
         for index, (old, new) in enumerate(zip(before.tiers, facts.tiers, strict=True)):
-            effects += self._switch_tier(index, kept=old.memory == new.memory)
+            if stored is None or index + 1 not in stored.tiers:
+                effects += self._switch_tier(index, kept=old.memory == new.memory)
+        if stored is not None:
+            in_order = [self._facts[rank] for rank in sorted(self._facts)]
+            stored.link.name_arenas([each.tiers[0].memory for each in in_order])
         return effects
 
     def _switch_tier(self, index: int, *, kept: bool) -> list[Effect]:

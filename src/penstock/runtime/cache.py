@@ -116,6 +116,49 @@ class Cache(BaseCache):
             self._request_next += not request
             return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
 
+    def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        request: str = "",
+        tenant: str = "",
+        adapter: str = "",
+        items: Iterable[Item] = (),
+        load_timeout_s: float | None = None,
+    ) -> int:
+        """Brings blocks of a prompt up to the first tier below the device, ahead of `acquire`.
+
+        For a request that waits in the engine's queue: what lies on a disk is in host memory when
+        its turn comes. What is not known to lie anywhere is looked for in the store process.
+
+        Args:
+            tokens: The prompt.
+            request: As for `acquire`.
+            tenant: As for `acquire`.
+            adapter: As for `acquire`.
+            items: As for `acquire`.
+            load_timeout_s: What has not arrived by then is given up.
+
+        Returns:
+            How many blocks are on their way now; more may follow.
+
+        Raises:
+            ValueError: there are no tokens, they are not token ids, or a wish makes no sense.
+        """
+        chain = self._config.key_chain(tenant=tenant, adapter=adapter)
+        chain.extend(as_token_array(tokens), _as_items(items))
+        event = ev.Prefetch(
+            keys=chain.keys,
+            cause=as_text("request", request) or "prefetch",
+            deadline=None
+            if load_timeout_s is None
+            else self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s)),
+        )
+        with self._access:
+            effects = self._driver.prefetch(event)
+            self._deliver(effects)
+            return len(ef.answer(effects, ef.Started).accepted)
+
     def pin(self, tokens: Tokens, *, tenant: str = "", adapter: str = "") -> Pin:
         """Keeps the full blocks of a prefix from leaving, cached already or not.
 
@@ -134,7 +177,7 @@ class Cache(BaseCache):
         """Voids everything cached, as after a change of weights; running leases go on."""
         why = as_text("why", why)
         with self._access:
-            self._handle(ev.Reset(why=why))
+            self._deliver(self._driver.reset(why))
 
     def change_weights(self, version: str) -> None:
         """The model has other weights: all that is cached is void, and new keys say so.
@@ -147,7 +190,7 @@ class Cache(BaseCache):
         model = replace(self._config.model, weights_version=as_text("version", version))
         config = replace(self._config, model=model)
         with self._access:
-            self._handle(ev.Reset(why=f"weights are now {version}"))
+            self._deliver(self._driver.change_weights(config))
             self._config = config
 
     def __repr__(self) -> str:

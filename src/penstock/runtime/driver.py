@@ -21,8 +21,10 @@ from penstock.machine.events import (
     Cancel,
     CopyReport,
     Event,
+    Prefetch,
     RankBack,
     RankLost,
+    Reset,
     Tick,
     TierOff,
     TierOn,
@@ -32,15 +34,20 @@ from penstock.runtime.access import Access
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.rank_links import LostRank, MissingReports
 from penstock.runtime.status import CopyLog, Drained, HealthLog
+from penstock.runtime.stored_tiers import space_name
 from penstock.vocabulary.arguments import as_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from penstock.cache.operations import Operation
     from penstock.cache.settings import CacheSettings
+    from penstock.config import Config
     from penstock.machine.statistics import CacheStatistics
     from penstock.runtime.rank_links import RankLinks
     from penstock.runtime.status import Health
+    from penstock.runtime.stored_tiers import StoredTiers
+    from penstock.vocabulary.ids import OperationId
 
 _WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
 """What is worth waiting for at the end: it keeps blocks that would be lost."""
@@ -48,6 +55,10 @@ STUCK = "the device is stuck"
 FENCE_S = 1.0
 """How long a close waits for ranks elsewhere to say that they have stopped: a few steps of theirs.
 One that has not answered by then fences its own slots before it gives them back."""
+
+
+STORE_CLOSE_S = 15.0
+"""How long a store process that this cache has started may take to end."""
 
 
 def draw_incarnation() -> int:
@@ -64,6 +75,7 @@ class Driver:
         links: RankLinks,
         *,
         incarnation: int | None = None,
+        stored: StoredTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if incarnation is None:
@@ -72,6 +84,8 @@ class Driver:
         self.access = Access("the cache")
         """Who may call it now; asked where its engine's calls come in, not here."""
         self.links = links
+        self.stored = stored
+        """The tiers that the store process serves, if there are any."""
         acknowledgements = links.acknowledgements
         self.missing_reports = (
             None if acknowledgements is None else MissingReports(acknowledgements.received)
@@ -138,9 +152,9 @@ class Driver:
             match effect:
                 case ef.Copy():
                     self.copies.begin(effect, now)
-                    self.links.order(effect)
+                    self._order(effect)
                 case ef.Abandon():
-                    self.links.order(effect)
+                    self._order(effect)
                 case ef.DropBlocks():
                     pass  # Tiers in memory keep no headers that would have to be struck out.
                 case _:
@@ -148,6 +162,12 @@ class Driver:
         if self.copies.has_running:
             self.copies.end_all_but(self.machine.operations, now)
         return effects
+
+    def _order(self, effect: ef.Copy | ef.Abandon) -> None:
+        if self.stored is not None and self.stored.serves(effect):
+            self.stored.order(effect)
+        else:
+            self.links.order(effect)
 
     def step(self, *, budget_bytes: int = STEP_BUDGET_BYTES) -> list[ef.Effect]:
         """Lets local copies advance by at most `budget_bytes`, and takes what ranks report.
@@ -157,6 +177,30 @@ class Driver:
         effects = self.handle(Tick())
         self._ask()
         effects += self._exchange(budget_bytes)
+        return effects
+
+    def reset(self, why: str) -> list[ef.Effect]:
+        """Voids everything cached, here and in the store."""
+        effects = self.handle(Reset(why=why))
+        if self.stored is not None:
+            self.stored.void()
+            self.stored.dispatch()
+        return effects
+
+    def change_weights(self, config: Config) -> list[ef.Effect]:
+        """Voids everything cached here; in the store, other weights have blocks of their own."""
+        effects = self.handle(Reset(why=f"weights are now {config.model.weights_version}"))
+        if self.stored is not None:
+            self.stored.enter_space(space_name(config))
+            self.stored.dispatch()
+        return effects
+
+    def prefetch(self, event: Prefetch) -> list[ef.Effect]:
+        """Brings blocks up to the hub; what nobody here knows of, the store is asked for."""
+        effects = self.handle(event)
+        if self.stored is not None:
+            self.stored.prefetch(event, self.machine.known(event.keys))
+            self.stored.dispatch()
         return effects
 
     def take_reports(self, reports: Sequence[CopyReport | LostRank]) -> list[ef.Effect]:
@@ -180,6 +224,8 @@ class Driver:
             UnavailableError: the device does not end its copies; `health` says so from now on.
         """
         due = self.next_due()
+        if self.stored is not None:
+            descriptors = (*descriptors, *self.stored.descriptors)
         found = self._wait_for_ranks(min(deadline, due), descriptors)
         return found or self._clock() >= due
 
@@ -234,6 +280,8 @@ class Driver:
             with self.access:
                 drained = self._drain(timeout_s, deliver)
         self.access.close()
+        if self.stored is not None:
+            self.stored.close(self._clock() + max(timeout_s, STORE_CLOSE_S))
         try:
             self.links.release()
         except UnavailableError as error:
@@ -272,14 +320,27 @@ class Driver:
         due = self.machine.next_deadline()
         asks_at = math.inf
         if self.missing_reports is not None:
-            asks_at = self.missing_reports.next_due(self.machine.operations)
+            asks_at = self.missing_reports.next_due(self._of_ranks())
+        if self.stored is not None:
+            asks_at = min(asks_at, self.stored.next_due)
         return asks_at if due is None else min(due, asks_at)
+
+    def _of_ranks(self) -> Mapping[OperationId, Operation]:
+        """The operations that ranks report on."""
+        operations = self.machine.operations
+        if self.stored is None:
+            return operations
+        ours = self.stored.tiers
+        return {
+            name: each
+            for name, each in operations.items()
+            if each.source not in ours and each.target not in ours
+        }
 
     def _ask(self) -> None:
         """Asks ranks about what they should have reported on by now."""
         if self.missing_reports is not None:
-            operations = self.machine.operations
-            for operation in self.missing_reports.due(operations, self._clock()):
+            for operation in self.missing_reports.due(self._of_ranks(), self._clock()):
                 self.links.ask(operation)
 
     def _exchange(self, budget_bytes: int) -> list[ef.Effect]:
@@ -289,7 +350,29 @@ class Driver:
             if isinstance(report, CopyReport):
                 self._health.mend(STUCK)
             effects += self._take_report(self._checked(report))
+        if self.stored is not None:
+            effects += self._exchange_with_store(self.stored)
         self.links.dispatch()
+        return effects
+
+    def _exchange_with_store(self, stored: StoredTiers) -> list[ef.Effect]:
+        effects: list[ef.Effect] = []
+        for event in stored.collect():
+            match event:
+                case CopyReport():
+                    effects += self._take_report(event)
+                case TierOff(tier=tier, why=why):
+                    effects += self.switch_tier_off(tier, why)
+                case TierOn(tier=tier, kept=kept):
+                    effects += self.switch_tier_on(tier, kept=kept)
+                case _:
+                    # The answer to a prefetch of its own is for nobody.
+                    answers = (ef.Started, ef.Found)
+                    effects += [
+                        each for each in self.handle(event) if not isinstance(each, answers)
+                    ]
+        stored.forget_all_but(self.machine.operations)
+        stored.dispatch()
         return effects
 
     def _take_report(self, report: CopyReport | LostRank) -> list[ef.Effect]:
@@ -328,7 +411,7 @@ class Driver:
     def _run_until(self, deadline: float, deliver: Callable[[list[ef.Effect]], None]) -> None:
         """Steps for as long as copies are under way and end by our steps alone."""
         with suppress(UnavailableError):  # The device is stuck: `health` says so.
-            while self.links.self_driven and self.busy and self._clock() < deadline:
+            while self._self_driven and self.busy and self._clock() < deadline:
                 deliver(self.step())
                 if self.busy:
                     self.wait(deadline)
@@ -340,10 +423,16 @@ class Driver:
         down to keep free slots, and no rank would be left to report how that ended.
         """
         with suppress(UnavailableError):  # The device is stuck: `health` says so.
-            while self.links.self_driven and self.busy and self._clock() < deadline:
+            while self._self_driven and self.busy and self._clock() < deadline:
                 deliver(self._exchange(STEP_BUDGET_BYTES))
                 if self.busy:
-                    self._wait_for_ranks(deadline, ())
+                    store = () if self.stored is None else self.stored.descriptors
+                    self._wait_for_ranks(deadline, store)
+
+    @property
+    def _self_driven(self) -> bool:
+        """Whether what is under way ends by our calls, without the engine's messages."""
+        return self.links.self_driven or not self._of_ranks()
 
     def _name(self, tier: int) -> str:
         return self.machine.tier_names[tier]

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.settings import HUB
-from penstock.config.values import BLOCKS_MAX
+from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED
 from penstock.errors import ConfigError, UnavailableError
 from penstock.extensions import OTHER_TIERS
+from penstock.store.disk_format import ROW_BYTES, SEGMENT_BYTES, Geometry
 from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
@@ -83,7 +84,7 @@ def build_lower_tiers(
     """
     arenas = dict(arenas or {})
     orders = [
-        _sized(_Order(f"tiers[{index}]", tier, kind, layout, kernel))
+        _sized(_Order(f"tiers[{index}]", tier, kind, layout, kernel), config)
         for index, (tier, kind) in enumerate(
             zip(config.cache.tiers, config.tier_kinds, strict=True)
         )
@@ -92,11 +93,11 @@ def build_lower_tiers(
     settings = replace(config.cache, tiers=tuple(order.tier for order in orders))
     _require_host_tiers(orders, arenas)
     stores: list[SlotStore | None] = []
-    off: dict[int, str] = {}
+    off = _not_persisted(config)
     ready_s: dict[int, float] = {}
     for tier, order in enumerate(orders, start=HUB):
         stores.append(None)
-        if tier != HUB and not writes:
+        if order.tier.stored or (tier != HUB and not writes):
             continue
         began = time.perf_counter()
         given = arenas.get(order.tier.name)
@@ -118,6 +119,15 @@ def build_lower_tiers(
     return LowerTiers(settings, stores, off, made, ready_s)
 
 
+def _not_persisted(config: Config) -> dict[int, str]:
+    """Why tiers that the store process serves stay off, if they do."""
+    if config.persists:
+        return {}
+    why = f"model.weights_version {NOT_PERSISTED}"
+    tiers = enumerate(config.cache.tiers, start=HUB)
+    return {index: why for index, tier in tiers if tier.stored}
+
+
 class _Order(NamedTuple):
     """A tier that is to be made."""
 
@@ -129,17 +139,28 @@ class _Order(NamedTuple):
     kernel: MemoryCalls | None
 
 
-def _sized(order: _Order) -> _Order:
+def _sized(order: _Order, config: Config) -> _Order:
     """The same order, with the slots that its GiB come to."""
     size_gib = order.kind.gib
     if not size_gib:
         return order
-    slots = slots_within(order.layout, int(size_gib * GIB))
+    size, one = int(size_gib * GIB), tier_bytes(order.layout, 1)
+    if order.tier.stored:
+        # All ranks share a disk; of those that hold equal bytes, it keeps one part.
+        parts = 1 if config.equal_ranks else config.cache.rank_count
+        geometry = Geometry(
+            segment_bytes=SEGMENT_BYTES,
+            block_bytes=order.layout.block_bytes,
+            cell_count=len(order.layout.cells),
+        )
+        one = parts * (geometry.slot_bytes + ROW_BYTES)
+        slots = size // one
+    else:
+        slots = slots_within(order.layout, size)
     if slots < 1:
         raise ConfigError(
             f"{order.place}.gib",
-            f"is {size_gib}, must have room for one block, which takes "
-            f"{tier_bytes(order.layout, 1)} bytes with its sums",
+            f"is {size_gib}, must have room for one block, which takes {one} bytes with its sums",
         )
     if slots > BLOCKS_MAX:
         raise ConfigError(

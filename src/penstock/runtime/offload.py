@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import reprlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from penstock.vocabulary.arguments import (
 from penstock.vocabulary.ids import OperationId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from penstock.runtime.base import Driven
     from penstock.vocabulary.ids import Key
 
+
+EventT = TypeVar("EventT", bound=ev.Event)
 
 POLL_MAX = 4096
 """How many results a call of `poll` returns, so that a step has a bound: far more than one ends."""
@@ -173,7 +175,7 @@ class Offload(BaseCache):
         event = ev.Prefetch(
             keys=as_keys(keys), cause=as_text("cause", cause), deadline=self._deadline(deadline)
         )
-        return self._ask(event, ef.Started)
+        return self._ask(event, ef.Started, handle=self._driver.prefetch)
 
     def hub_counts(self) -> HubCounts:
         """The first tier below the device as it is now; `statistics` has more, and costs more."""
@@ -212,7 +214,7 @@ class Offload(BaseCache):
         """Voids everything below the device."""
         why = as_text("why", why)
         with self._access:
-            self._deliver(self._driver.handle(ev.Reset(why=why)))
+            self._deliver(self._driver.reset(why))
 
     def __repr__(self) -> str:
         counts = f"{len(self._driver.machine.operations)} copies under way"
@@ -249,11 +251,16 @@ class Offload(BaseCache):
         # Always a copy: the engine may use its own array for something else at once.
         return given.astype(np.int32, copy=True)
 
-    def _ask(self, event: ev.Event, kind: type[ef.EffectT]) -> ef.EffectT:
+    def _ask(
+        self,
+        event: EventT,
+        kind: type[ef.EffectT],
+        handle: Callable[[EventT], list[ef.Effect]] | None = None,
+    ) -> ef.EffectT:
         with self._access:
             if len(self._results) > RESULTS_MAX and kind is ef.Started:
                 raise CapacityError(tier="results to poll", wanted=1, available=0)
-            effects = self._driver.handle(event)
+            effects = (handle or self._driver.handle)(event)
             self._deliver(effects)
             return ef.answer(effects, kind)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cache.settings import HUB
 from penstock.config import Config, load_config
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.base import Driven
@@ -30,6 +31,9 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
+from penstock.runtime.stored_tiers import STARTING, StoredTiers, space_name, store_config
+from penstock.store.base import part_name
+from penstock.store.link import ArenaOffer, StoreLink
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,
@@ -183,7 +187,21 @@ def _open_rank(
     facts = _facts(config, rank, device.layout, lower, executor)
     shared = {tier.name for tier in facts.tiers if not tier.off}
     made = {name: fd for name, fd in lower.arenas.items() if name in shared}
-    return Rank(executor, facts, arenas=made, writes=writes)
+    offer = _offer(config, rank, executor) if writes else None
+    return Rank(executor, facts, arenas=made, writes=writes, offer=offer)
+
+
+def _offer(config: Config, rank: int, executor: CopyExecutor) -> ArenaOffer | None:
+    """Offers the hub of a rank to the store process, where there is one."""
+    store = store_config(config) if config.persists else None
+    if store is None or len(executor.stores) <= HUB:
+        return None
+    hub = executor.stores[HUB]
+    if not isinstance(hub, HostTier):
+        return None
+    form = Form(layout=hub.layout, checksum=executor.algorithm)
+    part = part_name(form, rank=rank, rank_count=config.cache.rank_count, equal=config.equal_ranks)
+    return ArenaOffer(store.socket, hub, form=form, part=part)
 
 
 def _facts(
@@ -225,7 +243,11 @@ def _tier_facts(
 
 def _drive_here(config: Config, rank: Rank) -> Driven:
     agreement = agree(config, [rank.facts])
-    driver = Driver(agreement.settings, LocalLink(rank.executor))
+    incarnation = draw_incarnation()
+    stored = _stored_tiers(config, [rank.facts], incarnation, rank.offer)
+    driver = Driver(
+        agreement.settings, LocalLink(rank.executor), incarnation=incarnation, stored=stored
+    )
     driver.ready_s = slowest_ready_s([rank.facts])
     _switch_off(driver, agreement)
     return Driven(config, agreement, driver)
@@ -246,15 +268,41 @@ def _drive_others(
         links = MessageLinks(ranks, incarnation)
     else:
         links = ChannelLinks(ranks, channels, incarnation)
-    driver = Driver(agreement.settings, links, incarnation=incarnation)
+    stored = _stored_tiers(config, ranks, incarnation, None)
+    driver = Driver(agreement.settings, links, incarnation=incarnation, stored=stored)
     driver.ready_s = slowest_ready_s(ranks)
     _switch_off(driver, agreement)
     return Driven(config, agreement, driver, ranks)
 
 
+def _stored_tiers(
+    config: Config, ranks: Sequence[RankFacts], incarnation: int, offer: ArenaOffer | None
+) -> StoredTiers | None:
+    """The tiers that the store process serves, which is started if nobody has done it."""
+    store = store_config(config) if config.persists else None
+    if store is None:
+        return None
+    in_order = sorted(ranks, key=lambda facts: facts.rank)
+    tiers = {
+        index: tier.name for index, tier in enumerate(config.cache.tiers, start=HUB) if tier.stored
+    }
+    link = StoreLink(
+        store,
+        life=incarnation,
+        space=space_name(config),
+        arenas=[facts.tiers[0].memory for facts in in_order],
+        tiers=tiers,
+        embedded=True,
+    )
+    return StoredTiers(link, tuple(tiers), offer=offer)
+
+
 def _switch_off(driver: Driver, agreement: Agreement) -> None:
     for tier, why in agreement.off:
         driver.switch_tier_off(tier, why)
+    if driver.stored is not None:
+        for tier in driver.stored.tiers:
+            driver.switch_tier_off(tier, STARTING)
 
 
 def _memory_of(store: SlotStore | None, life: int) -> str:

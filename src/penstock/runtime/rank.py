@@ -12,6 +12,7 @@ once.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from penstock.runtime.copy_executor import CopyExecutor
     from penstock.runtime.messages import Plan
     from penstock.runtime.rank_facts import RankFacts
+    from penstock.store.link import ArenaOffer
     from penstock.transport.base import Channel
     from penstock.vocabulary.ids import OperationId
 
@@ -69,12 +71,15 @@ class Rank:
         *,
         arenas: Mapping[str, int],
         writes: bool = True,
+        offer: ArenaOffer | None = None,
     ) -> None:
         self.facts = facts
         """What the owner must know: give it to `open` or `open_offload` as one of `ranks`."""
         self.arenas = arenas
         """The descriptor of each host tier, by name, for ranks that share it."""
         self.executor = executor
+        self.offer = offer
+        """Its hub, as it is offered to the store process, if there is one."""
         self.steps = executor.steps
         """What the engine calls around its steps on this rank."""
         self.served = False
@@ -150,6 +155,8 @@ class Rank:
         """
         budget_bytes = as_int("budget_bytes", budget_bytes)
         with self._access:
+            if self.offer is not None:
+                self.offer.poll()
             moved, self._ended = self._ended, []
             moved += self.executor.collect(budget_bytes=budget_bytes)
             return self._report(moved) if moved else None
@@ -175,8 +182,12 @@ class Rank:
         channels = as_waitables("channels", channels)
         if self._ended or self.executor.wait(deadline):
             return True
-        ready = wait_any(channels, descriptors, deadline=deadline)
-        return bool(ready.channels or ready.descriptors)
+        due = math.inf
+        if self.offer is not None:
+            descriptors = (*descriptors, self.offer.descriptor)
+            due = math.inf if self.offer.alarm is None else self.offer.alarm
+        ready = wait_any(channels, descriptors, deadline=min(deadline, due))
+        return bool(ready.channels or ready.descriptors) or time.monotonic() >= due
 
     def finish(self, timeout_s: float = 0.0) -> bytes | None:
         """Drains and fences: copies may end within the timeout, the rest is cut short.
@@ -226,6 +237,8 @@ class Rank:
                 with self._access:
                     self._finish(timeout_s)
             self._access.close()
+            if self.offer is not None:
+                self.offer.close()
             self.executor.close()
         except UnavailableError as error:
             logger.error("rank not released: rank=%d cause=%s", self.facts.rank, error)  # noqa: TRY400

@@ -47,8 +47,8 @@ class HealthLog:
         return Health(ok=not reasons, reasons=reasons)
 
     def fail(self, thing: str, why: str) -> None:
-        """Something is lost or off; what is known already is not logged again."""
-        if thing not in self._reasons:
+        """Something is lost or off; a reason that is known already is not logged again."""
+        if self._reasons.get(thing) != why:
             logger.warning("degraded: %s cause=%s", thing, why)
             self._reasons[thing] = why
 

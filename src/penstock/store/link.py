@@ -313,6 +313,15 @@ class StoreLink:
         if self._session.is_connected:
             self._put(self._hello, MESSAGE_HEAD_BYTES + sum(map(len, arenas)))
 
+    def enter_space(self, space: bytes) -> None:
+        """From now on the blocks of another space are meant; another session begins for it."""
+        hello = self._hello
+        self._hello = OwnerHello(hello.life, space, hello.arenas, hello.tiers)
+        self._voids.clear()
+        now = self._clock()
+        for news in self._session.end("its engine has other weights now", now):
+            self._take(news, now)
+
     def _put(self, request: AnyStoreRequest, size: int) -> None:
         """Adds a request to the batch; one that is full is sent at once."""
         if self._queue_bytes + size > BATCH_BYTES:
@@ -372,7 +381,7 @@ class StoreLink:
             case NobodyListens():
                 if self._host is not None:
                     self._host.start(now)
-                    self._lose(self._host.why or self._session.why, fenced=True)
+                    self._lose(self._host.why or "the store process is starting", fenced=True)
                 else:
                     self._lose(self._session.why, fenced=True)
             case _:
@@ -411,11 +420,12 @@ class StoreLink:
         self._lose(lost.why, fenced=lost.dead)
 
     def _lose(self, why: str, *, fenced: bool) -> None:
-        """Says that the store is lost, unless that was said."""
+        """Says that the store is lost, unless that was said with the same reason."""
         told = self._told
         if isinstance(told, StoreLost) and (told.fenced or not fenced):
-            self._told = told._replace(why=why)
-            return
+            if told.why == why:
+                return
+            fenced = told.fenced
         self._told = StoreLost(why, fenced)
         self._results.append(self._told)
 

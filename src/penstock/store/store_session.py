@@ -106,6 +106,14 @@ class StoreSession:
             self._lose_last(news)
         return news
 
+    def end(self, why: str, now: float) -> list[SessionNews]:
+        """Ends the session, if there is one, to begin another at once."""
+        news: list[SessionNews] = []
+        if self._connection is not None:
+            self._lose(why, now, news)
+            self.alarm = now
+        return news
+
     def _connect(self, now: float, news: list[SessionNews]) -> None:
         self.alarm = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)

@@ -1,0 +1,253 @@
+"""The tiers of a cache that the store process serves, as its driver sees them.
+
+Copies between the hub and such a tier go to the store process, for all ranks at once; its answers
+become events of the machine. Nothing here waits: a step sends one message at most, and takes what
+has arrived.
+
+| the store says                    | the machine is told                                        |
+|-----------------------------------|------------------------------------------------------------|
+| a rank's part of a copy has ended | `CopyReport`                                               |
+| blocks are there                  | `Discovered`: page by page, or as a prefetch has asked     |
+| blocks were given up              | `Vanished`                                                 |
+| a reset has voided the blocks     | `TierOff`, then `TierOn` without what was there            |
+| a tier is off, or on again        | `TierOff`, `TierOn` with what was there                    |
+| nothing: it is lost               | `TierOff`; the link reports on copies when it is seen dead |
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import sha256
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.machine.effects import Copy
+from penstock.machine.events import CopyReport, Discovered, Prefetch, TierOff, TierOn, Vanished
+from penstock.store.base import DIGEST_BYTES
+from penstock.store.link import (
+    FoundInStore,
+    Paged,
+    StoreBack,
+    StoreGone,
+    StoreLost,
+    StoreState,
+    Voided,
+)
+from penstock.store.messages import StoreConfig, StoreTierConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from penstock.config import Config
+    from penstock.machine.effects import Abandon
+    from penstock.machine.events import Event
+    from penstock.store.link import ArenaOffer, StoreLink, StoreResult
+    from penstock.vocabulary.ids import Key, OperationId
+
+SPACE_DOMAIN = b"penstock.space.v1"
+SOCKET = "socket"
+"""The name of the Unix socket in the folder of the first stored tier."""
+STARTING = "the store process is starting"
+PREFETCHES_MAX = 256
+"""Prefetches that wait for an answer of the store; the store is not asked for more."""
+GIB = 1 << 30
+
+
+def space_name(config: Config) -> bytes:
+    """A name for the blocks of a model: equal where equal tokens have equal keys."""
+    said = (
+        config.model.namespace().encode(),
+        config.hash.encode(),
+        str(config.cache.block_tokens).encode(),
+    )
+    framed = (len(each).to_bytes(4, "little") + each for each in said)
+    return sha256(SPACE_DOMAIN + b"".join(framed)).digest()[:DIGEST_BYTES]
+
+
+def store_config(config: Config) -> StoreConfig | None:
+    """What the store process of a cache serves; `None` if the cache has no stored tiers.
+
+    It listens in the folder of the first of them: engines that name the same folder share it.
+    """
+    tiers = [
+        StoreTierConfig(
+            name=tier.name,
+            kind=kind.name,
+            folder=str(kind.options["path"]),
+            size_bytes=int(kind.gib * GIB),
+            threads=int(kind.options["threads"]),
+            key_file=str(kind.options["key_file"]),
+            ignore_other_versions=kind.options["other_versions"] == "reclaim",
+        )
+        for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True)
+        if tier.stored
+    ]
+    if not tiers:
+        return None
+    return StoreConfig(socket=f"{tiers[0].folder.rstrip('/')}/{SOCKET}", tiers=tuple(tiers))
+
+
+class _Wanted(NamedTuple):
+    """Blocks that a prefetch wants and nobody here knows of."""
+
+    prefetch: Prefetch
+    start: int
+    """The first of its keys that the store was asked for."""
+
+
+class StoredTiers:
+    """The stored tiers of one cache, and the link to the process that has them.
+
+    Args:
+        link: To the store process.
+        tiers: The indices of the tiers.
+        offer: The arena of a rank in this process; others offer theirs themselves.
+    """
+
+    def __init__(
+        self, link: StoreLink, tiers: Sequence[int], *, offer: ArenaOffer | None = None
+    ) -> None:
+        self.link = link
+        self._offer = offer
+        self.tiers = tuple(tiers)
+        self.states: dict[int, StoreState] = {}
+        """What the store last said of each tier."""
+        self._on = dict.fromkeys(self.tiers, False)
+        self._operations: set[OperationId] = set()
+        self._wanted: dict[int, _Wanted] = {}
+        self._paging: set[int] = set()
+        """Tiers of which a page was asked for."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Readable when `collect` may have something."""
+        if self._offer is None:
+            return (self.link.descriptor,)
+        return self.link.descriptor, self._offer.descriptor
+
+    @property
+    def next_due(self) -> float:
+        """When time alone gives `collect` something to do."""
+        if self.link.ready:
+            return -math.inf
+        alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
+        return min((at for at in alarms if at is not None), default=math.inf)
+
+    def serves(self, effect: Copy | Abandon) -> bool:
+        """Whether the store carries an effect out, and not the ranks."""
+        if isinstance(effect, Copy):
+            return effect.source in self.tiers or effect.target in self.tiers
+        return effect.operation in self._operations
+
+    def order(self, effect: Copy | Abandon) -> None:
+        if isinstance(effect, Copy):
+            self._operations.add(effect.operation)
+        self.link.order(effect)
+
+    def prefetch(self, prefetch: Prefetch, known: int) -> None:
+        """Asks the store for the keys of a prefetch from `known` on, which nobody here knows."""
+        if known >= len(prefetch.keys) or len(self._wanted) >= PREFETCHES_MAX:
+            return
+        for tier in self.tiers:
+            if self._on[tier]:
+                number = self.link.find(tier, prefetch.keys[known:])
+                self._wanted[number] = _Wanted(prefetch, known)
+
+    def void(self) -> None:
+        """A reset: blocks that were stored are not found again, by any engine."""
+        for tier in self.tiers:
+            self.link.void(tier)
+
+    def enter_space(self, space: bytes) -> None:
+        """From now on the blocks of another model are meant; nothing of it is known yet."""
+        self.link.enter_space(space)
+
+    def dispatch(self) -> None:
+        self.link.dispatch()
+
+    def collect(self) -> Iterator[Event]:
+        """What has happened since the last call, as events for the machine."""
+        if self._offer is not None:
+            self._offer.poll()
+        for result in self.link.collect():
+            yield from self._events_of(result)
+
+    def forget_all_but(self, under_way: Collection[OperationId]) -> None:
+        """Forgets operations that have ended."""
+        self._operations.intersection_update(under_way)
+
+    def close(self, deadline: float) -> None:
+        if self._offer is not None:
+            self._offer.close()
+        self.link.close(deadline)
+
+    def _events_of(self, result: StoreResult) -> Iterator[Event]:
+        match result:
+            case CopyReport():
+                yield result
+            case Paged():
+                yield from self._page(result)
+            case FoundInStore():
+                yield from self._found(result)
+            case StoreGone():
+                yield Vanished(tier=result.tier, keys=result.keys)
+            case Voided():
+                yield from self._void(result)
+            case StoreState():
+                self.states[result.tier] = result
+                yield from self._switch(result.tier)
+            case StoreLost():
+                yield from chain(*(self._switch_off(tier, result.why) for tier in self.tiers))
+            case StoreBack():
+                yield from chain(*map(self._switch, self.tiers))
+
+    def _void(self, voided: Voided) -> Iterator[Event]:
+        yield TierOff(tier=voided.tier, fenced=False, why="its blocks were voided")
+        if self._on[voided.tier]:
+            yield TierOn(tier=voided.tier, kept=False)
+
+    def _page(self, page: Paged) -> Iterator[Event]:
+        self._paging.discard(page.tier)
+        if page.keys:
+            yield Discovered(tier=page.tier, keys=page.keys, parents=page.parents)
+        state = self.states.get(page.tier)
+        recovering = state is not None and state.state.recovered < 1
+        # A store that is still reading its tables has more later: its next state brings us back.
+        if not page.last and (page.keys or not recovering):
+            self._request_page(page.tier)
+
+    def _found(self, found: FoundInStore) -> Iterator[Event]:
+        wanted = self._wanted.pop(found.number, None)
+        if wanted is None:
+            return
+        count = found.present.index(False) if False in found.present else len(found.present)
+        if not count:
+            return
+        keys, start = wanted.prefetch.keys, wanted.start
+        before: list[Key | None] = [keys[start - 1] if start else None]
+        before += keys[start : start + count - 1]
+        yield Discovered(tier=found.tier, keys=keys[start : start + count], parents=before)
+        yield wanted.prefetch
+
+    def _switch(self, tier: int) -> Iterator[Event]:
+        """A tier is on when the store is there and says that the tier is."""
+        state = self.states.get(tier)
+        if state is None or not self.link.is_up:
+            return
+        if not state.state.on:
+            yield from self._switch_off(tier, state.state.why)
+            return
+        if not self._on[tier]:
+            self._on[tier] = True
+            yield TierOn(tier=tier, kept=True)
+        if tier not in self._paging:
+            self._request_page(tier)
+
+    def _request_page(self, tier: int) -> None:
+        self._paging.add(tier)
+        self.link.request_page(tier)
+
+    def _switch_off(self, tier: int, why: str) -> Iterator[Event]:
+        self._on[tier] = False
+        self._paging.discard(tier)
+        yield TierOff(tier=tier, fenced=False, why=why)

@@ -1,0 +1,263 @@
+"""A cache with a disk below its host memory: blocks outlive the process that saved them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import penstock
+from tests.descriptors import open_descriptors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_TOKENS = 4
+SOON_S = 60.0
+TOML = """
+version = 1
+[model]
+name = "m"
+weights_version = "{weights}"
+[cache]
+block_tokens = 4
+blocks = 32
+load_gate = "off"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 16
+[[tiers]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+gib = 0.03
+"""
+
+
+class Engine:
+    """An engine whose blocks hold what their tokens say, with a cache over host memory and disk."""
+
+    def __init__(self, path: Path, *, weights: str = "v1") -> None:
+        self.folder = path
+        self.kv = np.zeros((32, 256), dtype=np.int64)
+        config = penstock.parse_config(TOML.format(path=path, weights=weights))
+        self.cache = penstock.open(config, kv=self.kv)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cache.close(SOON_S)
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SOON_S
+        while not done():
+            assert time.monotonic() < deadline, self.cache.health()
+            self.cache.wait(deadline)
+            self.cache.step()
+
+    def wait_until_on(self) -> None:
+        self.run_until(lambda: self.cache.health().ok)
+
+    def answer(self, tokens: list[int]) -> int:
+        """Computes what is not cached; returns how many tokens were. Blocks are checked."""
+        with self.cache.acquire(tokens) as lease:
+            self.run_until(lambda: lease.state is not penstock.LeaseState.LOADING)
+            cached = lease.token_count
+            for place, slot in enumerate(lease.block_table.tolist()):
+                content = tokens[: (place + 1) * BLOCK_TOKENS]
+                expected = np.arange(256) + hash(tuple(content))
+                if place * BLOCK_TOKENS < cached:
+                    assert (self.kv[slot] == expected).all()
+                else:
+                    self.kv[slot] = expected
+            lease.commit_prompt(len(tokens))
+        return cached
+
+    def save(self, tokens: list[int]) -> int:
+        """The same, and waits until every copy has ended."""
+        cached = self.answer(tokens)
+        self.run_until(lambda: not self.cache.busy)
+        return cached
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Engine]:
+    return lambda **given: Engine(tmp_path / "disk", **given)
+
+
+def prompt(number: int, blocks: int = 8) -> list[int]:
+    return [1000 * number + each for each in range(blocks * BLOCK_TOKENS)]
+
+
+def all_but_the_last_block(tokens: list[int]) -> int:
+    """What of a prompt can be found: the last token is always computed."""
+    return (len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def on_disk(engine: Engine) -> int:
+    return engine.cache.statistics().tiers[-1].ready
+
+
+def store_pid(engine: Engine) -> int:
+    """The store process that the engine has started: a grandchild, by its command line."""
+    folder = str(engine.folder)
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            with suppress(OSError):
+                line = (each / "cmdline").read_bytes().split(b"\0")
+                if any(folder.encode() in word for word in line):
+                    return int(each.name)
+    raise AssertionError("there is no store process")
+
+
+def test_a_cache_that_is_opened_again_finds_what_the_last_one_saved(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        assert engine.save(prompt(1)) == 0
+    with opened() as engine:
+        engine.run_until(lambda: on_disk(engine) == 8)
+
+        assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+        assert engine.cache.statistics().blocks_corrupt == 0
+
+
+def test_more_than_host_memory_holds_comes_back_from_the_disk(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        for number in range(12):  # 96 blocks: six times what host memory holds.
+            engine.save(prompt(number))
+
+        for number in range(12):
+            assert engine.save(prompt(number)) == all_but_the_last_block(prompt(number))
+        engine.cache.audit()
+
+
+def test_a_store_process_that_is_killed_is_started_again_and_finds_its_blocks(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        for number in range(2, 6):  # Out of the host memory, which holds two of them.
+            engine.save(prompt(number))
+        os.kill(store_pid(engine), signal.SIGKILL)
+        engine.run_until(lambda: not engine.cache.health().ok)
+
+        assert engine.answer(prompt(9)) == 0  # Without the store requests are computed.
+        engine.wait_until_on()
+        engine.run_until(lambda: not engine.cache.busy)
+        assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+        engine.cache.audit()
+
+
+def test_a_store_process_that_is_stopped_hangs_nobody(opened: Callable[..., Engine]) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        for number in range(6):
+            engine.save(prompt(number))
+        pid = store_pid(engine)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for number in range(6, 10):
+                began = time.monotonic()
+                assert engine.answer(prompt(number)) == 0
+                assert time.monotonic() - began < SOON_S / 2
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        engine.run_until(lambda: not engine.cache.busy)
+        engine.wait_until_on()
+        engine.cache.audit()
+
+
+def test_after_a_reset_nothing_that_was_stored_is_found_again(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.cache.reset("the operator wants it")
+        engine.wait_until_on()
+
+        assert engine.save(prompt(1, blocks=4)) == 0
+    with opened() as engine:
+        engine.run_until(lambda: on_disk(engine) == 4)  # Those that were saved after the reset.
+
+        assert engine.answer(prompt(1)) == 4 * BLOCK_TOKENS
+
+
+def test_other_weights_find_nothing_and_the_old_ones_their_own(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+    with opened(weights="v2") as engine:
+        engine.wait_until_on()
+        assert engine.save(prompt(1, blocks=2)) == 0
+        engine.cache.change_weights("v1")
+        engine.run_until(lambda: on_disk(engine) == 8)
+
+        assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+
+
+def test_with_unknown_weights_nothing_is_stored(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    with opened(weights="") as engine:
+        engine.save(prompt(1))
+
+        [reason] = engine.cache.health().reasons
+        assert "model.weights_version is not given" in reason
+        assert not engine.cache.persists
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_prefetch_brings_blocks_to_host_memory_before_they_are_acquired(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.cache.prefetch(prompt(1), request="soon")
+        engine.run_until(lambda: engine.cache.statistics().tiers[1].ready == 8)
+        lease = engine.cache.acquire(prompt(1))
+
+        assert lease.cached_by_tier[1:] == (all_but_the_last_block(prompt(1)), 0)
+        lease.release()
+
+
+def test_two_engines_of_one_machine_share_a_folder(opened: Callable[..., Engine]) -> None:
+    with opened() as first, opened() as second:
+        first.wait_until_on()
+        second.wait_until_on()
+        first.save(prompt(1))
+
+        second.cache.prefetch(prompt(1))
+        second.run_until(lambda: second.cache.statistics().tiers[1].ready == 8)
+        assert second.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+        second.cache.audit()
+
+
+def test_nothing_is_left_behind(opened: Callable[..., Engine]) -> None:
+    before = open_descriptors()
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        pid = store_pid(engine)
+
+    assert not Path(f"/proc/{pid}").exists()
+    assert open_descriptors() <= before
