@@ -54,11 +54,18 @@ HostGibOption: TypeAlias = Annotated[
     float | None,
     typer.Option(metavar="G", min=0, help="Host memory for blocks, of each rank; 0: none."),
 ]
+DiskOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="A folder that keeps blocks beyond the process."),
+]
+DiskGibOption: TypeAlias = Annotated[
+    float | None, typer.Option(metavar="G", help="Room in that folder, of all ranks together.")
+]
 DtypeOption: TypeAlias = Annotated[
     str | None, typer.Option(help="Of weights and KV: float32, bfloat16 or float16.")
 ]
 DeviceOption: TypeAlias = Annotated[
-    str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N; a pair on the cpu.")
+    str | None, typer.Option(help="Where to compute: cpu, cuda or cuda:N.")
 ]
 InstancesOption: TypeAlias = Annotated[
     int | None,
@@ -148,6 +155,8 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     blocks: BlocksOption = None,
     block_tokens: BlockTokensOption = None,
     host_gib: HostGibOption = None,
+    disk: DiskOption = None,
+    disk_gib: DiskGibOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     instances: InstancesOption = None,

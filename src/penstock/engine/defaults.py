@@ -27,6 +27,7 @@ from penstock.vocabulary.dtypes import DType
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from penstock.config.keys import Value
     from penstock.engine.architecture import Architecture
     from penstock.engine.checkpoints import ModelFiles
 
@@ -34,6 +35,7 @@ BLOCKS = 512
 """With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
 HOST_GIB = 1.0
 HOST_TIER = "host"
+DISK_TIER = "disk"
 
 
 def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
@@ -71,9 +73,26 @@ def with_host_tier(
     if gib == 0:
         return replace(cache, tiers=below), kinds_below
     host = TierSettings(name=HOST_TIER, slot_count=UNSIZED_BLOCKS)
-    options = {name: key.default for name, key in TIER_KINDS["host"].items()}
-    kind = TierKind(name="host", options={**options, "gib": gib})
+    kind = TierKind(name="host", options={**_defaults_of("host"), "gib": gib})
     return replace(cache, tiers=(host, *below)), (kind, *kinds_below)
+
+
+def _defaults_of(kind: str) -> dict[str, Value]:
+    """The keys of a kind of tier that need not be given."""
+    defaults = {name: key.default for name, key in TIER_KINDS[kind].items()}
+    return {name: value for name, value in defaults.items() if value is not None}
+
+
+def with_disk_tier(
+    cache: CacheSettings, kinds: tuple[TierKind, ...], path: str, gib: float
+) -> tuple[CacheSettings, tuple[TierKind, ...]]:
+    """The tiers and their kinds, with `gib` of disk in the folder `path` as the last tier."""
+    kept = [index for index, kind in enumerate(kinds) if kind.name != DISK_TIER]
+    disk = TierSettings(name=DISK_TIER, slot_count=UNSIZED_BLOCKS, stored=True)
+    options = {**_defaults_of(DISK_TIER), "path": path, "gib": gib}
+    kind = TierKind(name=DISK_TIER, options=options)
+    tiers = (*(cache.tiers[index] for index in kept), disk)
+    return replace(cache, tiers=tiers), (*(kinds[index] for index in kept), kind)
 
 
 def require_memory(

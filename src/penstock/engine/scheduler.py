@@ -132,6 +132,9 @@ class Scheduler:
             self._answers[self._arrivals] = Answer(request, number, self._arrivals)
             numbers.append(self._arrivals)
         self._by_request[request.id] = numbers
+        if self.cache.persists and request.reuse:
+            # It waits for its turn: what lies on a disk is in host memory by then.
+            self.cache.prefetch(request.prompt, request=request.id, tenant=request.tenant)
 
     def abort(self, request: str) -> None:
         """Ends a request, unless it has ended."""

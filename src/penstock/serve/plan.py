@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from penstock.config import Config, parse_config
 from penstock.config.values import EngineTable, ServeTable, require_address
 from penstock.engine.checkpoints import find_model
-from penstock.engine.defaults import config_of, require_memory, with_host_tier
+from penstock.engine.defaults import config_of, require_memory, with_disk_tier, with_host_tier
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.errors import ConfigError
@@ -24,6 +25,8 @@ from penstock.serve.role_secret import is_local, secret_between
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.cache.settings import CacheSettings
+    from penstock.config import TierKind
     from penstock.engine.architecture import Architecture
 
 ROUTER = "router"
@@ -38,6 +41,8 @@ class ServeOptions:
     model: str | None = None
     tp: int | None = None
     host_gib: float | None = None
+    disk: str | None = None
+    disk_gib: float | None = None
     blocks: int | None = None
     block_tokens: int | None = None
     dtype: str | None = None
@@ -246,7 +251,21 @@ def _sized(config: Config, options: ServeOptions) -> Config:
         cache = replace(cache, rank_count=options.tp)
     if options.host_gib is not None:
         cache, kinds = with_host_tier(cache, kinds, options.host_gib)
+    if options.disk is not None or options.disk_gib is not None:
+        cache, kinds = _with_disk(cache, kinds, options)
     return replace(config, cache=cache, tier_kinds=kinds)
+
+
+def _with_disk(
+    cache: CacheSettings, kinds: tuple[TierKind, ...], options: ServeOptions
+) -> tuple[CacheSettings, tuple[TierKind, ...]]:
+    if options.disk is None or options.disk_gib is None:
+        given, missing = ("--disk", "--disk-gib") if options.disk else ("--disk-gib", "--disk")
+        raise ConfigError(given, f"is given without {missing}, must be given with it")
+    if not cache.tiers:
+        raise ConfigError("--disk", "is given without host memory, must be given with --host-gib")
+    path = str(Path(options.disk).expanduser().absolute())
+    return with_disk_tier(cache, kinds, path, options.disk_gib)
 
 
 def _require_sense(config: Config, architecture: Architecture) -> None:
