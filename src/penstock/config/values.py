@@ -76,7 +76,7 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "disk": {
         "path": TierOption(String(), None),
         "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), None),
-        "threads": TierOption(Whole(minimum=1, maximum=64), 6),
+        "threads": TierOption(Whole(minimum=4, maximum=8), 6),
         "key_file": TierOption(String(), ""),
         "other_versions": TierOption(String(choices=("refuse", "reclaim")), "refuse"),
     },
