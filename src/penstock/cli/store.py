@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from time import time
@@ -11,9 +12,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
+from penstock.config import load_config
+from penstock.config.schema import LOG_LEVELS
+from penstock.errors import ConfigError
+from penstock.observe import logs
+from penstock.runtime.stop_signal import StopSignal
+from penstock.runtime.stored_tiers import store_config
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.inspect import inspect_folder
+from penstock.store.server import serve_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,12 +41,37 @@ AGES = (
     ("30 days", 30 * 86400),
 )
 
-commands = typer.Typer(no_args_is_help=True)
+commands = typer.Typer()
 
 
-@commands.callback()
-def store() -> None:
-    """Look into the folder of a disk tier."""
+@commands.callback(invoke_without_command=True)
+def store(
+    context: typer.Context,
+    *,
+    config: ConfigOption = None,
+    log_level: Annotated[
+        str, typer.Option(help="What is logged: debug, info, warning or error.")
+    ] = "info",
+) -> None:
+    """Serve the disk tiers of a configuration to the engines of this machine, until SIGTERM.
+
+    Engines whose configuration names the same folder use this process instead of one of their
+    own, and share what lies in the folder.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise ConfigError("--config", "is missing, must be a file with a tier of kind 'disk'")
+    if log_level not in LOG_LEVELS:
+        raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
+    found = store_config(load_config(config))
+    if found is None:
+        raise ConfigError(f"{config}: tiers", "has no tier of kind 'disk', must have one to serve")
+    logs.set_up(log_level, as_json=False)
+    with StopSignal((signal.SIGTERM, signal.SIGINT)) as stop:
+        status = serve_store(found, stop=stop.descriptor)
+    if status:
+        raise typer.Exit(status)
 
 
 @commands.command()
