@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -282,13 +283,44 @@ def test_an_owner_that_opens_another_session_waits_for_its_old_jobs(
 
     again = make_engine(life=5)
     lost = again.take(StoreLost)
-    while lost.why != "jobs of its last session are under way":
+    while lost.why != "jobs of the last session are under way":
         lost = again.take(StoreLost)
     store.file("hold").unlink()
     third = make_engine(life=6).up()
     third.load([1])
 
     again.up()
+
+
+def test_an_arena_has_no_other_owner_while_jobs_of_the_last_one_use_it(
+    store: StoreProcess, make_engine: MakeEngine
+) -> None:
+    old = make_engine(life=5).up()
+    store.file("hold").touch()
+    store.file("deaf").touch()
+    old.order_load([1], [1])
+    old.link.find(DISK, [])
+    old.take(FoundInStore)
+    old.link.close(time.monotonic())
+
+    new = make_engine(life=6, offer=False)  # The next life of an engine whose arena was kept.
+    new.link.name_arenas([old.offers[0].name])
+    lost = new.take(StoreLost)
+    while "under way" not in lost.why:
+        lost = new.take(StoreLost)
+    store.file("hold").unlink()
+    make_engine(life=7).up().load([1])
+
+    new.up()
+
+
+def test_an_operation_without_a_deadline_is_carried_out(make_engine: MakeEngine) -> None:
+    engine = make_engine().up()
+    engine.fill(0, 1)
+
+    operation = engine.order_save([1], [0], timeout_s=math.inf)
+
+    assert engine.finish(operation)[0].failure == ""
 
 
 def test_descriptors_are_given_back(store: StoreProcess) -> None:
@@ -302,6 +334,7 @@ def test_descriptors_are_given_back(store: StoreProcess) -> None:
             engine.save([1])
 
     assert open_descriptors() <= before
+    assert engine.link.collect() == []
 
 
 def test_a_page_after_the_session_was_lost_is_the_first_again(

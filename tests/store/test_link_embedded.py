@@ -14,7 +14,7 @@ import pytest
 from penstock.store.link import StoreBack, StoreLost
 from penstock.store.sockets import connect_store
 from tests.descriptors import open_descriptors
-from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess
+from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess, is_readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,6 +132,22 @@ def test_a_process_that_cannot_run_is_tried_again_and_the_reason_is_told(
     engine.until(lambda: "no_such_module" in engine.load([1])[0].failure)
 
     assert not engine.link.is_up
+
+
+def test_without_its_supervisor_an_engine_goes_on_and_sleeps(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    supervisor = int(Path(f"/proc/{pid_of(config)}/stat").read_text().rpartition(")")[2].split()[1])
+
+    os.kill(supervisor, signal.SIGKILL)
+
+    engine.until(
+        lambda: any(isinstance(each, StoreLost) and each.fenced for each in engine.results)
+    )
+    assert engine.load([1])[0].failure
+    engine.step(0.2)
+    assert not is_readable(engine.link.descriptor)
 
 
 def test_no_descriptor_is_left_and_no_call_waits(make_engine: MakeEngine) -> None:

@@ -67,7 +67,7 @@ from penstock.store.store_session import Connected, Disconnected, NobodyListens,
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.supervisor.spec import ProcessSpec
-from penstock.transport.base import ChannelClosed, ChannelFailed
+from penstock.transport.base import ChannelFailed
 from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -364,13 +364,17 @@ class StoreLink:
     def collect(self) -> list[StoreResult]:
         """Everything that has happened since the last call; never waits."""
         now = self._clock()
-        if self._host is not None:
-            self._host.poll(now)
-        for news in self._session.poll(now):
-            self._take(news, now)
+        if self._session.is_ready(now):  # Most steps of an engine find nothing.
+            self._poll(now)
         self._check_silence(now)
         results, self._results = self._results, []
         return results
+
+    def _poll(self, now: float) -> None:
+        if self._host is not None and not self._host.poll():
+            self._session.unwatch(self._host.descriptor)
+        for news in self._session.poll(now):
+            self._take(news, now)
 
     def _take(self, news: SessionNews, now: float) -> None:
         match news:
@@ -537,6 +541,8 @@ class EmbeddedStore:
         self._asked_at: float | None = None
         """When a process was asked for that has not ended."""
         self._runs = False
+        self._lost = False
+        """Whether the supervisor is lost: it cannot be replaced without waiting."""
         self.why = ""
         """Why there is none."""
 
@@ -546,7 +552,8 @@ class EmbeddedStore:
 
     def start(self, now: float) -> None:
         """Starts the process, unless it runs or was asked for."""
-        if self._runs or (self._asked_at is not None and now < self._asked_at + START_S):
+        asked = self._asked_at is not None and now < self._asked_at + START_S
+        if self._lost or self._runs or asked:
             return
         self._asked_at = now
         try:
@@ -554,10 +561,10 @@ class EmbeddedStore:
         except UnavailableError as error:
             self._note(str(error))
 
-    def poll(self, now: float) -> None:  # noqa: ARG002
-        """Takes what the supervisor reports."""
-        if self._supervisor.lost:
-            return
+    def poll(self) -> bool:
+        """Takes what the supervisor reports; false once it is lost, and has no more to say."""
+        if self._lost:
+            return True
         for event in self._supervisor.events():
             match event:
                 case ProcessStarted():
@@ -569,11 +576,13 @@ class EmbeddedStore:
                         f"signal {event.signal}" if event.signal else f"status {event.code}"
                     )
                     self._note(f"the store process has ended: {ended}")
-                case ChannelClosed() | ChannelFailed():
+                case ChannelFailed():
                     self._runs = False
-                    self._note(f"the store process cannot be started: {event}")
+                    self._lost = True
+                    self._note(f"the store process cannot be started: {event.cause}")
                 case _:
                     pass
+        return not self._lost
 
     def _note(self, why: str) -> None:
         if why != self.why:

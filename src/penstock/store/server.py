@@ -86,6 +86,8 @@ SESSIONS_MAX = 256
 """Every rank of a machine and its engines; each has a descriptor or three of 1,024."""
 TICKETS_MAX = 4096
 """Jobs in hand of one owner; more are reported as failed at once."""
+JOB_S_MAX = 3600.0
+"""No job takes longer, whatever its deadline is."""
 GREETING_S = 3.0
 """How long a client may take to say what it is for."""
 READS_MAX = 16
@@ -190,8 +192,9 @@ class StoreServer:
         """By name; the last is used."""
         self._offers: dict[ClientSession, OfferedArena] = {}
         self._jobs: dict[int, _Job] = {}
-        self._strays: Counter[int] = Counter()
-        """Jobs under way of sessions that have ended, by the life of their owner."""
+        self._strays: Counter[int | str] = Counter()
+        """Jobs under way of sessions that have ended: by the life of their owner, and by the
+        name of their arena, which may have a new owner by now."""
         self._deadlines: list[tuple[float, int]] = []
         self._number = 0
 
@@ -351,7 +354,7 @@ class StoreServer:
         owner = self._owners.pop(session, None)
         if owner is not None:
             for number in [each for jobs in owner.tickets.values() for each in jobs]:
-                self._strays[owner.hello.life] += 1
+                self._strays.update((owner.hello.life, self._jobs[number].arena.name))
                 self._cancel(number, "its owner has gone")
         arena = self._offers.pop(session, None)
         if arena is not None:
@@ -438,14 +441,19 @@ class StoreServer:
         why = ""
         if missing:
             why = f"the arenas of these ranks are not there: {', '.join(map(str, missing))}"
-        elif self._strays[owner.hello.life]:
-            why = "jobs of its last session are under way"
+        elif self._has_strays(owner):
+            why = "jobs of the last session are under way"
         if not why and not owner.ready:
             owner.ready, owner.why = True, ""
             session.answer(OwnerWelcome())
         elif why != owner.why:
             owner.ready, owner.why = False, why
             session.answer(OwnerWaiting(short(why)))
+
+    def _has_strays(self, owner: OwnerState) -> bool:
+        """Whether jobs of a session that has ended use its slots."""
+        names: list[int | str] = [owner.hello.life, *owner.ranks]
+        return any(self._strays[name] for name in names)
 
     # Jobs.
 
@@ -458,9 +466,11 @@ class StoreServer:
         slot = _slot(owner, request.tier)
         if request.ticket in owner.tickets:
             raise PeerError(f"ticket {request.ticket} is in use")
-        if not math.isfinite(request.remaining_s):
-            raise PeerError(f"remaining_s is {request.remaining_s}, must be a number of seconds")
-        problem = self._why_no_job(owner, request.tier)
+        if math.isnan(request.remaining_s):
+            raise PeerError("remaining_s is nan, must be a number of seconds")
+        problem = self._why_not(owner, request.tier)
+        if len(owner.tickets) >= TICKETS_MAX:
+            problem = f"there are {TICKETS_MAX} jobs in hand, which is the most"
         if problem or slot.tier is None:
             for rank in range(len(owner.hello.arenas)):
                 session.answer(JobReport(request.ticket, rank, [], short(problem)))
@@ -472,7 +482,7 @@ class StoreServer:
                     f"slot is {max(slots)}, must be below {arena.mapped.host.slot_count}"
                 )
         space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
-        deadline = self._clock() + request.remaining_s
+        deadline = self._clock() + min(request.remaining_s, JOB_S_MAX)
         numbers = owner.tickets[request.ticket] = set()
         for arena, ranks in places:
             self._number += 1
@@ -488,7 +498,7 @@ class StoreServer:
             else:
                 slot.tier.load(LoadJob(number, arena.mapped, space, keys, slots, request.salt))
 
-    def _why_no_job(self, owner: OwnerState, tier: int) -> str:
+    def _why_not(self, owner: OwnerState, tier: int) -> str:
         slot = owner.tiers[tier]
         if slot.tier is None:
             return f"tier {slot.name!r} is off: {slot.why}"
@@ -496,8 +506,6 @@ class StoreServer:
             return owner.why
         if owner.generations[tier] != slot.tier.generation(owner.hello.space):
             return "another engine has begun a new generation"
-        if len(owner.tickets) >= TICKETS_MAX:
-            return f"there are {TICKETS_MAX} jobs in hand, which is the most"
         return ""
 
     def _cancel(self, number: int, why: str) -> None:
@@ -525,11 +533,9 @@ class StoreServer:
         if not left:
             del job.owner.tickets[job.ticket]
         if not job.session.is_open:
-            life = job.owner.hello.life
-            self._strays[life] -= 1
-            if not self._strays[life]:
-                del self._strays[life]
-                self._check_owners()
+            self._strays.subtract((job.owner.hello.life, job.arena.name))
+            self._strays += Counter()  # Drops what is at 0.
+            self._check_owners()
             return
         faults = list(ended.faults)
         unread = any(fault is BlockFault.UNREADABLE for _, fault in ended.faults)
@@ -564,7 +570,7 @@ class StoreServer:
     def _find(self, owner: OwnerState, tier: int, keys: list[Key]) -> list[bool]:
         """Which blocks are there on every rank."""
         slot = _slot(owner, tier)
-        if slot.tier is None or self._why_no_job(owner, tier):
+        if slot.tier is None or self._why_not(owner, tier):
             return [False] * len(keys)
         space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
         found = [True] * len(keys)
@@ -639,6 +645,8 @@ class StoreServer:
             slot.close(deadline)
         # Jobs that were cut short are not reported: their owners see this process end.
         self._jobs.clear()
+        for owner in self._owners.values():
+            owner.tickets.clear()
         for session in list(self._sessions.values()):
             self._flush(session)
             self._end(session, "")

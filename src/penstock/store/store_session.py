@@ -85,6 +85,15 @@ class StoreSession:
         """Makes `descriptor` readable as well when `fd` is."""
         self._epoll.register(fd, select.EPOLLIN)
 
+    def unwatch(self, fd: int) -> None:
+        self._epoll.unregister(fd)
+
+    def is_ready(self, now: float) -> bool:
+        """Whether `poll` may find something."""
+        if self._epoll.closed:
+            return False
+        return (self.alarm is not None and now >= self.alarm) or bool(self._epoll.poll(0))
+
     def send(self, frame: bytes, fd: int | None = None) -> None:
         """Sends a frame as soon as there is room; goes nowhere without a session."""
         if self._connection is not None:
