@@ -148,11 +148,3 @@ def test_a_refusal_says_what_to_set() -> None:
 
     assert asynchronous in engine(asynchronous=(asynchronous,)).why_not_layerwise()
     assert engine().why_not_layerwise() == ""
-
-
-def test_a_disk_that_would_never_be_read_is_refused() -> None:
-    with_disk = TOML + '[[tiers]]\nname = "disk"\nkind = "disk"\npath = "/x"\ngib = 1\n'
-    config = read_settings({"config": with_disk}, failure_policy="recompute").config
-
-    with pytest.raises(ConfigError, match=r"^tiers\[1\].kind: is 'disk', must be 'host' or"):
-        engine().fit_config(config)

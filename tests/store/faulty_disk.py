@@ -27,7 +27,8 @@ class FaultyDisk:
         self.written: list[int] = []
         """Bytes of each write of blocks, tables or heads."""
         self.read: list[int] = []
-        self.synced = 0
+        self.events: list[str] = []
+        """The names of calls, in the order in which they ended."""
         self._errors: dict[str, BaseException] = {}
         self._held = {name: threading.Event() for name in ("preadv", "pwritev")}
         self.waiting = {name: threading.Semaphore(0) for name in self._held}
@@ -69,7 +70,9 @@ class FaultyDisk:
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._answer("pwritev")
         self.written.append(sum(each.nbytes for each in buffers))
-        return os.pwritev(fd, buffers, offset)
+        done = os.pwritev(fd, buffers, offset)
+        self.events.append("pwritev")
+        return done
 
     def _fallocate(self, fd: int, offset: int, length: int) -> None:
         self._answer("fallocate")
@@ -77,5 +80,5 @@ class FaultyDisk:
 
     def _sync(self, fd: int) -> None:
         self._answer("sync")
-        self.synced += 1
         os.fdatasync(fd)
+        self.events.append("sync")

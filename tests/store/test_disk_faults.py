@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import select
 import shutil
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,7 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.store.disk import DiskTier
+from penstock.store.disk_io import DiskCalls
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     WAIT_S,
@@ -257,30 +260,80 @@ def test_blocks_travel_in_few_large_operations(tmp_path: Path, disk: FaultyDisk)
     assert disk.read == [48 * slot_bytes]
 
 
-def test_a_segment_is_synced_when_it_is_full_and_at_close_and_no_block_is(
+def test_a_segment_is_synced_once_it_is_full_with_its_rows_and_at_close(
     tmp_path: Path, disk: FaultyDisk
 ) -> None:
     slot_bytes = 8192 + 4096
-    size = 8 * (8192 + 4 * slot_bytes)
-    tier = DiskTier(tmp_path / "synced", size, calls=disk.calls)
+    tier = DiskTier(tmp_path / "synced", 8 * (8192 + 4 * slot_bytes), calls=disk.calls)
     rig = StoreRig(tier, LAYOUT)
-    disk.synced = 0
+    disk.events.clear()
 
     for seed in range(1, 7):
         rig.save_and_wait(rig.fill(1, seed=seed, first=seed))
     tier.close(deadline=time.monotonic() + WAIT_S)
 
-    # Two heads, the first segment when it was full, the second at the end.
-    assert disk.synced in {4, 5}
+    writes, head = ["pwritev", "pwritev"], ["pwritev", "sync"]
+    filled = [*head, *(4 * writes)]
+    rest = disk.events[len(filled) :]
+    assert disk.events[: len(filled)] == filled
+    # The first sync of the rest is that of the full segment or of the next head.
+    assert sorted(rest) == sorted(["sync", *head, *(2 * writes), "sync"])
+    assert rest[-1] == "sync"
+
+
+def test_close_at_its_deadline_reports_what_was_not_written(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
+    tier = DiskTier(tmp_path / "held", SIZE_BYTES, calls=disk.calls)
+    rig = StoreRig(tier, LAYOUT)
+    rig.save_and_wait(rig.fill(2))
+    disk.hold("pwritev")
+    tickets = [rig.save(rig.fill(2, seed=seed, first=2 * seed)) for seed in range(2, 12)]
+    for _ in range(5):
+        assert disk.waiting["pwritev"].acquire(timeout=WAIT_S)
+
+    release = threading.Timer(0.3, disk.go_on, ["pwritev"])
+    release.start()
+    tier.close(deadline=time.monotonic() + 0.5)
+    release.join()
+    deadline = time.monotonic() + WAIT_S
+    ended = tier.collect()
+    while len(ended) < len(tickets) and time.monotonic() < deadline:
+        ended += tier.collect()
+
+    assert sorted(each.ticket for each in ended) == tickets
+    assert any(each.faults for each in ended)
+
+
+def test_blocks_that_are_asked_for_outlive_the_segment_they_were_in(
+    tmp_path: Path, disk: FaultyDisk
+) -> None:
+    slot_bytes = 8192 + 4096
+    tier = DiskTier(tmp_path / "hot", 8 * (8192 + 4 * slot_bytes), calls=disk.calls)
+    rig = StoreRig(tier, LAYOUT)
+    groups = [rig.fill(4, seed=seed) for seed in range(1, 9)]
+    for seed in range(1, 9):
+        rig.save_and_wait(rig.fill(4, seed=seed))
+    old, parents = groups[0], [None, *groups[0].keys[:-1]]
+
+    first = rig.load_and_wait(old.keys, [40, 41, 42, 43])
+    rig.require(old, [40, 41, 42, 43])
+    for seed in range(9, 15):  # All segments but one are filled anew.
+        rig.save_and_wait(rig.fill(4, seed=seed))
+    found = rig.find(old.keys)
+    paged = {k: p for page in rig.pages(8) for k, p in zip(page.keys, page.parents, strict=True)}
+    again = rig.load_and_wait(old.keys, [40, 41, 42, 43])
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert first.faults == again.faults == ()
+    assert found == [True] * 4
+    assert [paged[key] for key in old.keys] == parents
+    rig.require(old, [40, 41, 42, 43])
 
 
 def test_without_direct_io_the_page_cache_does_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import os  # noqa: PLC0415
-
-    from penstock.store.disk_io import DiskCalls  # noqa: PLC0415
-
     def without(path: str, flags: int, mode: int) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

@@ -87,6 +87,46 @@ def test_rows_of_another_life_or_slot_are_not_sound() -> None:
     assert not moved.any()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_index_is_a_dictionary_of_places(*, compiled: bool) -> None:
+    random = np.random.default_rng(11)
+    index = BlockIndex(library=load_parts_library if compiled else lambda: None)
+    segments = {number: segment(number) for number in range(8)}
+    expected: dict[int, tuple[int, int]] = {}
+    # Few low bits, so that many collide.
+    digests = (random.integers(1, 1 << 40, 6000, dtype=np.uint64) << np.uint64(5)) | np.uint64(3)
+
+    for step in range(400):
+        each = segments[int(random.integers(8))]
+        slots = random.choice(each.slot_count, 40, replace=False)
+        slots = np.sort(slots[each.digests[slots] == 0])
+        drawn = random.choice(digests, len(slots))
+        kind = step % 4
+        if kind == 0:
+            fresh = {
+                d: (each.number, s) for d, s in zip(drawn.tolist(), slots.tolist(), strict=True)
+            }
+            index.add_recovered(each, slots, drawn)
+            expected = fresh | expected
+        elif kind == 1:
+            unique = np.unique(drawn)
+            index.add(each, slots[: len(unique)].tolist(), unique.tolist(), segments)
+            places = slots[: len(unique)].tolist()
+            expected |= {d: (each.number, s) for d, s in zip(unique.tolist(), places, strict=True)}
+        elif kind == 2:
+            for digest in list(expected)[:20]:
+                number, slot = expected.pop(digest)
+                assert index.forget(digest, segments[number], slot)
+        elif step % 32 == 3:
+            index.drop(each)
+            expected = {d: place for d, place in expected.items() if place[0] != each.number}
+
+    assert len(index) == len(expected) == sum(each.live for each in segments.values())
+    assert {digest: index.find(digest) for digest in expected} == expected
+    absent = [digest for digest in digests.tolist() if digest not in expected]
+    assert not any(digest in index for digest in absent)
+
+
 def test_what_was_written_now_replaces_and_what_was_recovered_does_not() -> None:
     index, old, new = BlockIndex(), segment(0, age=1), segment(1, age=2)
     segments = {0: old, 1: new}

@@ -73,6 +73,11 @@ class PartsLibrary:
         self.check_rows = loaded.penstock_check_rows
         self.check_rows.argtypes = (pointer, number, ctypes.c_uint64, pointer, pointer, pointer)
         self.check_rows.restype = None
+        self.insert = loaded.penstock_insert
+        self.insert.argtypes = (
+            *(pointer, pointer, number, pointer, pointer, ctypes.c_uint64, pointer),
+        )
+        self.insert.restype = None
 
 
 @cache

@@ -603,40 +603,51 @@ typedef uint32_t words_t __attribute__((vector_size(4 * MIX_WORDS), may_alias));
 
 static const words_t mix_steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-/* A macro, since a function would be made for the least processor before it is inlined. */
-#define DEFINE_MIX64(NAME)                                                                         \
+#define MIX_WORD(WORD, SEED)                                                                       \
+    words_t x = (WORD) ^ (at_c0 + (uint32_t)(SEED));                                               \
+    x = (x ^ x >> 11) * MIX_M0;                                                                    \
+    x = (x ^ x >> 15) * MIX_M1;                                                                    \
+    words_t term0 = x ^ x >> 15;                                                                   \
+    x = (term0 ^ (at_c1 + (uint32_t)((SEED) >> 32))) * MIX_M2;                                     \
+    words_t term1 = x ^ x >> 16
+
+/* A macro, since a function would be made for the least processor before it is inlined. SETS is the
+   number of seeds. */
+#define DEFINE_MIX64(NAME, SETS)                                                                   \
     static void NAME(const uint8_t *in, int64_t length, const uint64_t *seeds, uint64_t *sums)     \
     {                                                                                              \
-        words_t low[2] = {{0}}, high[2] = {{0}};                                                   \
-        int64_t words = (length + 3) / 4;                                                          \
-        /* One more word says how many bytes there were. */                                        \
-        for (int64_t at = 0; at < words + 1; at += MIX_WORDS) {                                    \
-            words_t word = {0}, used = {0};                                                        \
-            used -= 1;                                                                             \
-            if ((at + MIX_WORDS) * 4 <= length) {                                                  \
-                memcpy(&word, in + at * 4, sizeof word);                                           \
-            } else {                                                                               \
-                if (at * 4 < length)                                                               \
-                    memcpy(&word, in + at * 4, (size_t)(length - at * 4));                         \
-                for (int64_t i = 0; i < MIX_WORDS; i++) {                                          \
-                    if (at + i == words)                                                           \
-                        word[i] = (uint32_t)length;                                                \
-                    else if (at + i > words)                                                       \
-                        used[i] = 0;                                                               \
-                }                                                                                  \
+        words_t low[SETS] = {{0}}, high[SETS] = {{0}};                                             \
+        words_t at_c0 = mix_steps * MIX_C0, at_c1 = mix_steps * MIX_C1;                            \
+        int64_t words = (length + 3) / 4, at = 0;                                                  \
+        for (; (at + MIX_WORDS) * 4 <= length; at += MIX_WORDS) {                                  \
+            words_t word;                                                                          \
+            memcpy(&word, in + at * 4, sizeof word);                                               \
+            for (int set = 0; set < SETS; set++) {                                                 \
+                MIX_WORD(word, seeds[set]);                                              \
+                low[set] += term0;                                                                 \
+                high[set] += term1;                                                                \
             }                                                                                      \
-            words_t position = mix_steps + (uint32_t)at;                                           \
-            for (int set = 0; set < 2; set++) {                                                    \
-                words_t x = word ^ (position * MIX_C0 + (uint32_t)seeds[set]);                     \
-                x = (x ^ x >> 11) * MIX_M0;                                                        \
-                x = (x ^ x >> 15) * MIX_M1;                                                        \
-                x = x ^ x >> 15;                                                                   \
-                low[set] += x & used;                                                              \
-                x = (x ^ (position * MIX_C1 + (uint32_t)(seeds[set] >> 32))) * MIX_M2;             \
-                high[set] += (x ^ x >> 16) & used;                                                 \
-            }                                                                                      \
+            at_c0 += MIX_WORDS * MIX_C0;                                                           \
+            at_c1 += MIX_WORDS * MIX_C1;                                                           \
         }                                                                                          \
-        for (int set = 0; set < 2; set++) {                                                        \
+        /* What is left, and one more word: how many bytes there were. */                          \
+        for (; at < words + 1; at += MIX_WORDS) {                                                  \
+            words_t word = {0}, used = {0};                                                        \
+            if (at * 4 < length)                                                                   \
+                memcpy(&word, in + at * 4, (size_t)(length - at * 4));                             \
+            for (int64_t i = 0; i < MIX_WORDS && at + i <= words; i++)                             \
+                used[i] = ~0U;                                                                     \
+            if (words - at < MIX_WORDS)                                                            \
+                word[words - at] = (uint32_t)length;                                               \
+            for (int set = 0; set < SETS; set++) {                                                 \
+                MIX_WORD(word, seeds[set]);                                              \
+                low[set] += term0 & used;                                                          \
+                high[set] += term1 & used;                                                         \
+            }                                                                                      \
+            at_c0 += MIX_WORDS * MIX_C0;                                                           \
+            at_c1 += MIX_WORDS * MIX_C1;                                                           \
+        }                                                                                          \
+        for (int set = 0; set < SETS; set++) {                                                     \
             uint32_t sum_low = 0, sum_high = 0;                                                    \
             for (int i = 0; i < MIX_WORDS; i++) {                                                  \
                 sum_low += low[set][i];                                                            \
@@ -648,22 +659,25 @@ static const words_t mix_steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 
 typedef void (*mix64_t)(const uint8_t *, int64_t, const uint64_t *, uint64_t *);
 
-DEFINE_MIX64(mix64_plain)
+DEFINE_MIX64(mix64_pair_plain, 2)
+DEFINE_MIX64(mix64_one_plain, 1)
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) DEFINE_MIX64(mix64_avx2)
-__attribute__((target("avx512f"))) DEFINE_MIX64(mix64_avx512)
+__attribute__((target("avx2"))) DEFINE_MIX64(mix64_pair_avx2, 2)
+__attribute__((target("avx2"))) DEFINE_MIX64(mix64_one_avx2, 1)
+__attribute__((target("avx512f"))) DEFINE_MIX64(mix64_pair_avx512, 2)
+__attribute__((target("avx512f"))) DEFINE_MIX64(mix64_one_avx512, 1)
 #endif
 
-static mix64_t find_mix64(void)
+static mix64_t find_mix64(int is_pair)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f"))
-        return mix64_avx512;
+        return is_pair ? mix64_pair_avx512 : mix64_one_avx512;
     if (__builtin_cpu_supports("avx2"))
-        return mix64_avx2;
+        return is_pair ? mix64_pair_avx2 : mix64_one_avx2;
 #endif
-    return mix64_plain;
+    return is_pair ? mix64_pair_plain : mix64_one_plain;
 }
 
 /* The cell sums of blocks in `memory`, each at its place, under each of two seeds of its key:
@@ -673,7 +687,7 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
                         int64_t cells, int64_t is_mix64)
 {
     pair_t pair = find_pair();
-    mix64_t mix64 = find_mix64();
+    mix64_t mix64 = find_mix64(1);
     memset(sums, 0, (size_t)(2 * count * cells) * 8);
     for (int64_t block = 0; block < count; block++)
         for (const segment_t *each = segments; each < segments + segment_count; each++) {
@@ -717,18 +731,18 @@ static uint64_t xxh3_name(const uint8_t *in)
 void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, const uint8_t *part,
                          uint8_t *sound, uint64_t *digests)
 {
-    mix64_t mix64 = find_mix64();
+    mix64_t mix64 = find_mix64(0);
     for (int64_t n = 0; n < count; n++, rows += ROW_BYTES) {
         uint32_t slot;
-        uint64_t sums[2], seeds[2] = {life, life};
+        uint64_t sum;
         uint8_t name[NAME_BYTES];
         memcpy(&slot, rows + ROW_SLOT_AT, 4);
         sound[n] = 0;
         digests[n] = 0;
         if (slot != n || read64(rows) != life)
             continue;
-        mix64(rows, ROW_SUM_AT, seeds, sums);
-        if (sums[0] != read64(rows + ROW_SUM_AT))
+        mix64(rows, ROW_SUM_AT, &life, &sum);
+        if (sum != read64(rows + ROW_SUM_AT))
             continue;
         memcpy(name, rows + ROW_SPACE_AT, 16);
         memcpy(name + 16, rows + ROW_GENERATION_AT, 8);
@@ -736,5 +750,34 @@ void penstock_check_rows(const uint8_t *rows, int64_t count, uint64_t life, cons
         memcpy(name + 40, rows + ROW_KEY_AT, 16);
         sound[n] = 1;
         digests[n] = xxh3_name(name);
+    }
+}
+
+/* The index of a disk tier, a table with open addressing: see `store/disk_index.py`. */
+#define NO_PLACE UINT64_MAX
+#define OLD_PLACE (UINT64_MAX - 1)
+#define FETCHED_AHEAD 16
+
+/* Puts blocks into the table whose digests are not there; of equal ones the last. */
+void penstock_insert(const uint64_t *digests, const uint64_t *places, int64_t count,
+                     uint64_t *table_digests, uint64_t *table_places, uint64_t mask,
+                     uint8_t *inserted)
+{
+    for (int64_t n = count - 1; n >= 0; n--) {
+        if (n >= FETCHED_AHEAD) {
+            uint64_t next = digests[n - FETCHED_AHEAD] & mask;
+            __builtin_prefetch(table_digests + next, 1);
+            __builtin_prefetch(table_places + next, 1);
+        }
+        inserted[n] = 0;
+        uint64_t at = digests[n] & mask;
+        while (table_places[at] != NO_PLACE &&
+               (table_digests[at] != digests[n] || table_places[at] == OLD_PLACE))
+            at = (at + 1) & mask;
+        if (table_places[at] != NO_PLACE || digests[n] == 0)
+            continue;
+        table_digests[at] = digests[n];
+        table_places[at] = places[n];
+        inserted[n] = 1;
     }
 }

@@ -49,6 +49,8 @@ THREADS_MIN, THREADS_MAX = 4, 8
 QUEUE_BYTES = 1 << 30
 """Of saves in hand: about a second of writing."""
 RETRY_S = 1.0
+THREADS_END_S = 0.5
+"""What `close` keeps of its time for operations that are under way at its deadline."""
 _UNREADABLE = BlockFault.UNREADABLE
 
 
@@ -148,9 +150,12 @@ class DiskTier:
             if board.closing:
                 return
             board.closing = True
-            if not self._wait_until_idle(deadline):
+            if not self._wait_until_idle(deadline - THREADS_END_S):
                 board.drop_reads(list(board.reads))
                 board.drop_writes([each for each in board.writes if isinstance(each, RunToWrite)])
+                for save in [each for each in board.saves.values() if not each.planned]:
+                    save.faults = dict.fromkeys(range(len(save.digests)), _UNREADABLE)
+                    board.end_save(save)
             board.stopped = True
             board.io_ready.notify_all()
             board.keeper_ready.notify_all()

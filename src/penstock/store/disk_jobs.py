@@ -284,9 +284,9 @@ class JobBoard:
             return
         self.off = why
         self.retry_at = time.monotonic() + self.pause_s
+        after = "a restart" if self.broken else f"{self.pause_s:g} s"
         logger.error(
-            "the disk tier in %s is off: %s; next try in %.1f s",
-            *(self.folder.path, why, self.pause_s),
+            "the disk tier in %s is off: %s; next try after %s", self.folder.path, why, after
         )
         self.pause_s = min(2 * self.pause_s, PAUSE_MAX_S)
         self.change_state()

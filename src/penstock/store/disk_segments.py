@@ -123,6 +123,7 @@ class SegmentPool:
             key=lambda each: each.age,
         )
         self.rows_found = sum(each.slot_count for each in self._unread)
+        self.index.reserve(self.rows_found)
 
     # With the lock held
 

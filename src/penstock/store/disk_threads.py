@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 ARENAS_KEPT = 64
 """Arenas whose tables for compiled sums are kept."""
+NEWS_OF_RECOVERY = 64
+"""How often recovery says how far it is."""
 _UNREADABLE = BlockFault.UNREADABLE
 
 
@@ -238,9 +240,9 @@ class DiskThreads:
         while True:
             with board.lock:
                 # How long to wait changes while it waits: when the tier goes off.
-                while not (board.inbox or board.stopped or self._retry_is_due()):
+                while not (board.inbox or self._is_over() or self._retry_is_due()):
                     board.keeper_ready.wait(self._retry_in_s())
-                if board.stopped and not board.inbox:
+                if self._is_over():
                     return
                 messages = list(board.inbox)
                 board.inbox.clear()
@@ -266,6 +268,10 @@ class DiskThreads:
                 self._end_writes([each])
             elif isinstance(each, SaveInHand) and not each.planned:
                 self._end_unplanned(each, why)
+
+    def _is_over(self) -> bool:
+        """Whether nothing comes back any more."""
+        return self._board.stopped and not self._board.inbox and not self._board.saves
 
     def _retry_is_due(self) -> bool:
         board = self._board
@@ -304,9 +310,12 @@ class DiskThreads:
         with board.lock:
             for write in self._writes_of(save, fresh, stretches):
                 write.segment.busy += 1
-                board.writes.append(write)
-            for stretch in stretches:
-                self._sync_if_full(stretch.segment)
+                write.segment.writes += 1
+                if board.stopped:  # Nobody may be left to write it.
+                    write.failure = "closed"
+                    self._end_writes([write])
+                else:
+                    board.writes.append(write)
             self._let_go(save)
             board.signal()  # Segments may have been given up.
             board.io_ready.notify_all()
@@ -352,11 +361,6 @@ class DiskThreads:
                 writes.append(RunToWrite(save, segment, first + start, taken))
                 done += len(taken)
         return writes
-
-    def _sync_if_full(self, segment: DiskSegment) -> None:
-        if segment.is_full:
-            segment.busy += 1
-            self._board.writes.append(SegmentToSync(segment))
 
     def _write_rows(self, writes: list[RunToWrite]) -> None:
         """Writes the rows of blocks that were written, then says that they are there."""
@@ -426,6 +430,11 @@ class DiskThreads:
             elif not write.save.failure and board.off:
                 write.save.failure = write.failure
             board.end_blocks(write.save, write.positions, write.failure)
+            write.segment.writes -= 1
+            if write.segment.is_full and not write.segment.writes and write.segment.dirty:
+                write.segment.busy += 1
+                board.writes.append(SegmentToSync(write.segment))
+                board.io_ready.notify_all()
 
     def _bury(self, row: RowToBury) -> None:
         """A block that failed its sums is not found again after a restart."""
@@ -473,7 +482,7 @@ class DiskThreads:
     def _recover(self) -> None:
         board = self._board
         pool = board.pool
-        more = True
+        more, told = True, 0
         while more and not board.stopped:
             try:
                 more = pool.recover_next()
@@ -484,5 +493,7 @@ class DiskThreads:
                 more = False
                 with board.lock:
                     board.break_down(error)
-            with board.lock:
-                board.change_state()
+            if not more or (pool.rows_known - told) * NEWS_OF_RECOVERY >= pool.rows_found:
+                told = pool.rows_known
+                with board.lock:
+                    board.change_state()

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 from penstock.vocabulary.layout import Layout
@@ -120,19 +120,7 @@ class ServedEngine:
         """The configuration with device blocks, block size, ranks and KV groups of this engine.
 
         Tiers and policies stay as the file has them.
-
-        Raises:
-            ConfigError: it has a tier that connectors do not read from.
         """
-        for index, (tier, kind) in enumerate(
-            zip(config.cache.tiers, config.tier_kinds, strict=True)
-        ):
-            if tier.stored:
-                raise ConfigError(
-                    f"tiers[{index}].kind",
-                    f"is {kind.name!r}, must be 'host' or 'memory' in an engine with blocks of its "
-                    "own: it would be written to, and not be read from",
-                )
         cache = replace(
             config.cache,
             device=None,
