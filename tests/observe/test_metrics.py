@@ -11,7 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
-from penstock.machine.statistics import CacheStatistics, HopStatistics, TierStatistics
+from penstock.machine.statistics import (
+    CacheStatistics,
+    HopStatistics,
+    StoreStatistics,
+    TierStatistics,
+)
 from penstock.observe.metrics import COUNTER, METRICS, ServerMetrics
 from penstock.observe.statistics import InstanceStatistics
 
@@ -22,6 +27,7 @@ NO_METRIC = {
     "lost_ranks": "a lost rank shows in `health`",
     "name": "a label",
     "source": "a label",
+    "store": "a table of its own",
     "target": "a label",
     "hops": "has metrics of its own",
     "tiers": "has metrics of its own",
@@ -109,7 +115,12 @@ def test_answers_are_counted_by_phase_and_handoffs_by_outcome() -> None:
 
 @pytest.mark.parametrize(
     ("statistics", "prefix"),
-    [(CacheStatistics, "cache_"), (TierStatistics, "tier_"), (HopStatistics, "hop_")],
+    [
+        (CacheStatistics, "cache_"),
+        (TierStatistics, "tier_"),
+        (StoreStatistics, "store_"),
+        (HopStatistics, "hop_"),
+    ],
 )
 def test_every_number_of_the_statistics_is_a_metric(
     statistics: type[msgspec.Struct], prefix: str

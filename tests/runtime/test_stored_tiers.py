@@ -18,6 +18,8 @@ from tests.descriptors import open_descriptors
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.machine.statistics import StoreStatistics
+
 BLOCK_TOKENS = 4
 SOON_S = 60.0
 TOML = """
@@ -104,6 +106,12 @@ def all_but_the_last_block(tokens: list[int]) -> int:
 
 def on_disk(engine: Engine) -> int:
     return engine.cache.statistics().tiers[-1].ready
+
+
+def said(engine: Engine) -> StoreStatistics:
+    store = engine.cache.statistics().tiers[-1].store
+    assert store is not None
+    return store
 
 
 def store_pid(engine: Engine) -> int:
@@ -250,6 +258,17 @@ def test_two_engines_of_one_machine_share_a_folder(opened: Callable[..., Engine]
         second.run_until(lambda: second.cache.statistics().tiers[1].ready == 8)
         assert second.answer(prompt(1)) == all_but_the_last_block(prompt(1))
         second.cache.audit()
+
+
+def test_statistics_show_what_the_store_has(opened: Callable[..., Engine]) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.run_until(lambda: said(engine).blocks == 8)
+
+        assert said(engine).block_bytes == 8 * 256 * 8
+        assert said(engine).recovered == 1
+        assert said(engine).capacity_bytes > 0
 
 
 def test_nothing_is_left_behind(opened: Callable[..., Engine]) -> None:

@@ -14,6 +14,21 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
 
 
+class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store process says of a tier, for all engines that share it."""
+
+    recovered: float
+    """The share of what was there at its start that can be found by now."""
+    blocks: int
+    """On each rank: a block of two ranks counts twice."""
+    block_bytes: int
+    capacity_bytes: int
+    saves_dropped: int
+    """Blocks that were not written because the tier was too slow."""
+    blocks_corrupt: int
+    blocks_reclaimed: int
+
+
 class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One tier."""
 
@@ -34,6 +49,8 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ready_s: float | None = None
     """How long it took until its memory could be used, on the slowest rank: made or mapped, and
     registered. `None` for the device."""
+    store: StoreStatistics | None = None
+    """Of a tier that a store process serves, once it has answered."""
 
 
 class HopStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from penstock.machine.statistics import HopStatistics, TierStatistics
+    from penstock.machine.statistics import HopStatistics, StoreStatistics, TierStatistics
     from penstock.observe.statistics import InstanceStatistics
 
 COUNTER = CounterMetricFamily
@@ -51,6 +51,13 @@ class MetricRow(NamedTuple):
 def one(read: Callable[[InstanceStatistics], float | None]) -> Callable[..., Samples]:
     """Reads a metric that has no further labels."""
     return lambda stats: [((), read(stats))]
+
+
+def by_store(read: Callable[[StoreStatistics], float]) -> Callable[..., Samples]:
+    """Reads a metric of each tier that a store process serves."""
+    return lambda stats: [
+        ((tier.name,), read(tier.store)) for tier in stats.cache.tiers if tier.store is not None
+    ]
 
 
 def by_tier(read: Callable[[TierStatistics], float | None]) -> Callable[..., Samples]:
@@ -328,6 +335,55 @@ METRICS = (
         GAUGE,
         "Until its memory could be used, when it was opened, on the slowest rank",
         by_tier(lambda tier: tier.ready_s),
+        _TIER,
+    ),
+    MetricRow(
+        "store_recovered",
+        GAUGE,
+        "Share of what was there at the start of the store that is known",
+        by_store(lambda store: store.recovered),
+        _TIER,
+    ),
+    MetricRow(
+        "store_blocks",
+        GAUGE,
+        "Blocks in the tier, of all engines, on each rank",
+        by_store(lambda store: store.blocks),
+        _TIER,
+    ),
+    MetricRow(
+        "store_block_bytes",
+        GAUGE,
+        "Bytes of those blocks",
+        by_store(lambda store: store.block_bytes),
+        _TIER,
+    ),
+    MetricRow(
+        "store_capacity_bytes",
+        GAUGE,
+        "Room of the tier",
+        by_store(lambda store: store.capacity_bytes),
+        _TIER,
+    ),
+    MetricRow(
+        "store_saves_dropped",
+        COUNTER,
+        "Blocks not written because the tier was too slow",
+        by_store(lambda store: store.saves_dropped),
+        _TIER,
+    ),
+    MetricRow(
+        "store_blocks_corrupt",
+        COUNTER,
+        "Blocks that failed their sums when they were read",
+        by_store(lambda store: store.blocks_corrupt),
+        _TIER,
+    ),
+    MetricRow(
+        "store_blocks_reclaimed",
+        COUNTER,
+        "Blocks given up to make room",
+        by_store(lambda store: store.blocks_reclaimed),
         _TIER,
     ),
 )

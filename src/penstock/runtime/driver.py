@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.cache.settings import CacheSettings
     from penstock.config import Config
-    from penstock.machine.statistics import CacheStatistics
+    from penstock.machine.statistics import CacheStatistics, StoreStatistics
     from penstock.runtime.rank_links import RankLinks
     from penstock.runtime.status import Health
     from penstock.runtime.stored_tiers import StoredTiers
@@ -118,14 +118,21 @@ class Driver:
     def statistics(self) -> CacheStatistics:
         """Counts and sizes; what the machine cannot know is added."""
         found = self.machine.statistics()
+        names = self.machine.tier_names
+        stored = {names[tier]: each for tier, each in self._stored_statistics().items()}
         return msgspec.structs.replace(
             found,
             reports_lost=0 if self.missing_reports is None else self.missing_reports.reports_lost,
             tiers=tuple(
-                msgspec.structs.replace(tier, ready_s=self.ready_s.get(tier.name))
+                msgspec.structs.replace(
+                    tier, ready_s=self.ready_s.get(tier.name), store=stored.get(tier.name)
+                )
                 for tier in found.tiers
             ),
         )
+
+    def _stored_statistics(self) -> Mapping[int, StoreStatistics]:
+        return {} if self.stored is None else self.stored.statistics()
 
     def deadline(self, timeout_s: float | None) -> float | None:
         """The time `timeout_s` from now, on the machine's clock."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport, Discovered, Prefetch, TierOff, TierOn, Vanished
+from penstock.machine.statistics import StoreStatistics
 from penstock.store.base import DIGEST_BYTES
 from penstock.store.link import (
     FoundInStore,
@@ -132,6 +133,21 @@ class StoredTiers:
             return -math.inf
         alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
         return min((at for at in alarms if at is not None), default=math.inf)
+
+    def statistics(self) -> dict[int, StoreStatistics]:
+        """What the store last said of each tier, by its index."""
+        return {
+            tier: StoreStatistics(
+                recovered=said.state.recovered,
+                blocks=said.state.blocks,
+                block_bytes=said.state.block_bytes,
+                capacity_bytes=said.state.capacity_bytes,
+                saves_dropped=said.state.saves_dropped,
+                blocks_corrupt=said.state.blocks_corrupt,
+                blocks_reclaimed=said.state.blocks_reclaimed,
+            )
+            for tier, said in self.states.items()
+        }
 
     def serves(self, effect: Copy | Abandon) -> bool:
         """Whether the store carries an effect out, and not the ranks."""
