@@ -11,6 +11,7 @@
 | `refusal`      | what is refused changes nothing                                              |
 | `liveness`     | whoever waits is told by the deadline                                        |
 | `usefulness`   | a healthy world hits exactly what a simple model knows                       |
+| `store`        | what a store was told to keep is there after its process was killed           |
 | `drain`        | in the end everything has come back                                          |
 
 They believe what the cache says to the outside and the bytes of the ranks, and look into its
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 _SNAPSHOT_EVERY = 16
 """A snapshot walks over all blocks, so it is compared only now and then."""
 
-_LOSING_EVENTS = frozenset({ev.Reset, ev.RankLost, ev.TierOn, ev.TierOff})
+_LOSING_EVENTS = frozenset({ev.Reset, ev.RankLost, ev.TierOn, ev.TierOff, ev.Vanished})
 """Blocks that go with these were lost or found corrupt, and did not leave in their turn."""
 
 

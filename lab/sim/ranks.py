@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import Claims, SimulationError
+from lab.sim.store import Store
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import DEVICE
@@ -50,10 +51,12 @@ class Job:
         "id",
         "keys",
         "left",
+        "missing",
         "purpose",
         "skip",
         "source",
         "sources",
+        "store",
         "target",
         "targets",
     )
@@ -75,6 +78,10 @@ class Job:
         """Positions at which a rank reported a fault."""
         self.corrupt: set[int] = set()
         """Those that were corrupt at the source."""
+        self.missing: set[int] = set()
+        """Those that the store said it does not have."""
+        self.store: Store | None = None
+        """The process that carries it out, where it is not the ranks."""
         self.abandoned = False
         self.ended = False
         """Whether the outcome was told."""
@@ -139,6 +146,13 @@ class Ranks:
         self.undemoted_now: set[Key] = set()
         """Blocks that were to leave after a copy that the report being handled ends in vain."""
         self.claims = Claims()
+        store = world.weather.store
+        self.stores = {
+            index: Store(world, index, store)
+            for index, tier in enumerate(settings.tiers, 1)
+            if store is not None and tier.stored
+        }
+        """Tiers that a store process serves."""
         self._well = world.weather.healthy
         """Whether nothing goes wrong with copies, because it never does or not any more."""
         self._pace_s = list(world.weather.pace_s)
@@ -161,6 +175,10 @@ class Ranks:
         self.started += 1
         self.claims.enter(job, managed=self._managed)
         self.open[job.id] = job
+        job.store = self.stores.get(job.source) or self.stores.get(job.target)
+        if job.store is not None:
+            job.store.start(job, copy.parents)
+            return
         for rank in range(self.rank_count):
             if rank not in self.dead:
                 trouble = self._draw_trouble(job)
@@ -207,18 +225,20 @@ class Ranks:
         if job.left:
             raise SimulationError("reuse", f"{job} is called quiet, but {job.left} may touch it")
         del self.open[job.id]
-        for position in job.corrupt:
+        for position in job.corrupt | job.missing:
             self._check_dropped(job.source, job.sources[0][position], job.keys[position])
 
     def silence(self, rank: int) -> None:
-        """A rank is certain to touch nothing that it was asked to before."""
+        """A rank is certain to touch nothing that it was asked to before; a store goes on."""
         for job in self.open.values():
-            job.left.discard(rank)
+            if job.store is None:
+                job.left.discard(rank)
 
     def fence(self, tier: int) -> None:
         """It is certain that no copy touches a tier any more."""
         for job in self.open.values():
-            if tier in (job.source, job.target):
+            carried_out_here = job.store is None or job.store.tier == tier
+            if tier in (job.source, job.target) and carried_out_here:
                 job.left.clear()
 
     def check_quiet_copies_are_closed(self) -> None:
@@ -278,6 +298,36 @@ class Ranks:
         event = CopyReport(operation=job.id, rank=rank, faults=faults, failure=trouble.failure)
         self._world.after(pause, self._report, job, event)
 
+    # ---------------------------------------------------------------- for a store process
+
+    def read_arena(self, job: Job, rank: int) -> tuple[list[Cell], dict[int, BlockFault]]:
+        """What a store finds in the slots of a rank, and what is corrupt there."""
+        self._check_not_free(job, job.source, job.sources[0], f"the store reads for rank {rank}")
+        contents = [self._fetch(job, rank, position) for position in range(len(job.keys))]
+        faults: dict[int, BlockFault] = {}
+        for position, key in enumerate(job.keys):
+            if contents[position] != self._right[key]:
+                self._check_explained(job, rank, position)
+                faults[position] = BlockFault.CORRUPT
+        return contents, faults
+
+    def write_arena(self, job: Job, rank: int, contents: dict[int, Cell]) -> None:
+        """A store puts blocks into the slots of a rank, whether that lives or not."""
+        self._check_not_free(job, job.target, job.targets[0], f"the store writes for rank {rank}")
+        if job.ended:
+            self._world.note("store writes after the copy was given up")
+        for position, content in contents.items():
+            self._store(job, rank, position, content)
+
+    def hear_store(
+        self, job: Job, rank: int, faults: list[tuple[int, BlockFault]], failure: str
+    ) -> None:
+        """The store's answer for a rank reaches the driver."""
+        if rank in self.dead and rank in job.left:
+            self._world.note("store answers for a dead rank")
+        event = CopyReport(operation=job.id, rank=rank, faults=faults, failure=failure)
+        self._tell(job, event)
+
     def _report(self, job: Job, event: CopyReport) -> None:
         note = self._world.note
         if event.rank in self.dead or event.rank not in job.left:
@@ -285,22 +335,25 @@ class Ranks:
             if self._rng.random() < 0.5:
                 return
             note("report from a dead rank")
+        self._tell(job, event)
+        if not self._well and self._rng.random() < self._weather.duplicate:
+            self._world.after(self._pause(event.rank), self._repeat, event)
+
+    def _tell(self, job: Job, event: CopyReport) -> None:
         if event.rank in job.left:
             self._count_faults(job, event)
             job.left.discard(event.rank)
         else:
             self.late_reports += 1
         if job.id.epoch < self._world.epoch:
-            note("report from before a reset")
-        self.corrupt_now = {job.keys[position] for position in job.corrupt}
+            self._world.note("report from before a reset")
+        self.corrupt_now = {job.keys[position] for position in job.corrupt | job.missing}
         if job.purpose is Purpose.DEMOTE:
             everything = job.ended or event.failure
             positions = range(len(job.keys)) if everything else job.faulty
             self.undemoted_now = {job.keys[position] for position in positions} - self.corrupt_now
         self._world.send(event)
         self.corrupt_now, self.undemoted_now = set(), set()
-        if not self._well and self._rng.random() < self._weather.duplicate:
-            self._world.after(self._pause(event.rank), self._repeat, event)
 
     def _count_faults(self, job: Job, event: CopyReport) -> None:
         for position, fault in event.faults:
@@ -308,6 +361,8 @@ class Ranks:
             job.faulty.add(position)
             if fault is BlockFault.CORRUPT:
                 job.corrupt.add(position)
+            elif fault is BlockFault.MISSING:
+                job.missing.add(position)
         if event.failure:
             self._world.note("rank fails")
 
@@ -412,6 +467,9 @@ class Ranks:
 
     def check_block(self, tier: int, slot: int, key: Key) -> None:
         """A block that can be matched lies in its slot, on every rank."""
+        if tier in self.stores:
+            self.stores[tier].check_listed(key)
+            return
         right = self._right[key]
         for rank, memory in enumerate(self.memory):
             if memory[tier][slot] == right or (rank, tier, slot) in self.rotten:

@@ -45,6 +45,9 @@ class Storm:
                 (weather.reset, self._reset),
                 (weather.misuse, self._misuse),
                 (weather.discover, self._discover),
+                (0.0 if weather.store is None else weather.store.death, self._store_dies),
+                (0.0 if weather.store is None else weather.store.full, self._store_full),
+                (0.0 if weather.store is None else weather.store.neighbour, self._neighbour),
             )
             if rate
         ]
@@ -71,6 +74,10 @@ class Storm:
             self._notice_death(rank)
         for rank in sorted(ranks.dead):
             self._come_back(rank)
+        for tier, store in ranks.stores.items():
+            store.well, store.full = True, False
+            if not store.alive:
+                ranks.off.add(tier)
         for tier in sorted(ranks.off):
             self._tier_on(tier)
         ranks.recover()
@@ -128,6 +135,8 @@ class Storm:
     def _switch_off(self, tier: int, *, fenced: bool) -> None:
         world = self._world
         if fenced:
+            if tier in world.ranks.stores:
+                world.ranks.stores[tier].die(power=False)
             world.ranks.fence(tier)
         world.ranks.off.add(tier)
         world.note("tier off, fenced" if fenced else "tier off, not fenced")
@@ -144,13 +153,52 @@ class Storm:
         world = self._world
         if tier not in world.ranks.off:
             return
+        store = world.ranks.stores.get(tier)
+        if store is not None and not store.alive:
+            # The process is seen to be a new one: the old one touches nothing any more.
+            world.ranks.fence(tier)
+            world.send(ev.TierOff(tier=tier, fenced=True, why="the store process is new"))
+            store.restart()
         world.ranks.off.discard(tier)
         kept = self._rng.random() < 0.5
-        if not kept:
+        if not kept and store is None:
             for rank in range(world.ranks.rank_count):
                 world.ranks.wipe(rank, tier)
         world.note("tier back with its bytes" if kept else "tier back empty")
         world.send(ev.TierOn(tier=tier, kept=kept))
+        if store is not None:
+            store.tell_pages()
+
+    def _store_dies(self) -> None:
+        world = self._world
+        living = [store for store in world.ranks.stores.values() if store.alive]
+        if not living:
+            return
+        store = self._rng.choice(living)
+        assert world.weather.store is not None
+        power = self._rng.random() < world.weather.store.power
+        world.note("store loses power" if power else "store is killed")
+        world.tell("the store of tier %d dies", store.tier)
+        store.die(power=power)
+        world.after(self._a_while(), self._notice_store, store.tier, store.life)
+
+    def _notice_store(self, tier: int, life: int) -> None:
+        store = self._world.ranks.stores[tier]
+        if not store.alive and store.life == life:
+            self._switch_off(tier, fenced=True)
+
+    def _neighbour(self) -> None:
+        world, rng = self._world, self._rng
+        store = rng.choice(list(world.ranks.stores.values()))
+        if rng.random() < 0.5:
+            store.read_for_neighbour()
+            return
+        world.note("blocks of another engine in a store")
+        store.take_in(world.library.all_keys(world.library.next_text()), None)
+
+    def _store_full(self) -> None:
+        store = self._rng.choice(list(self._world.ranks.stores.values()))
+        store.full = not store.full
 
     def _rot(self) -> None:
         world = self._world
@@ -158,6 +206,10 @@ class Storm:
             return
         tier = self._rng.randrange(1, self._tier_count)
         rank = self._rng.randrange(world.ranks.rank_count)
+        if tier in world.ranks.stores:
+            if world.ranks.stores[tier].rot(rank):
+                world.note("bytes rot in a store")
+            return
         memory = world.ranks.memory[rank][tier]
         used = [slot for slot, content in enumerate(memory) if content is not None]
         if used:
@@ -186,6 +238,10 @@ class Storm:
             return
         # Mostly in the last one, so that blocks have a long way to go.
         tier = tiers[-1] if rng.random() < 0.6 else rng.choice(tiers)
+        if tier.index in world.ranks.stores and not foreign:
+            world.note("blocks of another engine in a store")
+            world.ranks.stores[tier.index].take_in(keys, before)
+            return
         free = np.flatnonzero(tier.pool.state == SlotState.FREE).tolist()
         keys = keys[: len(free)]
         if not keys:
@@ -215,6 +271,8 @@ class Storm:
         world.model.known.clear()
         world.model.arriving.clear()
         world.send(ev.Reset(why="weather"))
+        for store in world.ranks.stores.values():
+            store.void()
         for request in world.engine.waiting():
             if request.state is LeaseState.LOADING:
                 raise SimulationError("liveness", f"{request.name} still waits after a reset")
@@ -272,6 +330,11 @@ class Storm:
         ]
         if self._tier_count > 1:
             events.append(ev.Discovered(tier=1, keys=keys, parents=[None], slots=slots[0]))
+            events.append(ev.Vanished(tier=1, keys=keys))
+        events += [
+            ev.Discovered(tier=tier, keys=keys, parents=[None, None], slots=slots[0])
+            for tier in world.ranks.stores
+        ]
         for job in world.ranks.open.values():
             beyond = [(len(job.keys), BlockFault.CORRUPT)]
             events += [

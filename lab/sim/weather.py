@@ -25,6 +25,9 @@ from penstock.cache.settings import (
 TENANTS = ("", "a", "b")
 TIER_NAMES = ("host", "disk", "shared")
 
+_STORE_DRAWS = 0x70E5
+"""Whether tiers are stored is drawn apart: worlds of old seeds without them stay what they were."""
+
 AMPLE_SLOTS = 96
 """More than all blocks that one world ever computes."""
 
@@ -40,6 +43,31 @@ class Plenty(Enum):
     """In the hub, written through: what leaves the small device lies there."""
     BOTTOM = "bottom"
     """Below a small hub. Copies are quick there: they end before the engine's next step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreWeather:
+    """What the store processes of one world are like, and their disks."""
+
+    segment_count: int
+    segment_places: int
+    pace_s: float
+    """A step of a job takes up to this."""
+    delay_s: float
+    """A message to the driver takes up to this."""
+    hang: float
+    """A job, or its answer, takes longer than its deadline may allow."""
+    repeat: float
+    """An answer comes twice."""
+    unreadable: float
+    death: float
+    """Per step of the engine: a process dies."""
+    power: float
+    """A death is one by loss of power."""
+    full: float
+    """Per step of the engine: a disk is full for a while."""
+    neighbour: float
+    """Per step of the engine: another one reads from a store, or writes to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +133,8 @@ class Weather:
     reset: float
     misuse: float
     """The engine sends an event that makes no sense."""
+    store: StoreWeather | None = None
+    """Where some tiers are stored."""
 
     @property
     def managed(self) -> bool:
@@ -119,6 +149,22 @@ class Weather:
 
 def draw_weather(rng: Random) -> Weather:
     """The weather of one seed."""
+    drawn = Random(_branch(rng).getrandbits(64) ^ _STORE_DRAWS)
+    weather = _draw_without_stores(rng)
+    if weather.healthy or len(weather.settings.tiers) < 2 or drawn.random() < 0.5:
+        return weather
+    settings = _with_stored_tiers(drawn, weather.settings)
+    # Ranks that die and resets that come while a store is at work: rare, if each is drawn alone.
+    return replace(
+        weather,
+        settings=settings,
+        store=_draw_store(drawn, settings),
+        death=max(weather.death, drawn.choice((0.0, 0.0, 0.06))),
+        reset=max(weather.reset, drawn.choice((0.0, 0.0, 0.06))),
+    )
+
+
+def _draw_without_stores(rng: Random) -> Weather:
     managed = rng.random() < 0.7
     plenty = Plenty.NOWHERE
     if rng.random() < 0.2:
@@ -193,6 +239,44 @@ def _with_gate(rng: Random, settings: CacheSettings) -> CacheSettings:
         load_gate=rng.choice((Gate.MEASURED, Gate.MEASURED, Gate.MEASURED, Gate.OFF)),
         load_tokens_min=rng.choice((0, 0, 1, 3, 6)),
         rate_age_s=rng.choice((0.5, 60.0)),
+    )
+
+
+def _with_stored_tiers(rng: Random, settings: CacheSettings) -> CacheSettings:
+    """The last tier is stored, and sometimes the one before it."""
+    first = 2 if len(settings.tiers) > 2 and rng.random() < 0.7 else 1
+    return replace(
+        settings,
+        tiers=tuple(
+            replace(tier, stored=index >= first) for index, tier in enumerate(settings.tiers)
+        ),
+        stored_saves_max=rng.choice((1, 2, 1024)),
+    )
+
+
+def without_stores(weather: Weather) -> Weather:
+    """The same weather where every tier is memory of the ranks."""
+    tiers = tuple(replace(tier, stored=False) for tier in weather.settings.tiers)
+    return replace(weather, settings=replace(weather.settings, tiers=tiers), store=None)
+
+
+def _draw_store(rng: Random, settings: CacheSettings) -> StoreWeather:
+    def fault(chance: float, most: float) -> float:
+        return rng.uniform(0.0, most) if rng.random() < chance else 0.0
+
+    timeout_s = settings.operation_timeout_s
+    return StoreWeather(
+        segment_count=rng.randint(2, 5),
+        segment_places=rng.randint(1, 4),
+        pace_s=timeout_s * rng.choice((0.005, 0.02, 0.1)),
+        delay_s=timeout_s * rng.choice((0.005, 0.05)),
+        hang=fault(0.5, 0.4),
+        repeat=fault(0.4, 0.4),
+        unreadable=fault(0.3, 0.2),
+        death=fault(0.6, 0.12),
+        power=rng.choice((0.0, 0.0, 0.5)),
+        full=fault(0.4, 0.2),
+        neighbour=fault(0.6, 0.3),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ from penstock.cache.explain import MissReason
 from penstock.cache.operations import BlockFault, Outcome, Purpose
 from penstock.cache.settings import TierSettings, WriteKind, WritePolicy
 from penstock.cache.states import LeaseState
+from penstock.errors import InvariantViolation
 from penstock.machine import effects as ef
 from penstock.machine import events as ev
 from penstock.machine.kv_events import BlocksRemoved, BlocksStored
@@ -521,3 +523,80 @@ def test_a_reset_forgets_the_directory_and_drops_no_block(make_driver: MakeDrive
 
     assert driver.cached_in("store") == set()
     assert not driver.told(ef.DropBlocks)
+
+
+# -------------------------------------------------------------------- load or compute
+
+
+def stage_at(driver: Driver, prompt: str, blocks_per_s: float) -> None:
+    """A request whose blocks come from the store at some rate, and at once from the hub."""
+    granted = driver.acquire(prompt)
+    for _ in range(9):
+        driver.tick()
+    driver.now += len(prompt) / blocks_per_s
+    driver.complete(driver.copy(Purpose.STAGE))
+    driver.tick()
+    driver.finish()
+    driver.release(granted.lease)
+
+
+def test_a_store_that_was_never_measured_is_tried(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=16, host=32, disk=stored())
+    found(driver, "abcd")
+    driver.handle(ev.Computed(token_count=1000, seconds=1.0))
+
+    assert driver.acquire("abcd").cached_by_tier == (0, 0, 8)
+
+
+@pytest.mark.parametrize(("blocks_per_s", "cached"), [(1.0, 0), (1e6, 8)])
+def test_the_measured_rate_of_a_store_decides(
+    make_driver: MakeDriver, blocks_per_s: float, cached: int
+) -> None:
+    driver = make_driver(device=16, host=32, disk=stored(32))
+    found(driver, "abcd", "mno")
+
+    stage_at(driver, "mno", blocks_per_s)
+    driver.handle(ev.Computed(token_count=200, seconds=1.0))
+
+    granted = driver.acquire("abcd")
+    assert granted.cached_tokens == cached
+    assert (granted.miss.reason is MissReason.RECOMPUTE) == (not cached)
+
+
+def test_blocks_that_a_store_does_not_have_say_nothing_of_its_speed(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored())
+    found(driver, "ab")
+    driver.acquire("ab")
+    driver.now += 1.0
+
+    driver.report(driver.copy(Purpose.STAGE), faults=[(1, BlockFault.MISSING)])
+    driver.tick()
+
+    (hop,) = [h for h in driver.machine.statistics().hops if h.source == "store"]
+    assert hop.tokens_per_s is None
+
+
+# -------------------------------------------------------------------- the audit
+
+
+def test_the_audit_finds_a_copy_between_ranks_that_waits_for_a_lost_one(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored(), ranks=2)
+    driver.compute("ab")
+    driver.books.lost_ranks.add(1)
+
+    with pytest.raises(InvariantViolation, match="waits for a rank that is lost"):
+        driver.machine.audit()
+
+
+def test_the_audit_finds_more_saves_under_way_than_are_allowed(make_driver: MakeDriver) -> None:
+    driver = make_driver(host=8, disk=stored())
+    driver.compute("ab")
+    driver.complete(driver.copy(Purpose.SAVE))
+    driver.books.settings = replace(driver.books.settings, stored_saves_max=1)
+
+    with pytest.raises(InvariantViolation, match="2 blocks are on their way into store"):
+        driver.machine.audit()

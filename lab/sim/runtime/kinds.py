@@ -42,7 +42,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
 )
 
 RUNTIME_KINDS = Kinds(
-    events=EVENT_KINDS,
+    events=tuple(kind for kind in EVENT_KINDS if kind != "Vanished"),
     faults=RUNTIME_FAULTS,
     copy_word="copy",
     copies=COPY_KINDS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lab.sim.weather import draw_weather
+from lab.sim.weather import draw_weather, without_stores
 
 if TYPE_CHECKING:
     from random import Random
@@ -62,7 +62,7 @@ def draw_runtime_weather(rng: Random) -> tuple[Weather, Ways]:
     Tiers do not go off by themselves here, and copies do not fail without a cause: the movers
     are the real ones.
     """
-    weather = replace(draw_weather(rng), stray=0.0, tier_trouble=0.0)
+    weather = without_stores(replace(draw_weather(rng), stray=0.0, tier_trouble=0.0))
 
     def fault(chance: float, most: float) -> float:
         drawn = rng.uniform(0.0, most) if rng.random() < chance else 0.0

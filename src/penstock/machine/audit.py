@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
-from penstock.cache.settings import DEVICE
+from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import (
     DOOMED,
     FILLING,
@@ -27,6 +27,7 @@ from penstock.cache.states import (
     SlotState,
 )
 from penstock.errors import InvariantViolation
+from penstock.machine.stored import is_stored, saves_max
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -247,6 +248,18 @@ def _audit_operations(books: Books) -> None:
             _audit_targets(books, operation)
     if queued != {hop: meter.queued for hop, meter in books.rates.hops.items()}:
         _fail(books, "the blocks queued on the hops are not those of the copies under way")
+    _audit_stores(books, queued)
+
+
+def _audit_stores(books: Books, queued: dict[tuple[int, int], int]) -> None:
+    """Only a store process goes on for a rank that is lost, and saves into stores are bounded."""
+    for operation in books.ledger.operations.values():
+        waits_in_vain = not books.lost_ranks.isdisjoint(operation.waiting_ranks)
+        if waits_in_vain and not is_stored(books, operation):
+            _fail(books, f"operation {operation.id} waits for a rank that is lost")
+    for tier in books.lower_tiers():
+        if tier.settings.stored and queued[HUB, tier.index] > saves_max(books):
+            _fail(books, f"{queued[HUB, tier.index]} blocks are on their way into {tier.name}")
 
 
 def _audit_targets(books: Books, operation: Operation) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.cache.operations import BlockFault
 from penstock.cache.rates import HopMeter, MovingMedian
 from penstock.cache.settings import DEVICE, HUB, Gate
 
@@ -67,7 +68,10 @@ class Rates:
         """No rank touches a copy's slots any more."""
         meter = self.hops.get((operation.source, operation.target))
         if meter is not None:
-            meter.end(len(operation.keys), now, whole=not operation.failure)
+            # To say that a block is not there takes no time, and says nothing of a disk's speed.
+            missing = BlockFault.MISSING in operation.faults.values()
+            whole = not operation.failure and not missing
+            meter.end(len(operation.keys), now, whole=whole)
 
     def tick(self) -> None:
         """A step of the engine: what arrived since the last one is counted together."""
