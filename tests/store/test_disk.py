@@ -30,6 +30,7 @@ from penstock.store.disk_format import (
     seal_trailer,
     sound_rows,
 )
+from penstock.store.disk_index import digests_of
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     SAVE_SALT,
@@ -398,6 +399,24 @@ def test_a_file_that_was_cut_serves_what_is_left_of_it(
 
     assert ended.faults == ((4, BlockFault.CORRUPT), (5, BlockFault.CORRUPT))
     np.testing.assert_array_equal(again.blocks()[10:14], saved.content[:4])
+
+
+def test_a_key_with_the_digest_of_another_is_missing_and_the_other_stays(
+    make: Callable[..., DiskTier],
+) -> None:
+    tier = make()
+    rig = StoreRig(tier, LAYOUT)
+    saved = rig.fill(2)
+    rig.save_and_wait(saved)
+    pool = tier._board.pool
+    (theirs,) = digests_of(SPACE, rig.arena.part, [b"another key here"])
+    pool.index.add(pool.segments[0], [1], [theirs], pool.segments)
+
+    ended = rig.load_and_wait([b"another key here", saved.keys[1]], [10, 11])
+
+    assert ended.faults == ((0, BlockFault.MISSING),)
+    assert tier.state().blocks_corrupt == 0
+    np.testing.assert_array_equal(rig.blocks()[11], saved.content[1])
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

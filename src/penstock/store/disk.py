@@ -97,7 +97,6 @@ class DiskTier:
         self._calls = calls or DiskCalls()
         self._thread_count = threads
         self._lock = threading.Lock()
-        self._flags = 0
         self._folder = DiskFolder(folder, self._calls)
         try:
             pool = self._take_folder()
@@ -107,9 +106,7 @@ class DiskTier:
         except PenstockError:
             self._folder.close()
             raise
-        self._board = JobBoard(
-            self._folder, pool, lock=self._lock, flags=self._flags, retry_s=retry_s
-        )
+        self._board = JobBoard(self._folder, pool, lock=self._lock, retry_s=retry_s)
         self._threads = DiskThreads(
             self._board,
             count=threads,
@@ -127,13 +124,13 @@ class DiskTier:
                 "slower",
                 self._folder.path,
             )
-        self._flags = os.O_DIRECT if direct else 0
         pool = SegmentPool(
             self._folder,
             self.size_bytes,
             lock=self._lock,
             cipher=self._cipher,
             calls=self._calls,
+            flags=os.O_DIRECT if direct else 0,
             ignore_other_versions=self._ignore_other_versions,
         )
         if pool.foreign_count:

@@ -130,13 +130,10 @@ class JobBoard:
         pool: SegmentPool,
         *,
         lock: threading.Lock,
-        flags: int,
         retry_s: float,
     ) -> None:
         self.folder = folder
         self.pool = pool
-        self.flags = flags
-        """With which files are opened for blocks: `O_DIRECT` where there is direct I/O."""
         self.lock = lock
         self.io_ready = threading.Condition(lock)
         self.keeper_ready = threading.Condition(lock)

@@ -100,8 +100,11 @@ class SegmentPool:
         lock: threading.Lock,
         cipher: DiskCipher | None,
         calls: DiskCalls,
+        flags: int,
         ignore_other_versions: bool,
     ) -> None:
+        self.flags = flags
+        """With which files are opened for blocks: `O_DIRECT` where there is direct I/O."""
         self._folder = folder
         self._size_bytes = size_bytes
         self._lock = lock

@@ -149,7 +149,7 @@ class DiskThreads:
         assert geometry is not None
         return Run(
             task.segment.path,
-            self._board.flags,
+            self._board.pool.flags,
             geometry,
             task.segment.life,
             task.first,
