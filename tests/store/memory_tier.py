@@ -7,6 +7,7 @@ Files in its folder change how it behaves, so that a test can do that from anoth
 | `hold` | a job waits until it is cancelled, or until a later one finds the file gone   |
 | `deaf` | cancelling has no effect, as where I/O is under way                           |
 | `off`  | it cannot be opened                                                           |
+| `dies` | its process notes there that it was started, and ends                         |
 
 `python tests/store/memory_tier.py CONFIG` is a store process with tiers of the kind "memory".
 """
@@ -164,6 +165,11 @@ def _sums(arena: MappedArena, block: np.ndarray, key: Key, salt: int) -> np.ndar
 
 
 def open_memory_tier(config: StoreTierConfig) -> MemoryTier:
+    dies = Path(config.folder, "dies")
+    if dies.exists():
+        with dies.open("a") as starts:
+            starts.write("x")
+        os._exit(9)
     return MemoryTier(Path(config.folder), config.size_bytes)
 
 

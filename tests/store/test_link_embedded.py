@@ -134,6 +134,23 @@ def test_a_process_that_cannot_run_is_tried_again_and_the_reason_is_told(
     assert not engine.link.is_up
 
 
+def test_a_process_that_always_dies_is_started_less_and_less_often(
+    config: StoreConfig, make_engine: MakeEngine
+) -> None:
+    dies = Path(config.socket).with_name("dies")
+    dies.touch()
+    engine = make_engine()
+    engine.until(lambda: dies.stat().st_size >= 3)
+    began, before = time.monotonic(), dies.stat().st_size
+
+    while time.monotonic() < began + 1.5:
+        engine.step(0.1)
+
+    assert dies.stat().st_size - before <= 2  # Pauses of 0.4, 0.8 and 1.6 seconds, at least.
+    dies.unlink()
+    engine.up()
+
+
 def test_without_its_supervisor_an_engine_goes_on_and_sleeps(
     config: StoreConfig, make_engine: MakeEngine
 ) -> None:

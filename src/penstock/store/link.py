@@ -88,7 +88,10 @@ PROCESS = "store"
 STOP_S = 10.0
 """From SIGTERM to SIGKILL: longer than the tiers have to end what is in hand."""
 START_S = 10.0
-"""Within this time a process that was asked for listens; then it is asked for again."""
+"""Within this time a process that was asked for runs; then it is asked for again."""
+RESTART_S = 0.1
+RESTART_MAX_S = 5.0
+"""Before a process that has ended is started again; doubled each time, until one has worked."""
 PING_S = 1.0
 """How long the process may be silent before it is asked whether it is there."""
 SILENT_S = 2.0
@@ -433,6 +436,14 @@ class StoreLink:
         self._told = StoreLost(why, fenced)
         self._results.append(self._told)
 
+    def _take_welcome(self) -> None:
+        self._session.keep_trying_soon()
+        if self._host is not None:
+            self._host.note_success()
+        self._fail_copies_below(self._old_tickets_below, "the session was lost")
+        self._welcome = True
+        self._tell_welcome()
+
     def _tell_welcome(self) -> None:
         if self._welcome and not self.is_up:
             self._told = StoreBack()
@@ -477,10 +488,7 @@ class StoreLink:
             case StateNotice():
                 self._results.append(StoreState(self._tier(answer.tier), _state_of(answer)))
             case OwnerWelcome():
-                self._session.keep_trying_soon()
-                self._fail_copies_below(self._old_tickets_below, "the session was lost")
-                self._welcome = True
-                self._tell_welcome()
+                self._take_welcome()
             case OwnerWaiting():
                 self._welcome = False
                 self._lose(answer.why, fenced=False)
@@ -540,6 +548,9 @@ class EmbeddedStore:
         self._supervisor = Supervisor.start()
         self._asked_at: float | None = None
         """When a process was asked for that has not ended."""
+        self._start_at = 0.0
+        """When the next process may be asked for."""
+        self._pause_s = RESTART_S
         self._runs = False
         self._lost = False
         """Whether the supervisor is lost: it cannot be replaced without waiting."""
@@ -553,13 +564,19 @@ class EmbeddedStore:
     def start(self, now: float) -> None:
         """Starts the process, unless it runs or was asked for."""
         asked = self._asked_at is not None and now < self._asked_at + START_S
-        if self._lost or self._runs or asked:
+        if self._lost or self._runs or asked or now < self._start_at:
             return
         self._asked_at = now
+        self._start_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
         try:
             self._supervisor.begin_process(self._spec)
         except UnavailableError as error:
             self._note(str(error))
+
+    def note_success(self) -> None:
+        """A process works: the next pause is a short one."""
+        self._pause_s = RESTART_S
 
     def poll(self) -> bool:
         """Takes what the supervisor reports; false once it is lost, and has no more to say."""

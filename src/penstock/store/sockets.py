@@ -78,7 +78,10 @@ class StoreListener:
                 folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 undo.callback(os.close, folder)
                 lock = os.open(
-                    f"{path.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder
+                    f"{path.name}.lock",
+                    os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
+                    0o600,
+                    dir_fd=folder,
                 )
                 undo.callback(os.close, lock)
                 _take_lock(lock, path)

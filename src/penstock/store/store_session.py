@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.1
 RETRY_MAX_S = 5.0
-"""Before the next try to connect; doubled each time."""
+"""Before the next session with a process that ended the last one; doubled each time."""
+NOBODY_S = 0.2
+"""Before the next try where nobody listens: it costs microseconds, and the tiers of a process that
+was just started wait for it."""
 PACKETS_MAX = 256
 """Packets that one poll reads, so that it ends."""
 
@@ -124,14 +127,14 @@ class StoreSession:
         return news
 
     def _connect(self, now: float, news: list[SessionNews]) -> None:
-        self.alarm = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         try:
             found = connect_store(self.path)
         except UnavailableError as error:
             self.why = str(error)
+            self._pause(now)
             return
         if found is None:
+            self.alarm = now + NOBODY_S
             self.why = f"nobody listens at {self.path}"
             if self._last is None:
                 news.append(NobodyListens())
@@ -141,17 +144,23 @@ class StoreSession:
             # The last process must be dead first: it may still use the arenas.
             self.why = f"the process {last.pid} that served {self.path} has not ended yet"
             _close(found)
+            self._pause(now)
             return
         if last is not None:
             self._epoll.unregister(last.pidfd)
             os.close(last.pidfd)
             self._last = None
         self._connection = found
+        self._pause(now)
         self.alarm = None
         self.why = ""
         self._epoll.register(found.channel.fileno(), select.EPOLLIN)
         self._epoll.register(found.pidfd, select.EPOLLIN)
         news.append(Connected())
+
+    def _pause(self, now: float) -> None:
+        self.alarm = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
 
     def drop(self, why: str, now: float) -> list[SessionNews]:
         """Ends a session with a process that cannot be understood."""
