@@ -110,7 +110,7 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
     others = [engine.order_load([1], [n % 64]) for n in range(5000)]
     engine.step()
 
-    assert longest < 0.5
+    assert longest < 5.0  # A machine may be busy; a wait would last until the process goes on.
     assert not engine.reports(operation)
     lost = engine.take(StoreLost)
     assert isinstance(lost, StoreLost)
