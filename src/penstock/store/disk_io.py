@@ -305,28 +305,28 @@ def _check_trailers(
     """Which trailers are bad, the stored cell sums and their salts."""
     count = len(run.keys)
     end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
-    heads = np.ascontiguousarray(trailers[:, :TRAILER_HEAD_BYTES]).view(TRAILER_HEAD)[:, 0]
-    tables = np.ascontiguousarray(trailers[:, TRAILER_HEAD_BYTES:end])
-    here = (
-        (heads["life"] == run.life)
-        & (heads["generation"] == run.space.generation)
-        & (heads["cell_count"] == run.geometry.cell_count)
-        & (heads["slot"] == np.arange(run.first, run.first + count, dtype=np.uint32))
-    ).tolist()
-    keys = [key.ljust(KEY_FIELD_BYTES, b"\0") for key in run.keys]
+    raw = np.ascontiguousarray(trailers[:, :end])
+    heads = np.ascontiguousarray(raw[:, :TRAILER_HEAD_BYTES]).view(TRAILER_HEAD)[:, 0]
+    wanted = _trailer_heads(run)
+    names_it = (heads["key"] == wanted["key"]) & (heads["space"] == wanted["space"])
+    here = np.ones(count, dtype=np.bool_)
+    for field in ("life", "generation", "cell_count", "slot"):
+        here &= heads[field] == wanted[field]
+    joined = raw.reshape(-1).data
     bad: dict[int, BlockFault] = {}
-    for position in range(count):
-        head = heads[position]
-        raw = trailers[position, : TRAILER_HEAD_BYTES - SUM_BYTES].tobytes()
-        if xxh3_64_intdigest(raw + tables[position].tobytes()) != int(head["sum"]):
+    for position, total in enumerate(heads["sum"].tolist()):
+        at = position * end
+        pieces = (
+            joined[at : at + TRAILER_HEAD_BYTES - SUM_BYTES],
+            joined[at + TRAILER_HEAD_BYTES : at + end],
+        )
+        if xxh3_64_intdigest(b"".join(pieces)) != total or not here[position]:
             bad[position] = BlockFault.CORRUPT
-        elif head["key"].tobytes() != keys[position] or head["space"].tobytes() != run.space.name:
+        elif not names_it[position]:
             # Whole, and another block's: two keys have one digest, and the index has the other's.
-            bad[position] = BlockFault.MISSING if here[position] else BlockFault.CORRUPT
-        elif not here[position]:
-            bad[position] = BlockFault.CORRUPT
-    stored = tables.view("<u8").astype(np.uint64, copy=False)
-    return bad, stored, heads["salt"].tolist()
+            bad[position] = BlockFault.MISSING
+    stored = np.ascontiguousarray(raw[:, TRAILER_HEAD_BYTES:]).view("<u8")
+    return bad, stored.astype(np.uint64, copy=False), heads["salt"].tolist()
 
 
 def _check_sums(
