@@ -133,7 +133,7 @@ def test_a_cache_that_is_opened_again_finds_what_the_last_one_saved(
         engine.wait_until_on()
         assert engine.save(prompt(1)) == 0
     with opened() as engine:
-        engine.run_until(lambda: on_disk(engine) == 8)
+        engine.wait_until_on()
 
         assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
         assert engine.cache.statistics().blocks_corrupt == 0

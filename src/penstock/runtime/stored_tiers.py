@@ -118,6 +118,8 @@ class StoredTiers:
         self._wanted: dict[int, _Wanted] = {}
         self._paging: set[int] = set()
         """Tiers of which a page was asked for."""
+        self._listed: set[int] = set()
+        """Tiers of which the last page has come: what others store later, prefetches find."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -218,18 +220,24 @@ class StoredTiers:
                 yield from chain(*map(self._switch, self.tiers))
 
     def _void(self, voided: Voided) -> Iterator[Event]:
+        self._listed.discard(voided.tier)
         yield TierOff(tier=voided.tier, fenced=False, why="its blocks were voided")
         if self._on[voided.tier]:
             yield TierOn(tier=voided.tier, kept=False)
 
     def _page(self, page: Paged) -> Iterator[Event]:
         self._paging.discard(page.tier)
+        if not self._on[page.tier]:
+            self._on[page.tier] = True
+            yield TierOn(tier=page.tier, kept=True)
         if page.keys:
             yield Discovered(tier=page.tier, keys=page.keys, parents=page.parents)
         state = self.states.get(page.tier)
         recovering = state is not None and state.state.recovered < 1
         # A store that is still reading its tables has more later: its next state brings us back.
-        if not page.last and (page.keys or not recovering):
+        if page.last and not recovering:
+            self._listed.add(page.tier)
+        elif not page.last and (page.keys or not recovering):
             self._request_page(page.tier)
 
     def _found(self, found: FoundInStore) -> Iterator[Event]:
@@ -246,17 +254,15 @@ class StoredTiers:
         yield wanted.prefetch
 
     def _switch(self, tier: int) -> Iterator[Event]:
-        """A tier is on when the store is there and says that the tier is."""
+        """A tier can be on when the store is there and says that the tier is."""
         state = self.states.get(tier)
         if state is None or not self.link.is_up:
             return
         if not state.state.on:
             yield from self._switch_off(tier, state.state.why)
             return
-        if not self._on[tier]:
-            self._on[tier] = True
-            yield TierOn(tier=tier, kept=True)
-        if tier not in self._paging:
+        # It is on from the first page on: who waits for it finds what was stored last.
+        if tier not in self._paging | self._listed:
             self._request_page(tier)
 
     def _request_page(self, tier: int) -> None:
@@ -266,4 +272,5 @@ class StoredTiers:
     def _switch_off(self, tier: int, why: str) -> Iterator[Event]:
         self._on[tier] = False
         self._paging.discard(tier)
+        self._listed.discard(tier)
         yield TierOff(tier=tier, fenced=False, why=why)

@@ -1,0 +1,109 @@
+"""When a cache asks a store for pages of what it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.machine.events import Discovered, TierOff, TierOn
+from penstock.runtime.stored_tiers import StoredTiers
+from penstock.store.base import TierState
+from penstock.store.link import Paged, StoreBack, StoreLost, StoreState, Voided
+
+if TYPE_CHECKING:
+    from penstock.machine.events import Event
+    from penstock.store.link import StoreResult
+
+TIER = 2
+KEY = bytes(16)
+
+
+class ScriptedLink:
+    """A link whose results a test writes down."""
+
+    def __init__(self) -> None:
+        self.is_up = True
+        self.pages_asked = 0
+        self.results: list[StoreResult] = []
+
+    def request_page(self, tier: int) -> None:
+        assert tier == TIER
+        self.pages_asked += 1
+
+    def collect(self) -> list[StoreResult]:
+        results, self.results = self.results, []
+        return results
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.link = ScriptedLink()
+        self.tiers = StoredTiers(self.link, [TIER])  # type: ignore[arg-type]
+
+    def after(self, *results: StoreResult) -> list[type[Event]]:
+        self.link.results = list(results)
+        return [type(event) for event in self.tiers.collect()]
+
+
+def state(recovered: float = 1.0, *, on: bool = True) -> StoreState:
+    return StoreState(TIER, TierState(on=on, why="" if on else "full", recovered=recovered))
+
+
+def page(*, last: bool, keys: int = 1) -> Paged:
+    return Paged(TIER, [KEY] * keys, [None] * keys, last)
+
+
+def test_a_tier_is_on_with_its_first_page() -> None:
+    scene = Scene()
+
+    assert scene.after(state(), StoreBack()) == []
+    assert scene.after(page(last=False)) == [TierOn, Discovered]
+    assert scene.link.pages_asked == 2
+
+
+def test_pages_end_with_the_last_one_however_often_the_state_changes() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+
+    assert scene.after(state(), state(), state()) == []
+    assert scene.link.pages_asked == 1
+
+
+def test_a_store_that_still_reads_its_tables_is_asked_again_when_it_has_read_more() -> None:
+    scene = Scene()
+    scene.after(state(0.5), StoreBack())
+
+    scene.after(page(last=True, keys=0))
+    assert scene.link.pages_asked == 1
+    scene.after(state(0.9))
+    assert scene.link.pages_asked == 2
+    scene.after(page(last=True))
+    scene.after(state(1.0))
+    assert scene.link.pages_asked == 3
+
+
+def test_after_a_loss_and_after_a_void_it_is_asked_from_the_beginning() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+
+    assert scene.after(StoreLost("gone", fenced=True)) == [TierOff]
+    scene.after(StoreBack())
+    assert scene.link.pages_asked == 2
+    scene.after(page(last=True))
+    assert scene.after(Voided(TIER, 7)) == [TierOff, TierOn]
+    scene.after(state())
+    assert scene.link.pages_asked == 3
+
+
+def test_a_tier_that_the_store_has_switched_off_is_off_with_its_reason() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+    scene.link.results = [state(on=False)]
+
+    [off] = scene.tiers.collect()
+
+    assert off == TierOff(tier=TIER, fenced=False, why="full")
+    assert scene.after(state()) == []
+    assert scene.after(page(last=True)) == [TierOn, Discovered]
