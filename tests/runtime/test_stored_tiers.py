@@ -271,6 +271,17 @@ def test_statistics_show_what_the_store_has(opened: Callable[..., Engine]) -> No
         assert said(engine).capacity_bytes > 0
 
 
+def test_a_path_that_is_a_file_is_the_reason_why_the_disk_is_off(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    (tmp_path / "disk").write_text("not a folder")
+    with opened() as engine:
+        engine.run_until(lambda: "Not a directory" in engine.cache.health().reasons[0])
+
+        assert engine.save(prompt(1)) == 0
+    assert (tmp_path / "disk").read_text() == "not a folder"
+
+
 def test_nothing_is_left_behind(opened: Callable[..., Engine]) -> None:
     before = open_descriptors()
     with opened() as engine:

@@ -63,7 +63,13 @@ from penstock.store.messages import (
     split_keys,
     split_parents,
 )
-from penstock.store.store_session import Connected, Disconnected, NobodyListens, StoreSession
+from penstock.store.store_session import (
+    CannotConnect,
+    Connected,
+    Disconnected,
+    NobodyListens,
+    StoreSession,
+)
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.supervisor.spec import ProcessSpec
@@ -385,6 +391,8 @@ class StoreLink:
                 self._begin(now)
             case Disconnected():
                 self._end(news)
+            case CannotConnect(why):
+                self._lose(why, fenced=True)
             case NobodyListens():
                 if self._host is not None:
                     self._host.start(now)
@@ -590,7 +598,9 @@ class EmbeddedStore:
                     self._runs = False
                     self._asked_at = None
                     ended = event.problem or (
-                        f"signal {event.signal}" if event.signal else f"status {event.code}"
+                        f"signal {event.signal}"
+                        if event.signal
+                        else f"status {event.code}, and its log says why"
                     )
                     self._note(f"the store process has ended: {ended}")
                 case ChannelFailed():
@@ -658,7 +668,7 @@ class ArenaOffer:
                     self._session.send(self._frame, self._fd)
                 case Disconnected():
                     self.mapped = False
-                case NobodyListens():
+                case NobodyListens() | CannotConnect():
                     pass
                 case _:
                     if any(isinstance(each, ArenaMapped) for each in news):

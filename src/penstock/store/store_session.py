@@ -55,7 +55,13 @@ class NobodyListens(NamedTuple):
     """There is no store process."""
 
 
-SessionNews = Connected | Disconnected | NobodyListens | list["AnyStoreAnswer"]
+class CannotConnect(NamedTuple):
+    """There is something at the socket's path, and no way to a process behind it."""
+
+    why: str
+
+
+SessionNews = Connected | Disconnected | NobodyListens | CannotConnect | list["AnyStoreAnswer"]
 
 
 class StoreSession:
@@ -132,6 +138,8 @@ class StoreSession:
         except UnavailableError as error:
             self.why = str(error)
             self._pause(now)
+            if self._last is None:
+                news.append(CannotConnect(self.why))
             return
         if found is None:
             self.alarm = now + NOBODY_S
