@@ -75,9 +75,9 @@ def kill_many_times(folder: Path, kills: int) -> None:
 
 
 def test_saved_blocks_are_there_after_a_few_kills(tmp_path: Path) -> None:
-    kill_many_times(tmp_path / "tier", 5)
+    kill_many_times(tmp_path / "tier", 8)
 
 
 @pytest.mark.long
 def test_saved_blocks_are_there_after_many_kills(tmp_path: Path) -> None:
-    kill_many_times(tmp_path / "tier", 150)
+    kill_many_times(tmp_path / "tier", 300)
