@@ -57,4 +57,4 @@ def test_saved_prompts_are_found_after_a_few_kills(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_saved_prompts_are_found_after_many_kills(tmp_path: Path) -> None:
-    kill_many_times(tmp_path / "disk", 200)
+    kill_many_times(tmp_path / "disk", 100)

@@ -80,4 +80,4 @@ def test_saved_blocks_are_there_after_a_few_kills(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_saved_blocks_are_there_after_many_kills(tmp_path: Path) -> None:
-    kill_many_times(tmp_path / "tier", 300)
+    kill_many_times(tmp_path / "tier", 400)

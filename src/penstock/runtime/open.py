@@ -298,7 +298,8 @@ def _stored_tiers(
 
 
 def _switch_off(driver: Driver, agreement: Agreement) -> None:
-    for tier, why in agreement.off:
+    # The first rank's reason: a rank that cannot share has none of its own.
+    for tier, why in dict(reversed(agreement.off)).items():
         driver.switch_tier_off(tier, why)
     if driver.stored is not None:
         for tier in driver.stored.tiers:
