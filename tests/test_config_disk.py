@@ -67,6 +67,7 @@ def test_what_is_printed_reads_back_equal() -> None:
         ('gib = "2TiB"\n', "", "tiers[1].gib: is missing"),
         ('gib = "2TiB"', "gib = 0", "tiers[1].gib: is 0, must be a number of GiB"),
         ('gib = "2TiB"', "gib = 2\nblocks = 9", "tiers[1].blocks: has no effect while gib is 2"),
+        ('gib = "2TiB"', "gib = 2\nrequired = true", "tiers[1].required: is true, must be false"),
         ('gib = "2TiB"', 'gib = 2\nkey_file = "k"', "tiers[1].key_file: is 'k', must be an abs"),
         ('gib = "2TiB"', "gib = 2\nthreads = 3", "tiers[1].threads: is 3, must be a whole"),
         ('gib = "2TiB"', "gib = 2\nthreads = 9", "tiers[1].threads: is 9, must be a whole"),

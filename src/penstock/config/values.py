@@ -164,6 +164,12 @@ class TierKind:
                 raise ConfigError(
                     name, f"is {value!r}, must be an absolute path: several processes use it"
                 )
+        if self.name in STORED_KINDS and self.required:
+            raise ConfigError(
+                "required",
+                f"is true, must be false for kind {self.name!r}: the cache is opened before its "
+                "store process has answered",
+            )
         if self.name in STORED_KINDS and not self.options["path"]:
             raise ConfigError("path", "is '', must be the absolute path of a folder of its own")
 
