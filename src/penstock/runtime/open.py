@@ -31,9 +31,9 @@ from penstock.runtime.offload import Offload
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
-from penstock.runtime.stored_tiers import STARTING, StoredTiers, space_name, store_config
+from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
 from penstock.store.base import part_name
-from penstock.store.link import ArenaOffer, StoreLink
+from penstock.store.link import STARTING, ArenaOffer, StoreLink
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,

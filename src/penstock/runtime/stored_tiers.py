@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 SPACE_DOMAIN = b"penstock.space.v1"
 SOCKET = "socket"
 """The name of the Unix socket in the folder of the first stored tier."""
-STARTING = "the store process is starting"
 PREFETCHES_MAX = 256
 """Prefetches that wait for an answer of the store; the store is not asked for more."""
 GIB = 1 << 30

@@ -91,6 +91,8 @@ logger = logging.getLogger(__name__)
 
 MODULE = "penstock.store"
 PROCESS = "store"
+STARTING = "the store process is starting"
+"""Why there is no store yet."""
 STOP_S = 10.0
 """From SIGTERM to SIGKILL: longer than the tiers have to end what is in hand."""
 START_S = 10.0
@@ -396,7 +398,7 @@ class StoreLink:
             case NobodyListens():
                 if self._host is not None:
                     self._host.start(now)
-                    self._lose(self._host.why or "the store process is starting", fenced=True)
+                    self._lose(self._host.why or STARTING, fenced=True)
                 else:
                     self._lose(self._session.why, fenced=True)
             case _:
