@@ -1,0 +1,45 @@
+"""An engine with device blocks of its own, and a disk below its host memory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import penstock
+from tests.runtime.stored_engine import SOON_S, TOML
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KEYS = [bytes([number]) * 16 for number in range(1, 7)]
+
+
+def run_until(offload: penstock.Offload, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not done():
+        assert time.monotonic() < deadline, offload.health()
+        offload.wait(deadline)
+        offload.step()
+
+
+def test_what_one_engine_saved_the_next_one_prefetches_and_loads(tmp_path: Path) -> None:
+    toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
+    config = penstock.parse_config(toml)
+    kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
+    with penstock.open_offload(config, kv=kv) as offload:
+        run_until(offload, lambda: offload.health().ok)
+        offload.save(KEYS, range(6), cause="first")
+        run_until(offload, lambda: not offload.busy)
+    again = np.zeros_like(kv)
+    with penstock.open_offload(config, kv=again) as offload:
+        run_until(offload, lambda: offload.health().ok)
+        assert offload.lookup(KEYS).below == 6
+        offload.prefetch(KEYS, cause="second")
+        run_until(offload, lambda: offload.lookup(KEYS).ready == 6)
+        offload.load(KEYS, range(10, 16), cause="second")
+        run_until(offload, lambda: not offload.busy)
+
+    assert (again[10:16] == kv[:6]).all()
