@@ -94,7 +94,11 @@ def test_a_disk_that_makes_no_sense_is_refused_in_one_line(
 ) -> None:
     command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--model", str(model_folder)]
     done = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=SOON_S, check=False
+        [*command, "--port", "0", *options],
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
     )
 
     assert done.returncode == 2
