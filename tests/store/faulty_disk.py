@@ -31,6 +31,7 @@ class FaultyDisk:
         """The names of calls, in the order in which they ended."""
         self._errors: dict[str, BaseException] = {}
         self._held = {name: threading.Event() for name in ("preadv", "pwritev")}
+        self._held_bytes_min = dict.fromkeys(self._held, 0)
         self.waiting = {name: threading.Semaphore(0) for name in self._held}
         """Released for each call that is held."""
         for event in self._held.values():
@@ -46,15 +47,17 @@ class FaultyDisk:
     def mend(self) -> None:
         self._errors.clear()
 
-    def hold(self, name: str) -> None:
+    def hold(self, name: str, *, bytes_min: int = 0) -> None:
+        """Calls wait from now on; with `bytes_min` only large ones, so that tables can be read."""
+        self._held_bytes_min[name] = bytes_min
         self._held[name].clear()
 
     def go_on(self, name: str) -> None:
         self._held[name].set()
 
-    def _answer(self, name: str) -> None:
+    def _answer(self, name: str, nbytes: int = 0) -> None:
         held = self._held.get(name)
-        if held is not None and not held.is_set():
+        if held is not None and not held.is_set() and nbytes >= self._held_bytes_min[name]:
             self.waiting[name].release()
             assert held.wait(30)
         error = self._errors.get(name)
@@ -63,13 +66,15 @@ class FaultyDisk:
             raise error
 
     def _preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._answer("preadv")
-        self.read.append(sum(each.nbytes for each in buffers))
+        nbytes = sum(each.nbytes for each in buffers)
+        self._answer("preadv", nbytes)
+        self.read.append(nbytes)
         return os.preadv(fd, buffers, offset)
 
     def _pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._answer("pwritev")
-        self.written.append(sum(each.nbytes for each in buffers))
+        nbytes = sum(each.nbytes for each in buffers)
+        self._answer("pwritev", nbytes)
+        self.written.append(nbytes)
         done = os.pwritev(fd, buffers, offset)
         self.events.append("pwritev")
         return done

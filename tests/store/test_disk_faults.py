@@ -229,19 +229,18 @@ def test_a_segment_with_a_read_under_way_is_not_given_up(tmp_path: Path, disk: F
     rig = StoreRig(tier, LAYOUT)
     saved = rig.fill(2)
     rig.save_and_wait(saved)
-    disk.hold("preadv")
+    disk.hold("preadv", bytes_min=slot_bytes)
     ticket = rig.load(saved.keys, [20, 21])
     assert disk.waiting["preadv"].acquire(timeout=WAIT_S)
 
-    others = [rig.save(rig.fill(1, seed=seed, first=seed)) for seed in range(2, 9)]
-    disk_tickets = rig.wait(*others)
+    others = [rig.save_and_wait(rig.fill(1, seed=seed, first=seed)) for seed in range(2, 9)]
     disk.go_on("preadv")
     (ended,) = rig.wait(ticket)
     tier.close(deadline=time.monotonic() + WAIT_S)
 
     assert ended.faults == ()
     rig.require(saved, [20, 21])
-    assert any(each.faults for each in disk_tickets) or tier.state().blocks_reclaimed
+    assert any(each.faults for each in others) or tier.state().blocks_reclaimed
 
 
 def test_blocks_travel_in_few_large_operations(tmp_path: Path, disk: FaultyDisk) -> None:
