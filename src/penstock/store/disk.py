@@ -69,6 +69,7 @@ class DiskTier:
         direct: bool = True,
         retry_s: float = RETRY_S,
         calls: DiskCalls | None = None,
+        stepped: bool = False,
     ) -> None:
         """Takes the folder, and begins to read the tables that are there.
 
@@ -82,6 +83,7 @@ class DiskTier:
             direct: Whether to use direct I/O, where the file system has it.
             retry_s: After which time a tier that is off is tried again, the first time.
             calls: What is asked of the kernel.
+            stepped: Whether a simulator takes the steps of `DiskThreads`, and no thread does.
 
         Raises:
             ConfigError: a segment is of another version.
@@ -98,15 +100,12 @@ class DiskTier:
         self._thread_count = threads
         self._lock = threading.Lock()
         self._folder = DiskFolder(folder, self._calls)
-        try:
-            pool = self._take_folder()
-        except OSError as error:
-            self._folder.close()
-            raise UnavailableError(f"folder {folder} cannot be used: {error.strerror}") from error
-        except PenstockError:
-            self._folder.close()
-            raise
-        self._board = JobBoard(self._folder, pool, lock=self._lock, retry_s=retry_s)
+        self._board = JobBoard(
+            *(self._folder, self._take_folder_first()),
+            lock=self._lock,
+            retry_s=retry_s,
+            clock=self._calls.clock,
+        )
         self._threads = DiskThreads(
             self._board,
             count=threads,
@@ -114,6 +113,20 @@ class DiskTier:
             cipher=cipher,
             calls=self._calls,
         )
+        if not stepped:
+            self._threads.start()
+
+    def _take_folder_first(self) -> SegmentPool:
+        try:
+            return self._take_folder()
+        except OSError as error:
+            self._folder.close()
+            raise UnavailableError(
+                f"folder {self._folder.path} cannot be used: {error.strerror}"
+            ) from error
+        except PenstockError:
+            self._folder.close()
+            raise
 
     def _take_folder(self) -> SegmentPool:
         """Reads the heads of what is there; at the start, and if the folder was exchanged."""

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +56,7 @@ class DiskCalls:
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
     sync: Callable[[int], None] = os.fdatasync
+    clock: Callable[[], float] = time.monotonic
 
 
 class AlignedMemory:

@@ -23,7 +23,7 @@ from penstock.cache.operations import BlockFault
 from penstock.store.base import EndedJob, SaveJob
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -131,10 +131,12 @@ class JobBoard:
         *,
         lock: threading.Lock,
         retry_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
         self.pool = pool
         self.lock = lock
+        self.clock = clock
         self.io_ready = threading.Condition(lock)
         self.keeper_ready = threading.Condition(lock)
         self.idle = threading.Condition(lock)
@@ -160,6 +162,12 @@ class JobBoard:
         self.retry_at = 0.0
         self.read_failures = 0
         self.saves_dropped = self.blocks_corrupt = 0
+
+    def take_task(self, *, may_write: bool) -> RunToRead | RunToWrite | SegmentToSync | None:
+        """What an I/O thread does next: reads go first."""
+        if self.reads:
+            return self.reads.popleft()
+        return self.writes.popleft() if may_write and self.writes else None
 
     def drop_reads(self, reads: list[RunToRead]) -> None:
         """Ends reads that are in the queue."""
@@ -280,7 +288,7 @@ class JobBoard:
         if self.off:
             return
         self.off = why
-        self.retry_at = time.monotonic() + self.pause_s
+        self.retry_at = self.clock() + self.pause_s
         after = "a restart" if self.broken else f"{self.pause_s:g} s"
         logger.error(
             "the disk tier in %s is off: %s; next try after %s", self.folder.path, why, after

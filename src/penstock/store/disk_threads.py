@@ -7,6 +7,9 @@
 The order of a save is kept by the keeper: block and trailer were written when a run comes back to
 it, then it writes the rows, several at once, then it names the blocks in the index and reports.
 
+Each thread repeats one step (`do_task`, `keep`, `recover_next`); without `start`, a simulator takes
+them instead, in any order.
+
 The one rule: no error ends a thread. What the kernel refuses switches the tier off for a while;
 anything else is an error of ours, is logged, and switches it off for good.
 """
@@ -98,10 +101,12 @@ class DiskThreads:
         self._calls = calls
         self._sums: dict[int, tuple[MappedArena, PackedSums]] = {}
         self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
         self._start(self._keep, "keeper")
         self._start(self._recover, "recovery")
         self._start(lambda: self._do_io(may_write=False), "reads")
-        for number in range(1, count):
+        for number in range(1, self._count):
             self._start(lambda: self._do_io(may_write=True), f"io-{number}")
 
     def _start(self, body: Callable[[], None], name: str) -> None:
@@ -128,21 +133,22 @@ class DiskThreads:
                         or (may_write and self._board.writes)
                     )
                 )
-                if self._board.reads:
-                    task: RunToRead | RunToWrite | SegmentToSync = self._board.reads.popleft()
-                elif may_write and self._board.writes:
-                    task = self._board.writes.popleft()
-                else:
-                    return
-            match task:
-                case RunToRead():
-                    self._read(task, scratch)
-                case RunToWrite():
-                    self._write(task, scratch)
-                case SegmentToSync():
-                    self.sync(task.segment)
-                    with self._board.lock:
-                        task.segment.busy -= 1
+                task = self._board.take_task(may_write=may_write)
+            if task is None:
+                return
+            self.do_task(task, scratch)
+
+    def do_task(self, task: RunToRead | RunToWrite | SegmentToSync, scratch: AlignedMemory) -> None:
+        """Reads, writes or syncs; what comes of it is on the board afterwards."""
+        match task:
+            case RunToRead():
+                self._read(task, scratch)
+            case RunToWrite():
+                self._write(task, scratch)
+            case SegmentToSync():
+                self.sync(task.segment)
+                with self._board.lock:
+                    task.segment.busy -= 1
 
     def _run_of(self, task: RunToRead | RunToWrite, job: SaveJob | LoadJob) -> Run:
         geometry = task.segment.geometry
@@ -244,21 +250,27 @@ class DiskThreads:
                     board.keeper_ready.wait(self._retry_in_s())
                 if self._is_over():
                     return
-                messages = list(board.inbox)
-                board.inbox.clear()
-                retry = self._retry_is_due()
-            try:
-                self._write_rows([each for each in messages if isinstance(each, RunToWrite)])
-                for each in messages:
-                    if isinstance(each, RowToBury):
-                        self._bury(each)
-                    elif isinstance(each, SaveInHand):
-                        self._plan(each)
-                if retry:
-                    self._try_again()
-            except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
-                with board.lock:
-                    self._fail(messages, board.break_down(error))
+            self.keep()
+
+    def keep(self) -> None:
+        """What the keeper does with all that waits for it, and when it is time to try again."""
+        board = self._board
+        with board.lock:
+            messages = list(board.inbox)
+            board.inbox.clear()
+            retry = self._retry_is_due()
+        try:
+            self._write_rows([each for each in messages if isinstance(each, RunToWrite)])
+            for each in messages:
+                if isinstance(each, RowToBury):
+                    self._bury(each)
+                elif isinstance(each, SaveInHand):
+                    self._plan(each)
+            if retry:
+                self._try_again()
+        except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
+            with board.lock:
+                self._fail(messages, board.break_down(error))
 
     def _fail(self, messages: Sequence[SaveInHand | RunToWrite | RowToBury], why: str) -> None:
         """Ends what an error of ours left in hand."""
@@ -275,13 +287,13 @@ class DiskThreads:
 
     def _retry_is_due(self) -> bool:
         board = self._board
-        return bool(board.off) and not board.broken and time.monotonic() >= board.retry_at
+        return bool(board.off) and not board.broken and board.clock() >= board.retry_at
 
     def _retry_in_s(self) -> float | None:
         board = self._board
         if not board.off or board.broken:
             return None
-        return max(0.0, board.retry_at - time.monotonic())
+        return max(0.0, board.retry_at - board.clock())
 
     def _plan(self, save: SaveInHand) -> None:
         """Gives the blocks of a save their slots, and queues the writes."""
@@ -465,7 +477,7 @@ class DiskThreads:
             pool.generations.save()
         except (OSError, PenstockError):
             with board.lock:
-                board.retry_at = time.monotonic() + board.pause_s
+                board.retry_at = board.clock() + board.pause_s
                 board.pause_s = min(2 * board.pause_s, PAUSE_MAX_S)
             return
         with board.lock:
@@ -474,7 +486,7 @@ class DiskThreads:
             board.off, board.reads_off, board.read_failures = "", False, 0
             logger.warning("the disk tier in %s is on again", board.folder.path)
             board.change_state()
-        if exchanged:
+        if exchanged and self._threads:
             self._start(self._recover, "recovery")
 
     # Recovery
@@ -484,16 +496,21 @@ class DiskThreads:
         pool = board.pool
         more, told = True, 0
         while more and not board.stopped:
-            try:
-                more = pool.recover_next()
-            except OSError as error:
-                with board.lock:
-                    board.fail_read(error)
-            except Exception as error:  # noqa: BLE001 - a thread that ends silently loses blocks
-                more = False
-                with board.lock:
-                    board.break_down(error)
+            more = self.recover_next(pool)
             if not more or (pool.rows_known - told) * NEWS_OF_RECOVERY >= pool.rows_found:
                 told = pool.rows_known
                 with board.lock:
                     board.change_state()
+
+    def recover_next(self, pool: SegmentPool) -> bool:
+        """Reads one more table; false if there is none."""
+        try:
+            return pool.recover_next()
+        except OSError as error:
+            with self._board.lock:
+                self._board.fail_read(error)
+            return True
+        except Exception as error:  # noqa: BLE001 - a thread that ends silently loses blocks
+            with self._board.lock:
+                self._board.break_down(error)
+            return False
