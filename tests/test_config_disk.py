@@ -9,6 +9,9 @@ import pytest
 from penstock.cli.app import run
 from penstock.config import parse_config
 from penstock.errors import ConfigError
+from penstock.runtime.lower_tiers import build_lower_tiers
+from penstock.tiers.arena import MemoryCalls
+from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -106,3 +109,44 @@ def test_unknown_weights_are_said_when_the_file_is_checked(
     said = capsys.readouterr().out.splitlines()
     assert status == 0
     assert said[1].startswith(f"{file}: note: model.weights_version: is not given: nothing is kept")
+
+
+GIANT = Layout.opaque(
+    layers=[0], block_bytes=(1 << 30) + 1, encoding="bytes", block_tokens=16, block_count=2
+)
+SMALL_MACHINE = MemoryCalls(
+    read=lambda path: "MemAvailable: 2048 kB\n" if path == "/proc/meminfo" else ""
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gib", "message"),
+    [
+        (1, "2", "tiers[1].gib: is 2.0, must be at least 2.00003 for blocks of 1073741825 bytes"),
+        (2, "3", "tiers[1].gib: is 3.0, must be at least 4.00006 for blocks of 1073741825 bytes"),
+        # Large enough: host memory, which is made next, is what is too small here.
+        (1, "4", "tiers[0].blocks: is 1, needs 1.00 GiB, must be at most the 2.0 MiB"),
+    ],
+)
+def test_a_disk_takes_blocks_that_are_larger_than_a_segment_if_it_has_room_for_them(
+    ranks: int, gib: str, message: str
+) -> None:
+    text = TOML.replace('"2TiB"', gib).replace("gib = 1\n", "blocks = 1\n")
+    config = parse_config(text.replace("blocks = 64", f"blocks = 64\nranks = {ranks}"))
+
+    with pytest.raises(ConfigError) as refused:
+        build_lower_tiers(config, GIANT, kernel=SMALL_MACHINE)
+
+    assert str(refused.value).startswith(message)
+
+
+def test_copies_that_no_message_to_the_store_can_hold_are_refused() -> None:
+    text = TOML.replace("blocks = 64", "blocks = 64\noperation_blocks_max = 4096")
+    config = parse_config(text.replace("gib = 1\n", "blocks = 1\n"))
+
+    with pytest.raises(ConfigError) as refused:
+        build_lower_tiers(config, GIANT, kernel=SMALL_MACHINE)
+
+    assert str(refused.value) == (
+        "cache.operation_blocks_max: is 4096, must be at most 1818 with a tier of kind 'disk'"
+    )

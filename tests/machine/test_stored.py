@@ -138,6 +138,42 @@ def test_a_page_takes_free_entries_only_and_the_newest_blocks_first(
     assert driver.machine.statistics().blocks_evicted == 0
 
 
+def want(driver: Driver, prompt: str, start: int) -> None:
+    """The store's answer to a prefetch: it has the blocks of a prompt from `start` on."""
+    keys = driver.keys(prompt)
+    parents = [None, *keys[:-1]]
+    driver.handle(
+        ev.Discovered(tier=STORE, keys=keys[start:], parents=parents[start:], wanted=True)
+    )
+
+
+def test_blocks_that_a_prefetch_asked_for_take_the_entries_of_others(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored(4))
+    found(driver, "abcd")
+
+    want(driver, "xyz", 0)
+
+    driver.handle(ev.Prefetch(keys=driver.keys("xyz"), cause="queued"))
+    assert list(driver.copy(Purpose.STAGE).keys) == driver.keys("xyz")
+    driver.machine.audit()
+
+
+def test_blocks_that_a_prefetch_asked_for_do_not_take_the_entries_before_them(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(host=8, disk=stored(4))
+    found(driver, "xy", "ab")
+
+    want(driver, "abcd", 2)
+    want(driver, "abcdefgh", 4)
+
+    driver.handle(ev.Prefetch(keys=driver.keys("abcd"), cause="queued"))
+    assert list(driver.copy(Purpose.STAGE).keys) == driver.keys("abcd")
+    driver.machine.audit()
+
+
 def test_a_page_of_blocks_that_are_known_changes_nothing(make_driver: MakeDriver) -> None:
     driver = make_driver(host=8, disk=stored())
     driver.store("abc")

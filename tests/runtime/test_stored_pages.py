@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.machine.events import Discovered, TierOff, TierOn
-from penstock.runtime.stored_tiers import StoredTiers
+from penstock.machine.events import Discovered, Prefetch, TierOff, TierOn
+from penstock.runtime.stored_tiers import FIND_KEYS_MAX, StoredTiers
 from penstock.store.base import TierState
-from penstock.store.link import Paged, StoreBack, StoreLost, StoreState, Voided
+from penstock.store.link import FoundInStore, Paged, StoreBack, StoreLost, StoreState, Voided
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.machine.events import Event
     from penstock.store.link import StoreResult
+    from penstock.vocabulary.ids import Key
 
 TIER = 2
 KEY = bytes(16)
@@ -23,11 +26,17 @@ class ScriptedLink:
     def __init__(self) -> None:
         self.is_up = True
         self.pages_asked = 0
+        self.finds: list[Sequence[Key]] = []
         self.results: list[StoreResult] = []
 
     def request_page(self, tier: int) -> None:
         assert tier == TIER
         self.pages_asked += 1
+
+    def find(self, tier: int, keys: Sequence[Key]) -> int:
+        assert tier == TIER
+        self.finds.append(keys)
+        return len(self.finds)
 
     def collect(self) -> list[StoreResult]:
         results, self.results = self.results, []
@@ -107,3 +116,37 @@ def test_a_tier_that_the_store_has_switched_off_is_off_with_its_reason() -> None
     assert off == TierOff(tier=TIER, fenced=False, why="full")
     assert scene.after(state()) == []
     assert scene.after(page(last=True)) == [TierOn, Discovered]
+
+
+def test_the_keys_of_a_long_prefetch_are_asked_for_piece_by_piece() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+    keys = [number.to_bytes(16, "big") for number in range(2 * FIND_KEYS_MAX + 50)]
+    first, second, third = keys[:FIND_KEYS_MAX], keys[FIND_KEYS_MAX:-50], keys[-50:]
+
+    scene.tiers.prefetch(Prefetch(keys=keys, cause="queued"), 0)
+    assert scene.link.finds == [first]
+    assert scene.after(FoundInStore(1, TIER, [True] * len(first))) == [Discovered, Prefetch]
+    assert scene.link.finds == [first, second]
+    scene.after(FoundInStore(2, TIER, [True] * len(second)))
+    assert scene.link.finds == [first, second, third]
+    scene.link.results = [FoundInStore(3, TIER, [True] * len(third))]
+    [found, _] = scene.tiers.collect()
+
+    assert isinstance(found, Discovered)
+    assert found.keys == third
+    assert list(found.parents) == keys[-51:-1]
+    assert len(scene.link.finds) == 3
+
+
+def test_a_prefetch_ends_with_the_first_block_that_is_not_there() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+    keys = [number.to_bytes(16, "big") for number in range(2 * FIND_KEYS_MAX)]
+
+    scene.tiers.prefetch(Prefetch(keys=keys, cause="queued"), 0)
+    scene.after(FoundInStore(1, TIER, [True] * (FIND_KEYS_MAX - 1) + [False]))
+
+    assert len(scene.link.finds) == 1

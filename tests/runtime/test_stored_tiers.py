@@ -110,6 +110,28 @@ def test_after_a_reset_nothing_that_was_stored_is_found_again(
         assert engine.answer(prompt(1)) == 4 * BLOCK_TOKENS
 
 
+def test_a_reset_while_the_store_is_away_is_told_and_kept_when_it_is_back(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.run_until(lambda: said(engine).blocks == 8)
+        os.kill(store_pid(engine), signal.SIGKILL)
+        engine.run_until(lambda: not engine.cache.health().ok)
+
+        engine.cache.reset("the operator wants it")
+
+        told = "reset of tier disk is not kept yet: its blocks are found again if this process ends"
+        assert any(told in reason for reason in engine.cache.health().reasons)
+        assert not said(engine).reset_confirmed
+        # Closing gives the store time to keep it.
+    with opened() as engine:
+        engine.wait_until_on()
+        assert said(engine).reset_confirmed
+        assert engine.answer(prompt(1)) == 0
+
+
 def test_other_weights_find_nothing_and_the_old_ones_their_own(
     opened: Callable[..., Engine],
 ) -> None:

@@ -151,20 +151,32 @@ def test_a_process_that_always_dies_is_started_less_and_less_often(
     engine.up()
 
 
-def test_without_its_supervisor_an_engine_goes_on_and_sleeps(
+def supervisor_of(config: StoreConfig) -> int:
+    stat = Path(f"/proc/{pid_of(config)}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def test_a_supervisor_that_was_killed_is_replaced_and_starts_the_store_again(
     config: StoreConfig, make_engine: MakeEngine
 ) -> None:
     engine = make_engine().up()
-    supervisor = int(Path(f"/proc/{pid_of(config)}/stat").read_text().rpartition(")")[2].split()[1])
+    for _ in range(2):
+        killed = supervisor_of(config)
+        os.kill(killed, signal.SIGKILL)
+        engine.until(
+            lambda: any(isinstance(each, StoreLost) and each.fenced for each in engine.results)
+        )
+        engine.results.clear()
 
-    os.kill(supervisor, signal.SIGKILL)
+        engine.up()
 
-    engine.until(
-        lambda: any(isinstance(each, StoreLost) and each.fenced for each in engine.results)
-    )
-    assert engine.load([1])[0].failure
-    engine.step(0.2)
-    assert not is_readable(engine.link.descriptor)
+        assert supervisor_of(config) not in {1, killed}
+        engine.save([1])
+        engine.step(0.2)
+        assert not is_readable(engine.link.descriptor)
+        engine.results.clear()
+    engine.close()
+    assert not pid_of(config)
 
 
 def test_no_descriptor_is_left_and_no_call_waits(make_engine: MakeEngine) -> None:

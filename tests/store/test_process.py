@@ -6,7 +6,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
-from penstock.store.link import FoundInStore, Paged, StoreGone, StoreState, Voided
+from penstock.store.link import (
+    STEP_KEYS_MAX,
+    FoundInStore,
+    Paged,
+    StoreGone,
+    StoreState,
+    Voided,
+)
 from tests.store.segments import BLOCK_BYTES
 from tests.store.store_lab import DISK, StoreEngine, StoreProcess, key_of
 
@@ -74,6 +81,7 @@ def test_pages_list_all_blocks_with_their_parents(make_engine: MakeEngine) -> No
         engine.link.request_page(DISK)
         page = engine.take(Paged)
         assert isinstance(page, Paged)
+        assert len(page.keys) <= STEP_KEYS_MAX
         keys.update(zip(page.keys, page.parents, strict=True))
         last = page.last
 
@@ -152,6 +160,28 @@ def test_owners_are_told_of_blocks_that_gave_way(tmp_path: Path) -> None:
             engine.save([4])
 
             assert engine.take(StoreGone) == StoreGone(DISK, [key_of(1)])
+
+
+def test_blocks_that_gave_way_are_not_in_the_rest_of_a_page(tmp_path: Path) -> None:
+    count = STEP_KEYS_MAX + 60
+    with closing(StoreProcess(tmp_path / "small", size_bytes=count * BLOCK_BYTES)) as store:
+        store.start()
+        with closing(StoreEngine(store.config)) as engine:
+            engine.up()
+            for start in range(0, count, 60):
+                engine.save(range(start, min(start + 60, count)))
+            engine.link.request_page(DISK)
+            first = engine.take(Paged)
+
+            engine.save([count])
+            assert engine.take(StoreGone) == StoreGone(DISK, [key_of(0)])
+            engine.link.request_page(DISK)
+
+            rest = engine.take(Paged)
+            assert isinstance(first, Paged)
+            assert isinstance(rest, Paged)
+            assert rest.last
+            assert first.keys + rest.keys == [key_of(each) for each in range(count - 1, 0, -1)]
 
 
 def test_a_job_that_is_abandoned_is_reported_as_failed(

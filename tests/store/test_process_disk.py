@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cache.operations import BlockFault
-from penstock.store.link import StoreBack, StoreLost, StoreState
-from tests.store.store_lab import StoreEngine, StoreProcess
+from penstock.store.link import StoreBack, StoreLost, StoreState, Voided
+from tests.store.store_lab import DISK, StoreEngine, StoreProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from penstock.store.link import StoreResult
 
 SIZE_BYTES = 8 << 20
 
@@ -98,6 +100,76 @@ def test_a_process_that_is_stopped_and_killed_loses_nothing_acknowledged(
         assert engine.finish(late)[0].failure
         for number in range(1, 20):
             _load_when_known(engine, number)
+
+
+def test_a_void_counts_as_done_when_it_outlives_the_process(store: StoreProcess) -> None:
+    with closing(StoreEngine(store.config)) as engine:
+        engine.up()
+        until_on(engine)
+        engine.save([1])
+        generations = store.file("generations")
+        kept = generations.read_bytes()
+        generations.unlink()
+        generations.mkdir()  # Neither replaced nor cut by the process.
+
+        engine.link.void(DISK)
+
+        assert engine.load([1])[0].failure
+        engine.until(lambda: any(is_off(each) for each in engine.results))
+        assert engine.link.unconfirmed_voids == {DISK}
+        # The process could not write it down: the next one finds what was there before.
+        store.kill()
+        generations.rmdir()
+        generations.write_bytes(kept)
+        store.start()
+        assert isinstance(engine.take(Voided), Voided)
+        assert engine.link.unconfirmed_voids == set()
+        assert engine.load([1])[0].faults == ((0, BlockFault.MISSING),)
+
+
+def is_off(result: StoreResult) -> bool:
+    return isinstance(result, StoreState) and "generations cannot be" in result.state.why
+
+
+def test_a_void_that_could_not_be_kept_is_kept_when_the_disk_is_well(store: StoreProcess) -> None:
+    with closing(StoreEngine(store.config)) as engine:
+        engine.up()
+        until_on(engine)
+        engine.save([1])
+        generations = store.file("generations")
+        generations.unlink()
+        generations.mkdir()
+        engine.link.void(DISK)
+        engine.until(lambda: any(is_off(each) for each in engine.results))
+
+        generations.rmdir()
+
+        assert isinstance(engine.take(Voided), Voided)
+        assert engine.link.unconfirmed_voids == set()
+        engine.save([2])
+        assert engine.load([1])[0].faults == ((0, BlockFault.MISSING),)
+        assert engine.load([2])[0].faults == ()
+
+
+def test_a_void_asked_while_the_store_was_away_outlives_a_change_of_weights(
+    store: StoreProcess,
+) -> None:
+    with closing(StoreEngine(store.config)) as engine:
+        engine.up()
+        until_on(engine)
+        engine.save([1])
+        store.kill()
+        engine.until(lambda: not engine.link.is_up)
+        engine.link.void(DISK)
+        engine.link.enter_space(bytes(16))
+        store.start()
+
+        engine.until(lambda: not engine.link.unconfirmed_voids)
+    with closing(StoreEngine(store.config, life=8)) as engine:
+        engine.up()
+        until_on(engine)
+
+        assert engine.load([1])[0].faults == ((0, BlockFault.MISSING),)
 
 
 def test_a_folder_in_use_is_told_and_tried_again(store: StoreProcess, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from penstock.store.messages import (
     StoreConfig,
     StorePing,
     StoreTierConfig,
+    VoidRequest,
     VoidSeen,
     answer_bytes,
     answer_frames,
@@ -54,6 +55,7 @@ def test_requests_are_read_as_they_were_written() -> None:
         SaveRequest(1, 0, b"".join(KEYS), join_parents([None, *KEYS[:4]], 5), b"", U64, 1.5),
         LoadRequest(2, 15, b"".join(KEYS), b"", 0, 0.0),
         VoidSeen(1, 7),
+        VoidRequest(0, bytes(16)),
         StorePing(),
     ]
 

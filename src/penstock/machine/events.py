@@ -213,7 +213,8 @@ class Discovered(Event, frozen=True, kw_only=True):
     """Blocks were found in a tier: after a restart, or written by another engine.
 
     Of a stored tier, the newest come first: as many are noted as there are free entries, and none
-    makes room for others. What cannot be true (blocks before themselves) is left out.
+    makes room for others unless they are `wanted`. What cannot be true (blocks before themselves)
+    is left out.
     """
 
     tier: int
@@ -223,6 +224,8 @@ class Discovered(Event, frozen=True, kw_only=True):
     """Where they lie; `None` for a stored tier, whose store alone knows."""
     foreign: bool = False
     """In a form this engine cannot read: known, but of no use."""
+    wanted: bool = False
+    """A request is about to use them: a directory that is full forgets other blocks for them."""
 
 
 class Vanished(Event, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ class StoreStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that were not written because the tier was too slow."""
     blocks_corrupt: int
     blocks_reclaimed: int
+    reset_confirmed: bool = True
+    """Whether the last reset of this engine outlives it."""
 
 
 class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):

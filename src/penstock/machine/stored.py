@@ -73,6 +73,8 @@ def vanished(books: Books, tier: Tier, event: Vanished, now: float) -> None:
 
 def discovered(books: Books, tier: Tier, event: Discovered, now: float) -> None:
     """A store has these blocks: as many are noted as there are free entries."""
+    if event.wanted:
+        _make_room(books, tier, event, now)
     before = _without_entry(books, tier, event)
     links = {key: before.pop(key) for key in list(before) if key in books.nodes.ids}
     tenant = books.tenant("")
@@ -87,6 +89,20 @@ def discovered(books: Books, tier: Tier, event: Discovered, now: float) -> None:
     tier.offer(nodes)
     keys = copies.announce(books, tier, nodes)
     books.history.add(now, "discovered", tier.name, keys)
+
+
+def _make_room(books: Books, tier: Tier, event: Discovered, now: float) -> None:
+    """Forgets entries of other blocks, those that would leave next, until all of these fit."""
+    ids, slot_of = books.nodes.ids, tier.slot_of.data
+    wanted = dict.fromkeys(event.keys)
+    near = {ids.get(key, NOWHERE) for key in (*wanted, *event.parents) if key is not None}
+    held = tier.slot_of[[node for node in near if node != NOWHERE and slot_of[node] != NOWHERE]]
+    listed = [ids.get(key, NOWHERE) for key in wanted]
+    missing = sum(node == NOWHERE or slot_of[node] == NOWHERE for node in listed)
+    # Held, or a block might take the place of the one it follows.
+    tier.pool.hold(held)
+    books.evict_planned(tier, tier.plan_room(missing, None), now, "prefetch")
+    tier.offer_slots(tier.pool.unhold(held))
 
 
 def _without_entry(books: Books, tier: Tier, event: Discovered) -> dict[Key, Key | None]:

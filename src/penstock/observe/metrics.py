@@ -386,6 +386,13 @@ METRICS = (
         by_store(lambda store: store.blocks_reclaimed),
         _TIER,
     ),
+    MetricRow(
+        "store_reset_confirmed",
+        GAUGE,
+        "0 while a reset of this engine would be lost with its process",
+        by_store(lambda store: int(store.reset_confirmed)),
+        _TIER,
+    ),
 )
 """What every instance reports."""
 

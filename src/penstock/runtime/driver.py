@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 import time
@@ -35,6 +36,7 @@ from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.rank_links import LostRank, MissingReports
 from penstock.runtime.status import CopyLog, Drained, HealthLog
 from penstock.runtime.stored_tiers import space_name
+from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import as_time
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from penstock.runtime.status import Health
     from penstock.runtime.stored_tiers import StoredTiers
     from penstock.vocabulary.ids import OperationId
+
+logger = logging.getLogger(__name__)
 
 _WRITES = frozenset({Purpose.SAVE, Purpose.DEMOTE})
 """What is worth waiting for at the end: it keeps blocks that would be lost."""
@@ -192,6 +196,7 @@ class Driver:
         if self.stored is not None:
             self.stored.void()
             self.stored.dispatch()
+            self._check_resets(self.stored)
         return effects
 
     def change_weights(self, config: Config) -> list[ef.Effect]:
@@ -284,8 +289,10 @@ class Driver:
             copies = len(self.machine.operations)
             drained = Drained(finished=0, cancelled=copies, unsettled=0)
         else:
+            deadline = self._clock() + timeout_s
             with self.access:
                 drained = self._drain(timeout_s, deliver)
+                self._await_resets(max(deadline, self._clock() + FENCE_S), deliver)
         self.access.close()
         if self.stored is not None:
             self.stored.close(self._clock() + max(timeout_s, STORE_CLOSE_S))
@@ -317,6 +324,18 @@ class Driver:
             cancelled=cut_short + failed,
             unsettled=len(self.machine.operations),
         )
+
+    def _await_resets(self, deadline: float, deliver: Callable[[list[ef.Effect]], None]) -> None:
+        """Gives the store until the deadline to keep a reset, which would be lost otherwise."""
+        stored = self.stored
+        if stored is None:
+            return
+        while stored.unconfirmed_resets and self._clock() < deadline:
+            deliver(self._exchange_with_store(stored))
+            if stored.unconfirmed_resets:
+                wait_any((), stored.descriptors, deadline=min(deadline, stored.next_due))
+        for tier in stored.unconfirmed_resets:
+            logger.warning("reset is lost: tier=%s cause=its store is away", self._name(tier))
 
     def audit(self) -> None:
         """Checks every invariant of the whole state."""
@@ -380,7 +399,18 @@ class Driver:
                     ]
         stored.forget_all_but(self.machine.operations)
         stored.dispatch()
+        self._check_resets(stored)
         return effects
+
+    def _check_resets(self, stored: StoredTiers) -> None:
+        """Says which resets would be lost with this process, because a store is away."""
+        unconfirmed = stored.unconfirmed_resets
+        for tier in stored.tiers:
+            thing = f"reset of tier {self._name(tier)} is not kept yet"
+            if tier not in unconfirmed:
+                self._health.mend(thing)
+            elif not stored.is_on(tier):
+                self._health.fail(thing, "its blocks are found again if this process ends now")
 
     def _take_report(self, report: CopyReport | LostRank) -> list[ef.Effect]:
         if isinstance(report, CopyReport):

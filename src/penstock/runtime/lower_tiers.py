@@ -21,6 +21,7 @@ from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED
 from penstock.errors import ConfigError, UnavailableError
 from penstock.extensions import OTHER_TIERS
 from penstock.store.disk_format import ROW_BYTES, SEGMENT_BYTES, Geometry
+from penstock.store.messages import BLOCKS_MAX as JOB_BLOCKS_MAX
 from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
@@ -146,15 +147,7 @@ def _sized(order: _Order, config: Config) -> _Order:
         return order
     size, one = int(size_gib * GIB), tier_bytes(order.layout, 1)
     if order.tier.stored:
-        # All ranks share a disk; of those that hold equal bytes, it keeps one part.
-        parts = 1 if config.equal_ranks else config.cache.rank_count
-        geometry = Geometry(
-            segment_bytes=SEGMENT_BYTES,
-            block_bytes=order.layout.block_bytes,
-            cell_count=len(order.layout.cells),
-        )
-        one = parts * (geometry.slot_bytes + ROW_BYTES)
-        slots = size // one
+        slots = size // _stored_bytes(order, size, config)
     else:
         slots = slots_within(order.layout, size)
     if slots < 1:
@@ -168,6 +161,31 @@ def _sized(order: _Order, config: Config) -> _Order:
             f"is {size_gib}, must have room for at most {BLOCKS_MAX} blocks; it has for {slots}",
         )
     return order._replace(tier=replace(order.tier, slot_count=slots))
+
+
+def _stored_bytes(order: _Order, size: int, config: Config) -> int:
+    """What a block takes on disk, on all ranks."""
+    if config.cache.operation_blocks_max > JOB_BLOCKS_MAX:
+        raise ConfigError(
+            "cache.operation_blocks_max",
+            f"is {config.cache.operation_blocks_max}, must be at most {JOB_BLOCKS_MAX} with a tier "
+            f"of kind {order.kind.name!r}",
+        )
+    # All ranks share a disk; of those that hold equal bytes, it keeps one part.
+    parts = 1 if config.equal_ranks else config.cache.rank_count
+    block_bytes, cell_count = order.layout.block_bytes, len(order.layout.cells)
+    least = Geometry.least_bytes(block_bytes=block_bytes, cell_count=cell_count)
+    # One segment that is filled and one that can be given up, of each part.
+    if size < 2 * parts * least:
+        raise ConfigError(
+            f"{order.place}.gib",
+            f"is {order.kind.gib}, must be at least {2 * parts * least / GIB:.6g} for blocks of "
+            f"{block_bytes} bytes on {parts} ranks",
+        )
+    geometry = Geometry(
+        segment_bytes=max(SEGMENT_BYTES, least), block_bytes=block_bytes, cell_count=cell_count
+    )
+    return parts * (geometry.slot_bytes + ROW_BYTES)
 
 
 def _require_host_tiers(orders: list[_Order], arenas: Mapping[str, int]) -> None:

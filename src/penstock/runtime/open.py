@@ -33,7 +33,8 @@ from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_rea
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
 from penstock.store.base import part_name
-from penstock.store.link import STARTING, ArenaOffer, StoreLink
+from penstock.store.embedded import STARTING
+from penstock.store.link import ArenaOffer, StoreLink
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,

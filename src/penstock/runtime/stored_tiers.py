@@ -50,6 +50,9 @@ SOCKET = "socket"
 """The name of the Unix socket in the folder of the first stored tier."""
 PREFETCHES_MAX = 256
 """Prefetches that wait for an answer of the store; the store is not asked for more."""
+FIND_KEYS_MAX = 256
+"""Keys of a prefetch that the store is asked for at once: noting what it has takes an engine some
+microseconds a key, in one step."""
 GIB = 1 << 30
 
 
@@ -137,6 +140,7 @@ class StoredTiers:
 
     def statistics(self) -> dict[int, StoreStatistics]:
         """What the store last said of each tier, by its index."""
+        unconfirmed = self.unconfirmed_resets
         return {
             tier: StoreStatistics(
                 recovered=said.state.recovered,
@@ -146,6 +150,7 @@ class StoredTiers:
                 saves_dropped=said.state.saves_dropped,
                 blocks_corrupt=said.state.blocks_corrupt,
                 blocks_reclaimed=said.state.blocks_reclaimed,
+                reset_confirmed=tier not in unconfirmed,
             )
             for tier, said in self.states.items()
         }
@@ -163,17 +168,27 @@ class StoredTiers:
 
     def prefetch(self, prefetch: Prefetch, known: int) -> None:
         """Asks the store for the keys of a prefetch from `known` on, which nobody here knows."""
-        if known >= len(prefetch.keys) or len(self._wanted) >= PREFETCHES_MAX:
-            return
         for tier in self.tiers:
             if self._on[tier]:
-                number = self.link.find(tier, prefetch.keys[known:])
-                self._wanted[number] = _Wanted(prefetch, known)
+                self._find(tier, prefetch, known)
+
+    def _find(self, tier: int, prefetch: Prefetch, start: int) -> None:
+        if start < len(prefetch.keys) and len(self._wanted) < PREFETCHES_MAX:
+            number = self.link.find(tier, prefetch.keys[start : start + FIND_KEYS_MAX])
+            self._wanted[number] = _Wanted(prefetch, start)
 
     def void(self) -> None:
         """A reset: blocks that were stored are not found again, by any engine."""
         for tier in self.tiers:
             self.link.void(tier)
+
+    def is_on(self, tier: int) -> bool:
+        return self._on[tier]
+
+    @property
+    def unconfirmed_resets(self) -> set[int]:
+        """Tiers that have not confirmed a reset: it would be lost with this process."""
+        return self.link.unconfirmed_voids
 
     def enter_space(self, space: bytes) -> None:
         """From now on the blocks of another model are meant; nothing of it is known yet."""
@@ -249,8 +264,12 @@ class StoredTiers:
         keys, start = wanted.prefetch.keys, wanted.start
         before: list[Key | None] = [keys[start - 1] if start else None]
         before += keys[start : start + count - 1]
-        yield Discovered(tier=found.tier, keys=keys[start : start + count], parents=before)
+        yield Discovered(
+            tier=found.tier, keys=keys[start : start + count], parents=before, wanted=True
+        )
         yield wanted.prefetch
+        if count == len(found.present):
+            self._find(found.tier, wanted.prefetch, start + count)
 
     def _switch(self, tier: int) -> Iterator[Event]:
         """A tier can be on when the store is there and says that the tier is."""

@@ -183,7 +183,12 @@ class StoreTier(Protocol):
         ...
 
     def void(self, name: bytes) -> int:
-        """Begins a new generation: no block of an earlier one is found again. Returns it."""
+        """Begins a new generation: no block of an earlier one is found again. Returns it.
+
+        Raises:
+            UnavailableError: it counts for this process, but would not outlive it. Ask again when
+                the tier is on.
+        """
         ...
 
     def state(self) -> TierState: ...

@@ -312,9 +312,10 @@ class DiskTier:
         try:
             return self._board.pool.generations.begin(name)
         except OSError as error:
+            why = f"generations cannot be written: {error.strerror}"
             with self._board.lock:
-                self._board.switch_off(f"generations cannot be written: {error.strerror}", error)
-            return self._board.pool.generations.of(name)
+                self._board.switch_off(why, error)
+            raise UnavailableError(why) from error
 
     def state(self) -> TierState:
         with self._board.lock:

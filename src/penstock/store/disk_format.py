@@ -129,6 +129,12 @@ class Geometry:
                 f"{self.slot_bytes} bytes"
             )
 
+    @classmethod
+    def least_bytes(cls, *, block_bytes: int, cell_count: int) -> int:
+        """The size of a segment with one slot."""
+        one = cls(segment_bytes=1 << 62, block_bytes=block_bytes, cell_count=cell_count)
+        return cls.slots_offset(1) + one.slot_bytes
+
     @property
     def trailer_offset(self) -> int:
         """Within a slot."""

@@ -27,10 +27,8 @@ from penstock.store.base import GoneBlocks, Page, Space
 from penstock.store.disk_folder import Generations, write_head
 from penstock.store.disk_format import (
     PAGE_BYTES,
-    ROW_BYTES,
     SEGMENT_BYTES,
     Geometry,
-    round_up,
     write_form,
 )
 from penstock.store.disk_index import BlockIndex, DiskSegment, check_rows, read_table
@@ -225,10 +223,7 @@ class SegmentPool:
 
     def _segment_bytes(self, kind: BlockKind) -> int:
         """Of a new segment."""
-        least = PAGE_BYTES + round_up(ROW_BYTES)
-        least += Geometry(
-            segment_bytes=1 << 62, block_bytes=kind.block_bytes, cell_count=kind.cell_count
-        ).slot_bytes
+        least = Geometry.least_bytes(block_bytes=kind.block_bytes, cell_count=kind.cell_count)
         if 2 * least > self._size_bytes:
             raise ConfigError(
                 "gib",

@@ -22,15 +22,16 @@ rank. Finds that are lost are answered with nothing found; a page that is lost i
 
 from __future__ import annotations
 
-import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.errors import PeerError, UnavailableError
+from penstock.errors import PeerError
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport
 from penstock.store.base import TierState
+from penstock.store.embedded import MODULE, STARTING, EmbeddedStore
 from penstock.store.messages import (
     BATCH_BYTES,
     BLOCK_BYTES,
@@ -70,10 +71,6 @@ from penstock.store.store_session import (
     NobodyListens,
     StoreSession,
 )
-from penstock.supervisor.client import Supervisor
-from penstock.supervisor.messages import ProcessExited, ProcessStarted
-from penstock.supervisor.spec import ProcessSpec
-from penstock.transport.base import ChannelFailed
 from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.keys import KEY_BYTES
 
@@ -87,19 +84,7 @@ if TYPE_CHECKING:
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key, OperationId
 
-logger = logging.getLogger(__name__)
 
-MODULE = "penstock.store"
-PROCESS = "store"
-STARTING = "the store process is starting"
-"""Why there is no store yet."""
-STOP_S = 10.0
-"""From SIGTERM to SIGKILL: longer than the tiers have to end what is in hand."""
-START_S = 10.0
-"""Within this time a process that was asked for runs; then it is asked for again."""
-RESTART_S = 0.1
-RESTART_MAX_S = 5.0
-"""Before a process that has ended is started again; doubled each time, until one has worked."""
 PING_S = 1.0
 """How long the process may be silent before it is asked whether it is there."""
 SILENT_S = 2.0
@@ -108,6 +93,8 @@ COPIES_MAX = 4096
 """Copies in hand; more are reported as failed at once."""
 FINDS_MAX = 1024
 """Finds in hand; more are answered with nothing found, at once."""
+STEP_KEYS_MAX = 128
+"""Keys of a page that one `collect` returns: noting one takes an engine some microseconds."""
 
 
 class FoundInStore(NamedTuple):
@@ -127,6 +114,14 @@ class Paged(NamedTuple):
     parents: list[Key | None]
     last: bool
     """Whether that was all; if not, ask for the next page."""
+
+
+class _PageRest(NamedTuple):
+    """Blocks of a page that were not asked for yet."""
+
+    keys: list[Key]
+    parents: list[Key | None]
+    cursor: int | None
 
 
 class StoreGone(NamedTuple):
@@ -229,8 +224,10 @@ class StoreLink:
         self._finds: dict[int, _FindInHand] = {}
         self._find_number = 0
         self._cursors: dict[int, int | None] = {}
-        self._voids: set[int] = set()
-        """Voids that were not confirmed; they are sent again in the next session."""
+        self._rests: dict[int, _PageRest] = {}
+        self._rests_wanted: set[int] = set()
+        self._voids: Counter[tuple[int, bytes]] = Counter()
+        """Voids of a tier and a space that were not confirmed; the next session asks again."""
         self._welcome = False
         self._silent = False
         self._told: StoreLost | StoreBack | None = None
@@ -304,16 +301,26 @@ class StoreLink:
 
     def request_page(self, tier: int) -> None:
         """Asks for the next page of the blocks of a tier, or for the first after the last."""
-        if self._welcome:
+        if tier in self._rests:
+            self._rests_wanted.add(tier)
+        elif self._welcome:
             request = PageRequest(self._numbers[tier], self._cursors.get(tier), PAGE_KEYS_MAX)
             self._put(request, MESSAGE_HEAD_BYTES)
 
     def void(self, tier: int) -> None:
-        """Begins a new generation of this engine's blocks in a tier, now or when it is back."""
-        self._voids.add(tier)
-        self._cursors.pop(tier, None)
+        """Begins a new generation of this engine's blocks in a tier, now or when it is back.
+
+        It outlives this process once it was answered: see `unconfirmed_voids`.
+        """
+        self._voids[tier, self._hello.space] += 1
+        self._forget_pages(tier)
         if self._session.is_connected:
-            self._put(VoidRequest(self._numbers[tier]), MESSAGE_HEAD_BYTES)
+            self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
+
+    @property
+    def unconfirmed_voids(self) -> set[int]:
+        """Tiers in which blocks of before a `void` are found again if this process ends now."""
+        return {tier for tier, _ in self._voids}
 
     def name_arenas(self, arenas: Sequence[str]) -> None:
         """Names the hubs of the ranks anew: one of them was restarted."""
@@ -328,7 +335,6 @@ class StoreLink:
         """From now on the blocks of another space are meant; another session begins for it."""
         hello = self._hello
         self._hello = OwnerHello(hello.life, space, hello.arenas, hello.tiers)
-        self._voids.clear()
         now = self._clock()
         for news in self._session.end("its engine has other weights now", now):
             self._take(news, now)
@@ -360,7 +366,7 @@ class StoreLink:
     @property
     def ready(self) -> bool:
         """Whether `collect` has something now, whatever `descriptor` says."""
-        return bool(self._results)
+        return bool(self._results or self._rests_wanted)
 
     @property
     def alarm(self) -> float | None:
@@ -378,12 +384,15 @@ class StoreLink:
         if self._session.is_ready(now):  # Most steps of an engine find nothing.
             self._poll(now)
         self._check_silence(now)
+        for tier in list(self._rests_wanted):
+            self._rests_wanted.remove(tier)
+            self._results.append(self._next_page(tier, self._rests.pop(tier)))
         results, self._results = self._results, []
         return results
 
     def _poll(self, now: float) -> None:
-        if self._host is not None and not self._host.poll():
-            self._session.unwatch(self._host.descriptor)
+        if self._host is not None:
+            self._host.poll()
         for news in self._session.poll(now):
             self._take(news, now)
 
@@ -419,7 +428,9 @@ class StoreLink:
         self._heard_at = now
         self._pinged_at = None
         self._silent = False
-        self._queue = [self._hello, *(VoidRequest(self._numbers[tier]) for tier in self._voids)]
+        self._voids = Counter(dict.fromkeys(self._voids, 1))
+        voids = [VoidRequest(self._numbers[tier], space) for tier, space in self._voids]
+        self._queue = [self._hello, *voids]
         self._queue_bytes = 0
         self._old_tickets_below = self._ticket + 1
         self._send_batch()
@@ -428,7 +439,8 @@ class StoreLink:
         self._welcome = False
         self._queue = []
         self._queue_bytes = 0
-        self._cursors.clear()
+        for tier in self._indexes:
+            self._forget_pages(tier)
         for number, find in self._finds.items():
             self._results.append(FoundInStore(number, find.tier, [False] * find.keys))
         self._finds.clear()
@@ -486,15 +498,14 @@ class StoreLink:
                 keys = split_keys(answer.keys)
                 parents = split_parents(answer.parents, len(keys))
                 self._cursors[tier] = answer.cursor
-                self._results.append(Paged(tier, keys, parents, answer.cursor is None))
+                page = _PageRest(keys, parents, answer.cursor)
+                self._results.append(self._next_page(tier, page))
             case GoneNotice():
-                self._results.append(StoreGone(self._tier(answer.tier), split_keys(answer.keys)))
+                tier, keys = self._tier(answer.tier), split_keys(answer.keys)
+                self._drop_from_rest(tier, keys)
+                self._results.append(StoreGone(tier, keys))
             case VoidNotice():
-                tier = self._tier(answer.tier)
-                self._voids.discard(tier)
-                self._cursors.pop(tier, None)
-                self._put(VoidSeen(answer.tier, answer.generation), MESSAGE_HEAD_BYTES)
-                self._results.append(Voided(tier, answer.generation))
+                self._take_void(answer)
             case StateNotice():
                 self._results.append(StoreState(self._tier(answer.tier), _state_of(answer)))
             case OwnerWelcome():
@@ -504,6 +515,39 @@ class StoreLink:
                 self._lose(answer.why, fenced=False)
             case _:
                 pass  # The news that a process is there was all of it.
+
+    def _take_void(self, notice: VoidNotice) -> None:
+        tier = self._tier(notice.tier)
+        self._voids.subtract({(tier, notice.space): notice.asked})
+        self._voids += Counter()  # Drops what is at 0.
+        if notice.space == self._hello.space:
+            self._forget_pages(tier)
+            self._put(VoidSeen(notice.tier, notice.generation), MESSAGE_HEAD_BYTES)
+            self._results.append(Voided(tier, notice.generation))
+
+    def _next_page(self, tier: int, page: _PageRest) -> Paged:
+        """As many blocks of a page as are returned at once; the rest waits to be asked for."""
+        keys, parents = page.keys[:STEP_KEYS_MAX], page.parents[:STEP_KEYS_MAX]
+        if len(page.keys) > STEP_KEYS_MAX:
+            rest = page.keys[STEP_KEYS_MAX:], page.parents[STEP_KEYS_MAX:]
+            self._rests[tier] = _PageRest(*rest, page.cursor)
+        return Paged(tier, keys, parents, page.cursor is None and tier not in self._rests)
+
+    def _drop_from_rest(self, tier: int, gone: Sequence[Key]) -> None:
+        """Blocks that were given up since a page was read are not returned as its blocks."""
+        rest = self._rests.get(tier)
+        if rest is not None:
+            went = set(gone)
+            kept = [at for at, key in enumerate(rest.keys) if key not in went]
+            self._rests[tier] = _PageRest(
+                [rest.keys[at] for at in kept], [rest.parents[at] for at in kept], rest.cursor
+            )
+
+    def _forget_pages(self, tier: int) -> None:
+        """The next page is the first."""
+        self._cursors.pop(tier, None)
+        self._rests.pop(tier, None)
+        self._rests_wanted.discard(tier)
 
     def _tier(self, number: int) -> int:
         if number >= len(self._indexes):
@@ -546,80 +590,6 @@ class StoreLink:
         self._session.close()
         if self._host is not None:
             self._host.close(deadline)
-
-
-class EmbeddedStore:
-    """A store process that this engine starts where nobody listens, under a supervisor."""
-
-    def __init__(self, config: StoreConfig, module: str) -> None:
-        self._spec = ProcessSpec(
-            name=PROCESS, module=module, arguments=(config.to_json(),), stop_s=STOP_S
-        )
-        self._supervisor = Supervisor.start()
-        self._asked_at: float | None = None
-        """When a process was asked for that has not ended."""
-        self._start_at = 0.0
-        """When the next process may be asked for."""
-        self._pause_s = RESTART_S
-        self._runs = False
-        self._lost = False
-        """Whether the supervisor is lost: it cannot be replaced without waiting."""
-        self.why = ""
-        """Why there is none."""
-
-    @property
-    def descriptor(self) -> int:
-        return self._supervisor.descriptor
-
-    def start(self, now: float) -> None:
-        """Starts the process, unless it runs or was asked for."""
-        asked = self._asked_at is not None and now < self._asked_at + START_S
-        if self._lost or self._runs or asked or now < self._start_at:
-            return
-        self._asked_at = now
-        self._start_at = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
-        try:
-            self._supervisor.begin_process(self._spec)
-        except UnavailableError as error:
-            self._note(str(error))
-
-    def note_success(self) -> None:
-        """A process works: the next pause is a short one."""
-        self._pause_s = RESTART_S
-
-    def poll(self) -> bool:
-        """Takes what the supervisor reports; false once it is lost, and has no more to say."""
-        if self._lost:
-            return True
-        for event in self._supervisor.events():
-            match event:
-                case ProcessStarted():
-                    self._runs = True
-                case ProcessExited():
-                    self._runs = False
-                    self._asked_at = None
-                    ended = event.problem or (
-                        f"signal {event.signal}"
-                        if event.signal
-                        else f"status {event.code}, and its log says why"
-                    )
-                    self._note(f"the store process has ended: {ended}")
-                case ChannelFailed():
-                    self._runs = False
-                    self._lost = True
-                    self._note(f"the store process cannot be started: {event.cause}")
-                case _:
-                    pass
-        return not self._lost
-
-    def _note(self, why: str) -> None:
-        if why != self.why:
-            self.why = why
-            logger.warning("embedded store: %s", why)
-
-    def close(self, deadline: float) -> None:
-        self._supervisor.close(deadline=deadline)
 
 
 class ArenaOffer:

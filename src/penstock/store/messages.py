@@ -154,9 +154,11 @@ class PageRequest(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class VoidRequest(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Begin a new generation of the owner's space. Answer: `VoidNotice`."""
+    """Begin a new generation of a space. Answer: `VoidNotice`, once it outlives the process."""
 
     tier: TierNumber
+    space: Digest
+    """That of the owner, or the one that it had before."""
 
 
 class VoidSeen(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -226,10 +228,13 @@ class GoneNotice(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class VoidNotice(StoreMessage, array_like=True, frozen=True, gc=False):
-    """The owner's space has a new generation in a tier; nothing of an earlier one is found."""
+    """A space has a new generation in a tier; nothing of an earlier one is found again."""
 
     tier: TierNumber
+    space: Digest
     generation: Count
+    asked: Count
+    """How many requests of this owner it answers; 0: others have asked."""
 
 
 class StateNotice(StoreMessage, array_like=True, frozen=True, gc=False):

@@ -149,8 +149,8 @@ class OwnerState:
     ready: bool = False
     why: str = ""
     """Why it is not ready, as it was told."""
-    voids: set[int] = field(default_factory=set)
-    """Tiers that are to begin a new generation once they are open."""
+    voids: Counter[tuple[int, bytes]] = field(default_factory=Counter)
+    """Requests to void a space in a tier that were not carried out yet."""
     tickets: dict[int, set[int]] = field(default_factory=dict)
     """The numbers of the jobs of each ticket that are under way."""
 
@@ -237,6 +237,8 @@ class StoreServer:
         for slot in self._slots:
             if slot.open(now):
                 self._begin_tier(slot)
+            for space, generation in slot.settle_voids():
+                self._tell_void(slot, space, generation)
             if (state := slot.news(now)) is not None:
                 self._send_state(slot, state)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -315,7 +317,7 @@ class StoreServer:
             case PageRequest():
                 self._page(session, owner, request)
             case VoidRequest():
-                self._void(owner, request.tier)
+                self._void(owner, request)
             case VoidSeen():
                 slot = _slot(owner, request.tier)
                 if request.generation == slot.generation(owner.hello.space):
@@ -504,6 +506,8 @@ class StoreServer:
             return f"tier {slot.name!r} is off: {slot.why}"
         if not owner.ready:
             return owner.why
+        if owner.voids[tier, owner.hello.space]:
+            return "its new generation cannot be kept yet"
         if owner.generations[tier] != slot.tier.generation(owner.hello.space):
             return "another engine has begun a new generation"
         return ""
@@ -598,38 +602,38 @@ class StoreServer:
             )
         )
 
-    def _void(self, owner: OwnerState, tier: int) -> None:
-        slot, space = _slot(owner, tier), owner.hello.space
-        generation = slot.void(space)
-        if generation is None:
-            owner.voids.add(tier)
-        else:
-            owner.generations[tier] = generation
-            self._tell_void(slot, space, generation)
+    def _void(self, owner: OwnerState, request: VoidRequest) -> None:
+        slot = _slot(owner, request.tier)
+        owner.voids[request.tier, request.space] += 1
+        generation = slot.void(request.space)
+        if generation is not None:
+            self._tell_void(slot, request.space, generation)
 
     def _tell_void(self, slot: TierSlot, space: bytes, generation: int) -> None:
-        """Fails the jobs of earlier generations, and tells every owner of the space."""
+        """Fails the jobs of earlier generations, and tells who has asked or has the space."""
         for number, job in list(self._jobs.items()):
             if job.slot is slot and job.owner.hello.space == space:
                 job.void = True
                 self._cancel(number, "a new generation was begun")
         for session, owner in self._owners.items():
-            if owner.hello.space == space and slot in owner.tiers:
-                session.answer(VoidNotice(owner.tiers.index(slot), generation))
+            if slot not in owner.tiers:
+                continue
+            tier = owner.tiers.index(slot)
+            asked, ours = owner.voids.pop((tier, space), 0), owner.hello.space == space
+            if asked and ours:  # What it sends after its request is meant for this generation.
+                owner.generations[tier] = generation
+            if asked or ours:
+                session.answer(VoidNotice(tier, space, generation, asked))
 
     # Tiers.
 
     def _begin_tier(self, slot: TierSlot) -> None:
         assert slot.tier is not None
         self._watch(slot.tier.descriptor, lambda _events: self._take_results(slot))
-        for session, owner in self._owners.items():
+        for owner in self._owners.values():
             if slot in owner.tiers:
-                tier = owner.tiers.index(slot)
                 generation = slot.tier.generation(owner.hello.space)
-                owner.generations[tier] = generation
-                if tier in owner.voids:
-                    owner.voids.remove(tier)
-                    session.answer(VoidNotice(tier, generation))
+                owner.generations[owner.tiers.index(slot)] = generation
 
     def _send_state(self, slot: TierSlot, state: TierState) -> None:
         for session, owner in self._owners.items():

@@ -94,9 +94,6 @@ class StoreSession:
         """Makes `descriptor` readable as well when `fd` is."""
         self._epoll.register(fd, select.EPOLLIN)
 
-    def unwatch(self, fd: int) -> None:
-        self._epoll.unregister(fd)
-
     def is_ready(self, now: float) -> bool:
         """Whether `poll` may find something."""
         if self._epoll.closed:

@@ -2,7 +2,8 @@
 
 A tier whose folder cannot be opened now is tried again, with a growing pause; the process serves
 its other tiers meanwhile. The one rule: a space that was to be voided while its tier was not open
-is voided before anything of the tier is used.
+is voided before anything of the tier is used, and counts as voided only when that outlives the
+process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, UnavailableError
 from penstock.store.base import StoreTier, TierState
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import load_cipher
@@ -85,17 +86,26 @@ class TierSlot:
             return False
         self.retry_at = math.inf
         logger.info("store tier is open: tier=%s", self.name)
-        for name in self._voids:
-            self.tier.void(name)
-        self._voids.clear()
         return True
 
     def void(self, name: bytes) -> int | None:
-        """Begins a new generation of a space; `None`: as soon as the tier is open."""
-        if self.tier is None:
-            self._voids.add(name)
-            return None
-        return self.tier.void(name)
+        """Begins a new generation of a space; `None`: `settle_voids` returns it later."""
+        try:
+            if self.tier is not None:
+                generation = self.tier.void(name)
+                self._voids.discard(name)
+                return generation
+        except UnavailableError as error:
+            logger.warning("store tier keeps no reset: tier=%s cause=%s", self.name, error)
+        self._voids.add(name)
+        return None
+
+    def settle_voids(self) -> list[tuple[bytes, int]]:
+        """Spaces that could not be voided before and are now, with their generations."""
+        if not self._voids or not self.state().on:
+            return []
+        tried = [(name, self.void(name)) for name in list(self._voids)]
+        return [(name, generation) for name, generation in tried if generation is not None]
 
     def generation(self, name: bytes) -> int | None:
         return None if self.tier is None else self.tier.generation(name)

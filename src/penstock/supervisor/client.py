@@ -101,6 +101,15 @@ class Supervisor:
         link.close(deadline=deadline)
         raise UnavailableError(f"no supervisor: {problem}")
 
+    @classmethod
+    def begin(cls) -> Self:
+        """Starts a supervisor and does not wait until it is ready: it takes requests already.
+
+        Raises:
+            UnavailableError: its process cannot be created.
+        """
+        return cls(*_launch())
+
     # Processes.
 
     def start_process(self, spec: ProcessSpec, *, deadline: float | None = None) -> int:
