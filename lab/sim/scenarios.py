@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 from lab.sim.coverage import CACHE_KINDS
+from lab.sim.disk import DiskWorld
+from lab.sim.disk.world import DISK_KINDS
 from lab.sim.handoff import HandoffSimulation
 from lab.sim.handoff_kinds import HANDOFF_KINDS
 from lab.sim.runtime import RuntimeWorld
@@ -27,6 +29,7 @@ class Scenario(StrEnum):
     """What is simulated."""
 
     CACHE = "cache"
+    DISK = "disk"
     HANDOFF = "handoff"
     RUNTIME = "runtime"
 
@@ -50,6 +53,8 @@ def world_of(
     match scenario:
         case Scenario.CACHE:
             return World(seed, teller=teller)
+        case Scenario.DISK:
+            return DiskWorld(seed, teller=teller)
         case Scenario.HANDOFF:
             return HandoffSimulation(seed, teller=teller)
         case Scenario.RUNTIME:
@@ -61,6 +66,8 @@ def kinds_of(scenario: Scenario) -> Kinds:
     match scenario:
         case Scenario.CACHE:
             return CACHE_KINDS
+        case Scenario.DISK:
+            return DISK_KINDS
         case Scenario.HANDOFF:
             return HANDOFF_KINDS
         case Scenario.RUNTIME:

@@ -1,0 +1,222 @@
+"""Worlds of a disk tier above a simulated disk: clean, and bugs planted in the tier are found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import pytest
+
+from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
+from lab.sim.disk import DiskWorld
+from lab.sim.disk.world import Crash
+from lab.sim.scenarios import Scenario
+from penstock.store import disk_threads
+from penstock.store.disk import DiskTier
+from penstock.store.disk_jobs import JobBoard
+from penstock.store.disk_segments import SegmentPool
+from penstock.store.disk_threads import DiskThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.store.base import LoadJob, SaveJob, Space
+    from penstock.store.disk_index import DiskSegment
+    from penstock.store.disk_io import AlignedMemory, DiskCalls, Run
+    from penstock.store.disk_jobs import RunToWrite, SaveInHand
+    from penstock.vocabulary.ids import Key
+
+SEEDS_MAX = 120
+"""None of them finds anything without a planted bug, and each planted bug is found in one."""
+BATCH = 15
+
+Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
+
+
+@pytest.mark.parametrize("first", range(0, 60, BATCH))
+def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
+    assert run_seeds(range(first, first + BATCH), Scenario.DISK).failures == []
+
+
+@pytest.mark.long
+def test_five_thousand_worlds_see_everything_and_find_nothing() -> None:
+    outcome = run_campaign(range(5000), Scenario.DISK, jobs=2)
+
+    assert outcome.failures == []
+    assert outcome.coverage.shortfalls() == []
+
+
+def test_a_seed_tells_the_same_story_every_time() -> None:
+    stories: list[list[str]] = [[], []]
+    for lines in stories:
+        DiskWorld(11, teller=lines.append).run()
+
+    assert stories[0] == stories[1]
+
+
+def crash_everywhere(seed: int, *, power: bool, every: int) -> int:
+    """Has the process die in each call of a world (or in some); returns how many there were."""
+    whole = DiskWorld(seed, crash=Crash(None))
+    whole.run()
+    count = whole.process.disk.call_count
+    for call in range(1, count + 1, every):
+        DiskWorld(seed, crash=Crash(call, power=power)).run()
+    return count
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power lost"])
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_process_may_die_in_any_call(seed: int, *, power: bool) -> None:
+    assert crash_everywhere(seed, power=power, every=4) > 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power lost"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_process_may_die_in_every_call_of_many_worlds(seed: int, *, power: bool) -> None:
+    assert crash_everywhere(seed, power=power, every=1) > 40
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+def plant_row_before_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are written after the rows that name them."""
+    write_run, write_rows_of = disk_threads.write_run, DiskThreads._write_rows_of
+    put_off: list[tuple[Run, DiskCalls]] = []
+
+    def write_nothing(run: Run, calls: DiskCalls, scratch: AlignedMemory) -> NDArray[np.uint64]:
+        put_off.append((run, calls))
+        return write_run(run, _Deaf(calls), scratch)  # type: ignore[arg-type]
+
+    def write_rows_first(self: DiskThreads, segment: DiskSegment, writes: list[RunToWrite]) -> None:
+        write_rows_of(self, segment, writes)
+        while put_off:
+            write_run(*put_off.pop(), disk_threads.AlignedMemory())
+
+    monkeypatch.setattr(disk_threads, "write_run", write_nothing)
+    monkeypatch.setattr(DiskThreads, "_write_rows_of", write_rows_first)
+
+
+class _Deaf:
+    """Calls that write nothing, and say that they did."""
+
+    def __init__(self, calls: DiskCalls) -> None:
+        self.open = calls.open
+
+    def pwritev(self, _fd: int, buffers: Sequence[memoryview], _offset: int) -> int:
+        return sum(each.nbytes for each in buffers)
+
+
+def plant_unchecked_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of every generation are taken for those that are asked for."""
+    save, load, find = DiskTier.save, DiskTier.load, DiskTier.find
+
+    def save_any(self: DiskTier, job: SaveJob) -> None:
+        save(self, job._replace(space=job.space._replace(generation=0)))
+
+    def load_any(self: DiskTier, job: LoadJob) -> None:
+        load(self, job._replace(space=job.space._replace(generation=0)))
+
+    def find_any(self: DiskTier, space: Space, part: bytes, keys: Sequence[Key]) -> list[bool]:
+        return find(self, space._replace(generation=0), part, keys)
+
+    monkeypatch.setattr(DiskTier, "save", save_any)
+    monkeypatch.setattr(DiskTier, "load", load_any)
+    monkeypatch.setattr(DiskTier, "find", find_any)
+    monkeypatch.setattr(
+        SegmentPool, "_are_current", lambda _self, rows: rows["generation"] == rows["generation"]
+    )
+
+
+def plant_early_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save is reported when its slots were chosen, before anything is written."""
+    plan, end_save = DiskThreads._plan, JobBoard.end_save
+
+    def plan_and_report(self: DiskThreads, save: SaveInHand) -> None:
+        plan(self, save)
+        with self._board.lock:
+            if not save.ended and save.load is None:
+                self._board.report(save.job.ticket, save.faults)
+                save.nbytes = 0
+
+    def end_silently(self: JobBoard, save: SaveInHand) -> None:
+        ended = len(self.ended)
+        told = any(each.ticket == save.job.ticket for each in self.ended) or not save.nbytes
+        end_save(self, save)
+        if told and save.load is None:
+            del self.ended[ended:]
+
+    monkeypatch.setattr(DiskThreads, "_plan", plan_and_report)
+    monkeypatch.setattr(JobBoard, "end_save", end_silently)
+
+
+def plant_reuse_of_slots_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment is given up while blocks of it are read."""
+    coldest, give_up = SegmentPool._coldest, SegmentPool._give_up
+
+    def without_readers(
+        self: SegmentPool, act: Callable[[], DiskSegment | bool | None]
+    ) -> DiskSegment | bool | None:
+        busy = {each: each.busy for each in self.segments.values()}
+        for each in busy:
+            each.busy = each.writes
+        try:
+            return act()
+        finally:
+            for each, count in busy.items():
+                each.busy = count
+
+    monkeypatch.setattr(
+        SegmentPool, "_coldest", lambda self: without_readers(self, lambda: coldest(self))
+    )
+    monkeypatch.setattr(
+        SegmentPool,
+        "_give_up",
+        lambda self, victim: without_readers(self, lambda: give_up(self, victim)),
+    )
+
+
+def plant_blind_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that fail their sums stay in the index, and are delivered as they are."""
+    monkeypatch.setattr(disk_threads, "read_run", _read_blindly(disk_threads.read_run))
+
+
+def _read_blindly(read_run: Callable[..., dict[int, object]]) -> Callable[..., dict[int, object]]:
+    def read(*arguments: object) -> dict[int, object]:
+        read_run(*arguments)
+        return {}
+
+    return read
+
+
+PLANTED = [
+    pytest.param(plant_row_before_payload, {"store"}, id="row before payload"),
+    pytest.param(plant_unchecked_generation, {"bytes", "store"}, id="generation not checked"),
+    pytest.param(plant_early_acknowledgement, {"store"}, id="acknowledged before written"),
+    pytest.param(plant_reuse_of_slots_being_read, {"store", "bytes"}, id="slot reused"),
+    pytest.param(plant_blind_reads, {"bytes"}, id="sums not checked"),
+]
+
+
+def first_failure() -> Failure | None:
+    for seed in range(SEEDS_MAX):
+        try:
+            DiskWorld(seed).run()
+        except DEFECTS as error:
+            return failure_of(seed, error)
+    return None
+
+
+@pytest.mark.parametrize(("plant", "checkers"), PLANTED)
+def test_a_bug_planted_in_the_disk_tier_is_found(
+    plant: Plant, checkers: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+
+    found = first_failure()
+
+    assert found is not None
+    assert found.checker in checkers, found
