@@ -65,6 +65,7 @@ from penstock.runtime.rank_facts import RankFacts as RankFacts
 from penstock.runtime.status import Drained as Drained
 from penstock.runtime.status import Health as Health
 from penstock.runtime.stop_signal import StopSignal as StopSignal
+from penstock.transport.machine_keys import MachineKeys as MachineKeys
 from penstock.vocabulary.keys import Item as Item
 from penstock.vocabulary.keys import KeyChain as KeyChain
 from penstock.vocabulary.layout import Layout as Layout

@@ -72,3 +72,13 @@ def test_a_pair_without_layouts_needs_those_of_the_caller() -> None:
     assert directory_of(a_pair(), layout).names == ("prefill", "prefill/0", "decode", "decode/0")
     with pytest.raises(ValueError, match="layouts of the prefill engine 'prefill' are left out"):
         directory_of(a_pair())
+
+
+def test_a_pair_on_several_machines_needs_their_keys() -> None:
+    engine = penstock.HandoffEngine(name="d", address="tcp://10.0.0.2:5000")
+
+    with pytest.raises(ValueError, match=r"10\.0\.0\.2:5000', which other machines can reach"):
+        a_pair(decode=engine, secret=b"sixteen bytes or more")
+
+    pair = a_pair(decode=engine, secret=penstock.MachineKeys.new())
+    assert "private" not in repr(pair)

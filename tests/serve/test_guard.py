@@ -9,8 +9,9 @@ from starlette.requests import Request
 
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError
-from penstock.serve.guard import Guard, find_key, is_loopback
+from penstock.serve.guard import Guard, find_key
 from penstock.serve.openai_requests import BadRequest
+from penstock.transport.machine_keys import is_loopback
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from penstock.cli.app import run
 from penstock.config.values import ServeTable
 from penstock.errors import ConfigError, UnavailableError
 from penstock.serve.role_secret import secret_between
+from penstock.transport.machine_keys import MachineKeys
 from penstock.transport.zeromq import ChannelSettings, connect
 from tests.serve.conftest import STATE, Running, command, descendants, serving
 from tests.serve.test_roles import SIZES
@@ -100,9 +101,17 @@ def test_its_sockets_lie_in_one_folder_of_mode_0700_that_ends_with_it(model_fold
     assert not folder.exists()
 
 
+def keys_of(tmp_path: Path, *hosts: str) -> Path:
+    keys = MachineKeys.new()
+    for host in hosts:
+        keys = keys.with_peer(host, keys.public)
+    keys.write(tmp_path / "machine.keys")
+    return tmp_path / "machine.keys"
+
+
 @pytest.mark.parametrize("key", ["--router", "--prefill-at", "--decode-at"])
-def test_a_role_off_the_loopback_interface_has_to_be_called_insecure(
-    model_folder: Path, key: str, capsys: pytest.CaptureFixture[str]
+def test_a_role_off_the_loopback_interface_needs_keys(
+    model_folder: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"--router": "tcp://127.0.0.1:7000", "--prefill-at": "tcp://127.0.0.1:7100"}
     places["--decode-at"] = "tcp://127.0.0.1:7200"
@@ -112,10 +121,22 @@ def test_a_role_off_the_loopback_interface_has_to_be_called_insecure(
 
     assert run([*serve, "--print-config"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert run([*serve, "--insecure", "--print-config"]) == 0
+    file = str(keys_of(tmp_path, "192.0.2.1"))
+    assert run([*serve, "--keys-file", file, "--print-config"]) == 0
 
-    assert "serve.insecure: is false, must be true (--insecure) for" in said
-    assert "'tcp://192.0.2.1:7300', which is not on the loopback interface" in said
+    assert "serve.keys_file: is '', must be a file with the keys of the machines for" in said
+    assert "'tcp://192.0.2.1:7300', which is not on the loopback interface: make one" in said
+
+
+def test_a_host_without_a_key_is_named_before_anything_is_started(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(keys_of(tmp_path, "192.0.2.1"))
+    serve = ["serve", "--model", str(model_folder), "--keys-file", file]
+
+    assert run([*serve, "--router", "tcp://192.0.2.2:7000"]) == 2
+
+    assert "there is no key for host '192.0.2.2'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_roles_on_one_machine_share_a_secret_of_their_user(
@@ -124,44 +145,33 @@ def test_roles_on_one_machine_share_a_secret_of_their_user(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     here = ["tcp://127.0.0.1:7000", "tcp://[::1]:7000", "tcp://localhost:7000"]
 
-    first = [secret_between(ServeTable(), [address]) for address in here]
+    first = [secret_between(ServeTable(), {"serve.router": address}) for address in here]
     kept = tmp_path / "penstock" / "secret"
     kept.chmod(0o640)
 
+    assert isinstance(first[0], bytes)
     assert len(first[0]) == 64
     assert len(set(first)) == 1
-    assert secret_between(ServeTable(insecure=True), ["tcp://192.0.2.1:7000", *here]) == b""
     with pytest.raises(UnavailableError, match="with mode -rw-r-----, must be of user"):
-        secret_between(ServeTable(), here)
+        secret_between(ServeTable(), {"serve.router": here[0]})
     assert Path(STATE.name) != tmp_path
 
 
 @pytest.mark.parametrize(
     ("content", "mode", "problem"),
     [
-        (b"x" * 15, 0o600, "has 15 bytes, must have from 16 to 4096"),
-        (b"x" * 4097, 0o600, "has 4097 bytes"),
+        (b"x" * 32, 0o600, "is no file of `penstock keys new`"),
         (b"x" * 32, 0o644, "with mode -rw-r--r--, must be of user"),
-        (None, 0o600, "No such file"),
+        (None, 0o600, "must be a file with keys: No such file"),
     ],
 )
-def test_a_file_that_cannot_hold_a_secret_is_refused(
+def test_a_file_that_holds_no_keys_is_refused(
     tmp_path: Path, content: bytes | None, mode: int, problem: str
 ) -> None:
-    path = tmp_path / "secret"
+    path = tmp_path / "machine.keys"
     if content is not None:
         path.write_bytes(content)
         path.chmod(mode)
 
     with pytest.raises(ConfigError, match=problem):
-        secret_between(ServeTable(secret_file=str(path)), ["tcp://192.0.2.1:7000"])
-
-
-def test_a_file_is_the_secret_wherever_the_roles_are(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"something that both machines have\n")
-    path.chmod(0o600)
-
-    found = secret_between(ServeTable(secret_file=str(path)), ["tcp://192.0.2.1:7000"])
-
-    assert found == b"something that both machines have"
+        secret_between(ServeTable(keys_file=str(path)), {"serve.router": "tcp://192.0.2.1:7000"})

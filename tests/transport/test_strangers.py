@@ -177,7 +177,7 @@ def test_who_does_not_have_the_secret_is_not_let_in(echo: PeerProcess, wrong: by
     with pytest.raises(UnavailableError) as refused:
         connect(address, name="rank 0", deadline=soon(), secret=wrong, settings=impatient)
 
-    assert "it may not have the same secret" in str(refused.value)
+    assert "it and this end may not have the same secret" in str(refused.value)
     with closing(join(address)) as channel:
         require_echo(channel)
 

@@ -65,6 +65,11 @@ COMMANDS = {
         help="Check a configuration file, or show what it comes to.",
         panel=SET_UP,
     ),
+    "keys": Command(
+        module="keys",
+        help="Make and list the keys by which machines know each other.",
+        panel=SET_UP,
+    ),
     "bench": Command(
         module="bench",
         help="Measure, beside peers and ceilings in the same run.",

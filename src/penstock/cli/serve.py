@@ -128,19 +128,12 @@ LogLevelOption: TypeAlias = Annotated[
 LogJsonOption: TypeAlias = Annotated[
     bool | None, typer.Option("--log-json", help="Log one JSON object a line.")
 ]
-SecretFileOption: TypeAlias = Annotated[
+KeysFileOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A file with the secret that all roles started one by one must have; without it, on "
-        "the loopback interface, one that is kept for this user.",
-    ),
-]
-InsecureOption: TypeAlias = Annotated[
-    bool | None,
-    typer.Option(
-        "--insecure",
-        help="Let roles be off the loopback interface, on a network that others can read.",
+        help="The keys of this machine and its peers, made by `penstock keys`: for roles that are "
+        "started one by one on several machines.",
     ),
 ]
 PrintConfigOption: TypeAlias = Annotated[
@@ -167,8 +160,7 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     prefill_at: PrefillAtOption = None,
     decode_at: DecodeAtOption = None,
     number: NumberOption = None,
-    secret_file: SecretFileOption = None,
-    insecure: InsecureOption = None,
+    keys_file: KeysFileOption = None,
     host: HostOption = None,
     port: PortOption = None,
     api_key: ApiKeyOption = None,
@@ -239,7 +231,7 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
 
 
 def _warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> None:
-    from penstock.serve.guard import is_loopback  # noqa: PLC0415  (needs the extras)
+    from penstock.transport.machine_keys import is_loopback  # noqa: PLC0415  (needs zmq)
 
     if on_command_line:
         logger.warning(

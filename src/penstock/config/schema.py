@@ -178,8 +178,7 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     log_json=Flag(),
     router=String(),
     number=Whole(minimum=0, maximum=1_023),
-    secret_file=String(),
-    insecure=Flag(),
+    keys_file=String(),
 )
 
 STARTER_TOML = """\

@@ -305,10 +305,8 @@ class ServeTable:
     """Where a router lets instances in that other commands start; empty: only its own."""
     number: int = 0
     """Which of the router's instances, or pairs, this one is."""
-    secret_file: str = ""
-    """A file with what the roles of several commands must have in common to let each other in."""
-    insecure: bool = False
-    """Whether roles may be off the loopback interface, where others may read and join."""
+    keys_file: str = ""
+    """The keys of this machine and its peers, for roles on several machines."""
 
     def __post_init__(self) -> None:
         require_host("serve.host", self.host)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-# msgspec resolves the annotations of a spec when it decodes one, so this import must be real.
+# msgspec resolves the annotations of a spec when it decodes one, so these imports must be real.
 from penstock.config import Config  # noqa: TC001
 from penstock.errors import ConfigError
 from penstock.supervisor.descriptors import inherited_descriptor
+from penstock.transport.machine_keys import Secret  # noqa: TC001
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +70,8 @@ class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prefill: EngineSpec
     decode: EngineSpec
-    secret: bytes = b""
-    """The secret of both instances and their ranks."""
+    secret: Secret = b""
+    """Of both instances and their ranks."""
 
 
 class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,8 +86,8 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the cache: it has neither `[engine]` nor `[serve]`."""
     server: str
     """The address at which the server accepts instances."""
-    server_secret: bytes = b""
-    """The secret of the server and its instances."""
+    server_secret: Secret = b""
+    """Of the server and its instances."""
     joins: bool = False
     """Whether the server belongs to another command: the instance waits for it and outlives it."""
     drain_s: float = 0.0

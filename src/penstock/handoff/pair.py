@@ -24,6 +24,7 @@ from penstock.config.values import SHARED_MEMORY
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.identity import NAME_CHARS_MAX
 from penstock.transport.data import transport_named
+from penstock.transport.machine_keys import MachineKeys, require_keys
 from penstock.vocabulary.arguments import as_text, as_tuple
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
@@ -91,8 +92,9 @@ class HandoffPair:
     checksum: str = "xxh3"
     """How the bytes are summed: `mix64` where the KV of an engine is on a GPU, which sums it
     there; `xxh3` is quicker on CPUs."""
-    secret: bytes = field(default=b"", repr=False)
-    """Known to both engines and their ranks; nobody else is let in. `tcp` needs one."""
+    secret: bytes | MachineKeys = field(default=b"", repr=False)
+    """Known to both engines and their ranks; nobody else is let in. Where they are on several
+    machines, the keys of the machine that this one is."""
     transport: str = SHARED_MEMORY
     """How the KV travels: `shared_memory`, or a data transport that another distribution adds by
     an entry point of group `penstock.transports`."""
@@ -108,8 +110,13 @@ class HandoffPair:
             raise ValueError(
                 f"checksum is {reprlib.repr(self.checksum)}, must be one of {', '.join(CHECKSUMS)}"
             )
-        if not isinstance(self.secret, bytes):
-            raise ValueError(f"secret is a {type(self.secret).__name__}, must be bytes")  # noqa: TRY004
+        if not isinstance(self.secret, bytes | MachineKeys):
+            raise ValueError(  # noqa: TRY004
+                f"secret is a {type(self.secret).__name__}, must be bytes or MachineKeys"
+            )
+        for engine in (self.prefill, self.decode):
+            for address in (engine.address, *engine.rank_addresses):
+                require_keys(address, self.secret)
         if self.prefill.name == self.decode.name:
             raise ValueError(f"both engines are named {self.prefill.name!r}, names must differ")
         transport_named(as_text("transport", self.transport))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import re
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 from penstock.config.values import KEY_VARIABLE
 from penstock.errors import ConfigError
 from penstock.serve.fields import BadRequest
+from penstock.transport.machine_keys import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -65,18 +65,6 @@ class Guard:
                 "from its own machine, without a proxy, by a loopback address",
                 status=403,
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or a host name is of the loopback interface."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 def find_key(serve: ServeTable, environment: MutableMapping[str, str] = os.environ) -> str:

@@ -20,7 +20,7 @@ from penstock.engine.defaults import config_of, require_memory, with_disk_tier, 
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.errors import ConfigError
-from penstock.serve.role_secret import is_local, secret_between
+from penstock.serve.role_secret import secret_between
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.cache.settings import CacheSettings
     from penstock.config import TierKind
     from penstock.engine.architecture import Architecture
+    from penstock.transport.machine_keys import Secret
 
 ROUTER = "router"
 """The role of a command that starts no instances and accepts those of other commands."""
@@ -62,8 +63,7 @@ class ServeOptions:
     decode_at: str | None = None
     router: str | None = None
     number: int | None = None
-    secret_file: str | None = None
-    insecure: bool | None = None
+    keys_file: str | None = None
 
 
 def settle(config: Config | None, options: ServeOptions) -> Config:
@@ -184,19 +184,19 @@ def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
     )
 
 
-def secrets_of(config: Config) -> tuple[bytes, bytes]:
-    """The secrets that this command shares with other ones: the router's and the pair's.
+def secrets_of(config: Config) -> tuple[Secret, Secret]:
+    """What this command shares with other ones: for the router and for the pair.
 
     Raises:
-        ConfigError: `serve.secret_file` cannot be used.
+        ConfigError: `serve.keys_file` cannot be used.
         UnavailableError: the secret of this user can be neither read nor created.
     """
     engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None
-    router = secret_between(serve, [serve.router]) if serve.router else b""
-    places = [engine.prefill_at, engine.decode_at] if engine.prefill_at else []
-    return router, secret_between(serve, places) if places else b""
+    places = {"engine.prefill_at": engine.prefill_at, "engine.decode_at": engine.decode_at}
+    router = secret_between(serve, {"serve.router": serve.router}) if serve.router else b""
+    return router, secret_between(serve, places) if engine.prefill_at else b""
 
 
 def _instance(
@@ -344,15 +344,9 @@ def _require_role(config: Config) -> None:
             "serve.router",
             f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",
         )
-    for key, place in {**places, "serve.router": serve.router}.items():
-        if place and not serve.insecure and not is_local(place):
-            raise ConfigError(
-                "serve.insecure",
-                f"is false, must be true (--insecure) for {key} {place!r}, which is not on the "
-                "loopback interface: until roles have keys, prompts and answers may be read on "
-                "that network, and without a common serve.secret_file whoever reaches the "
-                "address can join and answer",
-            )
+    named = {**places, "serve.router": serve.router}
+    if any(named.values()):
+        secret_between(serve, {key: place for key, place in named.items() if place})
     if alone and serve.instances != 1:
         raise ConfigError(
             "serve.instances",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.spec import InstanceSpec
     from penstock.supervisor.client import Supervisor
+    from penstock.transport.machine_keys import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Processes:
     """The instances of one command, each with its ranks."""
 
     def __init__(
-        self, supervisor: Supervisor, specs: Sequence[InstanceSpec], *, pair_secret: bytes = b""
+        self, supervisor: Supervisor, specs: Sequence[InstanceSpec], *, pair_secret: Secret = b""
     ) -> None:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when no instance is left, with the reason."""
@@ -54,12 +55,12 @@ class Processes:
         """The instances of which at least one must be alive."""
         self._given_up: set[str] = set()
 
-    def start(self, server: str, secret: bytes) -> None:
+    def start(self, server: str, secret: Secret) -> None:
         """Starts them; they dial `server`, unless they join the one of another command.
 
         Args:
             server: The address at which this command accepts instances.
-            secret: The secret of the server that they dial.
+            secret: Of the server that they dial.
         """
         folder = str(private_folder())
         for spec in self._specs:
@@ -148,7 +149,7 @@ def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
     )
 
 
-def _addressed(specs: Sequence[InstanceSpec], pair_secret: bytes) -> list[InstanceSpec]:
+def _addressed(specs: Sequence[InstanceSpec], pair_secret: Secret) -> list[InstanceSpec]:
     """The specs with the addresses and the secret of each pair, which every restart reuses."""
     pairs: dict[str, PairSpec] = {}
     change = msgspec.structs.replace

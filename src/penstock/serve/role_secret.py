@@ -1,59 +1,75 @@
-"""The secret that the roles of several commands share, to authenticate each other.
+"""What the roles of several commands share, to authenticate each other.
 
-| where the other roles are      | the secret                                                 |
+| where the other roles are      | what they share                                            |
 |--------------------------------|------------------------------------------------------------|
-| anywhere, with a `secret_file` | the content of that file                                   |
-| on the loopback interface      | one of this user, created at the first start                |
-| on other machines              | none: with `--insecure`, whoever reaches them may join      |
+| on the loopback interface      | a secret of this user, created at the first start          |
+| anywhere, with a `keys_file`   | each other's public keys                                   |
 
-The one rule: a file that holds a secret is readable by this user only.
+The one rule: without keys, no role is off the loopback interface.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config.values import require_address
 from penstock.errors import ConfigError, UnavailableError
-from penstock.serve.guard import is_loopback
+from penstock.transport.machine_keys import MachineKeys, is_local, read_private
 from penstock.transport.zmq_link import SECRET_BYTES_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from penstock.config.values import ServeTable
+    from penstock.transport.machine_keys import Secret
 
 SECRET_BYTES = 32
 SECRET_BYTES_MAX = 4096
+MAKE_KEYS = "make one with `penstock keys new FILE` and give it with --keys-file"
 
 
-def secret_between(serve: ServeTable, addresses: Iterable[str]) -> bytes:
-    """The secret of the roles at these addresses; empty if they have none.
+def secret_between(serve: ServeTable, addresses: Mapping[str, str]) -> Secret:
+    """What the roles at these addresses share.
+
+    Args:
+        serve: The settings of the command.
+        addresses: By the key of the configuration that names each.
 
     Raises:
-        ConfigError: the file cannot be used as a secret.
+        ConfigError: an address needs keys that are not there, or the file cannot be used.
         UnavailableError: the secret of this user can be neither read nor created.
     """
-    if serve.secret_file:
-        try:
-            return _read(Path(serve.secret_file))
-        except (OSError, ValueError) as error:
-            problem = error.strerror if isinstance(error, OSError) else str(error)
+    for key, address in addresses.items():
+        require_address(key, address)
+        if not serve.keys_file and not is_local(address):
             raise ConfigError(
-                "serve.secret_file", f"is {serve.secret_file!r}, must be a file: {problem}"
-            ) from error
-    if all(is_local(address) for address in addresses):
+                "serve.keys_file",
+                f"is '', must be a file with the keys of the machines for {key} {address!r}, "
+                f"which is not on the loopback interface: {MAKE_KEYS}",
+            )
+    if not serve.keys_file:
         return _own_secret()
-    return b""
+    keys = _read_keys(serve.keys_file)
+    for address in addresses.values():
+        try:
+            keys.key_of(address)
+        except UnavailableError as error:
+            raise ConfigError("serve.keys_file", f"is {serve.keys_file!r}: {error}") from error
+    return keys
 
 
-def is_local(address: str) -> bool:
-    host, _ = require_address("address", address)
-    return is_loopback(host.strip("[]"))
+def _read_keys(file: str) -> MachineKeys:
+    try:
+        return MachineKeys.read(Path(file).expanduser())
+    except OSError as error:
+        raise ConfigError(
+            "serve.keys_file", f"is {file!r}, must be a file with keys: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError("serve.keys_file", f"is {file!r}: {error}") from error
 
 
 def own_secret_path() -> Path:
@@ -71,25 +87,14 @@ def _own_secret() -> bytes:
     except (OSError, RuntimeError, ValueError) as error:
         raise UnavailableError(
             f"the secret by which roles on this machine know each other cannot be had: {error}; "
-            "give all of them the same --secret-file"
+            f"or {MAKE_KEYS}"
         ) from error
 
 
 def _read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise ValueError(
-                f"{path} is of user {found.st_uid} with mode {stat.filemode(found.st_mode)}, must "
-                f"be of user {os.getuid()} with mode -rw-------"
-            )
-        secret = file.read(SECRET_BYTES_MAX + 1).strip()
-    if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
-        raise ValueError(
-            f"{path} has {len(secret)} bytes, must have from {SECRET_BYTES_MIN} to "
-            f"{SECRET_BYTES_MAX}"
-        )
+    secret = read_private(path, bytes_max=SECRET_BYTES_MAX).strip()
+    if len(secret) < SECRET_BYTES_MIN:
+        raise ValueError(f"{path} has {len(secret)} bytes, must have at least {SECRET_BYTES_MIN}")
     return secret
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.config import Config
+    from penstock.transport.machine_keys import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Service:
         address: str,
         expected: int,
         api_key: str,
-        secret: bytes,
+        secret: Secret,
     ) -> None:
         assert config.engine is not None
         assert config.serve is not None
@@ -183,7 +184,7 @@ class Service:
 
 @asynccontextmanager
 async def _processes(
-    config: Config, supervisor: Supervisor, address: str, secret: bytes
+    config: Config, supervisor: Supervisor, address: str, secret: Secret
 ) -> AsyncIterator[Processes]:
     """The instances of this command, if it starts some; `secret` is that of their server."""
     _, pair_secret = secrets_of(config)

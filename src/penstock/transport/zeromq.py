@@ -12,7 +12,8 @@ is gone is another channel.
 
 The one rule: nobody gets in by accident. Over ipc, a listener is a socket in a folder of mode 0700
 and takes processes of this user only. A listener with a secret breaks off, before it reads a hello,
-with all that do not have the same one, over ipc and over tcp.
+with all that do not have the same one, over ipc and over tcp. Where other machines can reach an
+address, both ends must have keys (`MachineKeys`), and a listener lets in only keys that it lists.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from weakref import WeakValueDictionary
 import zmq
 
 from penstock.errors import UnavailableError
+from penstock.transport.key_check import KeyCheck
+from penstock.transport.machine_keys import MachineKeys, require_keys
 from penstock.transport.waiting import wait_readable
 from penstock.transport.wire import (
     HELLO_BYTES_MAX,
@@ -59,6 +62,8 @@ from penstock.transport.zmq_link import (
 if TYPE_CHECKING:
     from typing import Self
 
+    from penstock.transport.machine_keys import Secret
+
 IPC = "ipc://*"
 """Listen in the private folder of this process: for processes of one user on one machine."""
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -84,12 +89,14 @@ class Listener:
     Args:
         name: How peers are to call this end.
         address: Where to listen.
-        secret: What peers must have, too; without one, whoever reaches the address is let in.
+        secret: What peers must have, too, or the keys of machines; without either, whoever reaches
+            the address is let in.
         incarnation: Of this end: drawn at random if it is not given.
         settings: Waiting times and bounds.
 
     Raises:
         UnavailableError: the address is taken, or cannot be listened on.
+        ValueError: other machines can reach the address, and there are no keys.
     """
 
     def __init__(
@@ -97,32 +104,36 @@ class Listener:
         name: str,
         address: str = IPC,
         *,
-        secret: bytes = b"",
+        secret: Secret = b"",
         incarnation: int | None = None,
         settings: ChannelSettings | None = None,
     ) -> None:
         require_name(name)
+        require_keys(address, secret)
         self.name = name
         self.incarnation = secrets.randbits(64) if incarnation is None else incarnation
         self.refused: Counter[RefusalReason] = Counter()
         """What came and was not let in, by reason."""
         self._settings = settings or ChannelSettings()
         keys = keys_from(secret) if secret else None
+        self._check = KeyCheck(secret) if isinstance(secret, MachineKeys) else None
         self._epoll = select.epoll()
         longest = HELLO_BYTES_MAX + (CURVE_BYTES if secret else 0)
-        self._lobby: Socket = new_socket(zmq.ROUTER, bytes_max=longest)
+        within = self._check.context if self._check else None
+        self._lobby: Socket = new_socket(zmq.ROUTER, bytes_max=longest, within=within)
         self._lobby.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(self._settings.open_s))
         if keys is not None:
             admit_only(self._lobby, keys)
         try:
             self._lobby.bind(private_address(IPC) if address == IPC else address)
         except zmq.ZMQError as error:
-            self._lobby.close(linger=0)
-            self._epoll.close()
+            self._close_lobby()
             raise UnavailableError(f"cannot listen on {address}: {error.strerror}") from error
         self.address = self._lobby.getsockopt_string(zmq.LAST_ENDPOINT)
         """What a peer has to dial."""
         self._epoll.register(self._lobby.fileno(), select.EPOLLIN)
+        if self._check is not None:
+            self._epoll.register(self._check.descriptor, select.EPOLLIN)
         self._awaited: list[ZmqChannel] = []
         self._opened: deque[ZmqChannel] = deque()
         self._lives: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -173,7 +184,14 @@ class Listener:
         self._awaited.clear()
         self._opened.clear()
         self._parked.clear()
-        self._lobby.close(linger=milliseconds(self._settings.linger_s))
+        self._close_lobby()
+
+    def _close_lobby(self) -> None:
+        if self._check is None:
+            self._lobby.close(linger=milliseconds(self._settings.linger_s))
+        else:  # Its context ends with it, and must not wait for what peers do not take.
+            self._lobby.close(linger=0)
+            self._check.close()
         self._epoll.close()
 
     def __enter__(self) -> Self:
@@ -183,6 +201,10 @@ class Listener:
         self.close()
 
     def _pump(self) -> None:
+        if self._check is not None:
+            refused = self._check.answer()
+            if refused:
+                self.refused[RefusalReason.UNKNOWN_KEY] += refused
         self._unread = True
         for _ in range(WAITING_MAX):  # Who calls without end does not keep the others waiting.
             try:
@@ -315,7 +337,7 @@ def dial(
     address: str,
     *,
     name: str,
-    secret: bytes = b"",
+    secret: Secret = b"",
     incarnation: int | None = None,
     settings: ChannelSettings | None = None,
 ) -> ZmqChannel:
@@ -324,12 +346,17 @@ def dial(
     Args:
         address: What the listener calls its address.
         name: How this end is to be called there.
-        secret: That of the listener, if it has one.
+        secret: That of the listener, if it has one, or the keys of machines.
         incarnation: Of this end: drawn at random if it is not given. One life may dial under
             a name only once; for several channels, use several names.
         settings: Waiting times and bounds.
+
+    Raises:
+        UnavailableError: the keys have none for the host of the address.
+        ValueError: the address is of another machine, and there are no keys.
     """
     require_name(name)
+    require_keys(address, secret)
     settings = settings or ChannelSettings()
     incarnation = secrets.randbits(64) if incarnation is None else incarnation
     window = Window(settings.window_frames, settings.window_bytes)
@@ -344,7 +371,7 @@ def connect(
     *,
     name: str,
     deadline: float,
-    secret: bytes = b"",
+    secret: Secret = b"",
     incarnation: int | None = None,
     settings: ChannelSettings | None = None,
 ) -> ZmqChannel:

@@ -266,7 +266,8 @@ class ZmqChannel:
     def hint(self) -> str:
         """What may be wrong when there is no answer, if there is a sign of it."""
         if self._dialling is not None and self._dialling.broken_off:
-            return ": it breaks off every connection, so it may not have the same secret"
+            lacks = self._dialling.may_lack
+            return f": it breaks off every connection, so it and this end may not {lacks}"
         return ""
 
     def _begin(self) -> None:

@@ -35,8 +35,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from penstock.errors import UnavailableError
 from penstock.transport.base import FRAME_BYTES_MAX
+from penstock.transport.machine_keys import MachineKeys, require_curve
 from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.wire import (
     HEADER_BYTES,
@@ -55,6 +55,8 @@ from penstock.transport.wire import (
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator
+
+    from penstock.transport.machine_keys import Secret
 
 Socket: TypeAlias = zmq.Socket[bytes]
 
@@ -151,27 +153,22 @@ def new_keys() -> Keys:
     Raises:
         UnavailableError: this build of libzmq has no CURVE.
     """
-    _require_curve()
+    require_curve()
     return Keys(*zmq.curve_keypair())
 
 
-def keys_from(secret: bytes) -> Keys:
-    """The keys of every listener that has this secret; who dials it computes them, too."""
+def keys_from(secret: Secret) -> Keys:
+    """The keys of a listener: those of its machine, or of all that have the same secret."""
+    if isinstance(secret, MachineKeys):
+        return Keys(secret.public_z85, secret.private_z85)
     if len(secret) < SECRET_BYTES_MIN:
         raise ValueError(
             f"secret has {len(secret)} bytes, must have at least {SECRET_BYTES_MIN}, or none"
         )
-    _require_curve()
+    require_curve()
     digest = blake2b(secret, digest_size=32, person=b"penstock lobby").digest()
     private = z85.encode(digest)
     return Keys(zmq.curve_public(private), private)
-
-
-def _require_curve() -> None:
-    if not zmq.has("curve"):
-        raise UnavailableError(
-            f"libzmq {zmq.zmq_version()} was built without CURVE, must have it: that of PyPI has"
-        )
 
 
 def admit_only(socket: Socket, keys: Keys) -> None:
@@ -180,17 +177,25 @@ def admit_only(socket: Socket, keys: Keys) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
 
 
-def knock_with(socket: Socket, public: bytes) -> None:
-    """Has a socket that will connect do so only with an end that has the private key."""
-    own = new_keys()
+def knock_with(socket: Socket, public: bytes, own: Keys | None = None) -> None:
+    """Has a socket that will connect do so only with an end that has the private key.
+
+    Args:
+        socket: The socket.
+        public: The key of the other end.
+        own: By which the other end knows this one, if it asks for it.
+    """
+    own = own or new_keys()
     socket.setsockopt(zmq.CURVE_SERVERKEY, public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.private)
 
 
-def new_socket(kind: zmq.SocketType, *, bytes_max: int) -> Socket:
+def new_socket(
+    kind: zmq.SocketType, *, bytes_max: int, within: zmq.Context[Socket] | None = None
+) -> Socket:
     """A socket with the bounds that all of ours have; see the module for why it has no others."""
-    socket = context().socket(kind)
+    socket = (within or context()).socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
     socket.setsockopt(zmq.RCVHWM, 0)
     # Over ipc, only processes of this user are let in; for tcp it means nothing.
@@ -362,13 +367,17 @@ class Dialling:
     """A socket to a listener, on which a hello was sent."""
 
     def __init__(
-        self, address: str, hello: ChannelHello, settings: ChannelSettings, *, secret: bytes
+        self, address: str, hello: ChannelHello, settings: ChannelSettings, *, secret: Secret
     ) -> None:
+        key = secret.key_of(address) if isinstance(secret, MachineKeys) else b""
+        self.may_lack = "know each other's keys" if key else "have the same secret"
+        """What is missing if the other end breaks off every connection."""
         self._address = address
         self._settings = settings
         self._socket: Socket = new_socket(zmq.DEALER, bytes_max=HELLO_BYTES_MAX + CURVE_BYTES)
         if secret:
-            knock_with(self._socket, keys_from(secret).public)
+            keys = keys_from(secret)
+            knock_with(self._socket, key or keys.public, keys if key else None)
         self._monitor: Socket = self._socket.get_monitor_socket(_BROKEN_OFF)
         self._socket.connect(address)
         self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
@@ -413,7 +422,7 @@ class Dialling:
 
     @property
     def broken_off(self) -> bool:
-        """Whether somebody is there who broke off before our hello: without the same secret."""
+        """Whether somebody is there who broke off before our hello."""
         return bool(self._monitor.poll(0))
 
     def watch(self, epoll: select.epoll) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.handoff.driver.directory import Directory
     from penstock.transport.base import Waitable
     from penstock.transport.inproc import InprocChannel
+    from penstock.transport.machine_keys import Secret
     from penstock.transport.zmq_channel import ZmqChannel
     from penstock.transport.zmq_link import ChannelSettings
 
@@ -116,7 +117,8 @@ class ZmqLines:
         listen: where to listen; nowhere if it is empty.
         dials: the parties to dial, by name: their addresses.
         callers: the parties that may dial us.
-        secret: what all parties have in common; nobody without it is let in.
+        secret: what all parties have in common, or the keys of their machines; nobody else is
+            let in.
         settings: of the channels.
     """
 
@@ -127,7 +129,7 @@ class ZmqLines:
         listen: str = "",
         dials: Mapping[str, str],
         callers: Sequence[str] = (),
-        secret: bytes = b"",
+        secret: Secret = b"",
         settings: ChannelSettings | None = None,
     ) -> None:
         self.name = name
@@ -294,7 +296,7 @@ def zmq_lines(
     directory: Directory,
     name: str,
     *,
-    secret: bytes = b"",
+    secret: Secret = b"",
     settings: ChannelSettings | None = None,
 ) -> ZmqLines:
     """The lines of a party after the table above, at the addresses of a directory."""
