@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,32 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.connectors.base.scheduler import Pins, SchedulerConnector
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.statistics import PrefillTimer
 from penstock.connectors.base.worker import WorkerConnector
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 TOKENS = 4
 NULL = 0
+SOON_S = 60.0
+DISK = """
+cache.load_tokens_min = 1
+model.weights_version = "{weights}"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = {host}
+[[tiers]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+gib = 0.03
+write = "write_through"
+"""
 
 
 @dataclass
@@ -87,15 +105,20 @@ class FakeEngine:
         announcer: Any = None,
         clock: Any = None,
         counts: Any = None,
+        disk: Path | None = None,
+        weights: str = "v1",
     ) -> None:
-        self.config = penstock.parse_config(
-            f"""
+        text = f"""
             version = 1
             model.name = "toy"
-            cache = {{ block_tokens = {TOKENS}, groups = {groups} }}
-            tiers = [{{ name = "host", kind = "memory", blocks = {host} }}]
+            cache.block_tokens = {TOKENS}
+            cache.groups = {groups}
             """
-        )
+        if disk is None:
+            text += f'tiers = [{{ name = "host", kind = "memory", blocks = {host} }}]'
+        else:
+            text += DISK.format(host=host, path=disk, weights=weights)
+        self.config = penstock.parse_config(text)
         self.kv = np.zeros((groups, pool, TOKENS, 8), dtype=np.float32)
         layout = penstock.Layout.join(
             *(
@@ -157,6 +180,18 @@ class FakeEngine:
         request.num_computed_tokens = request.num_tokens
         while self.scheduler.pending:
             self.step()
+
+    def run_until(self, done: Callable[[], Any]) -> None:
+        """Steps as an engine with nothing to compute does."""
+        deadline = time.monotonic() + SOON_S
+        while not done():
+            assert time.monotonic() < deadline, self.offload.health()
+            self.offload.wait(time.monotonic() + 0.01)
+            self.step()
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
 
 
 @pytest.fixture

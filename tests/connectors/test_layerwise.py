@@ -9,7 +9,8 @@ import pytest
 
 import penstock
 from penstock.connectors.base.layerwise import LOADS_MAX, LayerwiseScheduler, joined_blocks
-from penstock.connectors.base.scheduler import Pins, SchedulerConnector
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.messages import decode_plan
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.connectors.base.scheduler import Pins
+from penstock.connectors.base.pins import Pins
 
 
 @pytest.mark.parametrize(("blocks", "limit"), [(1, 0), (19, 0), (20, 1), (39, 1), (40, 2)])

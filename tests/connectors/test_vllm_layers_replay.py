@@ -22,7 +22,8 @@ import penstock
 from penstock.cache.settings import DEVICE, HUB
 from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
 from penstock.connectors.base.layerwise import LayerwiseScheduler
-from penstock.connectors.base.scheduler import Pins, SchedulerConnector
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.runtime.messages import decode_plan
 from penstock.vocabulary.layers import GroupKind

@@ -14,7 +14,8 @@ import torch
 
 import penstock
 from penstock.connectors.base.engine import LayerGroup, ServedEngine, tier_of
-from penstock.connectors.base.scheduler import Pins, SchedulerConnector
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.vocabulary.layers import GroupKind
 from tests.connectors.orders import LOGICAL, ORDERS

@@ -237,6 +237,7 @@ CASES: dict[str, Case] = {
     ),
     "Offload.cancel": case(lambda s: s.offload.cancel, operation=lambda s: s.started.operations[0]),
     "Offload.hub_counts": case(lambda s: s.offload.hub_counts),
+    "Offload.store_status": case(lambda s: s.offload.store_status, cause=text),
     "Offload.poll": case(lambda s: s.offload.poll, most=lambda _: 5),
     "Offload.reset": case(lambda s: s.offload.reset, why=text),
     "Rank.take": case(lambda s: s.rank.take, plan=lambda _: b"no plan"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,9 +105,13 @@ def run(
     fork_server: ForkServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """Runs an engine through a list of acts: the result of each, and all that was printed."""
+    """Runs an engine through a list of acts: the result of each, and all that was printed.
+
+    With `dies`, the last act kills the engine.
+    """
 
     def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
+        expected = -signal.SIGKILL if script.pop("dies", False) else 0
         ranks = script.get("ranks", 1)
         environment = {
             **os.environ,
@@ -120,7 +125,7 @@ def run(
         }
         arguments = [str(model(kind)), {"acts": acts, **script}]
         status, printed = fork_server.run("run_engine", arguments, environment)
-        assert status == 0, printed[-6000:]
+        assert status == expected, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed
 

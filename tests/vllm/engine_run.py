@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,14 @@ cache.load_tokens_min = 1
 name = "host"
 kind = "host"
 blocks = {host_blocks}
+"""
+DISK = """
+[[tiers]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+gib = 0.25
+write = "write_through"
 """
 
 
@@ -79,6 +88,15 @@ def listen(address: str) -> None:
     SUBSCRIPTIONS.append(events)
 
 
+def config_of(script: dict[str, Any]) -> str:
+    """The configuration of the tiers, with a disk if the script names a folder."""
+    text = CONFIG.format(host_blocks=script.get("host_blocks", 1024))
+    if "disk" not in script:
+        return text
+    version = f'model.weights_version = "{script["weights"]}"\n' if script.get("weights") else ""
+    return text.replace("[[tiers]]", f"{version}[[tiers]]") + DISK.format(path=script["disk"])
+
+
 def open_engine(model: str, script: dict[str, Any]) -> LLM:
     transfer = None
     if script.get("connector"):
@@ -89,7 +107,7 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
             "kv_role": "kv_both",
             "kv_load_failure_policy": script.get("policy", "recompute"),
             "kv_connector_extra_config": {
-                "config": CONFIG.format(host_blocks=script.get("host_blocks", 1024)),
+                "config": config_of(script),
                 "any_version": "PENSTOCK_VLLM_ANY_VERSION" in os.environ,
                 **script.get("extra", {}),
             },
@@ -297,6 +315,50 @@ def arenas(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
     return {"arenas": found}
 
 
+def store(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
+    """The engine is used until so many `blocks` are on the disk, or it is `on` again."""
+    nudge = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+
+    def has_come() -> bool:
+        # Metrics come with answers; a prompt of one token changes nothing below the device.
+        llm.generate([{"prompt_token_ids": [11]}], nudge, use_tqdm=False)
+        metrics = metrics_of(llm)
+        saved = metrics.get("vllm:penstock_disk_blocks_saved", 0)
+        on = metrics.get("vllm:penstock_disk_on", 0)
+        return bool(saved >= act.get("blocks", 0) and on >= act.get("on", 0))
+
+    until(has_come)
+    return {"metrics": metrics_of(llm)}
+
+
+def kill_store(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
+    """The store process is killed while the engine runs."""
+    killed = [pid for pid, words in processes() if b"penstock.store" in words]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    return {"killed": len(killed)}
+
+
+def die(_llm: LLM, _act: dict[str, Any]) -> dict[str, Any]:
+    """Every process of the engine is killed, the store process first."""
+    found = sorted(processes(), key=lambda each: b"penstock.store" not in each[1])
+    for pid in [pid for pid, _ in found if pid != os.getpid()] + [os.getpid()]:
+        os.kill(pid, signal.SIGKILL)
+    raise AssertionError("nothing survives SIGKILL")
+
+
+def processes() -> list[tuple[int, list[bytes]]]:
+    """The processes of this engine with the words of their command lines."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == os.getsid(0):
+                found.append((int(folder.name), (folder / "cmdline").read_bytes().split(b"\0")))
+        except OSError:
+            continue  # It has ended meanwhile.
+    return found
+
+
 def metrics_of(llm: LLM) -> dict[str, float]:
     wanted = ("vllm:penstock", "vllm:num_preemptions", "vllm:external_prefix_cache")
     found: dict[str, float] = {}
@@ -308,4 +370,7 @@ def metrics_of(llm: LLM) -> dict[str, float]:
     return found
 
 
-ACTS = {each.__name__: each for each in (generate, reset, update, abort, events, arenas)}
+ACTS = {
+    each.__name__: each
+    for each in (generate, reset, update, abort, events, arenas, store, kill_store, die)
+}

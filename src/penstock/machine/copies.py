@@ -426,6 +426,7 @@ def _report_end(books: Books, operation: Operation, *, settled: bool) -> None:
             failure=operation.failure,
             settled=settled,
             cause=operation.cause,
+            block_count=len(operation.keys),
         )
     )
 

@@ -70,6 +70,8 @@ class Found(Effect, frozen=True, kw_only=True):
     """How many after them are on their way, or wait for a `Prefetch`."""
     below: int
     """How many of the pending ones wait below the hub for a `Prefetch`."""
+    rising: int
+    """How many of the pending ones are being copied from below into the hub."""
     worth: int
     """How many leading blocks, ready or pending, are quicker to load than to compute."""
     miss: Miss
@@ -136,6 +138,8 @@ class Ended(Effect, frozen=True, kw_only=True):
     settled: bool
     """Whether its slots are quiet; if not, `Settled` follows when they are."""
     cause: str
+    block_count: int
+    """How many blocks it was to copy."""
 
 
 class Settled(Effect, frozen=True, kw_only=True):

@@ -32,13 +32,15 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
     from penstock.machine.events import Load, Lookup, Prefetch, Save
+    from penstock.machine.matching import Finding
     from penstock.vocabulary.ids import Key
 
 
 def lookup(books: Books, event: Lookup, now: float) -> None:
     """How much of a chain can be loaded now, how much soon, and how much is worth it."""
     ready = event.start + len(find(books, event.keys[event.start :], deepest=HUB).nodes)
-    soon = fetchable(books, event.keys[ready:]).source
+    coming = fetchable(books, event.keys[ready:])
+    soon = coming.source
     pending, below = len(soon), int(np.count_nonzero(soon > HUB))
     found = ready + pending
     worth = found if found <= event.held else _worth(books, event, ready, soon, now)
@@ -51,9 +53,23 @@ def lookup(books: Books, event: Lookup, now: float) -> None:
         miss = explain(books, event.keys, found)
     books.effects.append(
         Found(
-            ready=ready, pending=pending, below=below, worth=worth, miss=miss, losses=books.losses
+            ready=ready,
+            pending=pending,
+            below=below,
+            rising=_rising(books, coming),
+            worth=worth,
+            miss=miss,
+            losses=books.losses,
         )
     )
+
+
+def _rising(books: Books, coming: Finding) -> int:
+    """How many of these blocks are being copied from below into the hub."""
+    if not books.staging:
+        return 0
+    slots = books.tier(HUB).slot_of[coming.nodes].tolist()
+    return sum(slot in books.staging for slot in slots)
 
 
 def _worth(books: Books, event: Lookup, ready: int, soon: NDArray[np.int8], now: float) -> int:

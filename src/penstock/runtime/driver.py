@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.machine.statistics import CacheStatistics, StoreStatistics
     from penstock.runtime.rank_links import RankLinks
     from penstock.runtime.status import Health
-    from penstock.runtime.stored_tiers import StoredTiers
+    from penstock.runtime.stored_tiers import StoredTiers, StoreStatus
     from penstock.vocabulary.ids import OperationId
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,10 @@ class Driver:
             self.stored.prefetch(event, self.machine.known(event.keys))
             self.stored.dispatch()
         return effects
+
+    def store_status(self, cause: str) -> StoreStatus | None:
+        """The store process as it is now, if there is one."""
+        return None if self.stored is None else self.stored.status(cause, self._clock())
 
     def take_reports(self, reports: Sequence[CopyReport | LostRank]) -> list[ef.Effect]:
         """Takes what a rank has reported.

@@ -245,12 +245,12 @@ def _tier_facts(
 def _drive_here(config: Config, rank: Rank) -> Driven:
     agreement = agree(config, [rank.facts])
     incarnation = draw_incarnation()
-    stored = _stored_tiers(config, [rank.facts], incarnation, rank.offer)
+    stored, why_not = _stored_tiers(config, [rank.facts], incarnation, rank.offer)
     driver = Driver(
         agreement.settings, LocalLink(rank.executor), incarnation=incarnation, stored=stored
     )
     driver.ready_s = slowest_ready_s([rank.facts])
-    _switch_off(driver, agreement)
+    _switch_off(driver, agreement, why_not)
     return Driven(config, agreement, driver)
 
 
@@ -269,42 +269,45 @@ def _drive_others(
         links = MessageLinks(ranks, incarnation)
     else:
         links = ChannelLinks(ranks, channels, incarnation)
-    stored = _stored_tiers(config, ranks, incarnation, None)
+    stored, why_not = _stored_tiers(config, ranks, incarnation, None)
     driver = Driver(agreement.settings, links, incarnation=incarnation, stored=stored)
     driver.ready_s = slowest_ready_s(ranks)
-    _switch_off(driver, agreement)
+    _switch_off(driver, agreement, why_not)
     return Driven(config, agreement, driver, ranks)
 
 
 def _stored_tiers(
     config: Config, ranks: Sequence[RankFacts], incarnation: int, offer: ArenaOffer | None
-) -> StoredTiers | None:
-    """The tiers that the store process serves, which is started if nobody has done it."""
+) -> tuple[StoredTiers | None, Mapping[int, str]]:
+    """The tiers that the store process serves, which is started if nobody has done it.
+
+    And why they are off from the beginning, by their index.
+    """
     store = store_config(config) if config.persists else None
     if store is None:
-        return None
+        return None, {}
     in_order = sorted(ranks, key=lambda facts: facts.rank)
     tiers = {
         index: tier.name for index, tier in enumerate(config.cache.tiers, start=HUB) if tier.stored
     }
-    link = StoreLink(
-        store,
-        life=incarnation,
-        space=space_name(config),
-        arenas=[facts.tiers[0].memory for facts in in_order],
-        tiers=tiers,
-        embedded=True,
-    )
-    return StoredTiers(link, tuple(tiers), offer=offer)
+    try:
+        link = StoreLink(
+            store,
+            life=incarnation,
+            space=space_name(config),
+            arenas=[facts.tiers[0].memory for facts in in_order],
+            tiers=tiers,
+            embedded=True,
+        )
+    except UnavailableError as error:
+        return None, dict.fromkeys(tiers, f"no store process can be started: {error}")
+    return StoredTiers(link, tuple(tiers), offer=offer), dict.fromkeys(tiers, STARTING)
 
 
-def _switch_off(driver: Driver, agreement: Agreement) -> None:
+def _switch_off(driver: Driver, agreement: Agreement, not_stored: Mapping[int, str]) -> None:
     # The first rank's reason: a rank that cannot share has none of its own.
-    for tier, why in dict(reversed(agreement.off)).items():
+    for tier, why in {**dict(reversed(agreement.off)), **not_stored}.items():
         driver.switch_tier_off(tier, why)
-    if driver.stored is not None:
-        for tier in driver.stored.tiers:
-            driver.switch_tier_off(tier, STARTING)
 
 
 def _memory_of(store: SlotStore | None, life: int) -> str:

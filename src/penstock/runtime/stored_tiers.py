@@ -35,6 +35,7 @@ from penstock.store.link import (
     Voided,
 )
 from penstock.store.messages import StoreConfig, StoreTierConfig
+from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -90,6 +91,23 @@ def store_config(config: Config) -> StoreConfig | None:
     return StoreConfig(socket=f"{tiers[0].folder.rstrip('/')}/{SOCKET}", tiers=tuple(tiers))
 
 
+class StoreStatus(NamedTuple):
+    """The store process as an engine sees it; cheap enough to ask in every step."""
+
+    due: bool
+    """Whether the next `step` finds something that the store has said, or has to tell it."""
+    settled: bool
+    """Whether it is known of every tier whether it is on; not so while the store starts."""
+    searching: bool
+    """Whether a prefetch asked the store for blocks that may be there, and has no answer yet."""
+    on: bool
+    """Whether a tier of it can be used."""
+    blocks: int
+    """Blocks that it has, for all engines, on each rank."""
+    saves_dropped: int
+    """Blocks that it did not write because it was too slow."""
+
+
 class _Wanted(NamedTuple):
     """Blocks that a prefetch wants and nobody here knows of."""
 
@@ -137,6 +155,26 @@ class StoredTiers:
             return -math.inf
         alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
         return min((at for at in alarms if at is not None), default=math.inf)
+
+    def status(self, cause: str, now: float) -> StoreStatus:
+        """How the store is; `searching` is said of the prefetches of one cause."""
+        states = [said.state for said in self.states.values()]
+        return StoreStatus(
+            due=now >= self.next_due
+            or bool(wait_any((), (self.link.descriptor,), deadline=None).descriptors),
+            settled=self.link.is_up and self._is_each_known(),
+            searching=any(each.prefetch.cause == cause for each in self._wanted.values())
+            and not self._listed.issuperset(tier for tier in self.tiers if self._on[tier]),
+            on=any(self._on.values()),
+            blocks=sum(state.blocks for state in states),
+            saves_dropped=sum(state.saves_dropped for state in states),
+        )
+
+    def _is_each_known(self) -> bool:
+        return all(
+            self._on[tier] or (tier in self.states and not self.states[tier].state.on)
+            for tier in self.tiers
+        )
 
     def statistics(self) -> dict[int, StoreStatistics]:
         """What the store last said of each tier, by its index."""

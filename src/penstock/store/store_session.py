@@ -113,6 +113,8 @@ class StoreSession:
     def poll(self, now: float) -> list[SessionNews]:
         """What has happened since the last call."""
         news: list[SessionNews] = []
+        if not self.is_ready(now):
+            return news  # Most steps of an engine find nothing.
         if self._connection is None and self.alarm is not None and now >= self.alarm:
             self._connect(now, news)
         if self._connection is not None:

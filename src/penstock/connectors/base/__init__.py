@@ -4,7 +4,9 @@
 |-----------------|------------------------------------------------------------------------|
 | `engine`        | the engine as values, and its KV tensors as a device tier              |
 | `keys`          | a request's options, and the keys of its blocks                        |
-| `scheduler`     | the scheduler's side: lookups, loads, saves, pins; the plan of a step  |
+| `scheduler`     | the scheduler's side: lookups, loads, saves; the plan of a step        |
+| `pins`          | device blocks that are kept from reuse while a save reads them         |
+| `store_prefetch` | blocks that come up from a disk while their request waits             |
 | `worker`        | a worker's side: executes plans, reports what failed                   |
 | `layerwise`     | loads that a step computes on while they arrive                        |
 | `shared_arenas` | one host tier for all ranks with equal bytes                           |

@@ -12,7 +12,9 @@ counts tokens as computed before it knows them.
 from __future__ import annotations
 
 import hashlib
+import os
 import reprlib
+import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -157,13 +159,25 @@ def _short(value: object) -> str:
 class KeyChains:
     """Empty key chains by salt and adapter: most requests share both with the one before."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, since: str = "") -> None:
+        """Chains for one model.
+
+        Args:
+            config: With the model.
+            since: Names the time since which the weights may be others than those that the
+                configuration names; empty from the beginning.
+        """
+        if since:
+            version = f"unknown since {since}"
+            config = replace(config, model=replace(config.model, weights_version=version))
         self._config = config
+        outlives = config.persists and any(tier.stored for tier in config.cache.tiers)
+        self._files = AdapterFiles() if outlives else None
         self._empty: dict[tuple[str, str], KeyChain] = {}
 
     def begin(self, request: EngineRequest) -> KeyChain:
         """An empty chain for the salt and the adapter of a request."""
-        name = _named("salt", request.cache_salt or ""), _adapter(request.lora_request)
+        name = _named("salt", request.cache_salt or ""), self._adapter(request.lora_request)
         empty = self._empty.get(name)
         if empty is None:
             while len(self._empty) >= CHAINS_KEPT:
@@ -171,6 +185,49 @@ class KeyChains:
             tenant, adapter = name
             empty = self._empty[name] = self._config.key_chain(tenant=tenant, adapter=adapter)
         return empty.fork()
+
+    def _adapter(self, adapter: LoraAdapter | None) -> str:
+        if adapter is None:
+            return ""
+        # The path as well: a name may be given to another adapter later.
+        name = f"{len(adapter.lora_name)}:{adapter.lora_name}:{adapter.lora_path}"
+        if self._files is not None:
+            name = f"{self._files.version(adapter.lora_path)}:{name}"
+        return _named("lora", name)
+
+
+class AdapterFiles:
+    """Which version of an adapter lies at its path, where blocks outlive the process.
+
+    A later engine may find another adapter under the same name and path. The files are looked at
+    when the adapter is first used: names, sizes and times of change. Of an adapter whose files are
+    not in a folder here nothing is known, so its blocks are found in this process only.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[str, str] = {}
+
+    def version(self, path: str) -> str:
+        """A digest that changes with the files at a path."""
+        found = self._versions.get(path)
+        if found is None:
+            while len(self._versions) >= CHAINS_KEPT:
+                del self._versions[next(iter(self._versions))]
+            found = self._versions[path] = _version_of_files(path) or secrets.token_hex(16)
+        return found
+
+
+def _version_of_files(path: str) -> str:
+    """A digest of the files in a folder; empty if there are none, or they cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            files = sorted((each.name, each.stat()) for each in entries if each.is_file())
+    except (OSError, ValueError):
+        return ""
+    if not files:
+        return ""
+    said = [f"{name!r} {status.st_size} {status.st_mtime_ns}" for name, status in files]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
 
 
 class RequestKeys:
@@ -203,13 +260,6 @@ def tenant_of(request: EngineRequest, known: Mapping[str, float]) -> str:
     """The tenant whose quota a request's blocks count against: its salt, where a quota names it."""
     salt = request.cache_salt or ""
     return salt if salt in known else ""
-
-
-def _adapter(adapter: LoraAdapter | None) -> str:
-    if adapter is None:
-        return ""
-    # The path as well: a name may be given to another adapter later.
-    return _named("lora", f"{len(adapter.lora_name)}:{adapter.lora_name}:{adapter.lora_path}")
 
 
 def _item(medium: MediaItem) -> Item:

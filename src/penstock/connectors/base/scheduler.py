@@ -1,34 +1,28 @@
 """The scheduler's side of a connector: which blocks to look up, load and save, and which to pin.
 
+    expect_request ─→ prefetch            it is queued: its blocks come up from the disk meanwhile
     find_tokens    ─→ lookup              how many tokens can be loaded from below the device
     start_load     ─→ load                the engine allocated blocks to load them into
     plan_step      ─→ save, take_plan     the engine puts a step together
     apply_reports  ─→ poll                the workers reported what they have copied
     finish_request, reset
 
-A lookup never blocks and never defers a request; it looks again only at what has changed since the
-last lookup for the request. Requests that share a prefix load it separately: none waits for the
-load of another.
+A lookup never blocks; it looks again only at what has changed since the last lookup for the
+request. A request is deferred only while blocks of it come up from a disk (`store_prefetch`).
+Requests that share a prefix load it separately: none waits for the load of another.
 
 The one rule: a block is saved in the step that computes it or a later one, while its request or a
 pin keeps the engine from reusing it. In KV groups whose blocks stay with a running request, the
 request keeps them; what a save still reads when the request ends is pinned then. In groups whose
 blocks the engine takes from running requests (sliding windows), a save is pinned from its start:
 in the next step its blocks may have left the window.
-
-A pin is a reference in the engine's own block pool: the block stays in place and can still be
-matched there, and the engine never waits for a copy. However slow the copies are, at most half of
-the blocks that are free when a pin is added, or a twentieth of the pool where that is more, are
-pinned. So of a full pool a twentieth can be pinned, and of one with fewer than twenty blocks
-nothing; a pool with room allows enough pins for the blocks that leave the windows of a long
-prefill. Blocks that are copied before the engine allocates again, as on the CPU, may be pinned
-beyond that.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -36,6 +30,7 @@ from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Outcome, Purpose
 from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
 from penstock.connectors.base.statistics import TransferCounts
+from penstock.connectors.base.store_prefetch import StorePrefetch, StoreWait
 from penstock.machine.effects import Ended
 
 if TYPE_CHECKING:
@@ -47,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.connectors.base.events import EventAnnouncer
     from penstock.connectors.base.keys import EngineRequest
     from penstock.connectors.base.layerwise import LayerwiseScheduler
+    from penstock.connectors.base.pins import Pins
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
@@ -95,6 +91,7 @@ class TrackedRequest:
     """Keys of the last lookup: the engine asks about a waiting request in every step."""
     found: Found | None = None
     """The result of that lookup."""
+    wait: StoreWait = field(default_factory=StoreWait)
     held: int = 0
     """Leading blocks that were in the engine's own cache at the last lookup."""
     saved: int = 0
@@ -119,6 +116,14 @@ class _Load(NamedTuple):
     first: int
     """Its first block within the request."""
     blocks: int
+
+
+class _Prefetch(NamedTuple):
+    """Blocks that come up from a disk, and are announced when they are there."""
+
+    operations: set[OperationId]
+    """Those that have not ended."""
+    keys: Sequence[Key]
 
 
 class SchedulerConnector:
@@ -166,6 +171,7 @@ class SchedulerConnector:
         self._speed = speed
         self._counts = counts or TransferCounts()
         self.counters = self._counts.counters
+        self._store = StorePrefetch(offload, self._counts) if offload.persists else None
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
         self._tokens = config.cache.block_tokens
         self._requests: dict[str, TrackedRequest] = {}
@@ -174,6 +180,7 @@ class SchedulerConnector:
         self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
         self._saving_blocks = 0
         """Blocks being saved."""
+        self._rising: dict[OperationId, _Prefetch] = {}
         self._has_work = False
         """Whether anything has happened since the tiers were last stepped: most steps only decode,
         and should not pay for tiers that have nothing to do."""
@@ -184,13 +191,32 @@ class SchedulerConnector:
 
     @property
     def pending(self) -> bool:
-        """Whether the engine must step again for copies to end."""
-        return self._offload.busy or self._owes_step
+        """Whether the engine must step again for copies to end, or for a disk to come."""
+        comes = self._store is not None and self._store.pending
+        return self._offload.busy or self._owes_step or comes
 
     # ---------------------------------------------------------------- requests come
 
-    def find_tokens(self, request: EngineRequest, computed: int) -> int:
-        """How many tokens after the first `computed` can be loaded now. Changes no tier."""
+    def expect_request(self, request: EngineRequest, computed: Callable[[], int]) -> None:
+        """A request is queued: blocks of it that lie on a disk come up meanwhile.
+
+        Args:
+            request: The request.
+            computed: How many leading tokens the engine has in its own cache; called if needed.
+        """
+        if self._store is None:
+            return
+        tracked = self._tracked(request)
+        blocks = (request.num_tokens - 1) // self._tokens
+        if tracked.load and blocks > 0:
+            tracked.held = computed() // self._tokens
+            self._look_up(tracked, blocks)
+
+    def find_tokens(self, request: EngineRequest, computed: int) -> int | None:
+        """How many tokens after the first `computed` can be loaded now.
+
+        `None`: ask again in the next step, blocks of it are on their way from a disk.
+        """
         tracked = self._tracked(request)
         self._give_up_saves(tracked)
         # The engine asks when a request starts or restarts: all its blocks are recent.
@@ -202,16 +228,50 @@ class SchedulerConnector:
         blocks = (request.num_tokens - 1) // self._tokens
         if tracked.keys.stale or not blocks or not (tracked.load or tracked.save):
             return 0
-        if len(tracked.asked) != blocks:
-            tracked.asked = tracked.keys.upto(blocks)[:blocks]
-        keys = tracked.asked
-        self.counters.add("lookups", 1 if tracked.found is None else 0)
-        found = self._offload.lookup(keys, last=tracked.found, held=min(tracked.held, blocks))
-        tracked.found = found
+        if tracked.wait.is_waiting and self._store is not None and self._store.due:
+            # What has arrived since the last step need not wait for the end of this one.
+            self._has_work = True
+            self._step_tiers()
+        found = self._look_up(tracked, blocks)
         tracked.saved = found.ready
         if not tracked.load:
             return 0
+        if self._store is not None and self._store.defers(
+            tracked.wait, tracked.asked, found, held=tracked.held, cause=request.request_id
+        ):
+            return None
         return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+
+    def _look_up(self, tracked: TrackedRequest, blocks: int) -> Found:
+        """Looks a request's blocks up, and has those on a disk brought up."""
+        if len(tracked.asked) != blocks:
+            tracked.asked = tracked.keys.upto(blocks)[:blocks]
+        self.counters.add("lookups", 1 if tracked.found is None else 0)
+        found = self._look_again(tracked)
+        if self._store is None or not tracked.load:
+            return found
+        started = self._store.bring_up(
+            tracked.wait,
+            tracked.asked,
+            found,
+            held=tracked.held,
+            cause=tracked.request.request_id,
+        )
+        if started is None:
+            return found
+        self._has_work = True
+        if self._announcer is not None and started.operations:
+            rising = [(at, tracked.asked[at]) for at in started.accepted]
+            self._announcer.expect(tracked.request, rising)
+            prefetch = _Prefetch(set(started.operations), [key for _, key in rising])
+            self._rising |= dict.fromkeys(started.operations, prefetch)
+        return self._look_again(tracked)
+
+    def _look_again(self, tracked: TrackedRequest) -> Found:
+        keys = tracked.asked
+        held = min(tracked.held, len(keys))
+        tracked.found = self._offload.lookup(keys, last=tracked.found, held=held)
+        return tracked.found
 
     def can_join(self, request: EngineRequest, matched: int) -> bool:
         """Whether a request computes on these tokens in the step that starts to load them."""
@@ -278,11 +338,21 @@ class SchedulerConnector:
         """Drops everything below the device; requests that run now save nothing of theirs."""
         self._has_work = True
         self._offload.reset(why)
+        if self._store is not None:
+            # The weights may have changed: a later engine must not take blocks from now on for
+            # those of `model.weights_version`.
+            self._chains = KeyChains(self._config, since=secrets.token_hex(16))
         for tracked in self._requests.values():
             tracked.voided = True
             tracked.found = None
+            tracked.keys = RequestKeys(self._chains, tracked.request)
+            tracked.asked = []
         self._changed = self._owes_step = True
         self.counters.add("resets")
+
+    def close(self) -> None:
+        """Ends the tiers, and the store process if this engine has started it."""
+        self._offload.close()
 
     # ---------------------------------------------------------------- steps go by
 
@@ -305,6 +375,27 @@ class SchedulerConnector:
                 self._give_up_saves(tracked)
         joined = self._joins.take() if self._joins is not None else ()
         early = tuple(iter(self._offload.ranks.take_plan, None)) if joined else ()
+        self._save_computed(scheduled, tables)
+        self._owes_step = False
+        if self._speed is not None:
+            self._speed.begin(scheduled)
+        if not self._has_work and (self._store is None or not self._store.due):
+            return None
+        self._changed = True
+        self._step_tiers()
+        if self._store is not None:
+            # Workers have nothing to report of copies between host memory and a disk.
+            self._apply_ended()
+        # One more step after the last copy has ended: then the tiers have seen its end.
+        self._has_work = self._offload.busy
+        loads, self._starting = tuple(self._starting), []
+        plan = self._offload.ranks.take_plan()
+        if plan is None and not loads and not joined:
+            return None
+        return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
+
+    def _save_computed(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> None:
+        """Starts to save the blocks that the step completes."""
         for name, token_count in scheduled.items():
             tracked = self._requests.get(name)
             if tracked is not None and tracked.arriving[1] and not tracked.joins:
@@ -318,20 +409,11 @@ class SchedulerConnector:
             known = min(request.num_computed_tokens + token_count, request.num_tokens)
             if known // self._tokens > tracked.saved:
                 self._save(tracked, known // self._tokens, tables(name))
-        self._owes_step = False
-        if self._speed is not None:
-            self._speed.begin(scheduled)
-        if not self._has_work:
-            return None
-        self._changed = True
+
+    def _step_tiers(self) -> None:
         self._offload.step()
-        # One more step after the last copy has ended: then the tiers have seen its end.
-        self._has_work = self._offload.busy
-        loads, self._starting = tuple(self._starting), []
-        plan = self._offload.ranks.take_plan()
-        if plan is None and not loads and not joined:
-            return None
-        return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
+        if self._store is not None:
+            self._store.watch()
 
     def apply_reports(self, reports: Iterable[bytes]) -> None:
         """Applies the reports of the workers."""
@@ -340,6 +422,9 @@ class SchedulerConnector:
         for report in reports:
             self._has_work = self._changed = True
             self._offload.ranks.receive(report)
+        self._apply_ended()
+
+    def _apply_ended(self) -> None:
         ended = self._offload.poll()
         if self._announcer is not None:
             self._announcer.note(self._offload.take_kv_events())
@@ -363,6 +448,11 @@ class SchedulerConnector:
             self._pins.settled(operation)
         if ended.purpose is Purpose.LOAD:
             self._loaded(ended)
+        elif ended.purpose is Purpose.STAGE:
+            self._counts.brought_up(ended)
+            self._end_prefetch(operation)
+        elif operation not in self._saving:
+            self._counts.written_down(ended)
         else:
             keys = self._end_save(operation)
             self._counts.saved(ended, keys)
@@ -370,12 +460,18 @@ class SchedulerConnector:
                 self._announcer.forget(keys)
 
     def _end_save(self, operation: OperationId) -> Sequence[Key]:
-        if operation not in self._saving:
-            return ()  # Between tiers further down: no request has to do with it.
         tracked, keys = self._saving.pop(operation)
         self._saving_blocks -= len(keys)
         tracked.saves.pop(operation, None)
         return keys
+
+    def _end_prefetch(self, operation: OperationId) -> None:
+        prefetch = self._rising.pop(operation, None)
+        if prefetch is None:
+            return
+        prefetch.operations.discard(operation)
+        if self._announcer is not None and not prefetch.operations:
+            self._announcer.forget(prefetch.keys)
 
     def _pin_saves(self, tracked: TrackedRequest) -> None:
         """The request ends: pins what a save still reads, or cancels the save."""
@@ -522,75 +618,3 @@ class SchedulerConnector:
 def _shares(count: int, parts: int, most: int) -> list[int]:
     """How many blocks each of several operations has: all but the last have the most."""
     return [min(most, count - most * part) for part in range(parts)]
-
-
-PIN_SHARE = 0.05
-"""The part of a full pool that may be pinned: small, so that an engine under pressure keeps
-working."""
-FREE_SHARE = 0.5
-"""The part of the free blocks that may be pinned: as much again is left for the next step."""
-
-
-class BlockPool(Protocol):
-    """What is used of the engine's block pool; the names are vLLM's."""
-
-    @property
-    def blocks(self) -> Sequence[object]:
-        """Every block, by its number."""
-        ...
-
-    def touch(self, blocks: Sequence[object]) -> None:
-        """Adds a reference to each."""
-        ...
-
-    def free_blocks(self, ordered_blocks: Iterable[object]) -> None:
-        """Takes a reference from each."""
-        ...
-
-    def get_num_free_blocks(self) -> int:
-        """How many blocks have no reference."""
-        ...
-
-
-class _Pin:
-    __slots__ = ("block_ids", "operations")
-
-    def __init__(self, block_ids: Sequence[int], operations: int) -> None:
-        self.block_ids = block_ids
-        self.operations = operations
-
-
-class Pins:
-    """The pins of one scheduler."""
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._least = int(len(pool.blocks) * PIN_SHARE)
-        self.count = 0
-        self._of: dict[OperationId, list[_Pin]] = {}
-
-    @property
-    def limit(self) -> int:
-        """How many blocks may be pinned now."""
-        return max(self._least, int(self._pool.get_num_free_blocks() * FREE_SHARE))
-
-    @property
-    def room(self) -> int:
-        """How many more blocks may be pinned now."""
-        return max(0, self.limit - self.count)
-
-    def add(self, block_ids: Sequence[int], operations: Sequence[OperationId]) -> None:
-        """Pins blocks until the last of these operations has settled."""
-        pin = _Pin(block_ids, len(operations))
-        self._pool.touch([self._pool.blocks[block] for block in block_ids])
-        self.count += len(block_ids)
-        for operation in operations:
-            self._of.setdefault(operation, []).append(pin)
-
-    def settled(self, operation: OperationId) -> None:
-        """Removes the pins of an operation that no longer touches its blocks, if it has any."""
-        for pin in self._of.pop(operation, ()):
-            pin.operations -= 1
-            if not pin.operations:
-                self.count -= len(pin.block_ids)
-                self._pool.free_blocks([self._pool.blocks[block] for block in pin.block_ids])

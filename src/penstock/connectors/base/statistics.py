@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Ended
     from penstock.machine.statistics import HubCounts
     from penstock.runtime.rank_facts import RankFacts
+    from penstock.runtime.stored_tiers import StoreStatus
     from penstock.vocabulary.ids import Key
 
 log = logging.getLogger("penstock.connectors")
@@ -54,16 +55,23 @@ COUNTERS: Mapping[str, str] = {
     "blocks_dropped_window": "Blocks not saved because a sliding window had passed them.",
     "blocks_dropped_room": "Blocks not saved because there was no room, or they were refused.",
     "blocks_evicted": "Blocks that left the first tier below the device to make room for others.",
+    "disk_blocks_loaded": "Blocks brought up from a disk into host memory, and verified.",
+    "disk_blocks_saved": "Blocks written to a disk, or already there.",
+    "disk_blocks_dropped": "Blocks that the disk was too slow to take.",
+    "disk_failures": "Copies from or to a disk that did not succeed as a whole.",
     "requests_refused": "Requests kept out because their kv_transfer_params were wrong.",
     "resets": "Times that everything below the device was voided.",
 }
 GAUGES: Mapping[str, str] = {
     "host_slots": "Blocks that fit into the first tier below the device.",
     "host_slots_ready": "Blocks in it that can be loaded.",
+    "disk_on": "1 while a disk can be used, 0 while it is off, starts, or is not configured.",
+    "disk_blocks": "Blocks on the disk, of all engines that share it, on each rank.",
     "pinned_blocks": "Device blocks that are kept from reuse until their save has settled.",
 }
 TIMES: Mapping[str, str] = {
     "load_seconds": "From the moment that vLLM gave a request blocks to load into, to its end.",
+    "disk_wait_seconds": "How long a request waited for blocks that came up from a disk.",
 }
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """From a load of one block in a step to the longest that operation_timeout_s usually allows."""
@@ -107,8 +115,12 @@ class Counters:
         self._times.setdefault(name, []).append(seconds)
 
     def total(self, name: str, value: int) -> None:
-        """Sets one of `COUNTERS` from a total that is counted elsewhere."""
-        self.add(name, value - self._totals.get(name, 0))
+        """Sets one of `COUNTERS` from a total that is counted elsewhere.
+
+        A total that is smaller than before is that of a process which was started again.
+        """
+        before = self._totals.get(name, 0)
+        self.add(name, value - before if value >= before else value)
         self._totals[name] = value
 
     def gauge(self, name: str, value: int) -> None:
@@ -240,6 +252,32 @@ class TransferCounts:
         elif ended.outcome is not Outcome.CANCELLED:
             self.counters.add("saves_failed")
             self._report("save", ended, keys)
+
+    def brought_up(self, ended: Ended) -> None:
+        """A copy from a disk into host memory has ended."""
+        if ended.outcome is Outcome.DONE or ended.faults:
+            self.counters.add("disk_blocks_loaded", ended.block_count - len(ended.faults))
+        self._count_disk_failure(ended)
+
+    def written_down(self, ended: Ended) -> None:
+        """A copy from host memory to a disk has ended."""
+        if ended.outcome is Outcome.DONE or ended.faults:
+            self.counters.add("disk_blocks_saved", ended.block_count - len(ended.faults))
+        self._count_disk_failure(ended)
+
+    def _count_disk_failure(self, ended: Ended) -> None:
+        if ended.outcome in {Outcome.FAILED, Outcome.EXPIRED}:
+            self.counters.add("disk_failures")
+
+    def waited(self, seconds: float) -> None:
+        """A request has waited for blocks from a disk, and does so no more."""
+        self.counters.time("disk_wait_seconds", seconds)
+
+    def store(self, status: StoreStatus) -> None:
+        """The store process, as it is now."""
+        self.counters.gauge("disk_on", int(status.on))
+        self.counters.gauge("disk_blocks", status.blocks)
+        self.counters.total("disk_blocks_dropped", status.saves_dropped)
 
     def sizes(self, hub: HubCounts) -> None:
         """The first tier below the device, as it is now."""

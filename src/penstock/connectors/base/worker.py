@@ -152,6 +152,9 @@ class WorkerConnector:
 
     def _work(self, budget_bytes: int) -> None:
         """Drives copies, and reports those that have ended to the scheduler's side."""
+        if self._rank.offer is not None:
+            # The store process may wait for this rank's memory, whether blocks are copied or not.
+            self._rank.offer.poll()
         if not self._rank.busy or (report := self._rank.step(budget_bytes=budget_bytes)) is None:
             return
         decoded = decode_report(report)

@@ -2,6 +2,7 @@
 
 | vLLM calls, in the scheduler        | becomes                  |
 |-------------------------------------|--------------------------|
+| `on_new_request`                    | `SchedulerConnector.expect_request`  |
 | `get_num_new_matched_tokens`        | `SchedulerConnector.find_tokens`     |
 | `update_state_after_alloc`          | `SchedulerConnector.start_load`   |
 | `build_connector_meta`              | `SchedulerConnector.plan_step`        |
@@ -44,7 +45,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from penstock.connectors.base.engine import layer_numbers, tier_of
 from penstock.connectors.base.events import EventAnnouncer
 from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
-from penstock.connectors.base.scheduler import Pins, SchedulerConnector
+from penstock.connectors.base.pins import Pins
+from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
 from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
 from penstock.connectors.base.worker import ReceivedLoads, WorkerConnector, copied_blocks
@@ -209,13 +211,23 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._take_events = lambda: publish(announcer.take())
         return announcer
 
+    def on_new_request(self, request: Any) -> None:
+        """Has blocks that lie on a disk brought up while the request waits for its turn."""
+        if self._scheduler is not None:
+            manager = self._kv_cache_manager
+            self._scheduler.expect_request(
+                request, lambda: translation.computed_tokens(manager, request)
+            )
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Never `None`: what is not there now is computed."""
+    ) -> tuple[int | None, bool]:
+        """`None`, for a bounded time: blocks of the request are coming up from a disk."""
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.find_tokens(request, num_computed_tokens)
+        if matched is None:
+            return None, False
         return matched, matched > 0 and not self._scheduler.can_join(request, matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -393,7 +405,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         working, self._worker = self._worker, None
         if working is not None:
             working.close()
-        self._scheduler = None
+        scheduling, self._scheduler = self._scheduler, None
+        if scheduling is not None:
+            scheduling.close()
 
 
 def _no_stream() -> int:

@@ -227,6 +227,14 @@ def withholding(kv_cache_manager: Any) -> Callable[[str, Sequence[int], int], No
     return withhold
 
 
+def computed_tokens(kv_cache_manager: Any, request: Any) -> int:
+    """How many leading tokens of a request vLLM has on its device; asking changes nothing."""
+    _, tokens, _ = kv_cache_manager.coordinator.find_longest_cache_hit(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return int(tokens)
+
+
 def events_wanted(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     events = vllm_config.kv_events_config

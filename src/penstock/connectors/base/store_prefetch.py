@@ -1,0 +1,150 @@
+"""Brings blocks of waiting requests up from the store process, and says how long a request waits.
+
+    a request is queued           ─→ bring_up     its blocks travel from disk to host memory
+    the engine wants to start it  ─→ defers       not yet: they are on their way
+
+A request waits for blocks that are on their way, and for nothing else:
+
+| the blocks                                         | the request                                 |
+|----------------------------------------------------|---------------------------------------------|
+| are being copied into host memory                  | waits                                       |
+| may be in a store that has not read all its tables | waits for the store's answer                |
+| may be in a store that was just started            | waits until it is known which tiers are on  |
+| are quicker to compute, by the measured rates      | does not wait                               |
+| lie below a host memory that has no room for them  | does not wait                               |
+| lie in a store that was lost                       | does not wait                               |
+
+The one rule: no request waits longer than `WAIT_S`, counted from the moment that the engine wants
+to start it. Then it takes what has arrived, and computes the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.connectors.base.statistics import TransferCounts
+    from penstock.machine.effects import Found, Started
+    from penstock.runtime.offload import Offload
+    from penstock.runtime.stored_tiers import StoreStatus
+    from penstock.vocabulary.ids import Key
+
+WAIT_S = 2.0
+"""How long a request waits at most: a disk reads 2 GB meanwhile. It must not look like a hang."""
+START_S = 10.0
+"""How long an engine with nothing to do keeps stepping for a store that starts, or starts again:
+it takes about a second, or several on a machine that is busy starting engines."""
+
+
+@dataclass(slots=True)
+class StoreWait:
+    """What a request has asked of the store, and how long it waits for it."""
+
+    asked: int = 0
+    """How many leading blocks were asked for."""
+    began: float | None = None
+    until: float = 0.0
+    over: bool = False
+    """Whether it has waited, and does so no more."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.began is not None and not self.over
+
+
+class StorePrefetch:
+    """The prefetches of one engine."""
+
+    def __init__(self, offload: Offload, counts: TransferCounts, *, wait_s: float = WAIT_S) -> None:
+        """Waits for a store that was just started.
+
+        Args:
+            offload: The tiers below the device.
+            counts: Where it counts, and its clock.
+            wait_s: How long a request waits at most.
+        """
+        self._offload = offload
+        self._counts = counts
+        self._wait_s = wait_s
+        self._settled = False
+        self._first_time = True
+        """Whether the store has not been there yet."""
+        self._comes_until = counts.clock() + START_S
+        # Starts the process: the engine has yet to warm up.
+        offload.step()
+
+    @property
+    def pending(self) -> bool:
+        """Whether an engine with nothing else to do should step for the store to come."""
+        return not self._settled and self._counts.clock() < self._comes_until
+
+    @property
+    def due(self) -> bool:
+        """Whether the tiers must be stepped for the store."""
+        return self._status("").due
+
+    def watch(self) -> None:
+        """Looks at the store after the tiers were stepped."""
+        status = self._status("")
+        if status.settled:
+            self._first_time = False
+        elif self._settled:
+            # It was lost just now, and is started again.
+            self._comes_until = self._counts.clock() + START_S
+        self._settled = status.settled
+        self._counts.store(status)
+
+    def bring_up(
+        self, wait: StoreWait, keys: Sequence[Key], found: Found, *, held: int, cause: str
+    ) -> Started | None:
+        """Asks for blocks of a request that are worth it, once; returns what was started.
+
+        Args:
+            wait: Of the request.
+            keys: Its blocks, in token order.
+            found: What is known of them.
+            held: How many leading blocks lie on the engine's device.
+            cause: The request's name.
+        """
+        known = found.ready + found.pending
+        wanted = len(keys) if found.worth >= known else found.worth
+        if wanted <= max(found.ready, held, wait.asked):
+            return None
+        status = self._status(cause)
+        if not status.on:
+            return None
+        wait.asked = wanted
+        return self._offload.prefetch(keys[:wanted], cause=cause)
+
+    def defers(
+        self, wait: StoreWait, keys: Sequence[Key], found: Found, *, held: int, cause: str
+    ) -> bool:
+        """Whether a request is not started yet; the arguments are those of `bring_up`."""
+        if wait.over:
+            return False
+        now = self._counts.clock()
+        if wait.began is None:
+            wait.began, wait.until = now, now + self._wait_s
+        if now < wait.until and self._expects(keys, found, held, cause):
+            return True
+        wait.over = True
+        if now > wait.began:
+            self._counts.waited(now - wait.began)
+        return False
+
+    def _expects(self, keys: Sequence[Key], found: Found, held: int, cause: str) -> bool:
+        known = found.ready + found.pending
+        if found.rising and min(found.worth, known) > max(found.ready, held):
+            return True
+        if known >= len(keys) or found.worth < known:
+            return False
+        status = self._status(cause)
+        return status.searching or (self._first_time and self.pending and not status.settled)
+
+    def _status(self, cause: str) -> StoreStatus:
+        status = self._offload.store_status(cause)
+        assert status is not None, "only an engine with a store has prefetches"
+        return status

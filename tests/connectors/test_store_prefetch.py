@@ -1,0 +1,253 @@
+"""A disk below the host memory of a connector: a real store process, but no vLLM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from penstock.connectors.base.statistics import TransferCounts
+from penstock.connectors.base.store_prefetch import START_S, WAIT_S
+from tests.connectors.conftest import FakeEngine, FakeRequest
+from tests.runtime.stored_engine import process_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = 4
+PROMPT = list(range(100, 126))  # six blocks and two tokens
+OTHER = list(range(500, 526))
+
+
+class Clock:
+    """Stands still, unless it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("left") / "disk"
+    with closing(FakeEngine(disk=folder)) as engine:
+        start(engine)
+        engine.run(FakeRequest("first", PROMPT))
+    return folder
+
+
+@pytest.fixture
+def filled(left: Path, folder: Path) -> Path:
+    """A folder with the blocks of a prompt, which an engine has left."""
+    shutil.copytree(left, folder, ignore=shutil.ignore_patterns("socket"))
+    return folder
+
+
+def start(engine: Any) -> None:
+    engine.run_until(lambda: engine.offload.health().ok and not engine.scheduler.pending)
+
+
+def test_what_an_engine_has_computed_the_next_one_loads_from_the_disk(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        first_answer = engine.scheduler.find_tokens(again, 0)
+        engine.run_until(lambda: engine.scheduler.find_tokens(again, 0) is not None)
+        matched = engine.scheduler.find_tokens(again, 0)
+        (row,) = engine.allocate(again, 7)
+        engine.scheduler.start_load(again, [row], matched)
+        engine.run_until(lambda: not engine.scheduler.pending)
+        counted = engine.scheduler.take_statistics()
+
+    assert first_answer is None
+    assert matched == 24
+    expected = np.array(PROMPT[:24]).reshape(6, TOKENS)
+    assert (engine.kv[0, row[:6], :, 0] == expected).all()
+    assert counted["disk_blocks_loaded"] == 6
+    assert counted["disk_on"] == 1
+    assert counted["disk_blocks"] == 6
+    assert len(counted["disk_wait_seconds"]) == 1
+
+
+def test_a_queued_request_finds_its_blocks_in_host_memory_when_it_is_its_turn(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        engine.scheduler.expect_request(again, lambda: 0)
+        engine.run_until(lambda: not engine.offload.busy)
+
+        assert engine.scheduler.find_tokens(again, 0) == 24
+        assert "disk_wait_seconds" not in engine.scheduler.take_statistics()
+
+
+def test_what_the_engine_has_on_its_device_is_not_brought_up(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        engine.scheduler.expect_request(again, lambda: 24)
+
+        assert not engine.offload.busy
+        assert engine.scheduler.find_tokens(again, 24) == 0
+
+
+def test_requests_that_share_a_prefix_wait_for_one_copy_of_it(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    requests = [make_request(name, PROMPT) for name in ("one", "two")]
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        first = [engine.scheduler.find_tokens(each, 0) for each in requests]
+        engine.run_until(lambda: engine.scheduler.find_tokens(requests[0], 0) is not None)
+        then = [engine.scheduler.find_tokens(each, 0) for each in requests]
+        engine.step()
+        counted = engine.scheduler.take_statistics()
+
+    assert first == [None, None]
+    assert then == [24, 24]
+    assert counted["disk_blocks_loaded"] == 6
+
+
+def test_a_prompt_that_nobody_has_computed_does_not_wait(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+
+        assert engine.scheduler.find_tokens(make_request("new", OTHER), 0) == 0
+
+
+def test_a_store_that_does_not_answer_delays_a_request_for_a_bounded_time(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    clock = Clock()
+    again = make_request("again", PROMPT)
+    with closing(make_engine(disk=filled, counts=TransferCounts(clock=clock))) as engine:
+        start(engine)
+        store = process_of(filled)
+        os.kill(store, signal.SIGSTOP)
+        try:
+            deferred = engine.scheduler.find_tokens(again, 0)
+            engine.step()
+            clock.now += WAIT_S - 0.01
+            still_deferred = engine.scheduler.find_tokens(again, 0)
+            clock.now += 0.02
+            given_up = engine.scheduler.find_tokens(again, 0)
+        finally:
+            os.kill(store, signal.SIGCONT)
+        engine.run_until(lambda: not engine.offload.busy)
+        waited = engine.scheduler.take_statistics()["disk_wait_seconds"]
+
+    assert deferred is None
+    assert still_deferred is None
+    assert given_up == 0
+    assert waited == [pytest.approx(WAIT_S + 0.01)]
+
+
+def test_a_killed_store_delays_nobody_and_comes_again(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        os.kill(process_of(filled), signal.SIGKILL)
+        engine.run_until(lambda: not engine.offload.health().ok)
+        without = engine.scheduler.find_tokens(make_request("without", PROMPT), 0)
+        steps_on = engine.scheduler.pending
+        engine.run(make_request("computed", OTHER))
+
+        engine.run_until(lambda: engine.offload.health().ok)
+        again = make_request("again", PROMPT)
+        engine.run_until(lambda: engine.scheduler.find_tokens(again, 0) is not None)
+
+        assert without == 0
+        assert steps_on
+        assert engine.scheduler.find_tokens(again, 0) == 24
+        engine.run_until(lambda: not engine.scheduler.pending)
+
+
+def test_an_engine_without_work_does_not_step_for_ever_for_a_disk_that_cannot_come(
+    tmp_path: Path, make_engine: Any, make_request: Any
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    clock = Clock()
+    counts = TransferCounts(clock=clock)
+    with closing(make_engine(disk=tmp_path / "file" / "disk", counts=counts)) as engine:
+        early = make_request("early", PROMPT)
+        waits = engine.scheduler.find_tokens(early, 0)
+        steps = engine.scheduler.pending
+        clock.now += WAIT_S
+        computes = engine.scheduler.find_tokens(early, 0)
+        clock.now += START_S
+        late = engine.scheduler.find_tokens(make_request("late", PROMPT), 0)
+
+        assert waits is None
+        assert steps
+        assert computes == 0
+        assert late == 0
+        assert not engine.scheduler.pending
+        assert "disk" in engine.offload.health().reasons[0]
+
+
+def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once(
+    folder: Path, make_engine: Any, make_request: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(make_engine(disk=folder, weights="")) as engine:
+        engine.run(make_request("first", PROMPT))
+
+        assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 24
+        assert "weights_version" in engine.offload.health().reasons[0]
+    assert not folder.exists()
+    assert caplog.text.count("model.weights_version is not given") == 1
+
+
+def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    """Blocks from before it are void, and the weights of those after it are not known."""
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        engine.scheduler.reset("new weights")
+        engine.run(make_request("after", OTHER))
+        within = engine.scheduler.find_tokens(make_request("within", OTHER), 0)
+        engine.run_until(lambda: not engine.scheduler.pending)
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        found = [
+            engine.scheduler.find_tokens(make_request(str(tokens[0]), tokens), 0)
+            for tokens in (PROMPT, OTHER)
+        ]
+
+    assert within == 24
+    assert found == [0, 0]
+
+
+def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        running = make_request("running", OTHER)
+        engine.scheduler.find_tokens(running, 0)
+        engine.scheduler.reset("new weights")
+        engine.run(running)  # It was preempted, and starts anew with the new weights.
+        engine.run_until(lambda: not engine.scheduler.pending)
+    with closing(make_engine(disk=filled)) as engine:
+        start(engine)
+        assert engine.scheduler.find_tokens(make_request("again", OTHER), 0) == 0
