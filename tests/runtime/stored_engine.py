@@ -111,8 +111,9 @@ def said(engine: Engine) -> StoreStatistics:
     return store
 
 
-def process_of(folder: Path) -> int:
-    """The store process of a folder, by its command line."""
+def processes_of(folder: Path) -> set[int]:
+    """The store processes of a folder, by their command lines."""
+    found = set()
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
             with suppress(OSError):
@@ -120,8 +121,14 @@ def process_of(folder: Path) -> int:
                 if b"penstock.store" in words and any(
                     str(folder).encode() in word for word in words
                 ):
-                    return int(each.name)
-    raise AssertionError(f"{folder} has no store process")
+                    found.add(int(each.name))
+    return found
+
+
+def process_of(folder: Path) -> int:
+    """The store process of a folder."""
+    [pid] = processes_of(folder)
+    return pid
 
 
 def store_pid(engine: Engine) -> int:

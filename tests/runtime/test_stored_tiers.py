@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import penstock
 from tests.descriptors import open_descriptors
 from tests.runtime.stored_engine import (
     BLOCK_TOKENS,
@@ -55,6 +56,23 @@ def test_more_than_host_memory_holds_comes_back_from_the_disk(
         for number in range(12):
             assert engine.save(prompt(number)) == all_but_the_last_block(prompt(number))
         engine.cache.audit()
+
+
+def test_what_was_ordered_since_the_last_step_is_sent_before_an_engine_waits(
+    opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.store.link.PING_S", 1000.0)  # Nothing else wakes it.
+    with opened() as engine:
+        engine.wait_until_on()
+        for number in range(4):
+            engine.save(prompt(number))
+
+        with engine.cache.acquire(prompt(0)) as lease:
+            while lease.state is penstock.LeaseState.LOADING:
+                engine.cache.wait(time.monotonic() + SOON_S)
+                engine.cache.step()
+
+            assert lease.token_count == all_but_the_last_block(prompt(0))
 
 
 def test_a_store_process_that_is_killed_is_started_again_and_finds_its_blocks(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.runtime.stored_engine import process_of, processes_of
 from tests.serve.conftest import descendants, eventually, serving
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_t
         first = running.complete(PROMPT, max_tokens=4)
         eventually(lambda: disk_of(running)["ready"] > 4 and disk_of(running)["filling"], wanted=0)
         saved = disk_of(running)["ready"]
+        store = process_of(tmp_path / "disk")
+        os.kill(store, signal.SIGKILL)
+        # A server that has no requests starts another one all the same.
+        eventually(lambda: bool(processes_of(tmp_path / "disk") - {store}), wanted=True)
         for pid in [*descendants(running.process.pid), running.process.pid]:
             os.kill(pid, signal.SIGKILL)
     with serving(model_folder, *options) as running:

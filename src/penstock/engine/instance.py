@@ -254,10 +254,6 @@ class Instance:
         engine = self._engine
         if not engine.idle:
             return
-        if engine.copies_here and engine.cache.busy:
-            # Returns at once if this thread makes copies; on a GPU, when some have ended.
-            engine.cache.wait(deadline)
-            return
         channels: list[Waitable] = [self._channel, *engine.channels]
         # After the first signal the descriptor stays readable.
         descriptors = [] if stop.stopping else [stop.descriptor]
@@ -268,7 +264,15 @@ class Instance:
             channels += door.waitables
             descriptors += door.descriptors
             deadline = min(deadline, door.next_deadline() or deadline)
-        wait_any(channels, descriptors, deadline=deadline)
+        if not engine.cache.persists and not (engine.copies_here and engine.cache.busy):
+            wait_any(channels, descriptors, deadline=deadline)
+            return
+        # It returns at once if this thread makes copies, else when some have ended, or when the
+        # store process has something to say: an engine without requests attaches to it as well.
+        if not any(channel.ready for channel in channels):
+            alarms = [at for channel in channels if (at := channel.alarm)]
+            descriptors += [channel.descriptor for channel in channels]
+            engine.cache.wait(min([deadline, *alarms]), descriptors=descriptors)
 
     def _listen(self) -> str:
         while True:

@@ -239,6 +239,8 @@ class Driver:
         Raises:
             UnavailableError: the device does not end its copies; `health` says so from now on.
         """
+        if self.stored is not None:
+            self.stored.dispatch()  # What was ordered since the last step is waited for, too.
         due = self.next_due()
         if self.stored is not None:
             descriptors = (*descriptors, *self.stored.descriptors)
