@@ -1,6 +1,8 @@
 """An engine with a disk below its host memory; as a program, one that saves until it is killed.
 
-python -m tests.runtime.stored_engine FOLDER FIRST      prints each prompt that is on the disk
+python -m tests.runtime.stored_engine FOLDER FIRST [SAVED…]
+
+It finds the prompts SAVED, and then prints each prompt that is on the disk, from FIRST on.
 """
 
 from __future__ import annotations
@@ -135,9 +137,17 @@ def store_pid(engine: Engine) -> int:
     return process_of(engine.folder)
 
 
-def main(folder: Path, first: int) -> None:
+def check(engine: Engine, saved: list[int]) -> None:
+    """Finds all prompts that an engine before this one has saved."""
+    engine.wait_until_on()
+    for number in saved:
+        assert engine.save(prompt(number)) == all_but_the_last_block(prompt(number)), number
+    engine.cache.audit()
+
+
+def main(folder: Path, first: int, before: list[int]) -> None:
     with Engine(folder) as engine:
-        engine.wait_until_on()
+        check(engine, before)
         for number in count(first):
             engine.save(prompt(number))
             if on_disk(engine) and engine.cache.health().ok:
@@ -145,4 +155,4 @@ def main(folder: Path, first: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), [int(each) for each in sys.argv[3:]])

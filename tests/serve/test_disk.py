@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.runtime.stored_engine import process_of, processes_of
+from penstock.cli.app import run
+from tests.runtime.stored_engine import (
+    TOML,
+    Engine,
+    all_but_the_last_block,
+    process_of,
+    processes_of,
+    prompt,
+)
 from tests.serve.conftest import descendants, eventually, serving
 
 if TYPE_CHECKING:
@@ -26,12 +34,6 @@ SOON_S = 60.0
 def disk_of(running: Running) -> Any:
     [instance] = running.client.get("/cache").json()["instances"]
     return instance["cache"]["tiers"][-1]
-
-
-def cached(running: Running, prompt: str) -> int:
-    answer = running.complete(prompt, max_tokens=4)
-    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return tokens
 
 
 def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_the_disk(
@@ -58,26 +60,23 @@ def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_t
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
 
 
-def test_two_instances_share_the_disk_that_a_store_command_serves(
-    model_folder: Path, tmp_path: Path
-) -> None:
+def test_two_engines_share_the_disk_that_a_store_command_serves(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     file = tmp_path / "store.toml"
-    file.write_text(
-        f'version = 1\nmodel.name = "any"\n[[tiers]]\nname = "host"\nkind = "host"\nblocks = 1\n'
-        f'[[tiers]]\nname = "disk"\nkind = "disk"\npath = "{folder}"\ngib = 0.05\n'
-    )
+    file.write_text(TOML.format(path=folder, weights="any"))
     command = [sys.executable, "-m", "penstock.cli.entry", "store", "--config", str(file)]
     with subprocess.Popen(command) as store:
-        options = (*SIZES, "--disk", str(folder), "--disk-gib", "0.05")
-        with serving(model_folder, *options) as one:
-            eventually(lambda: disk_of(one)["on"], wanted=True)
-            assert cached(one, PROMPT) == 0
-            eventually(lambda: disk_of(one)["ready"] > 4 and disk_of(one)["filling"], wanted=0)
-            with serving(model_folder, *options) as other:
-                eventually(lambda: disk_of(other)["ready"], wanted=disk_of(one)["ready"])
+        eventually((folder / "socket").exists, wanted=True)
+        with Engine(folder) as one, Engine(folder) as other:
+            one.wait_until_on()
+            other.wait_until_on()
+            one.save(prompt(1))
 
-                assert cached(other, PROMPT) > 0
+            other.cache.prefetch(prompt(1))
+            other.run_until(lambda: other.cache.statistics().tiers[1].ready == 8)
+
+            assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+            assert processes_of(folder) == set()  # Neither has started one of its own.
         assert store.poll() is None  # It belongs to none of them.
         store.terminate()
         assert store.wait(SOON_S) == 0
@@ -95,20 +94,14 @@ def test_two_instances_share_the_disk_that_a_store_command_serves(
     ],
 )
 def test_a_disk_that_makes_no_sense_is_refused_in_one_line(
-    model_folder: Path, options: list[str], said: str
+    model_folder: Path, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "penstock.cli.entry", "serve", "--model", str(model_folder)]
-    done = subprocess.run(
-        [*command, "--port", "0", *options],
-        capture_output=True,
-        text=True,
-        timeout=SOON_S,
-        check=False,
-    )
+    status = run(["serve", "--model", str(model_folder), "--port", "0", *options])
 
-    assert done.returncode == 2
-    assert done.stderr.startswith(said)
-    assert done.stderr.count("\n") == 1
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith(said)
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -118,9 +111,12 @@ def test_a_disk_that_makes_no_sense_is_refused_in_one_line(
         (["--config", "/nowhere"], "penstock: /nowhere: cannot be read: No such file"),
     ],
 )
-def test_a_store_without_a_disk_is_refused_in_one_line(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "penstock.cli.entry", "store", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=False)
+def test_a_store_without_a_disk_is_refused_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["store", *arguments])
 
-    assert done.returncode == 2
-    assert done.stderr.startswith(said)
+    error = capsys.readouterr().err
+    assert status == 2
+    assert error.startswith(said)
+    assert error.count("\n") == 1

@@ -9,7 +9,7 @@ Files in its folder change how it behaves, so that a test can do that from anoth
 | `off`  | it cannot be opened                                                           |
 | `dies` | its process notes there that it was started, and ends                         |
 
-`python tests/store/memory_tier.py CONFIG` is a store process with tiers of the kind "memory".
+`python -m tests.store.memory_tier CONFIG` is a store process with tiers of the kind "memory".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.__main__ import main
+from penstock.store.__main__ import main as run_store
 from penstock.store.base import EndedJob, GoneBlocks, LoadJob, Page, SaveJob, TierState
 
 if TYPE_CHECKING:
@@ -173,5 +173,9 @@ def open_memory_tier(config: StoreTierConfig) -> MemoryTier:
     return MemoryTier(Path(config.folder), config.size_bytes)
 
 
+def main(arguments: list[str]) -> int:
+    return run_store(arguments, {"memory": open_memory_tier})
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], {"memory": open_memory_tier}))
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """A process that saves blocks to a disk tier until it is killed, and says which it was told of.
 
-    python -m tests.store.saving_process FOLDER FIRST SIZE_BYTES
+    main([FOLDER, FIRST, SIZE_BYTES])
 
 Each line it writes is the seed of a group of blocks that was reported as saved.
 """
@@ -8,7 +8,6 @@ Each line it writes is the seed of a group of blocks that was reported as saved.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from penstock.store.disk import DiskTier
@@ -38,5 +37,6 @@ def save_until_killed(folder: Path, first: int, size_bytes: int) -> None:
                 os.write(1, b"%d\n" % done)
 
 
-if __name__ == "__main__":
-    save_until_killed(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+def main(arguments: list[str]) -> None:
+    folder, first, size_bytes = arguments
+    save_until_killed(Path(folder), int(first), int(size_bytes))

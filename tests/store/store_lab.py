@@ -6,8 +6,6 @@ import itertools
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from hashlib import shake_128
@@ -27,6 +25,7 @@ from penstock.transport.waiting import wait_any
 from penstock.vocabulary.checksums import life_salt
 from penstock.vocabulary.ids import OperationId
 from penstock.vocabulary.keys import KEY_BYTES
+from tests.forked import Forked
 from tests.store.segments import BLOCK_BYTES, FORM, SPAN
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     MakeEngine = Callable[..., "StoreEngine"]
 
-PROGRAM = Path(__file__).parent / "memory_tier.py"
+MEMORY_STORE = "tests.store.memory_tier"
 PATIENCE_S = 30.0
 """How long a test waits for what has to happen; a busy machine starts processes slowly."""
 HUB, DISK = 1, 2
@@ -70,11 +69,11 @@ class StoreProcess:
             name="disk", kind=kind, folder=str(folder), size_bytes=size_bytes, key_file=key_file
         )
         self.config = StoreConfig(socket=str(socket or folder / "socket"), tiers=(tier,))
-        self.process: subprocess.Popen[bytes] | None = None
-        self._program = [PROGRAM] if kind == "memory" else ["-m", "penstock.store"]
+        self.process: Forked | None = None
+        self._module = MEMORY_STORE if kind == "memory" else "penstock.store.__main__"
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, *self._program, self.config.to_json()])
+        self.process = Forked(self._module, [self.config.to_json()])
 
     @property
     def pid(self) -> int:
@@ -84,7 +83,7 @@ class StoreProcess:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE_S)
 
     def stop(self) -> int:
         assert self.process is not None

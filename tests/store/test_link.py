@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import closing
@@ -22,7 +20,8 @@ from penstock.store.link import (
     Voided,
 )
 from tests.descriptors import open_descriptors
-from tests.store.store_lab import DISK, StoreEngine, StoreProcess, key_of
+from tests.forked import Forked
+from tests.store.store_lab import DISK, PATIENCE_S, StoreEngine, StoreProcess, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -233,38 +232,19 @@ def test_arenas_are_unmapped_when_their_sessions_end(
     assert store.mapped_arenas() == 1
 
 
-CLIENT = """
-import sys, time
-from pathlib import Path
-from tests.store.store_lab import StoreEngine
-from penstock.store.messages import StoreConfig
-engine = StoreEngine(StoreConfig.from_json(sys.argv[1]), life=5, ranks=2)
-engine.up()
-engine.save([1])
-for n in range(60):
-    engine.order_save([n], [n])
-engine.link.dispatch()
-print("ready", flush=True)
-engine.until(lambda: False, 60)
-"""
-
-
 def test_a_client_that_is_killed_leaves_nothing_behind(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:
     watcher = make_engine(life=1).up()
     before = len(os.listdir(f"/proc/{store.pid}/fd"))
     for _ in range(3):
-        client = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, store.config.to_json()],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        assert client.stdout is not None
-        assert client.stdout.readline() == b"ready\n"
-        client.stdout.close()
+        read_end, write_end = os.pipe()
+        client = Forked("tests.store.saving_client", [store.config.to_json()], stdout=write_end)
+        os.close(write_end)
+        assert os.read(read_end, 100) == b"ready\n"
+        os.close(read_end)
         client.kill()
-        client.wait()
+        client.wait(PATIENCE_S)
 
     watcher.until(lambda: store.mapped_arenas() == 1)
     watcher.until(lambda: len(os.listdir(f"/proc/{store.pid}/fd")) == before)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.store.link import FoundInStore
 from penstock.store.messages import (
     FRAME_BYTES_MAX,
+    PAGE_KEYS_MAX,
     ArenaOffered,
     FindRequest,
     LoadRequest,
@@ -31,7 +33,7 @@ from penstock.store.sockets import connect_store
 from penstock.transport.packets import send_packet
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.store.segments import FORM
-from tests.store.store_lab import PATIENCE_S, SLOTS, SPACE, StoreEngine, StoreProcess
+from tests.store.store_lab import DISK, PATIENCE_S, SLOTS, SPACE, StoreEngine, StoreProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -202,8 +204,10 @@ def test_an_arena_of_another_name_size_or_form_is_refused(
 
 def test_a_client_that_does_not_read_is_cut_off(client: RawClient, engine: StoreEngine) -> None:
     client.channel.settimeout(0)
+    for start in range(0, 240, 60):
+        engine.save(range(start, start + 60))
     client.send(hello(engine))
-    question = requests.encode([FindRequest(1, 0, KEY * 4000)])
+    question = requests.encode([PageRequest(0, None, PAGE_KEYS_MAX)] * 16)
     deadline = time.monotonic() + PATIENCE_S
 
     def ask() -> bool:
@@ -224,10 +228,12 @@ def test_a_client_that_does_not_read_is_cut_off(client: RawClient, engine: Store
 
 def test_more_sessions_than_allowed_are_refused(store: StoreProcess, engine: StoreEngine) -> None:
     with ExitStack() as stack:
-        clients = [
-            stack.enter_context(closing(RawClient(store.config.socket)))
-            for _ in range(SESSIONS_MAX)
-        ]
+        clients = []
+        for number in range(SESSIONS_MAX):
+            clients.append(stack.enter_context(closing(RawClient(store.config.socket))))
+            if number % 64 == 63:  # Half of what may wait to be accepted.
+                engine.link.find(DISK, [])
+                engine.take(FoundInStore)
         ends = clients[SESSIONS_MAX - 2 :]
 
         assert [client.read_end() for client in ends] == [
