@@ -214,7 +214,7 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
         ),
         (HEAD + TIER.replace("kind", "kinds"), "tiers[0].kinds: unknown; did you mean kind?"),
         (HEAD + "[serve]\nports = 80" + DEVICE, "serve.ports: unknown; did you mean port?"),
-        (HEAD + "[handoff]\na = 1", "handoff.a: unknown; known here: transport"),
+        (HEAD + "[handoff]\nlease = 1", "handoff.lease: unknown; did you mean lease_s?"),
         (
             HEAD + "[handoff]\ntransport = 1",
             "handoff.transport: is 1, must be one of shared_memory",

@@ -19,6 +19,7 @@ from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
 from penstock.config.values import ServeTable
 from penstock.engine.checkpoints import find_model
+from penstock.engine.handoffs import handoff_settings
 from penstock.errors import ConfigError
 from penstock.serve.plan import ServeOptions, instances_of, settle
 from penstock.serve.server_socket import listen
@@ -298,3 +299,50 @@ def test_a_model_whose_download_was_cut_off_ends_the_command_with_one_line(
     assert status == 2
     assert "Traceback" not in reported
     assert f"{weights.name}: is no whole safetensors file" in reported
+
+
+HANDOFF = FILE.replace("[engine]", "[handoff]\n{handoff}\n[engine]")
+
+
+@pytest.mark.parametrize(
+    ("handoff", "problem"),
+    [
+        ("suspect_s = 1.5", "handoff.suspect_s: is 1.5, must be more than ping_s 2.0"),
+        ("resend_s = 2", "handoff.resend_cap_s: is 4.0, must be at least 8 times resend_s 2.0"),
+        ("berth_bytes = '2 GiB'", "handoff.berth_bytes: is 2147483648, must be a number of bytes"),
+        (
+            "berth_bytes = '1 GiB'",
+            "handoff.landing_bytes_max: is 4294967296, must hold at least one area of 8 berths",
+        ),
+    ],
+)
+def test_settings_of_the_handoff_that_do_not_fit_are_refused_before_anything_starts(
+    model_folder: Path, handoff: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settle(
+            parse_config(HANDOFF.format(folder=model_folder, handoff=handoff)),
+            ServeOptions(prefill_tp=1, decode_tp=1),
+        )
+
+    assert str(refused.value).startswith(problem)
+
+
+def test_a_block_that_no_berth_can_hold_is_refused(model_folder: Path) -> None:
+    options = ServeOptions(prefill_tp=1, decode_tp=1, block_tokens=4096)
+    text = HANDOFF.format(folder=model_folder, handoff="berth_bytes = 4096")
+
+    with pytest.raises(ConfigError, match=r"handoff.berth_bytes: is 4096, must be at least \d+, a"):
+        settle(parse_config(text), options)
+
+
+def test_the_settings_of_the_file_reach_both_instances(model_folder: Path) -> None:
+    text = HANDOFF.format(folder=model_folder, handoff="lease_s = 7\nberth_bytes = '1 MiB'")
+    config = settle(parse_config(text), ServeOptions(prefill_tp=1, decode_tp=1))
+
+    found = [handoff_settings(spec.config, spec.device) for spec in instances_of(config)]
+
+    assert [each.times.lease_s for each in found] == [7.0, 7.0]
+    assert [each.bounds.berth_bytes for each in found] == [1 << 20] * 2
+    assert [each.bounds.berth_count for each in found] == [8, 8]
+    assert handoff_settings(config, "cuda").bounds.berth_count == 32

@@ -141,7 +141,19 @@ TIER_KEYS: Mapping[str, Setting] = {
 }
 
 HANDOFF_KEYS: Mapping[str, Setting] = _settings(
-    HandoffTable, transport=String(choices=(SHARED_MEMORY,), others=OTHER_TRANSPORTS)
+    HandoffTable,
+    transport=String(choices=(SHARED_MEMORY,), others=OTHER_TRANSPORTS),
+    handoff_s=Number(minimum=0.1, maximum=86_400),
+    lease_s=Number(minimum=0.1, maximum=86_400),
+    park_s=Number(minimum=0.1, maximum=86_400),
+    resend_s=Number(minimum=0.01, maximum=3_600),
+    resend_cap_s=Number(minimum=0.1, maximum=3_600),
+    ping_s=Number(minimum=0.1, maximum=3_600),
+    suspect_s=Number(minimum=0.1, maximum=3_600),
+    berth_bytes=Bytes(minimum=4_096, maximum=1 << 30),
+    berth_count=Whole(minimum=0, maximum=1_024),
+    landing_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
+    retired_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
 )
 
 ENGINE_KEYS: Mapping[str, Setting] = _settings(

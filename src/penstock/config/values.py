@@ -225,9 +225,29 @@ SHARED_MEMORY = "shared_memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTable:
-    """`[handoff]`: how KV travels from a prefill instance to a decode instance."""
+    """`[handoff]`: how KV travels from a prefill instance to a decode instance, and its bounds."""
 
     transport: str = SHARED_MEMORY
+    handoff_s: float = 60.0
+    """After which time decode computes a prompt itself that it did not get."""
+    lease_s: float = 120.0
+    """How long prefill keeps a prompt's blocks after decode last asked for it."""
+    park_s: float = 60.0
+    """How long a claim waits for a prompt that was not offered yet."""
+    resend_s: float = 0.25
+    resend_cap_s: float = 4.0
+    # A step on a CPU may take seconds, in which a scheduler sends nothing; the router sees at once
+    # that a process has died.
+    ping_s: float = 2.0
+    suspect_s: float = 20.0
+    berth_bytes: int = 4 << 20
+    """The largest part of a prompt that travels at once."""
+    berth_count: int = 0
+    """Parts under way between two ranks; 0: 8 on CPUs, 32 on GPUs."""
+    landing_bytes_max: int = 4 << 30
+    """Memory of a decode rank for parts that arrive, from all prefill ranks."""
+    retired_bytes_max: int = 1 << 30
+    """As much of it may wait for prefill ranks that were lost to be seen dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from penstock.engine.requests import Phase
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole
 from penstock.engine.steps import HandedCounts
-from penstock.errors import CapacityError, UnavailableError
+from penstock.errors import CapacityError, ConfigError, UnavailableError
 from penstock.handoff import (
     DecodeHandoff,
     HandoffBounds,
@@ -45,6 +45,7 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.config import Config
     from penstock.engine.architecture import Architecture
     from penstock.engine.requests import Answer
     from penstock.engine.spec import EngineSpec, InstanceSpec
@@ -54,14 +55,8 @@ if TYPE_CHECKING:
 
 HANDOFFS_KEPT = 4096
 """Handoffs that have ended and are kept with their times: about half a megabyte."""
-SETTINGS = HandoffSettings(
-    # A step on a CPU may take seconds, in which a scheduler sends nothing; the router sees at once
-    # that a process has died.
-    times=HandoffTimes(ping_s=2.0, suspect_s=20.0),
-    bounds=HandoffBounds(berth_count=8),
-)
-ON_GPU = replace(SETTINGS, bounds=HandoffBounds(berth_count=32))
-"""A prompt is computed in a tenth of a second, and parts are taken between the steps of others."""
+BERTHS, BERTHS_ON_GPU = 8, 32
+"""A GPU computes a prompt in a tenth of a second, and takes parts between the steps of others."""
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,10 +277,17 @@ def rank_handoffs(
     pair = pair_of(spec, architecture)
     if pair is None:
         return None
+    settings = handoff_settings(spec.config, spec.device)
     if spec.role is InstanceRole.PREFILL:
-        return RankHandoffs(open_prefill(pair, kv=tier, rank=rank, settings=_settings(spec)))
+        return RankHandoffs(open_prefill(pair, kv=tier, rank=rank, settings=settings))
     return RankHandoffs(
-        open_decode(pair, kv=tier, rank=rank, settings=_settings(spec), folder=_folder(spec))
+        open_decode(
+            pair,
+            kv=tier,
+            rank=rank,
+            settings=settings,
+            folder=_folder(spec),
+        )
     )
 
 
@@ -305,17 +307,37 @@ def handoffs_of(
     pair = pair_of(spec, architecture)
     if pair is None:
         return None
+    settings = handoff_settings(spec.config, spec.device)
     if spec.role is InstanceRole.DECODE:
-        decode = open_decode(pair, kv=tier, settings=_settings(spec), folder=_folder(spec))
+        decode = open_decode(pair, kv=tier, settings=settings, folder=_folder(spec))
         return Claims(spec, None if tier is None else RankHandoffs(decode), decode)
     if tier is None:
-        return Offers(spec, None, open_prefill(pair, settings=_settings(spec)))
-    local = open_prefill(pair, kv=tier, settings=_settings(spec))
+        return Offers(spec, None, open_prefill(pair, settings=settings))
+    local = open_prefill(pair, kv=tier, settings=settings)
     return Offers(spec, RankHandoffs(local), local)
 
 
-def _settings(spec: InstanceSpec) -> HandoffSettings:
-    return SETTINGS if spec.device == "cpu" else ON_GPU
+def handoff_settings(config: Config, device: str) -> HandoffSettings:
+    """Times and bounds of the parties on a device.
+
+    Raises:
+        ConfigError: they do not fit each other; it names the key.
+    """
+    table = config.handoff or HandoffTable()
+    try:
+        return HandoffSettings(
+            times=HandoffTimes(
+                **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
+            ),
+            bounds=HandoffBounds(
+                berth_bytes=table.berth_bytes,
+                berth_count=table.berth_count or (BERTHS if device == "cpu" else BERTHS_ON_GPU),
+                landing_bytes_max=table.landing_bytes_max,
+                retired_bytes_max=table.retired_bytes_max,
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"handoff.{error.field}", error.problem) from error
 
 
 def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair | None:

@@ -17,10 +17,12 @@ from penstock.config import Config, parse_config
 from penstock.config.values import EngineTable, ServeTable, require_address
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import config_of, require_memory, with_disk_tier, with_host_tier
+from penstock.engine.handoffs import handoff_settings
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.errors import ConfigError
 from penstock.serve.role_secret import secret_between
+from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -277,7 +279,25 @@ def _require_sense(config: Config, architecture: Architecture) -> None:
         for rank in range(count):
             share_of(architecture, rank=rank, ranks=count)
     _require_device(config)
+    _require_handoff(config, architecture)
     _require_memory(config, architecture)
+
+
+def _require_handoff(config: Config, architecture: Architecture) -> None:
+    """Checks that a block of one layer, as it travels between two ranks, fits a berth."""
+    engine = config.engine
+    assert engine is not None
+    if not engine.prefill_tp:
+        return
+    bounds = handoff_settings(config, engine.device).bounds
+    heads = -(-architecture.kv_heads // max(engine.prefill_tp, engine.decode_tp))
+    layer = 2 * heads * architecture.head_dim * DType.parse(engine.dtype).itemsize
+    block_bytes = config.cache.block_tokens * layer
+    if block_bytes > bounds.berth_bytes:
+        raise ConfigError(
+            "handoff.berth_bytes",
+            f"is {bounds.berth_bytes}, must be at least {block_bytes}, a block of one layer",
+        )
 
 
 def _require_device(config: Config) -> None:
