@@ -7,6 +7,7 @@ Files in its folder change how it behaves, so that a test can do that from anoth
 | `hold` | a job waits until it is cancelled, or until a later one finds the file gone   |
 | `deaf` | cancelling has no effect, as where I/O is under way                           |
 | `off`  | it cannot be opened                                                           |
+| `slow` | opening it takes until the file is gone                                       |
 | `dies` | its process notes there that it was started, and ends                         |
 
 `python -m tests.store.memory_tier CONFIG` is a store process with tiers of the kind "memory".
@@ -15,6 +16,7 @@ Files in its folder change how it behaves, so that a test can do that from anoth
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -170,6 +172,8 @@ def open_memory_tier(config: StoreTierConfig) -> MemoryTier:
         with dies.open("a") as starts:
             starts.write("x")
         os._exit(9)
+    while Path(config.folder, "slow").exists():
+        select.select([], [], [], 0.02)
     return MemoryTier(Path(config.folder), config.size_bytes)
 
 

@@ -18,7 +18,7 @@ from penstock.cache.operations import Purpose
 from penstock.machine.effects import Abandon, Copy
 from penstock.machine.events import CopyReport
 from penstock.store.base import part_name
-from penstock.store.link import ArenaOffer, StoreBack, StoreLink, StoreLost
+from penstock.store.link import ArenaOffer, StoreBack, StoreLink, StoreLost, StoreState
 from penstock.store.messages import StoreConfig, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any
@@ -128,6 +128,9 @@ class StoreEngine:
         self.config = config
         self.life = life
         self.results: list[StoreResult] = []
+        self.is_on = False
+        """Whether the tier is on, as the store last said."""
+        self.why = ""
         made = [
             self._stack.enter_context(HostTier.create(FORM.layout, SLOTS, huge_pages=False))
             for _ in range(1 if shared else ranks)
@@ -171,7 +174,12 @@ class StoreEngine:
             wait_any((), descriptors, deadline=deadline)
         for offer in self.offers:
             offer.poll()
-        self.results += self.link.collect()
+        for result in self.link.collect():
+            self.results.append(result)
+            if isinstance(result, StoreState):
+                self.is_on, self.why = result.state.on, result.state.why
+            elif isinstance(result, StoreLost) and result.fenced:
+                self.is_on = False
         self.link.dispatch()
 
     def until(self, condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
@@ -187,8 +195,9 @@ class StoreEngine:
         self.results.remove(found)
         return found
 
-    def up(self) -> StoreEngine:
-        self.until(lambda: self.link.is_up)
+    def up(self, *, on: bool = True) -> StoreEngine:
+        """Waits until the store is there, and its tier is on."""
+        self.until(lambda: self.link.is_up and (self.is_on or not on))
         gone = StoreBack | StoreLost
         self.results = [each for each in self.results if not isinstance(each, gone)]
         return self

@@ -41,6 +41,7 @@ def test_nobody_listens_and_then_somebody_does(tmp_path: Path) -> None:
         assert "nobody listens" in lost.why
         assert "nobody listens" in report.failure
         engine.take(StoreBack)
+        engine.up()
         engine.save([1])
 
 
@@ -78,6 +79,7 @@ def test_killed_and_started_again_it_works_again(
         store.start()
 
         engine.take(StoreBack)
+        engine.up()
         for operation in operations:
             engine.finish(operation)
             assert len(engine.reports(operation)) == 2
@@ -117,6 +119,7 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
 
     store.signal(signal.SIGCONT)
     engine.take(StoreBack)
+    engine.up()
     assert engine.finish(operation)
     engine.until(lambda: len(engine.results) >= len(others))
     counts = Counter(each.operation for each in engine.results if isinstance(each, CopyReport))
@@ -152,6 +155,7 @@ def test_a_void_that_was_lost_is_sent_again(store: StoreProcess, make_engine: Ma
     store.start()
 
     engine.take(StoreBack)
+    engine.up()
     assert isinstance(engine.take(Voided), Voided)
 
 
@@ -166,6 +170,7 @@ def test_tiers_can_be_used_when_every_rank_has_offered_its_arena(
     engine.offer(1)
 
     engine.take(StoreBack)
+    engine.up()
     engine.save([1])
     engine.offers[1].close()
     engine.offers.pop()
@@ -189,6 +194,7 @@ def test_a_rank_that_was_restarted_has_another_arena(make_engine: MakeEngine) ->
     engine.link.name_arenas([other.offers[0].name])
 
     engine.take(StoreBack)
+    engine.up()
     engine.load([1])
     assert engine.holds(32, 1)
     engine.hosts = hosts
@@ -327,6 +333,7 @@ def test_a_page_after_the_session_was_lost_is_the_first_again(
     store.kill()
     store.start()
     engine.take(StoreBack)
+    engine.up()
 
     engine.link.request_page(DISK)
 

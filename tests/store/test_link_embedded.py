@@ -75,6 +75,7 @@ def test_it_is_started_again_whenever_it_was_killed(
         )
 
         engine.take(StoreBack)
+        engine.up()
 
         assert pid_of(config) not in {0, killed}
         engine.save([1])
@@ -108,6 +109,7 @@ def test_it_ends_with_the_engine_that_started_it_and_another_one_goes_on(
 
     second.take(StoreLost)
     second.take(StoreBack)
+    second.up()
     assert pid_of(config) not in {0, before}
     second.save([1])
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.cache.operations import BlockFault
+from penstock.errors import UnavailableError
 from penstock.store.link import (
     STEP_KEYS_MAX,
     FoundInStore,
@@ -14,12 +17,15 @@ from penstock.store.link import (
     StoreState,
     Voided,
 )
+from penstock.store.tier_slots import TierSlot
 from tests.store.segments import BLOCK_BYTES
-from tests.store.store_lab import DISK, StoreEngine, StoreProcess, key_of
+from tests.store.store_lab import DISK, PATIENCE_S, StoreEngine, StoreProcess, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from penstock.store.base import StoreTier
+    from penstock.store.messages import StoreTierConfig
     from tests.store.store_lab import MakeEngine
 
 
@@ -226,6 +232,40 @@ def test_a_job_that_cannot_be_cancelled_is_reported_when_it_ends(
     assert engine.holds(40, 1)
 
 
+def test_a_tier_that_opens_slowly_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with closing(StoreProcess(tmp_path / "slow")) as store:
+        store.file("slow").touch()
+        store.start()
+        with closing(StoreEngine(store.config)) as engine:
+            engine.up(on=False)
+            assert engine.load([1])[0].failure == "tier 'disk' is off: it is being opened"
+            engine.link.void(DISK)
+            store.file("slow").unlink()
+
+            engine.take(Voided)
+            engine.save([1])
+            assert not engine.load([1])[0].faults
+
+
+def test_closing_waits_for_a_tier_that_is_being_opened_until_its_deadline(tmp_path: Path) -> None:
+    config = StoreProcess(tmp_path / "slow").config.tiers[0]
+    go_on = threading.Event()
+
+    def open_slowly(_config: StoreTierConfig) -> StoreTier:
+        go_on.wait(PATIENCE_S)
+        raise UnavailableError("the folder is gone by now")
+
+    slot = TierSlot(config, {"memory": open_slowly})
+    assert not slot.open(0.0)
+
+    slot.close(time.monotonic())
+
+    assert slot.state().why == "it is being opened"
+    go_on.set()
+    slot.close(time.monotonic() + PATIENCE_S)
+    assert slot.state().why == "the folder is gone by now"
+
+
 def test_states_are_sent_when_they_change(make_engine: MakeEngine) -> None:
     engine = make_engine().up()
     engine.save([1, 2])
@@ -242,18 +282,14 @@ def test_a_tier_that_cannot_be_opened_is_off_and_tried_again(tmp_path: Path) -> 
         store.file("off").touch()
         store.start()
         with closing(StoreEngine(store.config)) as engine:
-            engine.up()
-            state = engine.take(StoreState)
-            assert isinstance(state, StoreState)
-            assert not state.state.on
-            assert "a file that says so" in state.state.why
+            engine.up(on=False)
+            engine.until(lambda: "a file that says so" in engine.why)
+            assert not engine.is_on
             (report,) = engine.load([1])
             assert "is off" in report.failure
 
             store.file("off").unlink()
-            engine.until(
-                lambda: any(isinstance(e, StoreState) and e.state.on for e in engine.results)
-            )
+            engine.up()
 
             engine.save([1])
             engine.load([1])

@@ -48,6 +48,7 @@ def test_acknowledged_blocks_survive_kills_of_the_process(store: StoreProcess) -
     with closing(StoreEngine(store.config, ranks=2)) as engine:
         for life in range(5):
             engine.up()
+            until_on(engine)
             for number in acknowledged:
                 _load_when_known(engine, number)
             engine.results.clear()
@@ -97,6 +98,7 @@ def test_a_process_that_is_stopped_and_killed_loses_nothing_acknowledged(
         store.start()
 
         engine.take(StoreBack)
+        engine.up()
         assert engine.finish(late)[0].failure
         for number in range(1, 20):
             _load_when_known(engine, number)
@@ -180,11 +182,9 @@ def test_a_folder_in_use_is_told_and_tried_again(store: StoreProcess, tmp_path: 
         first.up().save([1])
         second.start()
         with closing(StoreEngine(second.config)) as engine:
-            engine.up()
-            state = engine.take(StoreState)
-            assert isinstance(state, StoreState)
-            assert not state.state.on
-            assert str(store.folder) in state.state.why
+            engine.up(on=False)
+            engine.until(lambda: str(store.folder) in engine.why)
+            assert not engine.is_on
 
             assert store.stop() == 0
 
@@ -204,7 +204,8 @@ def test_a_key_file_that_is_missing_is_the_reason_why_the_tier_is_off(tmp_path: 
     with closing(process) as store:
         store.start()
         with closing(StoreEngine(store.config)) as engine:
-            engine.up()
+            engine.up(on=False)
+            engine.until(lambda: engine.why.startswith("key_file: "))
 
             (report,) = engine.load([1])
 

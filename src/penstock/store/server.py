@@ -206,6 +206,8 @@ class StoreServer:
             undo.callback(self._listener.close)
             self._watch(stop, stopping.append)
             self._watch(self._listener.descriptor, self._accept)
+            for slot in self._slots:
+                self._watch(slot.descriptor, lambda _events: None)  # `_advance` takes it.
             while not stopping:
                 self._advance(self._clock())
                 self._wait()

@@ -1,15 +1,19 @@
 """The tiers of a store process, as its configuration names them: open, or why not.
 
-A tier whose folder cannot be opened now is tried again, with a growing pause; the process serves
-its other tiers meanwhile. The one rule: a space that was to be voided while its tier was not open
-is voided before anything of the tier is used, and counts as voided only when that outlives the
-process.
+A tier is opened in a thread, because a large folder or a slow disk may take its time, and one whose
+folder cannot be opened now is tried again, with a growing pause. The process serves its sessions
+and its other tiers meanwhile. The one rule: a space that was to be voided while its tier was not
+open is voided before anything of the tier is used, and counts as voided only when that outlives
+the process.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,24 +70,49 @@ class TierSlot:
         self._pause_s = RETRY_S
         self._config = config
         self._open = kinds[config.kind]
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when `open` has something to take."""
+        self._opening: threading.Thread | None = None
+        self._opened: StoreTier | Exception | None = None
+        """What came of it."""
         self._voids: set[bytes] = set()
         self._sent: TierState | None = None
         self._sent_at = -math.inf
 
     def open(self, now: float) -> bool:
-        """Opens the tier, if that is due; true if it is open from now on."""
-        if self.tier is not None or now < self.retry_at:
-            return False
+        """Opens the tier, if that is due, and does not wait; true if it is open from now on."""
+        if self._opening is not None:
+            return self._take_opened(now)
+        if self.tier is None and now >= self.retry_at:
+            self._opening = threading.Thread(target=self._run_open, daemon=True, name="open tier")
+            self._opening.start()
+        return False
+
+    def _run_open(self) -> None:
+        opened: StoreTier | Exception = UnavailableError("opening it failed, and the log says why")
         try:
-            self.tier = self._open(self._config)
+            opened = self._open(self._config)
         except (PenstockError, OSError, ValueError) as error:
-            why = str(error)
+            opened = error
+        finally:
+            self._opened = opened
+            os.eventfd_write(self.descriptor, 1)
+
+    def _take_opened(self, now: float) -> bool:
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return False
+        os.eventfd_read(self.descriptor)
+        self._opening = None
+        if isinstance(opened, Exception):
+            why = str(opened)
             if why != self.why:
                 logger.warning("store tier is off: tier=%s cause=%s", self.name, why)
             self.why = why
             self.retry_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
             return False
+        self.tier = opened
         self.retry_at = math.inf
         logger.info("store tier is open: tier=%s", self.name)
         return True
@@ -131,9 +160,12 @@ class TierSlot:
     def alarm(self) -> float:
         """When `open` or `news` have something to do, though the tier is silent."""
         if self.tier is None:
-            return self.retry_at
+            return self.retry_at if self._opening is None else math.inf
         return self._sent_at + STATE_S if self.tier.state() != self._sent else math.inf
 
     def close(self, deadline: float) -> None:
+        if self._opening is not None:
+            self._opening.join(max(0.0, deadline - time.monotonic()))
+            self._take_opened(deadline)
         if self.tier is not None:
             self.tier.close(deadline=deadline)
