@@ -146,18 +146,21 @@ class Ranks:
         self.undemoted_now: set[Key] = set()
         """Blocks that were to leave after a copy that the report being handled ends in vain."""
         self.claims = Claims()
-        store = world.weather.store
-        self.stores = {
-            index: Store(world, index, store)
-            for index, tier in enumerate(settings.tiers, 1)
-            if store is not None and tier.stored
-        }
+        self.stores = self._make_stores()
         """Tiers that a store process serves."""
         self._well = world.weather.healthy
         """Whether nothing goes wrong with copies, because it never does or not any more."""
         self._pace_s = list(world.weather.pace_s)
         if max(self._weather.pace_s) >= 10 * min(self._weather.pace_s):
             world.note("rank is slow")
+
+    def _make_stores(self) -> dict[int, Store]:
+        weather = self._weather.store
+        return {
+            index: Store(self._world, index, weather)
+            for index, tier in enumerate(self._weather.settings.tiers, 1)
+            if weather is not None and tier.stored
+        }
 
     # ---------------------------------------------------------------- what the cache asks for
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.store.base import EndedJob
+    from penstock.store.base import EndedJob, MappedArena
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
     from penstock.vocabulary.ids import Key
@@ -70,6 +70,10 @@ class DiskTruth:
         """The last of each space that was told."""
         self.places: dict[int, _Place] = {}
         """Of what was acknowledged, when the process died."""
+        self.is_rotten: Callable[[MappedArena, int], bool] = lambda _arena, _slot: False
+        """Whether the bytes of an arena slot changed by themselves: they are saved as they are."""
+        self.tainted: set[int] = set()
+        """Digests of blocks that may have been saved like that."""
 
 
 class WatchedTier(DiskTier):
@@ -113,6 +117,7 @@ class WatchedTier(DiskTier):
         forget = pool.index.forget
 
         def watched_forget(digest: int, segment: DiskSegment, slot: int) -> bool:
+            self._truth.tainted.discard(digest)
             for ticket, unsure in self._unsure.items():
                 if isinstance(self._in_hand[ticket], SaveJob):
                     unsure.add(digest)
@@ -161,6 +166,10 @@ class WatchedTier(DiskTier):
         faults = dict(ended.faults)
         for position, digest in enumerate(digests):
             if position in faults or ended.failure or digest in unsure:
+                continue
+            if self._truth.is_rotten(job.arena, job.slots[position]):
+                self._truth.tainted.add(digest)
+            if digest in self._truth.tainted:
                 continue
             if not self._disk.is_spoilt(*self.place_of(digest)):
                 key = job.keys[position]

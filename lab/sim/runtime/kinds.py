@@ -7,8 +7,12 @@ from lab.sim.coverage import COPY_KINDS, EVENT_KINDS, EVENTS_MEAN_MIN, Kinds
 RUNTIME_FAULTS: tuple[str, ...] = (
     "abort while computing",
     "abort while loading",
+    "another engine voids a store",
     "block corrupt",
+    "block unreadable",
+    "blocks of another engine in a store",
     "bytes rot",
+    "bytes rot in a store",
     "channel cut",
     "channel is full",
     "copies unsettled at the end",
@@ -39,10 +43,16 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "report lost",
     "reset",
     "shutdown",
+    "store dies in a call",
+    "store is full",
+    "store is killed",
+    "store is slow",
+    "store is stopped",
+    "store loses power",
 )
 
 RUNTIME_KINDS = Kinds(
-    events=tuple(kind for kind in EVENT_KINDS if kind != "Vanished"),
+    events=EVENT_KINDS,
     faults=RUNTIME_FAULTS,
     copy_word="copy",
     copies=COPY_KINDS,

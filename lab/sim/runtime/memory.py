@@ -18,6 +18,7 @@ import numpy as np
 
 from lab.sim.ranks import MIXED, ROTTEN, Cell
 from penstock.tiers.arrays import ArrayTier
+from penstock.tiers.host import HostTier
 from penstock.tiers.memory import MemoryTier
 from penstock.vocabulary.cell_span import CellSpan
 from penstock.vocabulary.checksums import Algorithm
@@ -51,13 +52,51 @@ class RankMemory:
         arrays = [np.zeros(shape, dtype=np.uint8) for _ in range(settings.group_count)]
         self.layout = _layout(settings.block_tokens, slots, settings.group_count)
         self.device = ArrayTier(self.layout, arrays)
-        self.lower = [MemoryTier(self.layout, tier.slot_count) for tier in settings.tiers]
+        self._settings = settings
+        self._salt = salt
+        self._stored = any(tier.stored for tier in settings.tiers)
+        self.lower = [self._make(index) for index in range(len(settings.tiers))]
+        """The tiers below the device; `None` for those that a store process serves."""
         self.epochs = [0] * len(self.lower)
         """How often the bytes of each tier were lost with the process that had them."""
         self.views: list[MutableSequence[Cell]] = [
             ManagedSlots(arrays) if managed else OwnSlots(arrays),
-            *(TierSlots(tier, settings.group_count, salt) for tier in self.lower),
+            *(self._view(index) for index in range(len(self.lower))),
         ]
+
+    def _make(self, index: int) -> MemoryTier | HostTier | None:
+        tier = self._settings.tiers[index]
+        if tier.stored:
+            return None
+        if index == 0 and self._stored:  # The store process maps it.
+            return HostTier.create(self.layout, tier.slot_count, huge_pages=False)
+        return MemoryTier(self.layout, tier.slot_count)
+
+    def _view(self, index: int) -> MutableSequence[Cell]:
+        tier = self.lower[index]
+        if tier is None:
+            return [None] * self._settings.tiers[index].slot_count
+        return TierSlots(tier, self._settings.group_count, self._salt)
+
+    @property
+    def hub(self) -> HostTier | None:
+        """What a store process maps, where there is one."""
+        hub = self.lower[0] if self.lower else None
+        return hub if isinstance(hub, HostTier) else None
+
+    def renew(self, index: int) -> None:
+        """The bytes of a tier are lost, and so is the memory they were in."""
+        self.epochs[index] += 1
+        old = self.lower[index]
+        if isinstance(old, HostTier):
+            self.lower[index] = self._make(index)
+            self.views[index + 1] = self._view(index)
+            old.close()
+
+    def close(self) -> None:
+        """Gives shared memory back."""
+        if self.hub is not None:
+            self.hub.close()
 
 
 class Slots(MutableSequence[Cell]):
@@ -141,13 +180,16 @@ class OwnSlots(Slots):
 class TierSlots(Slots):
     """Slots of a tier below the device: packed, group after group, with sums."""
 
-    def __init__(self, tier: MemoryTier, group_count: int, salt: Callable[[], int]) -> None:
+    def __init__(
+        self, tier: MemoryTier | HostTier, group_count: int, salt: Callable[[], int]
+    ) -> None:
         self._tier = tier
         self._salt = salt
         self._span = CellSpan.of(tier.layout)
-        raw = tier.blocks(()).buffers[0]
-        self._groups = raw.reshape(tier.slot_count, group_count, -1, MARK_BYTES)
-        self._blocks = raw.reshape(tier.slot_count, -1)
+        raw = tier.blocks(()).buffers[0].reshape(tier.slot_count, -1)
+        self._blocks = raw[:, : tier.layout.block_bytes]
+        self._groups = self._blocks.reshape(tier.slot_count, group_count, -1, MARK_BYTES)
+        assert np.shares_memory(self._groups, raw)
 
     def __len__(self) -> int:
         return len(self._blocks)

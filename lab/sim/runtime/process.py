@@ -5,12 +5,14 @@ A turn is what `rank.serve` does between two waits: take plans in, copy a little
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
 from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.ways import Post
+from lab.sim.runtime.weather import Way
 from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.runtime.copy_executor import CopyExecutor
@@ -18,6 +20,8 @@ from penstock.runtime.messages import decode_plan, decode_report
 from penstock.runtime.rank import Rank, take_plans
 from penstock.runtime.rank_facts import RankFacts, TierFacts
 from penstock.runtime.rank_links import send_all
+from penstock.store.messages import arena_name
+from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
@@ -63,14 +67,27 @@ class RankProcess:
         lower = [
             None if tier in lacking else store for tier, store in enumerate(memory.lower, start=HUB)
         ]
+        if memory.hub is not None and HUB not in lacking:
+            # Mapped by each process for itself: what one gives back, the next has.
+            fd, slot_count = memory.hub.arena.fd, memory.hub.slot_count
+            lower[0] = HostTier.attach(fd, memory.layout, slot_count)
+        self._hub = lower[0] if lower else None
         self.executor = WatchedExecutor([memory.device, *lower], ALGORITHM)
         self.executor.born = world.books.ledger.started
-        self.rank = Rank(self.executor, _facts(world, number, memory, lacking), arenas={})
+        offer = None
+        if world.stores is not None and HUB not in lacking:
+            offer = world.stores.offer(self, self._hub)
+        self.rank = Rank(
+            self.executor, _facts(world, number, memory, lacking), arenas={}, offer=offer
+        )
+        self._offer_at = math.inf
         self.last_report: bytes | None = None
         self._world = world
         self._block_bytes = memory.layout.block_bytes
         self._reports: deque[bytes] = deque()
         self._woken = False
+        if offer is not None and world.ways.way is not Way.HERE:
+            world.after(0.0, self._ring)
 
     @property
     def facts(self) -> RankFacts:
@@ -108,6 +125,10 @@ class RankProcess:
         """The process is gone, from one moment to the next."""
         if self.alive:
             self.alive = False
+            if self.rank.offer is not None:
+                self.rank.offer.close()
+            if isinstance(self._hub, HostTier):
+                self._hub.close()
             self._world.ranks.process_gone(self.number, why)
 
     def _turn(self) -> None:
@@ -127,6 +148,18 @@ class RankProcess:
             self._send_reports(self.channel)
         if self.executor.busy:
             self.wake()
+        self._poll_in_time()
+
+    def _poll_in_time(self) -> None:
+        """A rank whose hub is not mapped yet tries again."""
+        offer = self.rank.offer
+        if offer is not None and offer.alarm is not None and offer.alarm < self._offer_at:
+            self._offer_at = offer.alarm
+            self._world.after(max(0.0, offer.alarm - self._world.now), self._ring)
+
+    def _ring(self) -> None:
+        self._offer_at = math.inf
+        self.wake()
 
     def _listen(self, channel: SimChannel) -> bool:
         try:
@@ -152,6 +185,12 @@ class RankProcess:
                 world.note("report lost")
 
 
+def _memory_name(memory: RankMemory, number: int, tier: int) -> str:
+    if tier == HUB and memory.hub is not None:
+        return arena_name(memory.hub.arena.fd)
+    return f"{number}.{memory.epochs[tier - HUB]}"
+
+
 def _facts(
     world: RuntimeWorld, number: int, memory: RankMemory, lacking: frozenset[int]
 ) -> RankFacts:
@@ -167,12 +206,10 @@ def _facts(
             TierFacts(
                 name=tier.name,
                 slot_count=tier.slot_count,
-                memory="" if index in lacking else f"{number}.{epoch}",
+                memory="" if index in lacking else _memory_name(memory, number, index),
                 off="no memory" if index in lacking else "",
             )
-            for index, (tier, epoch) in enumerate(
-                zip(world.weather.settings.tiers, memory.epochs, strict=True), start=HUB
-            )
+            for index, tier in enumerate(world.weather.settings.tiers, start=HUB)
         ),
         algorithm=ALGORITHM.value,
         form=Form(layout=layout, checksum=ALGORITHM).fingerprint,

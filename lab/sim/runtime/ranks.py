@@ -10,18 +10,24 @@ from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
 from lab.sim.ranks import Job, Ranks
-from lab.sim.runtime.memory import RankMemory
+from lab.sim.runtime.memory import ALGORITHM, RankMemory
 from lab.sim.runtime.process import RankProcess
+from lab.sim.runtime.stores import Stores
 from lab.sim.runtime.weather import Way
 from penstock.cache.operations import BlockFault, Purpose
 from penstock.cache.settings import DEVICE, HUB
+from penstock.store.base import part_name
 from penstock.vocabulary.checksums import life_salt
+from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
     from lab.sim.runtime.world import RuntimeWorld
+    from lab.sim.store import Store
     from penstock.machine.effects import Abandon, Copy
     from penstock.machine.events import CopyReport
     from penstock.runtime.messages import RankReport
+    from penstock.store.base import MappedArena
+    from penstock.vocabulary.ids import Key
 
 
 class RuntimeJob(Job):
@@ -42,9 +48,36 @@ class RuntimeRanks(Ranks):
         self._runtime = world
         self.memories = [RankMemory(world.weather, self._salt) for _ in range(self.rank_count)]
         self.memory = [memory.views for memory in self.memories]
+        self.stored = frozenset(
+            index for index, tier in enumerate(world.weather.settings.tiers, HUB) if tier.stored
+        )
+        """The tiers that a store process serves."""
+        self.parts = [
+            part_name(
+                Form(layout=memory.hub.layout, checksum=ALGORITHM),
+                rank=rank,
+                rank_count=self.rank_count,
+                equal=False,
+            )
+            for rank, memory in enumerate(self.memories)
+            if memory.hub is not None
+        ]
+        if world.weather.store is not None:
+            world.stores = Stores(world, world.weather.store)
         self.processes = [
             RankProcess(world, number, memory) for number, memory in enumerate(self.memories)
         ]
+
+    def _make_stores(self) -> dict[int, Store]:
+        return {}
+
+    def is_rotten(self, arena: MappedArena, slot: int) -> bool:
+        """Whether the bytes of a slot that a store has mapped changed by themselves."""
+        return (self.parts.index(arena.part), HUB, slot) in self.rotten
+
+    def is_stored(self, job: Job) -> bool:
+        """Whether a store process carries a copy out."""
+        return job.source in self.stored or job.target in self.stored
 
     def _salt(self) -> int:
         ledger = self._runtime.books.ledger
@@ -72,8 +105,9 @@ class RuntimeRanks(Ranks):
         if {copy.source, copy.target} & self.off:
             raise SimulationError("liveness", f"{copy.operation} was started in a tier that is off")
         job = RuntimeJob(copy, self.rank_count)
-        # A rank that is gone will never touch anything, though nobody has noticed yet.
-        job.left -= {process.number for process in self.processes if not process.alive}
+        if not self.is_stored(job):
+            # A rank that is gone will never touch anything, though nobody has noticed yet.
+            job.left -= {process.number for process in self.processes if not process.alive}
         self.started += 1
         self.claims.enter(job, managed=self._managed)
         self.open[job.id] = job
@@ -100,7 +134,10 @@ class RuntimeRanks(Ranks):
         if job is None or report.rank not in self._unheard(job):
             self.late_reports += 1
             return
-        if self._runtime.ways.way is Way.HERE:
+        if self.is_stored(job):
+            self._runtime.hear_store(report)
+            job.left.discard(report.rank)
+        elif self._runtime.ways.way is Way.HERE:
             job.left.discard(report.rank)
         if report.rank in job.left:
             raise SimulationError("reuse", f"{job}: rank {report.rank} is believed to be through")
@@ -110,7 +147,7 @@ class RuntimeRanks(Ranks):
         self._check_faults(job, report)
         self._count_faults(job, report)
         self._forget_rot(job, report.rank)
-        self.corrupt_now = {job.keys[position] for position in job.corrupt}
+        self.corrupt_now = {job.keys[position] for position in job.corrupt | job.missing}
         if job.purpose is Purpose.DEMOTE:
             everything = job.ended or report.failure
             positions = range(len(job.keys)) if everything else job.faulty
@@ -124,7 +161,7 @@ class RuntimeRanks(Ranks):
         """The owner counts a rank as lost."""
         self.lost.add(rank)
         self.dead.add(rank)
-        for job in self.open.values():
+        for job in self._of_ranks():
             job.left.discard(rank)
             self._unheard(job).discard(rank)
 
@@ -150,7 +187,7 @@ class RuntimeRanks(Ranks):
         self._world.tell("rank %d is gone: %s", rank, why)
         self.dead.add(rank)
         self.wipe(rank, DEVICE)
-        for job in self.open.values():
+        for job in self._of_ranks():
             job.left.discard(rank)
         self._runtime.process_gone(rank)
 
@@ -160,8 +197,10 @@ class RuntimeRanks(Ranks):
         memory = self.memories[rank]
         self.wipe(rank, DEVICE)
         for index in range(len(memory.lower)):
+            if index + HUB in self.stored:
+                continue
             if self._rng.random() >= self._runtime.ways.keep:
-                memory.epochs[index] += 1
+                memory.renew(index)
                 self.wipe(rank, index + 1)
                 self._world.note("rank comes back without a tier")
         self.processes[rank] = RankProcess(self._runtime, rank, memory, self._draw_lacking(rank))
@@ -170,13 +209,28 @@ class RuntimeRanks(Ranks):
     def _draw_lacking(self, rank: int) -> frozenset[int]:
         """The tiers that a machine does not give a rank that starts there."""
         lack = 0.0 if self._well else self._runtime.ways.lack
-        epochs = self.memories[rank].epochs
-        lacking = [tier for tier in range(HUB, HUB + len(epochs)) if self._rng.random() < lack]
+        memory = self.memories[rank]
+        lower = range(HUB, HUB + len(memory.lower))
+        lacking = [tier for tier in lower if tier not in self.stored and self._rng.random() < lack]
         for tier in lacking:
-            epochs[tier - HUB] += 1
+            memory.renew(tier - HUB)
             self.wipe(rank, tier)
             self._world.note("rank comes back with a tier off")
         return frozenset(lacking)
+
+    def _of_ranks(self) -> list[Job]:
+        """Copies that ranks carry out; a store goes on without them."""
+        return [job for job in self.open.values() if not self.is_stored(job)]
+
+    def check_block(self, tier: int, slot: int, key: Key) -> None:
+        """A block that a store is said to have was saved once, by somebody, for every rank."""
+        stores = self._runtime.stores
+        if tier not in self.stored or stores is None:
+            super().check_block(tier, slot, key)
+            return
+        for rank, part in enumerate(self.parts):
+            if (part, key) not in stores.ever:
+                raise SimulationError("store", f"{key.hex()[:4]} was never saved on rank {rank}")
 
     def _unheard(self, job: Job) -> set[int]:
         assert isinstance(job, RuntimeJob)
@@ -185,7 +239,7 @@ class RuntimeRanks(Ranks):
     def _check_faults(self, job: Job, report: CopyReport) -> None:
         """What a rank calls corrupt was spoilt behind everybody's back."""
         for position, fault in report.faults:
-            if fault is BlockFault.CORRUPT:
+            if fault is BlockFault.CORRUPT and not self.is_stored(job):
                 self._check_explained(job, report.rank, position)
 
     def _forget_rot(self, job: Job, rank: int) -> None:

@@ -16,7 +16,9 @@ from penstock.transport.base import BacklogError
 
 if TYPE_CHECKING:
     from lab.sim.runtime.process import RankProcess
+    from lab.sim.runtime.stores import Stores
     from lab.sim.runtime.world import RuntimeWorld
+    from penstock.vocabulary.ids import Key
 
 
 class RuntimeStorm(Storm):
@@ -28,12 +30,17 @@ class RuntimeStorm(Storm):
         dangers = [(world.ways.garble, self._garble)]
         if world.ways.way is Way.CHANNELS:
             dangers.append((world.ways.cut, self._cut))
+        if world.weather.store is not None:
+            dangers.append((world.weather.store.hang / 8, self._store_stops))
+            dangers.append((world.weather.store.death / 2, self._store_doomed))
         self._dangers += [danger for danger in dangers if danger[0]]
 
     def mend(self) -> None:
         """All ranks are there again, and nothing goes wrong from now on."""
         world = self._runtime
         world.ranks.recover()
+        if world.stores is not None:
+            world.stores.mend()
         for process in list(world.ranks.processes):
             told = process.alive or process.number in world.ranks.lost
             if world.ways.way is Way.CHANNELS and not told:
@@ -96,6 +103,82 @@ class RuntimeStorm(Storm):
         if world.ways.way is Way.MESSAGES and old.last_report is not None:
             # What the earlier life said last turns up once more.
             world.after(self._a_while() * 0.1, world.hear, old.last_report)
+
+    # ---------------------------------------------------------------- the store
+
+    def begin(self) -> None:
+        """Mostly the store has blocks of another engine, and is there for the first request."""
+        world = self._runtime
+        stored, neighbour = world.driver.stored, world.neighbour
+        if stored is None or neighbour is None:
+            super().begin()
+            return
+        world.live_until(lambda: neighbour.link.is_up, world.now + 2.0)
+        super().begin()
+        world.live_until(lambda: not neighbour.busy, world.now + 2.0)
+        world.call_owner()
+        if self._rng.random() < 0.8:
+            world.live_until(lambda: all(map(stored.is_on, stored.tiers)), world.now + 5.0)
+
+    @property
+    def _stores(self) -> Stores:
+        assert self._runtime.stores is not None
+        return self._runtime.stores
+
+    def _store_dies(self) -> None:
+        assert self._world.weather.store is not None
+        self._stores.die(power=self._rng.random() < self._world.weather.store.power)
+
+    def _store_doomed(self) -> None:
+        self._stores.doom()
+
+    def _store_stops(self) -> None:
+        self._stores.stop()
+
+    def _store_full(self) -> None:
+        self._stores.fill_up()
+
+    def _neighbour(self) -> None:
+        world, rng = self._runtime, self._rng
+        neighbour = world.neighbour
+        assert neighbour is not None
+        tier = rng.choice(list(self._stores.tier_names))
+        what = rng.random()
+        if what < 0.1:
+            world.note("another engine voids a store")
+            neighbour.void(tier)
+            return
+        keys = world.library.all_keys(world.library.next_text())
+        if what < 0.5:
+            neighbour.load(tier, keys)
+            return
+        world.note("blocks of another engine in a store")
+        neighbour.save(tier, keys, None)
+
+    def _rot(self) -> None:
+        if self._runtime.stores is None or self._rng.random() < 0.5:
+            super()._rot()
+        elif self._stores.rot():
+            self._world.note("bytes rot in a store")
+
+    def _find(self, keys: list[Key], before: Key | None = None, *, foreign: bool) -> None:
+        world = self._runtime
+        if world.stores is None or world.neighbour is None:
+            super()._find(keys, before, foreign=foreign)
+        else:
+            # What lies in the memory of ranks was written there by them.
+            world.note("blocks of another engine in a store")
+            tier = self._rng.choice(list(self._stores.tier_names))
+            world.neighbour.save(tier, keys, before)
+
+    def _reset(self) -> None:
+        if self._runtime.stores is not None:
+            self._runtime.stores.note_reset()
+        super()._reset()
+        stored = self._runtime.driver.stored
+        if stored is not None:
+            stored.void()
+            stored.dispatch()
 
     # ---------------------------------------------------------------- ways
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lab.sim.weather import draw_weather, without_stores
+from lab.sim.weather import draw_weather
+from penstock.cache.settings import WriteKind, WritePolicy
 
 if TYPE_CHECKING:
     from random import Random
 
-    from lab.sim.weather import Weather
+    from lab.sim.weather import StoreWeather, Weather
 
 
 class Way(Enum):
@@ -56,13 +57,33 @@ class Ways:
     """How long it then waits for those that write blocks down."""
 
 
+def _with_a_busy_store(rng: Random, weather: Weather, store: StoreWeather) -> Weather:
+    """The same weather where a store has more to do, and is there more often."""
+    through = WritePolicy(kind=WriteKind.WRITE_THROUGH)
+    tiers = tuple(
+        replace(tier, write=through) if rng.random() < 0.6 else tier
+        for tier in weather.settings.tiers
+    )
+    return replace(
+        weather,
+        settings=replace(weather.settings, tiers=tiers),
+        # A block needs some steps to go down to a store, and up again.
+        event_budget=2 * weather.event_budget,
+        prefetch=max(weather.prefetch, rng.choice((0.0, 0.5, 0.9))),
+        alphabet=rng.choice((1, 2, 3)),
+        store=replace(store, death=store.death / 3, full=store.full / 8),
+    )
+
+
 def draw_runtime_weather(rng: Random) -> tuple[Weather, Ways]:
     """The weather of one seed.
 
     Tiers do not go off by themselves here, and copies do not fail without a cause: the movers
     are the real ones.
     """
-    weather = without_stores(replace(draw_weather(rng), stray=0.0, tier_trouble=0.0))
+    weather = replace(draw_weather(rng), stray=0.0, tier_trouble=0.0)
+    if weather.store is not None:
+        weather = _with_a_busy_store(rng, weather, weather.store)
 
     def fault(chance: float, most: float) -> float:
         drawn = rng.uniform(0.0, most) if rng.random() < chance else 0.0

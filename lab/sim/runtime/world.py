@@ -17,10 +17,13 @@ import warnings
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
+from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.ranks import RuntimeRanks
+from lab.sim.runtime.stores import SimLink
 from lab.sim.runtime.storm import RuntimeStorm
 from lab.sim.runtime.ways import sim_channel_pair
 from lab.sim.runtime.weather import Way, draw_runtime_weather
+from lab.sim.weather import without_stores
 from lab.sim.world import World
 from penstock.config import Config, ModelSettings, TierKind
 from penstock.errors import UnavailableError
@@ -34,15 +37,21 @@ from penstock.runtime.messages import decode_report
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank_facts import agree
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
+from penstock.runtime.stored_tiers import StoredTiers
+from penstock.store.embedded import STARTING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from lab.sim.runtime.process import RankProcess
+    from lab.sim.runtime.stores import Stores
     from lab.sim.runtime.ways import SimChannel
     from lab.sim.weather import Weather
+    from penstock.cache.operations import Operation
     from penstock.machine.effects import Effect
     from penstock.machine.events import Event
+    from penstock.runtime.rank_facts import RankFacts
+    from penstock.vocabulary.ids import OperationId
 
 
 class WatchedMachine(CacheMachine):
@@ -73,6 +82,29 @@ class WatchedLinks(ChannelLinks):
         return bool(self._queue) or any(link.channel.ready for link in self._links.values())
 
 
+class WatchedDriver(Driver):
+    """The driver of the product; while it waits, the world goes on."""
+
+    world: RuntimeWorld
+
+    def of_ranks(self) -> Mapping[OperationId, Operation]:
+        """The operations that ranks report on."""
+        return self._of_ranks()
+
+    def _wait_for_ranks(self, deadline: float, descriptors: Sequence[int]) -> bool:
+        if self.stored is None:
+            return super()._wait_for_ranks(deadline, descriptors)
+        # Nothing here waits for long: what has arrived is found by the next step.
+        wait_s = self.world.ways.owner_s + 1e-3
+        return self.world.live_until(lambda: False, min(deadline, self.world.now + wait_s))
+
+    def _await_resets(self, deadline: float, deliver: Callable[[list[Effect]], None]) -> None:
+        stored = self.stored
+        while stored and stored.unconfirmed_resets and self.world.now < deadline:
+            deliver(self._exchange_with_store(stored))
+            self._wait_for_ranks(deadline, ())
+
+
 class RuntimeWorld(World):
     """One seed's world."""
 
@@ -83,6 +115,10 @@ class RuntimeWorld(World):
         self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
     ) -> None:
         self.closing = False
+        self.over = False
+        """Whether everything was given back."""
+        self.stores: Stores | None = None
+        self.neighbour: Neighbour | None = None
         self._owner_called = False
         self._due_at = math.inf
         super().__init__(seed, audited=audited, teller=teller)
@@ -90,15 +126,33 @@ class RuntimeWorld(World):
 
     def run(self) -> None:
         """Lives the world to its end; losses that it makes itself are not worth a log line."""
-        logs = [logging.getLogger(f"penstock.runtime.{name}") for name in ("status", "rank_links")]
+        logs = [
+            logging.getLogger(f"penstock.{name}")
+            for name in ("runtime.status", "runtime.rank_links", "runtime.driver", "store")
+        ]
         levels = [log.level for log in logs]
         for log in logs:
-            log.setLevel(logging.ERROR)
+            log.setLevel(logging.CRITICAL)
         try:
             super().run()
         finally:
+            self._give_back()
             for log, level in zip(logs, levels, strict=True):
                 log.setLevel(level)
+
+    def _give_back(self) -> None:
+        """Gives back descriptors and shared memory."""
+        self.over = True
+        if self.stores is None:
+            return
+        if self.neighbour is not None:
+            self.neighbour.close()
+        self.driver.stored.close(0.0)  # type: ignore[union-attr]
+        for process in self.ranks.processes:
+            process.kill("the world is over")
+        self.stores.close()
+        for memory in self.ranks.memories:
+            memory.close()
 
     def _draw_weather(self) -> Weather:
         weather, self.ways = draw_runtime_weather(self.rng)
@@ -119,7 +173,7 @@ class RuntimeWorld(World):
         """The owner meets its ranks, as `penstock.open` with `ranks` does."""
         config = Config(
             model=ModelSettings(name="simulated"),
-            cache=self.weather.settings,
+            cache=without_stores(self.weather).settings,
             tier_kinds=tuple(TierKind(name="memory") for _ in self.weather.settings.tiers),
         )
         facts = [process.facts for process in self.ranks.processes]
@@ -134,14 +188,35 @@ class RuntimeWorld(World):
                 ends = [self._connect(process) for process in self.ranks.processes]
                 links = WatchedLinks(facts, ends, self.incarnation)
                 links.world = self
-        self.driver = Driver(
-            self.weather.settings, links, incarnation=self.incarnation, clock=lambda: self.now
+        self.driver = WatchedDriver(
+            self.weather.settings,
+            links,
+            incarnation=self.incarnation,
+            stored=None if self.stores is None else self._open_stores(self.stores, facts),
+            clock=lambda: self.now,
         )
+        self.driver.world = self
         self.driver.machine = self.machine
         elsewhere = () if isinstance(links, LocalLink) else facts
         driven = Driven(config, agreement, self.driver, elsewhere)
         self.facade: Cache | Offload
         self.facade = Cache(driven) if self.weather.managed else Offload(driven)
+        if self.driver.stored is not None:
+            for tier in self.driver.stored.tiers:
+                self.driver.switch_tier_off(tier, STARTING)
+            self.neighbour = Neighbour(self)
+
+    def _open_stores(self, stores: Stores, facts: Sequence[RankFacts]) -> StoredTiers:
+        link = SimLink(
+            stores,
+            life=self.incarnation,
+            arenas=[each.tiers[0].memory for each in facts],
+            arrived=self.call_owner,
+        )
+        stores.links[self.incarnation] = link
+        here = self.ways.way is Way.HERE
+        offer = self.ranks.processes[0].rank.offer if here else None
+        return StoredTiers(link, tuple(stores.tier_names), offer=offer)
 
     # ---------------------------------------------------------------- for everybody in it
 
@@ -152,8 +227,16 @@ class RuntimeWorld(World):
 
     def send(self, event: Event) -> list[Effect]:
         """The engine tells the owner something; everything is checked on the way."""
-        self.driver.handle(event)
+        if isinstance(event, ev.Prefetch):
+            self.driver.prefetch(event)
+        else:
+            self.driver.handle(event)
         return self.machine.last
+
+    def hear_store(self, report: ev.CopyReport) -> None:
+        """The owner believes that the store is through with a rank's part of a copy."""
+        assert self.stores is not None
+        self.stores.job_reported(self.stores.links[self.incarnation], report.operation, report.rank)
 
     def hear(self, report: bytes) -> None:
         """A message with a report reaches the owner."""
@@ -206,10 +289,11 @@ class RuntimeWorld(World):
 
     def _ask_in_time(self) -> None:
         """An owner with nothing to do wakes when its ranks are to be asked something."""
-        missing_reports = self.driver.missing_reports
-        if missing_reports is None:
-            return
-        due = missing_reports.next_due(self.machine.operations)
+        due = math.inf
+        if self.driver.missing_reports is not None:
+            due = self.driver.missing_reports.next_due(self.driver.of_ranks())
+        if self.driver.stored is not None:
+            due = min(due, self.driver.stored.next_due)
         if due < self._due_at:
             self._due_at = due
             self.after(max(0.0, due - self.now), self._wake_owner)
@@ -251,6 +335,8 @@ class RuntimeWorld(World):
             self.ranks.off.discard(event.tier)
         super()._take_in(event, effects)
         self.ranks.forget_report()
+        if isinstance(event, ev.Reset | ev.Prefetch) and self.stores is not None:
+            self.call_owner()
         if any(isinstance(effect, ef.Copy | ef.Abandon) for effect in effects):
             self.call_owner()
 
@@ -259,6 +345,8 @@ class RuntimeWorld(World):
     def _end(self) -> None:
         if not self.ways.shutdown:
             super()._end()
+            if self.stores is not None:
+                self.stores.check_kept()
             return
         self.tell("the engine shuts down")
         self.note("shutdown")

@@ -24,6 +24,7 @@ from penstock.transport.base import ChannelFailed, Empty
 from penstock.transport.packets import Packet, receive_packet, send_packet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from penstock.store.messages import AnyStoreAnswer
@@ -67,8 +68,14 @@ SessionNews = Connected | Disconnected | NobodyListens | CannotConnect | list["A
 class StoreSession:
     """The client's end of a session. It belongs to one thread, and nothing here waits."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        connect: Callable[[Path], StoreConnection | None] = connect_store,
+    ) -> None:
         self.path = path
+        self._open_connection = connect
         self.alarm: float | None = 0.0
         """When to poll, though `descriptor` is silent: to connect again."""
         self.why = "it was not reached yet"
@@ -133,7 +140,7 @@ class StoreSession:
 
     def _connect(self, now: float, news: list[SessionNews]) -> None:
         try:
-            found = connect_store(self.path)
+            found = self._open_connection(self.path)
         except UnavailableError as error:
             self.why = str(error)
             self._pause(now)
