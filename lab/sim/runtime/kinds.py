@@ -7,6 +7,7 @@ from lab.sim.coverage import COPY_KINDS, EVENT_KINDS, EVENTS_MEAN_MIN, Kinds
 RUNTIME_FAULTS: tuple[str, ...] = (
     "abort while computing",
     "abort while loading",
+    "another engine is killed",
     "another engine voids a store",
     "block corrupt",
     "block unreadable",
@@ -44,6 +45,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "reset",
     "shutdown",
     "store dies in a call",
+    "store ends a session",
     "store is full",
     "store is killed",
     "store is slow",

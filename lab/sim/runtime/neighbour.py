@@ -65,7 +65,7 @@ class Neighbour:
         self._sequence = 0
         self._copies: dict[OperationId, tuple[Copy, set[int], set[int]]] = {}
         """Copies under way, with the ranks that have not reported and positions with faults."""
-        self._called = False
+        self._called = self._dead = False
         self._alarm_at = math.inf
         self._call()
 
@@ -142,7 +142,7 @@ class Neighbour:
 
     def _turn(self) -> None:
         self._called = False
-        if self._world.over:
+        if self._dead:
             return
         for offer in self._offers:
             offer.poll()
@@ -181,6 +181,7 @@ class Neighbour:
 
     def close(self) -> None:
         """The world is over, or this engine is killed: its memory is gone."""
+        self._dead = True
         self.link.close(0.0)
         for offer in self._offers:
             offer.close()

@@ -44,6 +44,7 @@ from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from random import Random
 
     from lab.sim.runtime.process import RankProcess
     from lab.sim.runtime.sockets import SimSocket
@@ -149,6 +150,14 @@ class WatchedServer(StoreServer):
             if isinstance(request, SaveRequest):
                 part = job.arena.mapped.part
                 self._stores.ever |= {(part, key) for key in split_keys(request.keys)}
+
+    def end_a_session(self, rng: Random) -> bool:
+        """A client is cut off, as one that does not read its answers; false if there is none."""
+        busy = [session for session, owner in self._owners.items() if owner.tickets]
+        sessions = busy or list(self._sessions.values())
+        if sessions:
+            self._end(rng.choice(sessions), "weather")
+        return bool(sessions)
 
     def works_for(self, life: int, ticket: int, rank: int) -> bool:
         """Whether a job for a rank's part of a copy is under way."""
@@ -426,6 +435,12 @@ class Stores:
             timeout_s = self.world.weather.settings.operation_timeout_s
             pause = self.world.rng.choice((0.5 * timeout_s, 4.0, STOP_S))
             self.world.after(pause * self.world.rng.uniform(0.5, 1.0), process.resume)
+
+    def end_a_session(self) -> None:
+        """The process ends a session, and lives on."""
+        process = self.process
+        if process is not None and process.server.end_a_session(self.world.rng):
+            self.world.note("store ends a session")
 
     def fill_up(self) -> None:
         """Writes of a tier fail for a while."""

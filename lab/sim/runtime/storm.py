@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lab.sim.checkers import SimulationError
+from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.weather import Way
 from lab.sim.storm import Storm
 from penstock.cache.operations import BlockFault
@@ -33,6 +34,8 @@ class RuntimeStorm(Storm):
         if world.weather.store is not None:
             dangers.append((world.weather.store.hang / 8, self._store_stops))
             dangers.append((world.weather.store.death / 2, self._store_doomed))
+            dangers.append((world.weather.store.repeat / 8, self._session_lost))
+            dangers.append((world.weather.store.neighbour / 8, self._neighbour_dies))
         self._dangers += [danger for danger in dangers if danger[0]]
 
     def mend(self) -> None:
@@ -134,6 +137,16 @@ class RuntimeStorm(Storm):
 
     def _store_stops(self) -> None:
         self._stores.stop()
+
+    def _session_lost(self) -> None:
+        self._stores.end_a_session()
+
+    def _neighbour_dies(self) -> None:
+        world = self._runtime
+        if world.neighbour is not None:
+            world.note("another engine is killed")
+            world.neighbour.close()
+            world.neighbour = Neighbour(world)
 
     def _store_full(self) -> None:
         self._stores.fill_up()

@@ -115,8 +115,6 @@ class RuntimeWorld(World):
         self, seed: int, *, audited: bool = True, teller: Callable[[str], None] | None = None
     ) -> None:
         self.closing = False
-        self.over = False
-        """Whether everything was given back."""
         self.stores: Stores | None = None
         self.neighbour: Neighbour | None = None
         self._owner_called = False
@@ -142,7 +140,6 @@ class RuntimeWorld(World):
 
     def _give_back(self) -> None:
         """Gives back descriptors and shared memory."""
-        self.over = True
         if self.stores is None:
             return
         if self.neighbour is not None:
