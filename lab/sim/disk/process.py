@@ -95,6 +95,9 @@ class WatchedTier(DiskTier):
         """By job in hand: digests of blocks that were given up or forgotten meanwhile."""
         self._expected: dict[int, dict[int, _Place]] = {}
         """By load in hand: where acknowledged blocks of it lie, by position."""
+        self._tickets_lost: set[int] = set()
+        """Jobs that were in hand when the folder was removed: what they say counts no more."""
+        self.has_folder = True
         super().__init__(
             folder,
             size_bytes,
@@ -108,6 +111,7 @@ class WatchedTier(DiskTier):
 
     def _take_folder(self) -> SegmentPool:
         pool = super()._take_folder()
+        self.has_folder = True
         drop = pool.index.drop
 
         def watched_drop(segment: DiskSegment) -> NDArray[np.intp]:
@@ -126,6 +130,11 @@ class WatchedTier(DiskTier):
         pool.index.drop = watched_drop  # type: ignore[method-assign]
         pool.index.forget = watched_forget  # type: ignore[method-assign]
         return pool
+
+    def lose_folder(self) -> None:
+        """All files are gone, though they may not be missed for a while."""
+        self.has_folder = False
+        self._tickets_lost |= self._in_hand.keys()
 
     def _give_up(self, digests: Iterable[int]) -> None:
         gone = set(digests)
@@ -155,7 +164,9 @@ class WatchedTier(DiskTier):
         for each in ended:
             job = self._in_hand.pop(each.ticket)
             unsure = self._unsure.pop(each.ticket)
-            if isinstance(job, SaveJob):
+            if each.ticket in self._tickets_lost or not self.has_folder:
+                self._expected.pop(each.ticket, None)
+            elif isinstance(job, SaveJob):
                 self._acknowledge(job, each, unsure)
             else:
                 self._check_load(job, each, unsure)
@@ -395,8 +406,12 @@ class DiskProcess:
         self.truth.acknowledged.clear()
         self.truth.places.clear()
         self.truth.generations.clear()
+        if self.tier is not None:
+            self.tier.lose_folder()
 
     def _note_generations(self, tier: WatchedTier) -> None:
+        if not tier.has_folder:
+            return
         for name in {identity.space.name for identity in self.truth.acknowledged.values()}:
             self.truth.generations[name] = tier.generation(name)
 
