@@ -62,6 +62,7 @@ def test_what_is_printed_reads_back_equal() -> None:
     [
         ('path = "/var/cache/penstock"\n', "", "tiers[1].path: is missing"),
         ('"/var/cache/penstock"', '""', "tiers[1].path: is '', must be the absolute path"),
+        ('"/var/cache/penstock"', '"//"', "tiers[1].path: is '//', must be the absolute path of"),
         (
             '"/var/cache/penstock"',
             '"cache"',

@@ -44,16 +44,18 @@ name = "disk"
 kind = "disk"
 path = "{path}"
 gib = 0.03
+key_file = "{key_file}"
 """
 
 
 class Engine:
     """An engine whose blocks hold what their tokens say, with a cache over host memory and disk."""
 
-    def __init__(self, path: Path, *, weights: str = "v1") -> None:
+    def __init__(self, path: Path, *, weights: str = "v1", key_file: Path | str = "") -> None:
         self.folder = path
         self.kv = np.zeros((32, 256), dtype=np.int64)
-        config = penstock.parse_config(TOML.format(path=path, weights=weights))
+        text = TOML.format(path=path, weights=weights, key_file=key_file)
+        config = penstock.parse_config(text)
         self.cache = penstock.open(config, kv=self.kv)
 
     def __enter__(self) -> Engine:

@@ -227,6 +227,15 @@ def test_a_path_that_is_a_file_is_the_reason_why_the_disk_is_off(
     assert (tmp_path / "disk").read_text() == "not a folder"
 
 
+def test_a_folder_that_cannot_be_made_is_the_reason_why_the_disk_is_off(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    told = f"tier disk is off: folder {tmp_path / 'gone'} cannot be used: File exists"
+    with Engine(tmp_path / "gone") as engine:
+        engine.run_until(lambda: engine.cache.health().reasons == (told,))
+
+        assert engine.save(prompt(1)) == 0
+
+
 def test_nothing_is_left_behind(opened: Callable[..., Engine]) -> None:
     before = open_descriptors()
     with opened() as engine:

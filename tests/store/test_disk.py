@@ -97,6 +97,19 @@ def test_the_folder_and_its_files_are_for_their_owner_alone(
     assert modes == {0o600}
 
 
+def test_a_folder_that_others_may_write_to_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    DiskTier(folder, SIZE_BYTES).close(deadline=time.monotonic() + WAIT_S)
+
+    told = f"folder {folder} has mode 0777, must be 0700: others may change its blocks"
+    assert told in caplog.messages
+
+
 def test_a_second_process_is_told_who_has_the_folder(
     make: Callable[..., DiskTier], tmp_path: Path
 ) -> None:

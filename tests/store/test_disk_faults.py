@@ -83,6 +83,28 @@ def test_a_write_that_fails_fails_its_job_and_the_tier_comes_back(
     assert "is on again" in messages[1]
 
 
+def test_a_file_system_that_is_smaller_than_the_folder_may_be_is_used_as_far_as_it_goes(
+    tier: DiskTier, disk: FaultyDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = StoreRig(tier, LAYOUT)
+    groups = []
+    while len(list((tmp_path / "tier").glob("*.segment"))) < 3:
+        groups.append(rig.fill(8, seed=len(groups) + 1))
+        assert rig.save_and_wait(groups[-1]).faults == ()
+    disk.fail("fallocate", errno.ENOSPC)
+
+    for seed in range(100, 100 + 2 * len(groups)):
+        groups.append(rig.fill(8, seed=seed))
+        assert rig.save_and_wait(groups[-1]).faults == ()
+
+    assert tier.state().on
+    assert len(list((tmp_path / "tier").glob("*.segment"))) == 3
+    assert rig.find(groups[0].keys) == [False] * 8
+    assert rig.load_and_wait(groups[-1].keys, list(range(8, 16))).faults == ()
+    rig.require(groups[-1], list(range(8, 16)))
+    assert len([each for each in caplog.messages if "is full" in each]) == 1
+
+
 def test_reads_go_on_while_writes_fail(tier: DiskTier, disk: FaultyDisk) -> None:
     rig = StoreRig(tier, LAYOUT)
     saved = rig.fill(4)

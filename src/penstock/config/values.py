@@ -170,8 +170,11 @@ class TierKind:
                 f"is true, must be false for kind {self.name!r}: the cache is opened before its "
                 "store process has answered",
             )
-        if self.name in STORED_KINDS and not self.options["path"]:
-            raise ConfigError("path", "is '', must be the absolute path of a folder of its own")
+        if self.name in STORED_KINDS and not str(self.options["path"]).strip("/."):
+            raise ConfigError(
+                "path",
+                f"is {self.options['path']!r}, must be the absolute path of a folder of its own",
+            )
 
     @property
     def gib(self) -> float:

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
-from penstock.store.messages import StoreConfig
+from penstock.store.messages import FOLDER_FAILED, StoreConfig
 from penstock.store.server import serve_store
 from penstock.store.tier_slots import TIER_KINDS
 
@@ -39,7 +39,8 @@ def main(arguments: list[str], kinds: Mapping[str, OpenTier] = TIER_KINDS) -> in
         return serve_store(config, stop=_stop_descriptor(), kinds=kinds)
     except PenstockError as error:
         logger.error("store ends: cause=%s", error)  # noqa: TRY400 - the message says it all
-        return FAILED
+        cause = error.__cause__
+        return FOLDER_FAILED + (cause.errno or 0) if isinstance(cause, OSError) else FAILED
 
 
 class ConfigMissingError(PenstockError):

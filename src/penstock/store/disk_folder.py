@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -88,6 +89,12 @@ class DiskFolder:
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        mode = stat.S_IMODE(os.stat(self.path).st_mode)
+        if mode & 0o022:
+            logger.warning(
+                "folder %s has mode %04o, must be 0700: others may change its blocks",
+                *(self.path, mode),
+            )
         return fd
 
     def is_ours(self) -> bool:

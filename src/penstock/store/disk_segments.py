@@ -13,6 +13,8 @@ slots were filled again.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
 from contextlib import suppress
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from penstock.store.disk_io import DiskCalls
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key
+
+logger = logging.getLogger(__name__)
 
 SEGMENTS_MIN = 8
 """In a folder, so that giving one up does not cost half of it."""
@@ -105,6 +109,8 @@ class SegmentPool:
         """With which files are opened for blocks: `O_DIRECT` where there is direct I/O."""
         self._folder = folder
         self._size_bytes = size_bytes
+        self._room_bytes = size_bytes
+        """What segments may take: less than was wanted where the file system has less."""
         self._lock = lock
         self._cipher = cipher
         self._calls = calls
@@ -202,7 +208,12 @@ class SegmentPool:
                 life = secrets.randbits(64) | 1  # Never that of a file full of zeros.
                 segment.begin_life(geometry, life=life, age=self._age, part=kind.part)
                 segment.form, segment.algorithm = kind.form, kind.algorithm
-            self._begin(segment, form)
+            try:
+                self._begin(segment, form)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or not self._shrink():
+                    raise
+                return self._open_segment(kind, form)
         with self._lock:
             self._open[kind] = segment
             self._cool()
@@ -220,6 +231,24 @@ class SegmentPool:
             with suppress(OSError):
                 os.unlink(segment.path)
             raise
+
+    def _shrink(self) -> bool:
+        """The file system is full: from now on the room of the segments that are there is used.
+
+        Returns:
+            Whether there are some to give up.
+        """
+        with self._lock:
+            total = sum(each.file_bytes for each in self.segments.values())
+            idle = self._coldest() is not None
+            if not idle or total >= self._room_bytes:
+                return False
+            self._room_bytes = total
+        logger.warning(
+            "the file system of %s is full: %d bytes are used until the next start, not %d",
+            *(self._folder.path, total, self._size_bytes),
+        )
+        return True
 
     def _segment_bytes(self, kind: BlockKind) -> int:
         """Of a new segment."""
@@ -256,7 +285,7 @@ class SegmentPool:
         while True:
             with self._lock:
                 total = sum(each.file_bytes for each in self.segments.values())
-                if total + size <= self._size_bytes:
+                if total + size <= self._room_bytes:
                     number = next(
                         n for n in range(len(self.segments) + 1) if n not in self.segments
                     )
@@ -308,7 +337,7 @@ class SegmentPool:
         newest = max(each.file_bytes for each in segments)
         total = sum(each.file_bytes for each in self.segments.values())
         self._cold = set()
-        if total + newest > self._size_bytes:
+        if total + newest > self._room_bytes:
             ranked = sorted(segments, key=lambda each: each.coldness)
             self._cold = {each.number for each in islice(ranked, len(ranked) // 2)}
 

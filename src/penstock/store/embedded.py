@@ -8,10 +8,13 @@ after it was made. A new supervisor is asked for its process before it has said 
 from __future__ import annotations
 
 import logging
+import os
 import select
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
+from penstock.store.messages import FOLDER_FAILED
 from penstock.supervisor.client import Supervisor
 from penstock.supervisor.messages import ProcessExited, ProcessStarted
 from penstock.supervisor.spec import ProcessSpec
@@ -31,7 +34,7 @@ STOP_S = 10.0
 START_S = 10.0
 """Within this time a process that was asked for runs; then it is asked for again."""
 RESTART_S = 0.1
-RESTART_MAX_S = 5.0
+RESTART_MAX_S = 30.0
 """Before a process that has ended is started again; doubled each time, until one has worked."""
 
 
@@ -46,6 +49,7 @@ class EmbeddedStore:
         self._spec = ProcessSpec(
             name=PROCESS, module=module, arguments=(config.to_json(),), stop_s=STOP_S
         )
+        self._folder = Path(config.socket).parent
         self._supervisor = Supervisor.start()
         self._epoll = select.epoll()
         self._epoll.register(self._supervisor.descriptor, select.EPOLLIN)
@@ -103,12 +107,7 @@ class EmbeddedStore:
                 case ProcessExited():
                     self._runs = False
                     self._asked_at = None
-                    ended = event.problem or (
-                        f"signal {event.signal}"
-                        if event.signal
-                        else f"status {event.code}, and its log says why"
-                    )
-                    self._note(f"the store process has ended: {ended}")
+                    self._note(self._why_ended(event))
                 case ChannelFailed():
                     self._runs = False
                     self._asked_at = None
@@ -117,6 +116,17 @@ class EmbeddedStore:
                     self._note(f"the store process cannot be started: {event.cause}")
                 case _:
                     pass
+
+    def _why_ended(self, exited: ProcessExited) -> str:
+        if exited.code is not None and exited.code > FOLDER_FAILED:
+            problem = os.strerror(exited.code - FOLDER_FAILED)
+            return f"folder {self._folder} cannot be used: {problem}"
+        ended = exited.problem or (
+            f"signal {exited.signal}"
+            if exited.signal
+            else f"status {exited.code}, and its log says why"
+        )
+        return f"the store process has ended: {ended}"
 
     def _note(self, why: str) -> None:
         if why != self.why:

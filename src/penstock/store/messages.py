@@ -395,6 +395,9 @@ def arena_name(fd: int) -> str:
 
 # The configuration of the process.
 
+FOLDER_FAILED = 64
+"""Its exit status where the socket's folder is of no use, plus the number of the system's error."""
+
 
 class StoreTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier of the store process."""
