@@ -22,6 +22,7 @@ import errno
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ from penstock.tiers.host import HostTier
 from penstock.vocabulary.form import Form
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from random import Random
 
     from lab.sim.runtime.process import RankProcess
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.store.messages import JobRequest
     from penstock.store.server import OwnerState
     from penstock.store.sessions import ClientSession
+    from penstock.store.tier_slots import OpenTier
     from penstock.vocabulary.ids import Key, OperationId
 
 SOCKET = Path("/simulated/socket")
@@ -114,6 +116,32 @@ class SimOffer(ArenaOffer):
         self._session = StoreSession(SOCKET, connect=stores.connector(arrived))
 
 
+class SteppedSlot(TierSlot):
+    """Opens its tier at a moment that the world chooses, and not in a thread."""
+
+    def __init__(
+        self,
+        config: StoreTierConfig,
+        kinds: Mapping[str, OpenTier],
+        begin: Callable[[SteppedSlot], None],
+    ) -> None:
+        super().__init__(config, kinds)
+        self._begin = begin
+
+    def open(self, now: float) -> bool:
+        """As the product does, but for the thread."""
+        if self._opening is not None:
+            return self._take_opened(now)
+        if self.tier is None and now >= self.retry_at:
+            self._opening = threading.current_thread()
+            self._begin(self)
+        return False
+
+    def run_open(self) -> None:
+        """What the thread of the product does."""
+        self._run_open()
+
+
 class WatchedServer(StoreServer):
     """The server of the product; a turn is what its loop does between two waits."""
 
@@ -122,6 +150,8 @@ class WatchedServer(StoreServer):
         super().__init__(listener, slots, clock=lambda: world.now)  # type: ignore[arg-type]
         self._stores = stores
         self._watch(listener.descriptor, self._accept)
+        for slot in slots:
+            self._watch(slot.descriptor, lambda _events: None)
 
     def turn(self) -> bool:
         """Does what is to be done now; whether there is more."""
@@ -170,6 +200,8 @@ class WatchedServer(StoreServer):
         """Gives back what a process that was killed had."""
         self._epoll.close()
         self._listener.close()
+        for slot in self._slots:
+            os.close(slot.descriptor)
         for session in self._sessions.values():
             session._channel.close()  # noqa: SLF001
         arenas = {id(each): each for each in self._offers.values()}
@@ -190,11 +222,12 @@ class StoreProcess:
         self._stores = stores
         self._world = stores.world
         kinds = {"disk": lambda config: stores.disks[config.name].start()}
-        slots = [TierSlot(config, kinds) for config in stores.config.tiers]
+        slots = [SteppedSlot(config, kinds, self._begin_open) for config in stores.config.tiers]
         self.server = WatchedServer(stores, self.listener, slots)
         self._called = False
         self._alarm_at = math.inf
         self._stepping: set[str] = set()
+        self._opening: list[SteppedSlot] = []
         self.call()
 
     def call(self) -> None:
@@ -206,6 +239,23 @@ class StoreProcess:
     def resume(self) -> None:
         """It goes on after it was stopped."""
         self.stopped = False
+        self.call()
+        for slot in self._opening:
+            self._world.after(self._stores.draw_pause(), self._open_tier, slot)
+
+    def _begin_open(self, slot: SteppedSlot) -> None:
+        self._opening.append(slot)
+        self._world.after(self._stores.draw_pause(), self._open_tier, slot)
+
+    def _open_tier(self, slot: SteppedSlot) -> None:
+        if not self.alive or self.stopped or slot not in self._opening:
+            return
+        self._opening.remove(slot)
+        try:
+            slot.run_open()
+        except ProcessKilledError:
+            self._stores.die_in_a_call()
+            return
         self.call()
 
     def _turn(self) -> None:
