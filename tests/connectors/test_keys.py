@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import penstock
 from penstock.connectors.base.keys import CHAINS_KEPT, KeyChains, RequestKeys, read_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = penstock.parse_config(
     'version = 1\nmodel.name = "toy"\n[cache]\nblock_tokens = 4\n'
@@ -82,6 +87,40 @@ def test_a_name_given_to_another_adapter_is_another_adapter(make_request: Any) -
     moved = keys_of(make_request("a", TOKENS, lora_request=lora("x:", "/one")))
 
     assert len({one[0], two[0], moved[0]}) == 3
+
+
+def keys_after_a_restart(request: Any) -> bytes:
+    """The first key of a request in an engine that was just started, with a disk."""
+    text = CONFIG.to_toml().replace('kind = "memory"', 'kind = "host"')
+    disk = '\n[[tiers]]\nname = "disk"\nkind = "disk"\npath = "/nowhere"\ngib = 1\n'
+    config = penstock.parse_config(text + disk)
+    model = replace(config.model, weights_version="v1")
+    return RequestKeys(KeyChains(replace(config, model=model)), request).upto(1)[0]
+
+
+def test_an_adapter_whose_files_were_replaced_has_other_keys_after_a_restart(
+    make_request: Any, tmp_path: Path
+) -> None:
+    """The engine before may have left blocks of the old adapter on a disk."""
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    os.utime(weights, ns=(1, 1))
+    request = make_request("a", TOKENS, lora_request=lora("x", str(tmp_path)))
+    before, unchanged = keys_after_a_restart(request), keys_after_a_restart(request)
+    weights.write_bytes(b"new")
+    os.utime(weights, ns=(2, 2))
+
+    assert before == unchanged
+    assert keys_after_a_restart(request) != before
+
+
+def test_an_adapter_without_a_folder_of_files_is_found_in_one_engine_only(
+    make_request: Any,
+) -> None:
+    request = make_request("a", TOKENS, lora_request=lora("x", "someone/adapter"))
+
+    assert keys_after_a_restart(request) != keys_after_a_restart(request)
+    assert keys_of(request) == keys_of(request)
 
 
 @pytest.mark.parametrize("salt", ["x" * 100_000, "\ud800", "a\x00b"])

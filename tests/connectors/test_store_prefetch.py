@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from penstock.cache.explain import Miss, MissReason
+from penstock.connectors.base.events import AnnouncedBlock, EventAnnouncer
 from penstock.connectors.base.statistics import TransferCounts
-from penstock.connectors.base.store_prefetch import START_S, WAIT_S
+from penstock.connectors.base.store_prefetch import (
+    START_S,
+    WAIT_S,
+    StorePrefetch,
+    StoreWait,
+)
+from penstock.machine.effects import Found
+from penstock.runtime.stored_tiers import StoreStatus
 from tests.connectors.conftest import FakeEngine, FakeRequest
 from tests.runtime.stored_engine import process_of
 
@@ -217,6 +226,28 @@ def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once
     assert caplog.text.count("model.weights_version is not given") == 1
 
 
+def test_blocks_from_the_disk_are_announced_when_they_are_in_host_memory(
+    filled: Path, make_engine: Any, make_request: Any
+) -> None:
+    again = make_request("again", PROMPT)
+    announcer = EventAnnouncer(
+        "host",
+        describe=lambda request, number: AnnouncedBlock(
+            hash=bytes([number]), parent=None, tokens=tuple(request.all_token_ids[:1])
+        ),
+    )
+    with closing(make_engine(disk=filled, announcer=announcer)) as engine:
+        start(engine)
+        before = announcer.take()
+        engine.scheduler.expect_request(again, lambda: 0)
+        engine.run_until(lambda: not engine.offload.busy)
+        engine.step()
+        announced = [each.block.hash[0] for each in announcer.take()]
+
+    assert before == []
+    assert announced == [*range(6)]
+
+
 def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
     filled: Path, make_engine: Any, make_request: Any
 ) -> None:
@@ -251,3 +282,97 @@ def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
     with closing(make_engine(disk=filled)) as engine:
         start(engine)
         assert engine.scheduler.find_tokens(make_request("again", OTHER), 0) == 0
+
+
+KEYS = [bytes([number]) * 16 for number in range(6)]
+LISTED = StoreStatus(due=False, settled=True, searching=False, on=True, blocks=0, saves_dropped=0)
+
+
+class FakeOffload:
+    """A store that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.status = LISTED
+        self.asked: list[int] = []
+
+    def store_status(self, cause: str) -> StoreStatus:
+        assert cause in {"", "request"}
+        return self.status
+
+    def prefetch(self, keys: list[bytes], *, cause: str) -> object:
+        assert cause == "request"
+        self.asked.append(len(keys))
+        return object()
+
+    def step(self) -> None:
+        """Nothing to do."""
+
+
+def found(*, ready: int = 0, below: int = 0, rising: int = 0, worth: int | None = None) -> Found:
+    known = ready + below + rising
+    return Found(
+        ready=ready,
+        pending=below + rising,
+        below=below,
+        rising=rising,
+        worth=known if worth is None else worth,
+        miss=Miss(reason=MissReason.NONE),
+        losses=0,
+    )
+
+
+@pytest.fixture
+def store() -> tuple[StorePrefetch, FakeOffload]:
+    offload = FakeOffload()
+    prefetch = StorePrefetch(offload, TransferCounts(clock=Clock()))  # type: ignore[arg-type]
+    prefetch.watch()
+    return prefetch, offload
+
+
+@pytest.mark.parametrize(
+    ("why", "answer", "held", "waits"),
+    [
+        ("they are on their way", found(rising=6), 0, True),
+        ("some are there, others on their way", found(ready=2, rising=4), 0, True),
+        ("all are there", found(ready=6), 0, False),
+        ("the device has all that are on their way", found(rising=4), 4, False),
+        ("computing is quicker", found(rising=6, worth=0), 0, False),
+        ("host memory has no room", found(below=6), 0, False),
+        ("there are none", found(), 0, False),
+    ],
+)
+def test_a_request_waits_for_blocks_that_are_on_their_way_and_worth_it(
+    store: tuple[StorePrefetch, FakeOffload], why: str, answer: Found, held: int, *, waits: bool
+) -> None:
+    prefetch, _ = store
+
+    assert prefetch.defers(StoreWait(), KEYS, answer, held=held, cause="request") is waits, why
+
+
+def test_while_the_store_reads_its_tables_a_request_waits_for_its_answer(
+    store: tuple[StorePrefetch, FakeOffload],
+) -> None:
+    prefetch, offload = store
+    wait = StoreWait()
+    asked = prefetch.bring_up(wait, KEYS, found(), held=0, cause="request")
+    offload.status = LISTED._replace(searching=True)
+    waits = prefetch.defers(wait, KEYS, found(), held=0, cause="request")
+    offload.status = LISTED
+
+    assert asked is not None
+    assert waits
+    assert not prefetch.defers(wait, KEYS, found(), held=0, cause="request")
+
+
+def test_the_store_is_asked_once_for_what_is_worth_loading(
+    store: tuple[StorePrefetch, FakeOffload],
+) -> None:
+    prefetch, offload = store
+    wait, slow = StoreWait(), found(ready=1, below=5, worth=3)
+    for _ in range(3):
+        prefetch.bring_up(wait, KEYS, slow, held=0, cause="request")
+    prefetch.bring_up(StoreWait(), KEYS, found(below=6, worth=0), held=0, cause="request")
+    offload.status = LISTED._replace(on=False)
+    prefetch.bring_up(StoreWait(), KEYS, found(below=6), held=0, cause="request")
+
+    assert offload.asked == [3]

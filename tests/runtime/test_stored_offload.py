@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from tests.runtime.stored_engine import SOON_S, TOML
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 KEYS = [bytes([number]) * 16 for number in range(1, 7)]
 
@@ -38,8 +40,49 @@ def test_what_one_engine_saved_the_next_one_prefetches_and_loads(tmp_path: Path)
         run_until(offload, lambda: offload.health().ok)
         assert offload.lookup(KEYS).below == 6
         offload.prefetch(KEYS, cause="second")
+        asked = offload.lookup(KEYS)
+        assert (asked.ready, asked.pending, asked.below, asked.rising) == (0, 6, 0, 6)
         run_until(offload, lambda: offload.lookup(KEYS).ready == 6)
         offload.load(KEYS, range(10, 16), cause="second")
         run_until(offload, lambda: not offload.busy)
 
     assert (again[10:16] == kv[:6]).all()
+
+
+def test_without_a_supervisor_the_disk_is_off_and_the_rest_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> NoReturn:
+        raise penstock.UnavailableError("no supervisor: too many processes")
+
+    monkeypatch.setattr("penstock.supervisor.client.Supervisor.start", fail)
+    toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
+    kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
+    with penstock.open_offload(penstock.parse_config(toml), kv=kv) as offload:
+        offload.save(KEYS, range(6), cause="first")
+        run_until(offload, lambda: not offload.busy)
+        (reason,) = offload.health().reasons
+
+        assert offload.lookup(KEYS).ready == 6
+        assert not offload.persists
+        assert offload.store_status() is None
+        assert (
+            "tier disk is off: no store process can be started: no supervisor: too many" in reason
+        )
+
+
+def test_the_store_says_whether_it_has_settled_and_what_it_has(tmp_path: Path) -> None:
+    toml = TOML.format(path=tmp_path / "disk", weights="v1").replace("blocks = 32\n", "")
+    kv = np.arange(32 * 256, dtype=np.int64).reshape(32, 256)
+
+    with penstock.open_offload(penstock.parse_config(toml), kv=kv) as offload:
+        starting = offload.store_status()
+        run_until(offload, lambda: offload.health().ok)
+        there = offload.store_status()
+        offload.save(KEYS, range(6), cause="first")
+        run_until(offload, lambda: (now := offload.store_status()) and now.blocks == 6)
+
+    assert starting is not None
+    assert there is not None
+    assert (starting.due, starting.settled, starting.on) == (True, False, False)
+    assert (there.settled, there.on, there.blocks) == (True, True, 0)
