@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.machine.events import Discovered, Prefetch, TierOff, TierOn
 from penstock.runtime.stored_tiers import FIND_KEYS_MAX, StoredTiers
-from penstock.store.base import TierState
+from penstock.store.base import OPENING, TierState
 from penstock.store.link import FoundInStore, Paged, StoreBack, StoreLost, StoreState, Voided
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class ScriptedLink:
 
     def __init__(self) -> None:
         self.is_up = True
+        self.ready = True
+        self.alarm = None
         self.pages_asked = 0
         self.finds: list[Sequence[Key]] = []
         self.results: list[StoreResult] = []
@@ -52,9 +54,17 @@ class Scene:
         self.link.results = list(results)
         return [type(event) for event in self.tiers.collect()]
 
+    @property
+    def settled(self) -> bool:
+        return self.tiers.status("", 0.0).settled
 
-def state(recovered: float = 1.0, *, on: bool = True) -> StoreState:
-    return StoreState(TIER, TierState(on=on, why="" if on else "full", recovered=recovered))
+    @property
+    def searching(self) -> bool:
+        return self.tiers.status("request", 0.0).searching
+
+
+def state(recovered: float = 1.0, *, on: bool = True, why: str = "full") -> StoreState:
+    return StoreState(TIER, TierState(on=on, why="" if on else why, recovered=recovered))
 
 
 def page(*, last: bool, keys: int = 1) -> Paged:
@@ -150,3 +160,33 @@ def test_a_prefetch_ends_with_the_first_block_that_is_not_there() -> None:
     scene.after(FoundInStore(1, TIER, [True] * (FIND_KEYS_MAX - 1) + [False]))
 
     assert len(scene.link.finds) == 1
+
+
+def test_a_store_has_settled_when_each_tier_is_on_or_has_a_reason_not_to_be() -> None:
+    scene = Scene()
+    scene.after(StoreBack(), state(on=False, why=OPENING))
+    opening = scene.settled
+    scene.after(state())
+    before_the_first_page = scene.settled
+    scene.after(page(last=False))
+    on = scene.settled
+    scene.after(state(on=False))
+    full = scene.settled
+    scene.link.is_up = False
+
+    assert (opening, before_the_first_page, on, full) == (False, False, True, True)
+    assert not scene.settled
+
+
+def test_a_store_is_searched_while_it_may_have_more_than_it_has_listed() -> None:
+    scene = Scene()
+    scene.after(state(0.5), StoreBack(), page(last=True))
+    scene.tiers.prefetch(Prefetch(keys=[KEY], cause="request"), 0)
+    asked = scene.searching
+    scene.after(FoundInStore(1, TIER, [False]))
+    answered = scene.searching
+    scene.after(state(1.0), page(last=True))
+    scene.tiers.prefetch(Prefetch(keys=[KEY], cause="request"), 0)
+
+    assert (asked, answered) == (True, False)
+    assert not scene.searching, "all of it is listed"

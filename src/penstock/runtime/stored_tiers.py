@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport, Discovered, Prefetch, TierOff, TierOn, Vanished
 from penstock.machine.statistics import StoreStatistics
-from penstock.store.base import DIGEST_BYTES
+from penstock.store.base import DIGEST_BYTES, OPENING
 from penstock.store.link import (
     FoundInStore,
     Paged,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
+    from penstock.store.base import TierState
     from penstock.store.link import ArenaOffer, StoreLink, StoreResult
     from penstock.vocabulary.ids import Key, OperationId
 
@@ -106,6 +107,10 @@ class StoreStatus(NamedTuple):
     """Blocks that it has, for all engines, on each rank."""
     saves_dropped: int
     """Blocks that it did not write because it was too slow."""
+
+
+def _is_off(state: TierState) -> bool:
+    return not state.on and state.why != OPENING
 
 
 class _Wanted(NamedTuple):
@@ -172,7 +177,7 @@ class StoredTiers:
 
     def _is_each_known(self) -> bool:
         return all(
-            self._on[tier] or (tier in self.states and not self.states[tier].state.on)
+            self._on[tier] or (tier in self.states and _is_off(self.states[tier].state))
             for tier in self.tiers
         )
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 DIGEST_BYTES = 16
 """Of spaces and parts."""
 PART_DOMAIN = b"penstock.part.v1"
+OPENING = "it is being opened"
+"""Why a tier is off that will be on in a moment, or has another reason then."""
 
 
 class Space(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError, UnavailableError
-from penstock.store.base import StoreTier, TierState
+from penstock.store.base import OPENING, StoreTier, TierState
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.messages import StoreTierConfig
@@ -64,7 +64,7 @@ class TierSlot:
             )
         self.name = config.name
         self.tier: StoreTier | None = None
-        self.why = "it is being opened"
+        self.why = OPENING
         """Why it is not open."""
         self.retry_at = -math.inf
         self._pause_s = RETRY_S
