@@ -20,9 +20,9 @@ MAY_START_PROCESSES = (
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
-MAY_HAVE_THREADS = ("testing/", "bench/", "demo/", "store/disk", ENCODES)
-"""Nothing that runs in an engine: a benchmark shows what they would cost there. The disk tier is in
-the store process."""
+MAY_HAVE_THREADS = ("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES)
+"""Nothing that runs in an engine: a benchmark shows what they would cost there. The disk tier, and
+what opens it, are in the store process."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",
