@@ -59,6 +59,7 @@ class SimDisk:
         self.spoilt: defaultdict[str, set[int]] = defaultdict(set)
         """By path: sectors that are not what was last written there."""
         self.call_count = 0
+        self.writes_lost = 0
         self.refusals: Counter[str] = Counter()
         """How often each call was refused."""
         self.dies_at: int | None = None
@@ -154,6 +155,7 @@ class SimDisk:
                     os.pwrite(fd, piece, first)
             raise ProcessKilledError
         if self._rng.random() < self.weather.lose:
+            self.writes_lost += 1
             self.spoilt[path].update(_sectors(offset, len(content)))
             return len(content)
         # A sector that is written in part may have been bad in its other part.

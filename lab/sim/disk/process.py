@@ -436,6 +436,3 @@ class DiskProcess:
             if not spoilt and self.disk.refusals["preadv"] == self._reads_refused:
                 raise SimulationError("store", f"{key.hex()[:4]} was saved, and is gone")
             del self.truth.acknowledged[digest]
-
-
-__all__ = ["DiskProcess", "DiskTruth", "Identity", "ProcessKilledError", "WatchedTier"]

@@ -27,8 +27,8 @@ from xxhash import xxh3_128_digest
 
 from lab.sim.checkers import SimulationError
 from lab.sim.coverage import Kinds
-from lab.sim.disk.device import DiskWeather
-from lab.sim.disk.process import DiskProcess, Identity, ProcessKilledError
+from lab.sim.disk.device import DiskWeather, ProcessKilledError
+from lab.sim.disk.process import DiskProcess, Identity
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
@@ -252,14 +252,14 @@ class DiskWorld:
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Does something in which the process may die."""
-        before = self.process.disk.spoilt.copy()
+        lost = self.process.disk.writes_lost
         try:
             action()
         except ProcessKilledError:
             self.note("killed in a call")
             self._die()
-        if sum(map(len, self.process.disk.spoilt.values())) > sum(map(len, before.values())):
-            self.faults["write lost"] += bool(self._weather.lose)
+        if self.process.disk.writes_lost > lost:
+            self.note("write lost")
 
     # ---------------------------------------------------------------- jobs
 
