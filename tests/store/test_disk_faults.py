@@ -23,6 +23,7 @@ from penstock.testing.store_tier_suite import (
     wait_for_news,
     wait_until_recovered,
 )
+from penstock.vocabulary.layout import Layout
 from tests.store.faulty_disk import FaultyDisk
 
 if TYPE_CHECKING:
@@ -371,3 +372,30 @@ def test_without_direct_io_the_page_cache_does_it(
 
     assert ended.faults == ()
     assert "has no direct I/O" in caplog.text
+
+
+def test_a_job_is_split_among_idle_threads_only(tmp_path: Path, disk: FaultyDisk) -> None:
+    layout = Layout.opaque(
+        layers=range(4), block_bytes=64 << 10, encoding="x", block_tokens=16, block_count=48
+    )
+    tier = DiskTier(tmp_path / "split", 256 << 20, threads=6, calls=disk.calls)
+    rig = StoreRig(tier, layout)
+    saved = rig.fill(16)
+    rig.save_and_wait(saved)
+    tier.close(deadline=time.monotonic() + WAIT_S)
+    tier = rig.tier = DiskTier(tmp_path / "split", 256 << 20, threads=6, calls=disk.calls)
+    wait_until_recovered(tier)
+    disk.hold("preadv")
+
+    # Six threads are idle, then two, then none: runs of 1 MiB (the least), 2 MiB, and all of it.
+    tickets = [rig.load(saved.keys, range(first, first + 16)) for first in (0, 16, 32)]
+    for _ in range(6):
+        assert disk.waiting["preadv"].acquire(timeout=WAIT_S)
+    disk.go_on("preadv")
+    ended = rig.wait(*tickets)
+    tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert [each.faults for each in ended] == [(), (), ()]
+    slot_bytes = (256 << 10) + 4096
+    reads = sorted(nbytes // slot_bytes for nbytes in disk.read if nbytes >= slot_bytes)
+    assert reads == [4, 4, 4, 4, 8, 8, 16]

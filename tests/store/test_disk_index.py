@@ -9,7 +9,7 @@ import pytest
 
 from penstock.movers.packing import load_parts_library
 from penstock.store.base import Space
-from penstock.store.disk_format import ROW, Geometry
+from penstock.store.disk_format import ROW, Geometry, seal_rows
 from penstock.store.disk_index import (
     BlockIndex,
     DiskSegment,
@@ -44,7 +44,7 @@ def table(count: int) -> np.ndarray:
         )
         for slot, key in enumerate(keys)
     ]
-    return np.concatenate(rows)
+    return seal_rows(np.concatenate(rows))
 
 
 @pytest.mark.parametrize("compiled", [True, False])

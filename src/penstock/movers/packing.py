@@ -70,6 +70,9 @@ class PartsLibrary:
             *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
         )
         self.sum_pairs.restype = None
+        self.trailer_sums = loaded.penstock_trailer_sums
+        self.trailer_sums.argtypes = (pointer, number, number, number, pointer, pointer)
+        self.trailer_sums.restype = None
         self.check_rows = loaded.penstock_check_rows
         self.check_rows.argtypes = (pointer, number, ctypes.c_uint64, pointer, pointer, pointer)
         self.check_rows.restype = None
@@ -323,7 +326,9 @@ class PackedSums:
                         block, key, self._algorithm, salt=salt
                     )[0]
             return sums
-        seeds = np.array([key_seeds(keys, salt) for salt in salts], dtype=np.uint64)
+        seeds = np.array(salts, dtype=np.uint64)[:, np.newaxis] ^ np.array(
+            key_seeds(keys), dtype=np.uint64
+        )
         sums = np.empty(shape, dtype=np.uint64)
         self._library.sum_pairs(
             *(self._segments.ctypes.data, len(self._segments), seeds.ctypes.data, count),

@@ -703,7 +703,26 @@ void penstock_sum_pairs(const segment_t *segments, int64_t segment_count, const 
         }
 }
 
-/* Rows of a disk tier's tables: `store/disk_format.py` describes them. */
+/* Trailers and rows of a disk tier: `store/disk_format.py` describes them. */
+#define TRAILER_HEAD_BYTES 256
+
+/* The sums of trailers, each of its head but for the sum at the head's end, and of its cell sums.
+   They are joined in `scratch`. */
+void penstock_trailer_sums(const uint8_t *trailers, int64_t stride, int64_t count, int64_t cells,
+                           uint8_t *scratch, uint64_t *sums)
+{
+    static const uint64_t no_seeds[2] = {0, 0};
+    pair_t pair = find_pair();
+    int64_t length = TRAILER_HEAD_BYTES - 8 + cells * 8;
+    for (int64_t n = 0; n < count; n++, trailers += stride) {
+        uint64_t found[2];
+        memcpy(scratch, trailers, TRAILER_HEAD_BYTES - 8);
+        memcpy(scratch + TRAILER_HEAD_BYTES - 8, trailers + TRAILER_HEAD_BYTES, (size_t)cells * 8);
+        xxh3_pair(scratch, length, no_seeds, found, pair);
+        sums[n] = found[0];
+    }
+}
+
 #define ROW_BYTES 256
 #define ROW_SUM_AT 248
 #define ROW_KEY_AT 8

@@ -33,7 +33,7 @@ from penstock.store.disk_index import digests_of
 from penstock.store.disk_io import DiskCalls, probe_direct
 from penstock.store.disk_jobs import JobBoard, LoadInHand, RunToRead, RunToWrite, SaveInHand
 from penstock.store.disk_segments import SegmentPool
-from penstock.store.disk_threads import DiskThreads, run_slots
+from penstock.store.disk_threads import DiskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,6 @@ class DiskTier:
         self._ignore_other_versions = ignore_other_versions
         self._wants_direct = direct
         self._calls = calls or DiskCalls()
-        self._thread_count = threads
         self._lock = threading.Lock()
         self._folder = DiskFolder(folder, self._calls)
         self._board = JobBoard(
@@ -168,6 +167,7 @@ class DiskTier:
                     board.end_save(save)
             board.stopped = True
             board.io_ready.notify_all()
+            board.read_ready.notify_all()
             board.keeper_ready.notify_all()
         if not self._threads.join(deadline=deadline):
             logger.warning("the disk tier in %s was closed during I/O", self._folder.path)
@@ -235,16 +235,14 @@ class DiskTier:
                 return
             self._board.loads[job.ticket] = load
             for read in self._reads_of(load, sorted(places)):
-                read.segment.busy += 1
                 read.segment.hits += len(read.positions)
                 load.left += 1
-                self._board.reads.append(read)
-                self._board.io_ready.notify()
+                self._board.queue_read(read)
 
     def _reads_of(self, load: LoadInHand, places: list[tuple[int, int, int]]) -> list[RunToRead]:
         """Reads of neighbouring slots, as many as keep all threads busy."""
         segments = self._board.pool.segments
-        step = run_slots(segments[places[0][0]], len(places), self._thread_count)
+        step = self._board.run_slots(segments[places[0][0]], len(places))
         reads = []
         # Neighbours are as far from their position in the sorted list as each other.
         for (number, _), group in groupby(

@@ -27,7 +27,6 @@ from penstock.store.disk_format import (
     ROW,
     ROW_BYTES,
     Geometry,
-    seal_rows,
     sound_rows,
 )
 from penstock.store.disk_io import key_fields, read_all
@@ -318,9 +317,10 @@ def make_rows(
     *,
     now: float,
 ) -> NDArray[np.void]:
+    """Rows without their sums (`seal_rows`)."""
     rows = np.zeros(len(slots), dtype=ROW)
     rows["life"], rows["slot"] = segment.life, slots
     rows["key"], rows["parent"] = key_fields(keys), key_fields(parents)
     rows["space"], rows["generation"] = np.void(space.name), space.generation
     rows["trailer_sum"], rows["written_at"] = trailer_sums, int(now)
-    return seal_rows(rows)
+    return rows

@@ -22,6 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.operations import BlockFault
+from penstock.movers.packing import load_parts_library
 from penstock.store.disk_cipher import ASSOCIATED_BYTES
 from penstock.store.disk_format import FILE_MODE, PAGE_BYTES, TRAILER_HEAD, TRAILER_HEAD_BYTES
 from penstock.vocabulary.checksums import SUM_BYTES
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.movers.packing import PackedSums
+    from penstock.movers.packing import PackedSums, PartsLibrary
     from penstock.store.base import MappedArena, Space
     from penstock.store.disk_cipher import DiskCipher
     from penstock.store.disk_format import Geometry
@@ -288,17 +289,37 @@ def _fill_trailers(
     end = TRAILER_HEAD_BYTES + run.geometry.cell_count * SUM_BYTES
     sums = run.arena.host.sums(run.slots).astype("<u8", copy=False)
     trailers[:, TRAILER_HEAD_BYTES:end] = sums.view(np.uint8).reshape(count, -1)
-    raw = heads.view(np.uint8).reshape(count, TRAILER_HEAD_BYTES)
-    totals = np.array(
-        [
-            xxh3_64_intdigest(head[:-SUM_BYTES].tobytes() + table.tobytes())
-            for head, table in zip(raw, trailers[:, TRAILER_HEAD_BYTES:end], strict=True)
-        ],
-        dtype=np.uint64,
+    trailers[:, :TRAILER_HEAD_BYTES] = heads.view(np.uint8).reshape(count, -1)
+    totals = trailer_sums(trailers, run.geometry.cell_count)
+    trailers[:, TRAILER_HEAD_BYTES - SUM_BYTES : TRAILER_HEAD_BYTES] = (
+        totals.astype("<u8", copy=False).view(np.uint8).reshape(count, -1)
     )
-    heads["sum"] = totals
-    trailers[:, :TRAILER_HEAD_BYTES] = raw
     return totals
+
+
+def trailer_sums(
+    trailers: NDArray[np.uint8],
+    cell_count: int,
+    *,
+    library: Callable[[], PartsLibrary | None] = load_parts_library,
+) -> NDArray[np.uint64]:
+    """What the sum of each trailer must be; of shape [trailers, bytes], padded or not."""
+    loaded = library()
+    if loaded is None or trailers.strides[1] != 1:
+        end = TRAILER_HEAD_BYTES + cell_count * SUM_BYTES
+        head_bytes = TRAILER_HEAD_BYTES - SUM_BYTES
+        joined = (
+            each[:head_bytes].tobytes() + each[TRAILER_HEAD_BYTES:end].tobytes()
+            for each in trailers
+        )
+        return np.array([xxh3_64_intdigest(each) for each in joined], dtype=np.uint64)
+    sums = np.empty(len(trailers), dtype=np.uint64)
+    scratch = np.empty(TRAILER_HEAD_BYTES + cell_count * SUM_BYTES, dtype=np.uint8)
+    loaded.trailer_sums(
+        *(trailers.ctypes.data, trailers.strides[0], len(trailers), cell_count),
+        *(scratch.ctypes.data, sums.ctypes.data),
+    )
+    return sums
 
 
 def _check_trailers(
@@ -314,19 +335,10 @@ def _check_trailers(
     here = np.ones(count, dtype=np.bool_)
     for field in ("life", "generation", "cell_count", "slot"):
         here &= heads[field] == wanted[field]
-    joined = raw.reshape(-1).data
-    bad: dict[int, BlockFault] = {}
-    for position, total in enumerate(heads["sum"].tolist()):
-        at = position * end
-        pieces = (
-            joined[at : at + TRAILER_HEAD_BYTES - SUM_BYTES],
-            joined[at + TRAILER_HEAD_BYTES : at + end],
-        )
-        if xxh3_64_intdigest(b"".join(pieces)) != total or not here[position]:
-            bad[position] = BlockFault.CORRUPT
-        elif not names_it[position]:
-            # Whole, and another block's: two keys have one digest, and the index has the other's.
-            bad[position] = BlockFault.MISSING
+    here &= heads["sum"] == trailer_sums(raw, run.geometry.cell_count)
+    # Whole, and another block's: two keys have one digest, and the index has the other's.
+    bad = dict.fromkeys(np.flatnonzero(~names_it).tolist(), BlockFault.MISSING)
+    bad |= dict.fromkeys(np.flatnonzero(~here).tolist(), BlockFault.CORRUPT)
     stored = np.ascontiguousarray(raw[:, TRAILER_HEAD_BYTES:]).view("<u8")
     return bad, stored.astype(np.uint64, copy=False), heads["salt"].tolist()
 

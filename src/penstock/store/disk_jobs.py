@@ -21,6 +21,7 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.store.base import EndedJob, SaveJob
+from penstock.store.disk_io import RUN_BYTES_MAX, RUN_BYTES_MIN, RUN_SLOTS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,6 +139,9 @@ class JobBoard:
         self.lock = lock
         self.clock = clock
         self.io_ready = threading.Condition(lock)
+        self.read_ready = threading.Condition(lock)
+        """For the thread that only reads: a write would wake it in vain."""
+        self.idle_threads = 0
         self.keeper_ready = threading.Condition(lock)
         self.idle = threading.Condition(lock)
         self.reads: deque[RunToRead] = deque()
@@ -168,6 +172,28 @@ class JobBoard:
         if self.reads:
             return self.reads.popleft()
         return self.writes.popleft() if may_write and self.writes else None
+
+    def queue_read(self, read: RunToRead) -> None:
+        read.segment.busy += 1
+        self.reads.append(read)
+        self.io_ready.notify()
+        self.read_ready.notify()
+
+    def queue_write(self, write: RunToWrite | SegmentToSync) -> None:
+        write.segment.busy += 1
+        self.writes.append(write)
+        self.io_ready.notify()
+
+    def run_slots(self, segment: DiskSegment, count: int) -> int:
+        """How many slots a run of `count` blocks has: enough to keep idle threads busy.
+
+        Longer runs cost less a byte, so jobs are not split while all threads have work.
+        """
+        assert segment.geometry is not None
+        slot_bytes = segment.geometry.slot_bytes
+        pieces = max(1, self.idle_threads - len(self.reads) - len(self.writes))
+        wanted = min(max(count * slot_bytes // pieces, RUN_BYTES_MIN), RUN_BYTES_MAX)
+        return min(max(1, -(-wanted // slot_bytes)), RUN_SLOTS_MAX)
 
     def drop_reads(self, reads: list[RunToRead]) -> None:
         """Ends reads that are in the queue."""

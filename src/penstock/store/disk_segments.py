@@ -86,8 +86,8 @@ class BlockKind:
             arena.part,
             arena.form.fingerprint,
             arena.form.checksum.value.encode(),
-            arena.host.layout.block_bytes,
-            len(arena.host.layout.cells),
+            arena.span.length,
+            len(arena.span.cells),
         )
 
 

@@ -27,12 +27,9 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.errors import ConfigError, PenstockError
 from penstock.movers.packing import PackedSums
-from penstock.store.disk_format import FILE_MODE, ROW, ROW_BYTES, Geometry
+from penstock.store.disk_format import FILE_MODE, ROW, ROW_BYTES, Geometry, seal_rows
 from penstock.store.disk_index import make_rows
 from penstock.store.disk_io import (
-    RUN_BYTES_MAX,
-    RUN_BYTES_MIN,
-    RUN_SLOTS_MAX,
     AlignedMemory,
     Run,
     probe_direct,
@@ -74,14 +71,6 @@ NEWS_OF_RECOVERY = 64
 _UNREADABLE = BlockFault.UNREADABLE
 
 
-def run_slots(segment: DiskSegment, count: int, threads: int) -> int:
-    """How many slots a run has, so that `count` blocks keep all threads busy."""
-    assert segment.geometry is not None
-    slot_bytes = segment.geometry.slot_bytes
-    wanted = min(max(count * slot_bytes // threads, RUN_BYTES_MIN), RUN_BYTES_MAX)
-    return min(max(1, -(-wanted // slot_bytes)), RUN_SLOTS_MAX)
-
-
 class DiskThreads:
     """The threads that work on a `JobBoard`."""
 
@@ -95,7 +84,7 @@ class DiskThreads:
         calls: DiskCalls,
     ) -> None:
         self._board = board
-        self._count = count
+        self._count = board.idle_threads = count
         self._take_folder = take_folder
         self._cipher = cipher
         self._calls = calls
@@ -123,20 +112,18 @@ class DiskThreads:
     # I/O
 
     def _do_io(self, *, may_write: bool) -> None:
-        scratch = AlignedMemory()
+        board, scratch = self._board, AlignedMemory()
+        ready = board.io_ready if may_write else board.read_ready
         while True:
-            with self._board.lock:
-                self._board.io_ready.wait_for(
-                    lambda: (
-                        self._board.stopped
-                        or self._board.reads
-                        or (may_write and self._board.writes)
-                    )
-                )
-                task = self._board.take_task(may_write=may_write)
+            with board.lock:
+                ready.wait_for(lambda: board.stopped or board.reads or (may_write and board.writes))
+                task = board.take_task(may_write=may_write)
+                board.idle_threads -= 1
             if task is None:
                 return
             self.do_task(task, scratch)
+            with board.lock:
+                board.idle_threads += 1
 
     def do_task(self, task: RunToRead | RunToWrite | SegmentToSync, scratch: AlignedMemory) -> None:
         """Reads, writes or syncs; what comes of it is on the board afterwards."""
@@ -260,12 +247,14 @@ class DiskThreads:
             board.inbox.clear()
             retry = self._retry_is_due()
         try:
+            # Rows wait for the disk: threads with nothing to write would wait with them.
+            for each in messages:
+                if isinstance(each, SaveInHand):
+                    self._plan(each)
             self._write_rows([each for each in messages if isinstance(each, RunToWrite)])
             for each in messages:
                 if isinstance(each, RowToBury):
                     self._bury(each)
-                elif isinstance(each, SaveInHand):
-                    self._plan(each)
             if retry:
                 self._try_again()
         except Exception as error:  # noqa: BLE001 - a thread that ends silently loses jobs
@@ -321,16 +310,13 @@ class DiskThreads:
             return
         with board.lock:
             for write in self._writes_of(save, fresh, stretches):
-                write.segment.busy += 1
                 write.segment.writes += 1
+                board.queue_write(write)
                 if board.stopped:  # Nobody may be left to write it.
-                    write.failure = "closed"
-                    self._end_writes([write])
-                else:
-                    board.writes.append(write)
+                    board.drop_writes([write])
             self._let_go(save)
-            board.signal()  # Segments may have been given up.
-            board.io_ready.notify_all()
+            if board.pool.has_gone():
+                board.signal()
         board.pool.give_back(stretches)
 
     def _end_unplanned(self, save: SaveInHand, why: str) -> None:
@@ -367,7 +353,7 @@ class DiskThreads:
         writes = []
         done = 0
         for segment, first, count in stretches:
-            step = run_slots(segment, len(fresh), self._count)
+            step = self._board.run_slots(segment, len(fresh))
             for start in range(0, count, step):
                 taken = fresh[done : done + min(step, count - start)]
                 writes.append(RunToWrite(save, segment, first + start, taken))
@@ -399,30 +385,13 @@ class DiskThreads:
 
     def _write_rows_of(self, segment: DiskSegment, writes: list[RunToWrite]) -> None:
         """One write for rows that follow each other."""
-        now = time.time()
-        runs: list[tuple[int, list[NDArray[np.uint8]]]] = []
-        end = -1
-        for write in writes:
-            job, first = write.save.job, write.first
-            rows = make_rows(
-                segment,
-                range(first, first + len(write.positions)),
-                job.space,
-                [job.keys[position] for position in write.positions],
-                [job.parents[position] for position in write.positions],
-                write.trailer_sums,
-                now=now,
-            )
-            if first != end:
-                runs.append((first, []))
-            runs[-1][1].append(rows.view(np.uint8))
-            end = first + len(rows)
+        rows = seal_rows(np.concatenate([_rows_of(segment, write) for write in writes]))
+        gaps = np.flatnonzero(np.diff(rows["slot"].astype(np.int64)) != 1) + 1
         fd = self._calls.open(segment.path, os.O_WRONLY, FILE_MODE)
         try:
-            for first, pieces in runs:
-                write_all(
-                    fd, [np.concatenate(pieces).data], Geometry.row_offset(first), self._calls
-                )
+            for each in np.split(rows, gaps):
+                offset = Geometry.row_offset(int(each["slot"][0]))
+                write_all(fd, [each.view(np.uint8).data], offset, self._calls)
         finally:
             os.close(fd)
         segment.dirty = True
@@ -444,9 +413,7 @@ class DiskThreads:
             board.end_blocks(write.save, write.positions, write.failure)
             write.segment.writes -= 1
             if write.segment.is_full and not write.segment.writes and write.segment.dirty:
-                write.segment.busy += 1
-                board.writes.append(SegmentToSync(write.segment))
-                board.io_ready.notify_all()
+                board.queue_write(SegmentToSync(write.segment))
 
     def _bury(self, row: RowToBury) -> None:
         """A block that failed its sums is not found again after a restart."""
@@ -514,3 +481,16 @@ class DiskThreads:
             with self._board.lock:
                 self._board.break_down(error)
             return False
+
+
+def _rows_of(segment: DiskSegment, write: RunToWrite) -> NDArray[np.void]:
+    job, first = write.save.job, write.first
+    return make_rows(
+        segment,
+        range(first, first + len(write.positions)),
+        job.space,
+        [job.keys[position] for position in write.positions],
+        [job.parents[position] for position in write.positions],
+        write.trailer_sums,
+        now=time.time(),
+    )
