@@ -3,11 +3,12 @@
 All sides move the same bytes with operations of the same size, direct I/O and as many threads, in
 turn in every round; the files lie in one folder.
 
-| side       | what it does                                                                   |
-|------------|--------------------------------------------------------------------------------|
-| `penstock` | jobs of 64 blocks from an arena to a `DiskTier` and back; sums are verified     |
-| `fio`      | `psync`, where fio is installed                                                 |
-| `threads`  | Python threads that call `pwritev` and `preadv` on one file, without any sums   |
+| side             | what it does                                                              |
+|------------------|---------------------------------------------------------------------------|
+| `penstock`       | jobs of 64 blocks from an arena to a `DiskTier` and back; sums verified   |
+| `fio`            | `psync`, where fio is installed                                           |
+| `threads`        | Python threads that call `pwritev` and `preadv` on one file               |
+| `threads + sums` | the same, which sum what they read: the ceiling of `penstock`             |
 
 `single` rows have jobs of one block: what blocks cost that have no neighbours.
 """
@@ -30,6 +31,7 @@ import numpy as np
 
 from penstock.bench.measure import collector_paused, summarize
 from penstock.errors import UnavailableError
+from penstock.movers.packing import PackedSums
 from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
 from penstock.store.disk import DiskTier
 from penstock.store.disk_io import RUN_BYTES_MAX
@@ -41,7 +43,7 @@ from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.bench.report import BenchReport
 
@@ -49,7 +51,8 @@ ROUNDS = 5
 THREADS = 6
 JOB_BLOCKS = 64
 ROUND_BYTES = 512 << 20
-"""What each side moves in a round, each way."""
+TIER_BYTES = 8 << 30
+"""So that segments have their full size; what the rounds do not write is not allocated."""
 WAIT_S = 120.0
 SIZES = {"256 KiB": 256 << 10, "1 MiB": 1 << 20, "2 MiB": 2 << 20}
 KEPT_MIN = 0.9
@@ -63,6 +66,8 @@ class _Way(NamedTuple):
     name: str
     block_bytes: int
     job_blocks: int
+    round_bytes: int
+    """What each side moves in a round, each way."""
 
     @property
     def operation_bytes(self) -> int:
@@ -71,19 +76,26 @@ class _Way(NamedTuple):
         return blocks * self.block_bytes
 
 
-def run_disk(report: BenchReport, *, folder: Path, rounds: int) -> None:
+def run_disk(
+    report: BenchReport,
+    *,
+    folder: Path,
+    rounds: int,
+    round_bytes: int = ROUND_BYTES,
+    sizes: Sequence[str] = tuple(SIZES),
+) -> None:
     """Measures every side in turn, and adds rows and ratios.
 
     Raises:
         UnavailableError: the folder cannot be used, or blocks do not come back.
     """
-    ways = [_Way(name, size, JOB_BLOCKS) for name, size in SIZES.items()]
-    ways.append(_Way("256 KiB, single", SIZES["256 KiB"], 1))
+    ways = [_Way(name, SIZES[name], JOB_BLOCKS, round_bytes) for name in sizes]
+    ways.append(_Way("256 KiB, single", SIZES["256 KiB"], 1, round_bytes))
     if shutil.which("fio") is None:
         report.add_note("fio is not installed: its rows and the ratios to it are missing")
     try:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=folder) as made:
-            for way in ways:
+        for way in ways:
+            with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=folder) as made:
                 _measure(report, Path(made), way, rounds)
     except OSError as error:
         raise UnavailableError(f"bench disk cannot use {folder}: {error}") from error
@@ -96,6 +108,7 @@ def _measure(report: BenchReport, folder: Path, way: _Way, rounds: int) -> None:
         if shutil.which("fio") is not None:
             sides["fio"] = lambda: _fio(folder, way)
         sides["threads"] = lambda: _threads(folder, way)
+        sides["threads + sums"] = lambda: _threads(folder, way, sums=disk.sums)
         rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(-1, rounds):  # The first round makes files and fills caches.
             order = list(sides) if number % 2 else list(sides)[::-1]
@@ -118,7 +131,7 @@ def _measure(report: BenchReport, folder: Path, way: _Way, rounds: int) -> None:
                 unit="MB/s",
                 summary=summarize([each[column] / 1e6 for each in found]),
             )
-        for other in [side for side in sides if side != "penstock"]:
+        for other in [side for side in ("fio", "threads + sums") if side in sides]:
             pairs = zip(rates["penstock"], rates[other], strict=True)
             value = float(np.median([mine[column] / theirs[column] for mine, theirs in pairs]))
             name = f"{way.name}, {direction}: rate of {other} kept"
@@ -130,7 +143,7 @@ class _Disk:
 
     def __init__(self, folder: Path, way: _Way) -> None:
         self._way = way
-        self._count = ROUND_BYTES // way.block_bytes
+        self._count = way.round_bytes // way.block_bytes
         layout = Layout.opaque(
             layers=range(LAYERS),
             block_bytes=way.block_bytes // LAYERS,
@@ -147,8 +160,9 @@ class _Disk:
             shape=(self._count, way.block_bytes),
             strides=(host.slot_bytes, 1),
         )
-        self._tier = DiskTier(folder, size_bytes=4 * ROUND_BYTES, threads=THREADS)
+        self._tier = DiskTier(folder, size_bytes=TIER_BYTES, threads=THREADS)
         self._tickets = 0
+        self.sums = PackedSums(layout, Algorithm.XXH3)
 
     def __enter__(self) -> _Disk:
         return self
@@ -180,11 +194,14 @@ class _Disk:
         while left:
             if not wait_readable(self._tier.descriptor, deadline):
                 raise UnavailableError(f"bench disk: {left} jobs did not end within {WAIT_S:g} s")
+            # Until these were asked for, the descriptor stays readable and this loop would spin.
+            self._tier.state()
+            self._tier.take_gone()
             for ended in self._tier.collect():
                 left -= 1
                 if ended.faults or ended.failure:
                     raise UnavailableError(f"bench disk: a job failed: {ended}")
-        return ROUND_BYTES / (time.perf_counter() - began)
+        return self._way.round_bytes / (time.perf_counter() - began)
 
     def _jobs(self, space: Space, keys: list[bytes], *, load: bool) -> int:
         count = 0
@@ -205,7 +222,7 @@ class _Disk:
 def _fio(folder: Path, way: _Way) -> tuple[float, float]:
     """What fio writes to a new file and reads from it again, in bytes a second."""
     file = folder / "fio.img"
-    share = ROUND_BYTES // THREADS // way.operation_bytes * way.operation_bytes
+    share = way.round_bytes // THREADS // way.operation_bytes * way.operation_bytes
     rates = []
     for kind in ("write", "randread"):
         command = [
@@ -223,18 +240,28 @@ def _fio(folder: Path, way: _Way) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def _threads(folder: Path, way: _Way) -> tuple[float, float]:
+def _threads(folder: Path, way: _Way, *, sums: PackedSums | None = None) -> tuple[float, float]:
     """The same with threads of Python, without a tier around it."""
+    keys = [bytes(KEY_BYTES)] * (way.operation_bytes // way.block_bytes)
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> None:
+        os.preadv(fd, buffers, offset)
+        if sums is not None:
+            places = np.arange(offset, offset + way.operation_bytes, way.block_bytes)
+            sums.sum_pairs(touched, places, keys, (0, 1))
+
     file = folder / "threads.img"
-    count = ROUND_BYTES // way.operation_bytes
+    count = way.round_bytes // way.operation_bytes
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    memory = mmap.mmap(-1, ROUND_BYTES)
+    memory = mmap.mmap(-1, way.round_bytes)
+    touched = np.frombuffer(memory, dtype=np.uint8)
+    touched[:: mmap.PAGESIZE] = 1  # An arena has its pages, too.
     views = list(_pieces(memory, way))
     try:
-        os.posix_fallocate(fd, 0, ROUND_BYTES)
+        os.posix_fallocate(fd, 0, way.round_bytes)
         rates = []
         with ThreadPoolExecutor(THREADS) as pool:
-            for call in (os.pwritev, os.preadv):
+            for call in (os.pwritev, read):
                 began = time.perf_counter()
                 offsets = range(0, count * way.operation_bytes, way.operation_bytes)
                 list(pool.map(call, [fd] * count, views, offsets))
@@ -242,18 +269,13 @@ def _threads(folder: Path, way: _Way) -> tuple[float, float]:
     finally:
         os.close(fd)
         file.unlink()
-        for view in views:
-            for each in view:
-                each.release()
-        memory.close()
     return rates[0], rates[1]
 
 
 def _pieces(memory: mmap.mmap, way: _Way) -> Iterator[list[memoryview]]:
     whole = memoryview(memory)
-    for first in range(0, ROUND_BYTES - way.operation_bytes + 1, way.operation_bytes):
+    for first in range(0, way.round_bytes - way.operation_bytes + 1, way.operation_bytes):
         yield [
             whole[at : at + way.block_bytes]
             for at in range(first, first + way.operation_bytes, way.block_bytes)
         ]
-    whole.release()
