@@ -38,7 +38,7 @@ from penstock.store.disk_format import (
     write_generations,
 )
 from penstock.store.disk_index import DiskSegment, check_rows, read_table
-from penstock.store.disk_io import write_all
+from penstock.store.disk_io import expect_read, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER_MODE = 0o700
-SEGMENT_NAME = re.compile(r"(\d{8})\.segment")
+SEGMENT_DIGITS = 8
+SEGMENT_NAME = re.compile(rf"\d{{{SEGMENT_DIGITS}}}\.segment")
 
 
 class DiskFolder:
@@ -141,10 +142,10 @@ class DiskFolder:
             OSError: the folder cannot be read.
         """
         found = []
-        for name in sorted(os.listdir(self.path)):
-            match = SEGMENT_NAME.fullmatch(name)
-            if match is None:
-                continue
+        names = sorted(name for name in os.listdir(self.path) if SEGMENT_NAME.fullmatch(name))
+        for name in names:
+            expect_read(str(self.path / name), 0, PAGE_BYTES, self._calls)
+        for name in names:
             path = str(self.path / name)
             fd = self._calls.open(path, os.O_RDONLY, FILE_MODE)
             try:
@@ -152,7 +153,7 @@ class DiskFolder:
                 size = os.fstat(fd).st_size
             finally:
                 os.close(fd)
-            segment = DiskSegment(number=int(match[1]), path=path, file_bytes=size)
+            segment = DiskSegment(number=int(name[:SEGMENT_DIGITS]), path=path, file_bytes=size)
             try:
                 _read_head_into(segment, page, cipher)
             except ValueError as error:

@@ -29,11 +29,13 @@ from penstock.store.base import GoneBlocks, Page, Space
 from penstock.store.disk_folder import Generations, write_head
 from penstock.store.disk_format import (
     PAGE_BYTES,
+    ROW_BYTES,
     SEGMENT_BYTES,
     Geometry,
     write_form,
 )
 from penstock.store.disk_index import BlockIndex, DiskSegment, check_rows, read_table
+from penstock.store.disk_io import expect_read
 from penstock.vocabulary.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 SEGMENTS_MIN = 8
 """In a folder, so that giving one up does not cost half of it."""
+TABLES_AHEAD = 16
+"""That the kernel reads while recovery checks one: 16 MiB with blocks of 256 KiB."""
 PAGE_TABLES_MAX = 64
 """How many tables one call of `page` reads at most."""
 CURSOR_BITS = 32
@@ -366,6 +370,10 @@ class SegmentPool:
             if not self._unread:
                 return False
             segment = self._unread.pop()
+            ahead = self._unread[-TABLES_AHEAD:]
+        for each in ahead if self.rows_known == 0 else ahead[:1]:
+            length = each.slot_count * ROW_BYTES
+            expect_read(each.path, PAGE_BYTES, length, self._calls)
         self.recover(segment)
         return True
 
