@@ -60,7 +60,7 @@ LAYERS = 32
 MIB = 1 << 20
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """One set of rows: the size of a block, and how many travel in one operation."""
 
     name: str
@@ -89,8 +89,8 @@ def run_disk(
     Raises:
         UnavailableError: the folder cannot be used, or blocks do not come back.
     """
-    ways = [_Way(name, SIZES[name], JOB_BLOCKS, round_bytes) for name in sizes]
-    ways.append(_Way("256 KiB, single", SIZES["256 KiB"], 1, round_bytes))
+    ways = [Way(name, SIZES[name], JOB_BLOCKS, round_bytes) for name in sizes]
+    ways.append(Way("256 KiB, single", SIZES["256 KiB"], 1, round_bytes))
     if shutil.which("fio") is None:
         report.add_note("fio is not installed: its rows and the ratios to it are missing")
     try:
@@ -101,7 +101,7 @@ def run_disk(
         raise UnavailableError(f"bench disk cannot use {folder}: {error}") from error
 
 
-def _measure(report: BenchReport, folder: Path, way: _Way, rounds: int) -> None:
+def _measure(report: BenchReport, folder: Path, way: Way, rounds: int) -> None:
     sides: dict[str, Callable[[], tuple[float, float]]] = {}
     with _Disk(folder / "tier", way) as disk:
         sides["penstock"] = disk.round
@@ -141,7 +141,7 @@ def _measure(report: BenchReport, folder: Path, way: _Way, rounds: int) -> None:
 class _Disk:
     """An arena over a disk tier; every round saves new blocks and loads them again."""
 
-    def __init__(self, folder: Path, way: _Way) -> None:
+    def __init__(self, folder: Path, way: Way) -> None:
         self._way = way
         self._count = way.round_bytes // way.block_bytes
         layout = Layout.opaque(
@@ -219,7 +219,7 @@ class _Disk:
         return count
 
 
-def _fio(folder: Path, way: _Way) -> tuple[float, float]:
+def _fio(folder: Path, way: Way) -> tuple[float, float]:
     """What fio writes to a new file and reads from it again, in bytes a second."""
     file = folder / "fio.img"
     share = way.round_bytes // THREADS // way.operation_bytes * way.operation_bytes
@@ -240,7 +240,7 @@ def _fio(folder: Path, way: _Way) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def _threads(folder: Path, way: _Way, *, sums: PackedSums | None = None) -> tuple[float, float]:
+def _threads(folder: Path, way: Way, *, sums: PackedSums | None = None) -> tuple[float, float]:
     """The same with threads of Python, without a tier around it."""
     keys = [bytes(KEY_BYTES)] * (way.operation_bytes // way.block_bytes)
 
@@ -272,7 +272,12 @@ def _threads(folder: Path, way: _Way, *, sums: PackedSums | None = None) -> tupl
     return rates[0], rates[1]
 
 
-def _pieces(memory: mmap.mmap, way: _Way) -> Iterator[list[memoryview]]:
+def read_with_threads(folder: Path, way: Way) -> float:
+    """Bytes a second that plain threads read, direct I/O, from a file that was just written."""
+    return _threads(folder, way)[1]
+
+
+def _pieces(memory: mmap.mmap, way: Way) -> Iterator[list[memoryview]]:
     whole = memoryview(memory)
     for first in range(0, way.round_bytes - way.operation_bytes + 1, way.operation_bytes):
         yield [

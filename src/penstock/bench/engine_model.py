@@ -22,6 +22,7 @@ from penstock.engine.worker import Worker, allocate_kv, attention_on, device_of,
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 EIGHT_B = Architecture(
     family="llama",
@@ -122,8 +123,9 @@ class Model:
         settings: SchedulerSettings,
         graphs: bool = True,
         load_gate: str = "measured",
+        disk: Path | None = None,
     ) -> Iterator[Engine]:
-        """An engine on this model; with `host_blocks`, it has a host tier."""
+        """An engine on this model; with `host_blocks`, it has a host tier, and `disk` below it."""
         kv = allocate_kv(
             self.architecture,
             self.share,
@@ -133,14 +135,17 @@ class Model:
             device=self.device,
         )
         host = f'{{ name = "host", kind = "host", blocks = {host_blocks}, required = true }}'
+        keys = 'kind = "disk", gib = 32, write = "write_through"'
+        below = f', {{ name = "disk", path = "{disk}", {keys} }}'
         config = penstock.parse_config(
             f"""
             version = 1
             model.name = "random"
+            model.weights_version = "1"
             cache.block_tokens = {block_tokens}
             cache.blocks = {blocks}
             cache.load_gate = "{load_gate}"
-            tiers = [{host if host_blocks else ""}]
+            tiers = [{host if host_blocks else ""}{below if disk else ""}]
             """
         )
         tier = kv_tier(self.architecture, self.share, kv, block_tokens=block_tokens)

@@ -17,6 +17,7 @@ import typer
 import penstock
 from penstock.bench.disk import ROUNDS as DISK_ROUNDS
 from penstock.bench.disk import run_disk
+from penstock.bench.disk_process import run_store_process
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
 from penstock.bench.index import ROUNDS, run_growth, run_index
@@ -110,12 +111,45 @@ def bench_disk(
     ] = Path(),
     json: JsonOption = None,
     rounds: RoundsOption = DISK_ROUNDS,
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only",
+            metavar="PARTS",
+            help="rates, process, first-token (needs torch), by comma.",
+        ),
+    ] = "rates,process",
+    device: Annotated[
+        BenchDevice, typer.Option("--device", help="Of first-token: cuda has the sizes of an 8B.")
+    ] = BenchDevice.CPU,
     check: CheckOption = False,
 ) -> None:
-    """Measure the disk tier beside fio and beside plain threads, on the disk of a folder."""
+    """Measure the disk tier beside fio, its store process, and a first token from disk."""
+    parts = set(only.split(","))
+    if not parts <= {"rates", "process", "first-token"}:
+        raise typer.BadParameter(f"--only is {only}, must be of rates, process, first-token")
     report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
-    run_disk(report, folder=folder, rounds=rounds)
+    if "rates" in parts:
+        run_disk(report, folder=folder, rounds=rounds)
+    if "process" in parts:
+        run_store_process(report, folder=folder, rounds=rounds)
+    if "first-token" in parts:
+        _run_first_token(report, folder=folder, rounds=rounds, device=device)
     finish(report, json=json, check=check)
+
+
+def _run_first_token(
+    report: BenchReport, *, folder: Path, rounds: int, device: BenchDevice
+) -> None:
+    try:
+        from penstock.bench.disk_first_token import (  # noqa: PLC0415 - needs an extra
+            FirstTokenPlan,
+            run_first_token,
+        )
+    except ImportError as error:
+        raise UnavailableError("bench disk --only first-token needs the 'torch' extra") from error
+    plan = FirstTokenPlan.small() if device is BenchDevice.CPU else FirstTokenPlan()
+    run_first_token(report, plan, folder=folder, rounds=rounds)
 
 
 @commands.command("engine")
