@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,10 @@ from penstock.connectors.base.store_prefetch import (
     StoreWait,
 )
 from penstock.machine.effects import Found
+from penstock.machine.statistics import HubCounts
 from penstock.runtime.stored_tiers import StoreStatus
 from tests.connectors.conftest import FakeEngine, FakeRequest
-from tests.runtime.stored_engine import process_of
+from tests.runtime.stored_engine import SOON_S, process_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -248,6 +250,18 @@ def test_blocks_from_the_disk_are_announced_when_they_are_in_host_memory(
     assert announced == [*range(6)]
 
 
+def test_another_thread_may_end_the_engine(filled: Path, make_engine: Any) -> None:
+    engine = make_engine(disk=filled)
+    start(engine)
+    store = process_of(filled)
+    engine.worker.close()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(engine.scheduler.close).result(SOON_S)
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(store, 0)
+
+
 def test_after_a_reset_the_next_engine_finds_nothing_of_this_one(
     filled: Path, make_engine: Any, make_request: Any
 ) -> None:
@@ -304,6 +318,9 @@ class FakeOffload:
         self.asked.append(len(keys))
         return object()
 
+    def hub_counts(self) -> HubCounts:
+        return HubCounts(slots=20)
+
     def step(self) -> None:
         """Nothing to do."""
 
@@ -345,8 +362,10 @@ def test_a_request_waits_for_blocks_that_are_on_their_way_and_worth_it(
     store: tuple[StorePrefetch, FakeOffload], why: str, answer: Found, held: int, *, waits: bool
 ) -> None:
     prefetch, _ = store
+    wait = StoreWait()
+    prefetch.begin_turn(wait)
 
-    assert prefetch.defers(StoreWait(), KEYS, answer, held=held, cause="request") is waits, why
+    assert prefetch.defers(wait, KEYS, answer, held=held, cause="request") is waits, why
 
 
 def test_while_the_store_reads_its_tables_a_request_waits_for_its_answer(
@@ -354,6 +373,7 @@ def test_while_the_store_reads_its_tables_a_request_waits_for_its_answer(
 ) -> None:
     prefetch, offload = store
     wait = StoreWait()
+    prefetch.begin_turn(wait)
     asked = prefetch.bring_up(wait, KEYS, found(), held=0, cause="request")
     offload.status = LISTED._replace(searching=True)
     waits = prefetch.defers(wait, KEYS, found(), held=0, cause="request")
@@ -376,3 +396,25 @@ def test_the_store_is_asked_once_for_what_is_worth_loading(
     prefetch.bring_up(StoreWait(), KEYS, found(below=6), held=0, cause="request")
 
     assert offload.asked == [3]
+
+
+def test_a_long_queue_takes_half_of_host_memory_and_the_rest_is_asked_for_in_turn(
+    store: tuple[StorePrefetch, FakeOffload],
+) -> None:
+    prefetch, _ = store
+    queue = [StoreWait() for _ in range(3)]
+    answer = found(below=5)
+
+    def ask(wait: StoreWait) -> bool:
+        return prefetch.bring_up(wait, KEYS, answer, held=0, cause="request") is not None
+
+    queued = [ask(wait) for wait in queue]
+    prefetch.begin_turn(queue[2])
+    in_turn = ask(queue[2])
+    prefetch.begin_turn(queue[0])
+    again = ask(queue[0])
+
+    assert queued == [True, True, False]
+    assert in_turn
+    assert again, "others may have pushed its blocks out"
+    assert ask(StoreWait()), "there is room for the next one"

@@ -228,10 +228,12 @@ class SchedulerConnector:
         blocks = (request.num_tokens - 1) // self._tokens
         if tracked.keys.stale or not blocks or not (tracked.load or tracked.save):
             return 0
-        if tracked.wait.is_waiting and self._store is not None and self._store.due:
-            # What has arrived since the last step need not wait for the end of this one.
-            self._has_work = True
-            self._step_tiers()
+        if self._store is not None:
+            if tracked.wait.is_waiting and self._store.due:
+                # What has arrived since the last step need not wait for the end of this one.
+                self._has_work = True
+                self._step_tiers()
+            self._store.begin_turn(tracked.wait)
         found = self._look_up(tracked, blocks)
         tracked.saved = found.ready
         if not tracked.load:
@@ -326,6 +328,8 @@ class SchedulerConnector:
         tracked = self._requests.pop(name, None)
         if tracked is None:
             return
+        if self._store is not None:
+            self._store.begin_turn(tracked.wait)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)
@@ -352,6 +356,8 @@ class SchedulerConnector:
 
     def close(self) -> None:
         """Ends the tiers, and the store process if this engine has started it."""
+        # An engine in its user's process may be ended by a thread that did not run it.
+        self._offload.adopt_thread()
         self._offload.close()
 
     # ---------------------------------------------------------------- steps go by

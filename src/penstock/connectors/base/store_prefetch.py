@@ -1,7 +1,12 @@
 """Brings blocks of waiting requests up from the store process, and says how long a request waits.
 
     a request is queued           ─→ bring_up     its blocks travel from disk to host memory
-    the engine wants to start it  ─→ defers       not yet: they are on their way
+    the engine wants to start it  ─→ begin_turn, bring_up
+                                  ─→ defers       not yet: they are on their way
+
+A long queue must not fill host memory with blocks that push each other out before they are used:
+what is brought up for requests whose turn has not come is bounded (`AHEAD_SHARE`). The others are
+brought up when it is their turn.
 
 A request waits for blocks that are on their way, and for nothing else:
 
@@ -38,21 +43,23 @@ START_S = 10.0
 """How long an engine with nothing to do keeps stepping for a store that starts, or starts again:
 it takes about a second, or several on a machine that is busy starting engines."""
 
+AHEAD_SHARE = 0.5
+"""The part of host memory that blocks of queued requests may take."""
+
 
 @dataclass(slots=True)
 class StoreWait:
     """What a request has asked of the store, and how long it waits for it."""
 
     asked: int = 0
-    """How many leading blocks were asked for."""
+    """How many leading blocks were asked for, since it is the request's turn or before."""
+    ahead: int = 0
+    """Blocks that were brought up before it was the request's turn."""
     began: float | None = None
     until: float = 0.0
+    is_waiting: bool = False
     over: bool = False
-    """Whether it has waited, and does so no more."""
-
-    @property
-    def is_waiting(self) -> bool:
-        return self.began is not None and not self.over
+    """Whether it was started, or has waited long enough: it waits no more."""
 
 
 class StorePrefetch:
@@ -73,6 +80,8 @@ class StorePrefetch:
         self._first_time = True
         """Whether the store has not been there yet."""
         self._comes_until = counts.clock() + START_S
+        self._ahead = 0
+        """Blocks that were brought up for requests whose turn has not come."""
         # Starts the process: the engine has yet to warm up.
         offload.step()
 
@@ -97,10 +106,21 @@ class StorePrefetch:
         self._settled = status.settled
         self._counts.store(status)
 
+    def begin_turn(self, wait: StoreWait) -> None:
+        """The engine wants to start a request, or has no more to do with it."""
+        if wait.began is None:
+            self._ahead -= wait.ahead
+            # It may ask once more: what was brought up ahead may have made room for others.
+            wait.ahead = wait.asked = 0
+            now = self._counts.clock()
+            wait.began, wait.until = now, now + self._wait_s
+
     def bring_up(
         self, wait: StoreWait, keys: Sequence[Key], found: Found, *, held: int, cause: str
     ) -> Started | None:
         """Asks for blocks of a request that are worth it, once; returns what was started.
+
+        Before the turn of the request that is done only as far as the bound allows.
 
         Args:
             wait: Of the request.
@@ -113,26 +133,32 @@ class StorePrefetch:
         wanted = len(keys) if found.worth >= known else found.worth
         if wanted <= max(found.ready, held, wait.asked):
             return None
-        status = self._status(cause)
-        if not status.on:
+        if not self._status(cause).on:
             return None
+        if wait.began is None:
+            if self._ahead + found.below > AHEAD_SHARE * self._offload.hub_counts().slots:
+                return None
+            wait.ahead = found.below
+            self._ahead += found.below
         wait.asked = wanted
         return self._offload.prefetch(keys[:wanted], cause=cause)
 
     def defers(
         self, wait: StoreWait, keys: Sequence[Key], found: Found, *, held: int, cause: str
     ) -> bool:
-        """Whether a request is not started yet; the arguments are those of `bring_up`."""
-        if wait.over:
+        """Whether a request is not started yet; the arguments are those of `bring_up`.
+
+        It is the request's turn: `begin_turn` was called.
+        """
+        if wait.over or wait.began is None:
             return False
         now = self._counts.clock()
-        if wait.began is None:
-            wait.began, wait.until = now, now + self._wait_s
         if now < wait.until and self._expects(keys, found, held, cause):
+            wait.is_waiting = True
             return True
-        wait.over = True
-        if now > wait.began:
+        if wait.is_waiting:
             self._counts.waited(now - wait.began)
+        wait.is_waiting, wait.over = False, True
         return False
 
     def _expects(self, keys: Sequence[Key], found: Found, held: int, cause: str) -> bool:
