@@ -299,6 +299,9 @@ class Driver:
             with self.access:
                 drained = self._drain(timeout_s, deliver)
                 self._await_resets(max(deadline, self._clock() + FENCE_S), deliver)
+                # Copies may have settled meanwhile.
+                left = len(self.machine.operations)
+                drained = msgspec.structs.replace(drained, unsettled=left)
         self.access.close()
         if self.stored is not None:
             self.stored.close(self._clock() + max(timeout_s, STORE_CLOSE_S))
