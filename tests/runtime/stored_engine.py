@@ -142,6 +142,8 @@ def store_pid(engine: Engine) -> int:
 def check(engine: Engine, saved: list[int]) -> None:
     """Finds all prompts that an engine before this one has saved."""
     engine.wait_until_on()
+    # Blocks are listed in pages, the newest first.
+    engine.run_until(lambda: said(engine).recovered == 1 and on_disk(engine) == said(engine).blocks)
     for number in saved:
         assert engine.save(prompt(number)) == all_but_the_last_block(prompt(number)), number
     engine.cache.audit()

@@ -165,6 +165,28 @@ def test_other_weights_find_nothing_and_the_old_ones_their_own(
         assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
 
 
+def test_with_weights_that_are_no_longer_known_nothing_is_stored(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        engine.save(prompt(1))
+        engine.cache.change_weights("")
+        engine.run_until(
+            lambda: any(
+                "model.weights_version is not given" in each
+                for each in engine.cache.health().reasons
+            )
+        )
+
+        engine.save(prompt(2))
+
+        assert on_disk(engine) == 0
+        engine.cache.change_weights("v1")
+        engine.run_until(lambda: on_disk(engine) == 8)
+        assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+
+
 def test_with_unknown_weights_nothing_is_stored(
     opened: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -35,7 +35,6 @@ from penstock.runtime.access import Access
 from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.runtime.rank_links import LostRank, MissingReports
 from penstock.runtime.status import CopyLog, Drained, HealthLog
-from penstock.runtime.stored_tiers import space_name
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import as_time
 
@@ -203,7 +202,7 @@ class Driver:
         """Voids everything cached here; in the store, other weights have blocks of their own."""
         effects = self.handle(Reset(why=f"weights are now {config.model.weights_version}"))
         if self.stored is not None:
-            self.stored.enter_space(space_name(config))
+            self.stored.enter_space_of(config)
             self.stored.dispatch()
         return effects
 

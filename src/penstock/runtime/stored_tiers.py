@@ -17,10 +17,12 @@ has arrived.
 from __future__ import annotations
 
 import math
+import secrets
 from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.config.values import NOT_PERSISTED
 from penstock.machine.effects import Copy
 from penstock.machine.events import CopyReport, Discovered, Prefetch, TierOff, TierOn, Vanished
 from penstock.machine.statistics import StoreStatistics
@@ -139,6 +141,8 @@ class StoredTiers:
         self.states: dict[int, StoreState] = {}
         """What the store last said of each tier."""
         self._on = dict.fromkeys(self.tiers, False)
+        self._off = ""
+        """Why the tiers are off, whatever the store says."""
         self._operations: set[OperationId] = set()
         self._wanted: dict[int, _Wanted] = {}
         self._paging: set[int] = set()
@@ -233,8 +237,13 @@ class StoredTiers:
         """Tiers that have not confirmed a reset: it would be lost with this process."""
         return self.link.unconfirmed_voids
 
-    def enter_space(self, space: bytes) -> None:
-        """From now on the blocks of another model are meant; nothing of it is known yet."""
+    def enter_space_of(self, config: Config) -> None:
+        """From now on the blocks of another model are meant; nothing of it is known yet.
+
+        With weights that are not known, nothing is stored: the tiers are off.
+        """
+        self._off = "" if config.persists else f"model.weights_version {NOT_PERSISTED}"
+        space = space_name(config) if config.persists else secrets.token_bytes(DIGEST_BYTES)
         self.link.enter_space(space)
 
     def dispatch(self) -> None:
@@ -318,6 +327,9 @@ class StoredTiers:
         """A tier can be on when the store is there and says that the tier is."""
         state = self.states.get(tier)
         if state is None or not self.link.is_up:
+            return
+        if self._off:
+            yield from self._switch_off(tier, self._off)
             return
         if not state.state.on:
             yield from self._switch_off(tier, state.state.why)
