@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.store import link
 from tests.store.store_lab import StoreEngine, StoreProcess
 
 if TYPE_CHECKING:
@@ -27,3 +28,10 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
 def make_engine(store: StoreProcess) -> Iterator[MakeEngine]:
     with ExitStack() as stack:
         yield lambda **wishes: stack.enter_context(closing(StoreEngine(store.config, **wishes)))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines count a process as silent after 0.3 s."""
+    monkeypatch.setattr(link, "PING_S", 0.1)
+    monkeypatch.setattr(link, "SILENT_S", 0.2)

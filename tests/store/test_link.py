@@ -10,6 +10,8 @@ from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import pytest
+
 from penstock.cache.operations import BlockFault
 from penstock.machine.events import CopyReport
 from penstock.store.link import (
@@ -88,6 +90,7 @@ def test_killed_and_started_again_it_works_again(
         assert engine.holds(32, 1)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_delays_nothing_and_answers_late(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:
@@ -126,6 +129,7 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
     assert counts == Counter([operation, *others])
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_is_killed_is_fenced(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:

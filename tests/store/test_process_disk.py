@@ -85,6 +85,7 @@ def _load_when_known(engine: StoreEngine, number: int) -> None:
     assert engine.holds(32, number)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_process_that_is_stopped_and_killed_loses_nothing_acknowledged(
     store: StoreProcess,
 ) -> None:

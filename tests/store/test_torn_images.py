@@ -46,8 +46,8 @@ SIZE_BYTES = 1 << 20
 """Eight segments of some ten blocks each."""
 SECTORS = (512, PAGE_BYTES)
 BATCH = SLOT_COUNT
-QUICK_IMAGES, LONG_IMAGES, LONG_STEP = 60, 2000, 250
-SOME_IMAGES = 12
+QUICK_IMAGES, LONG_IMAGES, LONG_STEP = 30, 2000, 250
+SOME_IMAGES = 6
 CHANGES_MAX = 6
 UNSYNCED = DiskCalls(sync=lambda _: None)
 """No power is lost while an image is read."""
