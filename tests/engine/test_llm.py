@@ -95,6 +95,29 @@ def test_a_prefix_is_found_on_the_device_and_in_host_memory(folder: Path) -> Non
     assert first.token_ids == second.token_ids == third.token_ids
 
 
+def test_the_next_llm_finds_on_disk_what_the_last_one_computed(
+    folder: Path, tmp_path: Path
+) -> None:
+    disk = f'{{ name = "disk", kind = "disk", path = "{tmp_path / "disk"}", gib = 0.05 }}'
+    config = penstock.parse_config(
+        f"""
+        version = 1
+        model.name = "small"
+        cache = {{ block_tokens = 8, blocks = 24, load_gate = "off" }}
+        tiers = [{{ name = "host", kind = "host", blocks = 64 }}, {disk}]
+        engine = {{ threads = 1 }}
+        """
+    )
+    with penstock.LLM(folder, config=config) as llm:
+        [first] = llm.generate([TEXT], max_tokens=6, temperature=0)
+    with penstock.LLM(folder, config=config) as llm:
+        [again] = llm.generate([TEXT], max_tokens=6, temperature=0)
+
+    assert first.cached_tokens == 0
+    assert again.cached_tokens == (len(first.prompt_token_ids) - 1) // 8 * 8
+    assert again.token_ids == first.token_ids
+
+
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock.LLM) -> None:
     [whole] = llm.generate([TEXT], max_tokens=12, temperature=0)
     stop = whole.text[4:6]

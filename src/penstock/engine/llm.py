@@ -49,6 +49,8 @@ SEED_MAX = 1 << 62
 WAIT_S = 1.0
 STALLED_S = 600.0
 """No token for this long means a defect: a step takes seconds at most."""
+DISK_S = 5.0
+"""How long a disk is waited for at the start: its store process takes about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +124,17 @@ class LLM:
         self._blocks = settled.cache.device.slot_count
         self._tiers = ("device", *(tier.name for tier in settled.cache.tiers))
         self._closed = False
+        self._await_disk({tier.name for tier in settled.cache.tiers if tier.stored})
+
+    def _await_disk(self, names: set[str]) -> None:
+        """Gives the store process time to start: the first prompts are looked up there, too."""
+        cache = self._engine.cache
+        deadline = time.monotonic() + DISK_S
+        while cache.persists and time.monotonic() < deadline:
+            if all(tier.on for tier in cache.statistics().tiers if tier.name in names):
+                return
+            cache.wait(deadline)
+            cache.step()
 
     def generate(
         self,
