@@ -44,7 +44,6 @@ name = "disk"
 kind = "disk"
 path = "{path}"
 gib = 0.03
-key_file = "{key_file}"
 """
 
 
@@ -54,7 +53,7 @@ class Engine:
     def __init__(self, path: Path, *, weights: str = "v1", key_file: Path | str = "") -> None:
         self.folder = path
         self.kv = np.zeros((32, 256), dtype=np.int64)
-        text = TOML.format(path=path, weights=weights, key_file=key_file)
+        text = TOML.format(path=path, weights=weights) + f'key_file = "{key_file}"\n'
         config = penstock.parse_config(text)
         self.cache = penstock.open(config, kv=self.kv)
 

@@ -63,7 +63,7 @@ def test_a_server_that_comes_after_a_killed_one_answers_its_conversations_from_t
 def test_two_engines_share_the_disk_that_a_store_command_serves(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     file = tmp_path / "store.toml"
-    file.write_text(TOML.format(path=folder, weights="any", key_file=""))
+    file.write_text(TOML.format(path=folder, weights="any"))
     command = [sys.executable, "-m", "penstock.cli.entry", "store", "--config", str(file)]
     with subprocess.Popen(command) as store:
         eventually((folder / "socket").exists, wanted=True)
