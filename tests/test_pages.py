@@ -35,7 +35,7 @@ TERM = re.compile(r"^\| ([a-z ]+) \| ", re.MULTILINE)
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 FILE = re.compile(r"(?<![\w/.])((?:src/penstock|lab|tests|examples)/[\w/]+\.py)")
 DOTTED = re.compile(r"(?:`|\bfrom |\bimport )((?:penstock|lab)(?:\.\w+)+)")
-BENCH = re.compile(r"\b(penstock|lab) bench (\w+)([^\n`]*)")
+BENCH = re.compile(r"\b(penstock|lab) bench ([\w-]+)([^\n`]*)")
 BENCHES: dict[tuple[str, str], set[str]] = defaultdict(set)
 for page in PAGES:
     for program, name, options in BENCH.findall(page.read_text(encoding="utf-8")):

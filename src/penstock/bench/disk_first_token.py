@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from penstock.bench.disk import Way, read_with_threads
 from penstock.bench.engine_clients import Clients, prompt
 from penstock.bench.engine_model import EIGHT_B, Model
-from penstock.bench.engine_parts import computed_s, ratio_of_rounds
+from penstock.bench.engine_parts import ratio_of_rounds
 from penstock.bench.measure import collector_paused, summarize
 from penstock.engine.scheduler import SchedulerSettings
 from penstock.engine.spec import torch_dtype_of
@@ -122,7 +122,7 @@ def _measure(report: BenchReport, plan: FirstTokenPlan, folder: Path, rounds: in
                     continue
                 round_s = {
                     "disk": _from_disk_s(clients, [*prefix, *question], plan),
-                    "computed": computed_s(clients, prompt(random, plan.tokens, words)),
+                    "computed": _computed_s(clients, prompt(random, plan.tokens, words)),
                     "plain read": way.round_bytes / read_with_threads(folder, way),
                 }
         if number >= 0:  # The first one compiles what the others need.
@@ -178,4 +178,13 @@ def _from_disk_s(clients: Clients, tokens: list[int], plan: FirstTokenPlan) -> f
             f"a prefix of {plan.tokens} tokens was to be found on disk, and {asked.cached} tokens "
             "were found, by tier"
         )
+    return asked.first_token_s
+
+
+def _computed_s(clients: Clients, tokens: list[int]) -> float:
+    # Not stored: the next engine would learn of these blocks first, and ask before it knows of the
+    # prefix, which is older.
+    asked = clients.ask(tokens, max_tokens=1, reuse=False, store=False)
+    clients.until(asked)
+    clients.settle()
     return asked.first_token_s
