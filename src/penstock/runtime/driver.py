@@ -279,6 +279,8 @@ class Driver:
 
     def drain(self) -> list[ef.Effect]:
         """Cancels all copies but those that write blocks down."""
+        if self.stored is not None:
+            self.stored.forget_prefetches()
         return self._cancel(lambda purpose: purpose not in _WRITES)
 
     def close(self, timeout_s: float, *, deliver: Callable[[list[ef.Effect]], None]) -> Drained:

@@ -229,6 +229,10 @@ class StoredTiers:
         for tier in self.tiers:
             self.link.void(tier)
 
+    def forget_prefetches(self) -> None:
+        """What the store answers to prefetches from now on starts no copies."""
+        self._wanted.clear()
+
     def is_on(self, tier: int) -> bool:
         return self._on[tier]
 

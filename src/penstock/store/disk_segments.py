@@ -57,6 +57,8 @@ SEGMENTS_MIN = 8
 """In a folder, so that giving one up does not cost half of it."""
 TABLES_AHEAD = 16
 """That the kernel reads while recovery checks one: 16 MiB with blocks of 256 KiB."""
+SHRUNK_SEGMENTS_MIN = 2
+"""With fewer, a folder on a full file system is off and tried again."""
 PAGE_TABLES_MAX = 64
 """How many tables one call of `page` reads at most."""
 CURSOR_BITS = 32
@@ -240,16 +242,16 @@ class SegmentPool:
         """The file system is full: from now on the room of the segments that are there is used.
 
         Returns:
-            Whether there are some to give up.
+            Whether there are enough: with fewer than two, each save would give up the last one.
         """
         with self._lock:
             total = sum(each.file_bytes for each in self.segments.values())
             idle = self._coldest() is not None
-            if not idle or total >= self._room_bytes:
+            if not idle or len(self.segments) < SHRUNK_SEGMENTS_MIN or total >= self._room_bytes:
                 return False
             self._room_bytes = total
         logger.warning(
-            "the file system of %s is full: %d bytes are used until the next start, not %d",
+            "the file system of %s is full: %d bytes are used for now, not %d",
             *(self._folder.path, total, self._size_bytes),
         )
         return True
@@ -298,6 +300,8 @@ class SegmentPool:
                     return segment
                 victim = self._coldest()
                 if victim is None:
+                    # If it is less than it may be, the file system may have room by now.
+                    self._room_bytes = self._size_bytes
                     raise NoRoomError
             if not self._give_up(victim):
                 continue
