@@ -19,7 +19,7 @@ from penstock.cli.serve import serve
 from penstock.config import Config, load_config, parse_config
 from penstock.config.values import ServeTable
 from penstock.engine.checkpoints import find_model
-from penstock.engine.handoffs import handoff_settings
+from penstock.engine.defaults import handoff_settings
 from penstock.errors import ConfigError
 from penstock.serve.plan import ServeOptions, instances_of, settle
 from penstock.serve.server_socket import listen

@@ -1,4 +1,4 @@
-"""Defaults of the engine: sizes of the cache, and options of sampling.
+"""Defaults of the engine: sizes of the cache and of handoffs, and options of sampling.
 
 `penstock serve` and `penstock.LLM` share them, so that they give equal answers. The options of
 sampling are:
@@ -11,16 +11,17 @@ sampling are:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import Config, ModelSettings, TierKind
-from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS
+from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS, HandoffTable
 from penstock.engine.checkpoints import DEFAULT_NAME
 from penstock.engine.sampling_options import Sampling
 from penstock.errors import ConfigError
+from penstock.handoff import HandoffBounds, HandoffSettings, HandoffTimes
 from penstock.tiers.linux_memory import gib, memory_limits, read_text
 from penstock.vocabulary.dtypes import DType
 
@@ -36,6 +37,8 @@ BLOCKS = 512
 HOST_GIB = 1.0
 HOST_TIER = "host"
 DISK_TIER = "disk"
+BERTHS, BERTHS_ON_GPU = 8, 32
+"""A GPU computes a prompt in a tenth of a second, and takes parts between the steps of others."""
 
 
 def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
@@ -177,3 +180,26 @@ def _read(path: Path) -> Defaults:
     except ValueError as error:
         raise ConfigError("model", f"has a {FILE} in which {error}") from error
     return Defaults(**found)
+
+
+def handoff_settings(config: Config, device: str) -> HandoffSettings:
+    """Times and bounds of the parties on a device.
+
+    Raises:
+        ConfigError: they do not fit each other; it names the key.
+    """
+    table = config.handoff or HandoffTable()
+    try:
+        return HandoffSettings(
+            times=HandoffTimes(
+                **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
+            ),
+            bounds=HandoffBounds(
+                berth_bytes=table.berth_bytes,
+                berth_count=table.berth_count or (BERTHS if device == "cpu" else BERTHS_ON_GPU),
+                landing_bytes_max=table.landing_bytes_max,
+                retired_bytes_max=table.retired_bytes_max,
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"handoff.{error.field}", error.problem) from error

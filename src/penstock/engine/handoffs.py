@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config.values import HandoffTable
+from penstock.engine.defaults import handoff_settings
 from penstock.engine.requests import Phase
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import InstanceRole
 from penstock.engine.steps import HandedCounts
-from penstock.errors import CapacityError, ConfigError, UnavailableError
+from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff import (
     DecodeHandoff,
-    HandoffBounds,
     HandoffEngine,
     HandoffPair,
-    HandoffSettings,
-    HandoffTimes,
     LocalPrefillHandoff,
     PrefillHandoff,
     PrefillHandoffRank,
@@ -45,7 +42,6 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.config import Config
     from penstock.engine.architecture import Architecture
     from penstock.engine.requests import Answer
     from penstock.engine.spec import EngineSpec, InstanceSpec
@@ -55,8 +51,6 @@ if TYPE_CHECKING:
 
 HANDOFFS_KEPT = 4096
 """Handoffs that have ended and are kept with their times: about half a megabyte."""
-BERTHS, BERTHS_ON_GPU = 8, 32
-"""A GPU computes a prompt in a tenth of a second, and takes parts between the steps of others."""
 
 
 class HandedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,29 +309,6 @@ def handoffs_of(
         return Offers(spec, None, open_prefill(pair, settings=settings))
     local = open_prefill(pair, kv=tier, settings=settings)
     return Offers(spec, RankHandoffs(local), local)
-
-
-def handoff_settings(config: Config, device: str) -> HandoffSettings:
-    """Times and bounds of the parties on a device.
-
-    Raises:
-        ConfigError: they do not fit each other; it names the key.
-    """
-    table = config.handoff or HandoffTable()
-    try:
-        return HandoffSettings(
-            times=HandoffTimes(
-                **{each.name: getattr(table, each.name) for each in fields(HandoffTimes)}
-            ),
-            bounds=HandoffBounds(
-                berth_bytes=table.berth_bytes,
-                berth_count=table.berth_count or (BERTHS if device == "cpu" else BERTHS_ON_GPU),
-                landing_bytes_max=table.landing_bytes_max,
-                retired_bytes_max=table.retired_bytes_max,
-            ),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"handoff.{error.field}", error.problem) from error
 
 
 def pair_of(spec: InstanceSpec, architecture: Architecture) -> HandoffPair | None:

@@ -16,8 +16,13 @@ import msgspec
 from penstock.config import Config, parse_config
 from penstock.config.values import EngineTable, ServeTable, require_address
 from penstock.engine.checkpoints import find_model
-from penstock.engine.defaults import config_of, require_memory, with_disk_tier, with_host_tier
-from penstock.engine.handoffs import handoff_settings
+from penstock.engine.defaults import (
+    config_of,
+    handoff_settings,
+    require_memory,
+    with_disk_tier,
+    with_host_tier,
+)
 from penstock.engine.sharding import share_of
 from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
 from penstock.errors import ConfigError
