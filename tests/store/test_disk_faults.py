@@ -68,19 +68,18 @@ def test_a_write_that_fails_fails_its_job_and_the_tier_comes_back(
     caplog.set_level(logging.WARNING)
 
     ended = rig.save_and_wait(saved)
-    off = tier.state()
     disk.mend()
     wait_until(tier, on=True)
     again = rig.save_and_wait(saved)
 
     assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 4
     assert ended.failure
-    assert not off.on
-    assert off.why
     assert again.faults == ()
     assert rig.find(saved.keys) == [True] * 4
     messages = [each.message for each in caplog.records if "disk tier" in each.message]
+    # It may be on again by now: the probe of a tier that is off syncs nothing.
     assert ["is off" in each for each in messages] == [True, False]
+    assert ended.failure in messages[0]
     assert "is on again" in messages[1]
 
 
