@@ -364,7 +364,8 @@ class DiskProcess:
             place = tier.place_of(digest)
             if place.path:
                 truth.places[digest] = place
-            elif digest in loading:
+            elif digest in loading or self.disk.refusals["preadv"] != self._reads_refused:
+                # Found spoilt, or in a table that could not be read: then its room was free.
                 del truth.acknowledged[digest]
             elif self.checked and identity.space.generation == tier.generation(identity.space.name):
                 raise SimulationError("store", f"{identity.key.hex()[:4]} was saved, and is gone")
