@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "store": Command(
         module="store",
-        help="Look into the folder of a disk tier, and verify it.",
+        help="Serve disk tiers to the engines of this machine, or look into their folder.",
         panel=RUN,
     ),
     "version": Command(
