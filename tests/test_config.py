@@ -26,12 +26,12 @@ from penstock.config.schema import (
     ENGINE_KEYS,
     HANDOFF_KEYS,
     MODEL_KEYS,
+    ROUTING_KEYS,
     SERVE_KEYS,
     TIER_KEYS,
 )
 from penstock.config.values import HandoffTable
 from penstock.errors import ConfigError
-from penstock.transport.data import TRANSPORTS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
 
 HEAD = """
@@ -156,10 +156,10 @@ def test_without_device_blocks_the_engine_keeps_its_own(cache: str) -> None:
     assert config.cache.device is None
 
 
-def test_kv_travels_through_shared_memory_unless_the_file_says_otherwise() -> None:
+def test_the_data_transport_is_chosen_by_place_unless_the_file_says_otherwise() -> None:
     assert parse_config(HEAD + DEVICE).handoff is None
     assert parse_config(HEAD + "[handoff]" + DEVICE).handoff == HandoffTable()
-    assert HandoffTable().transport in TRANSPORTS
+    assert HandoffTable().transport == "auto"
 
 
 def test_the_model_fixes_its_part_of_every_namespace() -> None:
@@ -213,11 +213,11 @@ def test_a_file_without_what_it_must_have_is_refused(text: str, message: str) ->
             "tiers[0].low_water: unknown; did you mean low_watermark?",
         ),
         (HEAD + TIER.replace("kind", "kinds"), "tiers[0].kinds: unknown; did you mean kind?"),
-        (HEAD + "[serve]\nports = 80" + DEVICE, "serve.ports: unknown; did you mean port?"),
+        (HEAD + "[serve]\nprt = 80" + DEVICE, "serve.prt: unknown; did you mean port?"),
         (HEAD + "[handoff]\nlease = 1", "handoff.lease: unknown; did you mean lease_s?"),
         (
             HEAD + "[handoff]\ntransport = 1",
-            "handoff.transport: is 1, must be one of shared_memory",
+            "handoff.transport: is 1, must be one of auto, shared_memory, nixl",
         ),
     ],
 )
@@ -494,6 +494,7 @@ def test_the_page_has_a_row_for_every_key_with_its_default() -> None:
         TIER_KEYS,
         ENGINE_KEYS,
         HANDOFF_KEYS,
+        ROUTING_KEYS,
         SERVE_KEYS,
         *TIER_KINDS.values(),
     )

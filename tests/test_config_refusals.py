@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import parse_config
+from penstock.config.values import EngineTable
 from penstock.errors import ConfigError
 
 HEAD = """
@@ -103,6 +104,13 @@ def test_a_device_that_torch_has_is_taken(device: str) -> None:
 
     assert config.engine is not None
     assert config.engine.device == device
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 512), ("cuda", 2048), ("cuda:1", 2048)])
+def test_a_step_has_as_many_tokens_as_suit_the_device(device: str, tokens: int) -> None:
+    assert EngineTable(device=device).tokens_a_step == tokens
+    assert EngineTable(device=device, step_requests=4096).tokens_a_step == 4096
+    assert EngineTable(device=device, step_tokens=100).tokens_a_step == 100
 
 
 @pytest.mark.parametrize("device", ["", "tpu", "cuda:", "cuda:-1", "CPU", "cuda:x"])

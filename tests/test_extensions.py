@@ -20,6 +20,7 @@ from penstock.cache.eviction import LruPolicy, policy_named
 from penstock.config import parse_config
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
+from penstock.handoff.transports import transport_named
 from penstock.testing import (
     DataTransportSuite,
     PolicySuite,
@@ -27,7 +28,6 @@ from penstock.testing import (
     SuiteWriter,
     SumKeepingTierSuite,
 )
-from penstock.transport.data import transport_named
 from penstock.transport.private_folder import private_folder, socket_path
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
             "tiers = [{name = 'a', kind = 'p'}]",
             "'p', must be one of memory, host, disk, pool",
         ),
-        ("handoff.transport = 'w'", "is 'w', must be one of shared_memory, wire"),
+        ("handoff.transport = 'w'", "is 'w', must be one of auto, shared_memory, nixl, wire"),
     ],
 )
 def test_a_name_that_nobody_has_is_refused_with_those_there_are(text: str, problem: str) -> None:

@@ -15,14 +15,18 @@ NAMED = re.findall(r"`((?:lab/)?tests/[\w/]+\.py)::(\w+)`", PAGE)
 ENCODES = "serve/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
-    *("supervisor/", "movers/c_compiler.py", "testing/", "bench/", "demo/"),
+    *("supervisor/", "movers/c_compiler.py", "testing/", "bench/", "demo/", "replay/plan.py"),
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
-MAY_HAVE_THREADS = ("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES)
-"""Nothing that runs in an engine: a benchmark shows what they would cost there. The disk tier, and
-what opens it, are in the store process."""
+MAY_HAVE_THREADS = (
+    *("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES),
+    "connectors/handoff/thread.py",
+)
+"""Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
+tier, and what opens it, are in the store process. vLLM makes no calls while it is idle (decision
+16)."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",

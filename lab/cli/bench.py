@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import penstock
 from lab.bench.disk_peers import run_disk_peers
 from lab.bench.interference import plan as interference
 from lab.bench.interference.on_cpu import run_on_cpu
 from lab.bench.peer import VllmPeer
+from lab.bench.vllm_handoff import PARTS as HANDOFF_PARTS
+from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
 from lab.bench.vllm_run import run_vllm
 from lab.bench.vllm_workload import WORKLOADS
 from penstock.bench.index import ROUNDS, run_growth, run_index
-from penstock.bench.report import BenchReport
-from penstock.cli.bench import BenchDevice, RoundsOption, command_line, finish
+from penstock.cli.bench import BenchDevice, RoundsOption, finish, new_report
 from penstock.cli.conventions import CheckOption, JsonOption
 from penstock.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from penstock.bench.report import BenchReport
 
 commands = typer.Typer(no_args_is_help=True)
 
@@ -90,7 +92,7 @@ def bench_disk_peers(
     check: CheckOption = False,
 ) -> None:
     """Measure the disk tier beside vLLM's file-system tier and LMCache's disk backend."""
-    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    report = new_report("lab")
     run_disk_peers(report, python=peer_python, folder=folder, rounds=rounds)
     finish(report, json=json, check=check)
 
@@ -104,7 +106,7 @@ def bench_index(
     check: CheckOption = False,
 ) -> None:
     """Measure the index beside vLLM's: keys, hits, misses, eviction, growth, memory."""
-    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    report = new_report("lab")
     if peer_python is None:
         report.add_note("no peer: pass --peer-python to compare with vLLM in the same run")
         run_index(report, None, rounds=rounds)
@@ -122,23 +124,45 @@ def bench_vllm(
     peer_python: PeerOption = None,
     rounds: RoundsOption = VLLM_ROUNDS,
     only: Annotated[
-        str, typer.Option("--only", metavar="WORKLOADS", help=f"{', '.join(WORKLOAD)}, by comma.")
-    ] = ",".join(WORKLOAD),
+        str,
+        typer.Option(
+            "--only",
+            metavar="PARTS",
+            help=f"By comma: {', '.join(WORKLOAD)}; with --handoff: {', '.join(HANDOFF_PARTS)}.",
+        ),
+    ] = "",
+    handoff: Annotated[
+        bool,
+        typer.Option("--handoff", help="Prefill and decode in two servers, beside NixlConnector."),
+    ] = False,
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="N,…", help="With --handoff: lengths of prompts.")
+    ] = ",".join(map(str, HandoffPlan().tokens)),
+    together: Annotated[
+        str, typer.Option("--together", metavar="N,…", help="With --handoff: prompts at a time.")
+    ] = ",".join(map(str, HandoffPlan().together)),
     check: CheckOption = False,
 ) -> None:
     """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
-    names = only.split(",")
-    if not set(names) <= set(WORKLOAD):
-        raise typer.BadParameter(
-            f"is {only!r}, must be of {', '.join(WORKLOAD)}", param_hint="--only"
+    known = HANDOFF_PARTS if handoff else tuple(WORKLOAD)
+    names = only.split(",") if only else known
+    if not set(names) <= set(known):
+        raise typer.BadParameter(f"is {only!r}, must be of {', '.join(known)}", param_hint="--only")
+    report = new_report("lab")
+    if handoff:
+        plan = HandoffPlan(
+            rounds=rounds,
+            tokens=_counts(tokens, option="--tokens"),
+            together=_counts(together, option="--together"),
+            parts=names,
         )
-    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+        run_vllm_handoff(report, python=peer_python or Path(sys.executable), plan=plan)
+        finish(report, json=json, check=check)
     run_vllm(
         report,
         python=peer_python or Path(sys.executable),
         rounds=rounds,
         workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
-        say=partial(print, file=sys.stderr, flush=True),
     )
     finish(report, json=json, check=check)
 
@@ -156,8 +180,20 @@ def bench_pair(
     """Measure what a pair of instances adds to the first token, beside one instance."""
     from lab.bench.pair import run_pair  # noqa: PLC0415 - torch takes seconds
 
-    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    report = new_report("lab")
     run_pair(report, device=device.value, rounds=rounds)
+    finish(report, json=json, check=check)
+
+
+@commands.command("peers")
+def bench_peers(
+    *, json: JsonOption = None, rounds: RoundsOption = PAIR_ROUNDS, check: CheckOption = False
+) -> None:
+    """Measure a handoff beside idle pairs: what working with many others costs."""
+    from lab.bench.peers import run_peers  # noqa: PLC0415 - torch takes seconds
+
+    report = new_report("lab")
+    run_peers(report, rounds=rounds)
     finish(report, json=json, check=check)
 
 
@@ -175,7 +211,7 @@ def bench_interference(
     check: CheckOption = False,
 ) -> None:
     """Measure what copies cost an engine's steps, by who drives them; --device cpu needs no GPU."""
-    report = BenchReport(version=penstock.__version__, command=command_line("lab"))
+    report = new_report("lab")
     if device is BenchDevice.CPU:
         run_on_cpu(report, rounds=rounds, idle_s=idle_seconds)
     else:
@@ -202,7 +238,7 @@ def _run_on_cuda(report: BenchReport, plan: interference.Plan) -> None:
         )
     from lab.bench.interference.on_cuda import run_on_cuda  # noqa: PLC0415 - needs an extra
 
-    run_on_cuda(report, plan, tell=partial(typer.echo, err=True))
+    run_on_cuda(report, plan, tell=report.progress)
 
 
 def _numbers(text: str, *, option: str) -> tuple[float, ...]:
@@ -212,3 +248,13 @@ def _numbers(text: str, *, option: str) -> tuple[float, ...]:
         raise typer.BadParameter(
             f"is {text!r}, must be numbers with commas between them", param_hint=option
         ) from error
+
+
+def _counts(text: str, *, option: str) -> tuple[int, ...]:
+    numbers = [word for word in text.split(",") if word.isdecimal() and int(word)]
+    if len(numbers) != len(text.split(",")):
+        raise typer.BadParameter(
+            f"is {text!r}, must be whole numbers from 1 on, with commas between them",
+            param_hint=option,
+        )
+    return tuple(map(int, numbers))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lab.explore import Bounds, Result
-from lab.worlds.worlds import WORLDS, Small
+from lab.worlds.fleets import EXPLORED, AnyWorld
 from penstock import __version__
 from penstock.cli.conventions import ExitStatus, JsonOption, write_json
 
@@ -70,26 +70,26 @@ def explore_handoff(
         raise typer.Exit(ExitStatus.FINDING)
 
 
-def _chosen(names: list[str] | None) -> list[Small]:
-    known = {small.name: small for small in WORLDS}
+def _chosen(names: list[str] | None) -> list[AnyWorld]:
+    known = {small.name: small for small in EXPLORED}
     for name in names or ():
         if name not in known:
             raise typer.BadParameter(
                 f"{name!r} is none of {', '.join(known)}", param_hint="--world"
             )
-    return [known[name] for name in names] if names else [*WORLDS]
+    return [known[name] for name in names] if names else [*EXPLORED]
 
 
-def _sharing(worlds: list[Small]) -> int:
+def _sharing(worlds: list[AnyWorld]) -> int:
     """How many worlds share the time that is left: large ones do, others end early."""
     return sum(small.large for small in worlds) if worlds[0].large else 1
 
 
-def _method(small: Small) -> str:
+def _method(small: AnyWorld) -> str:
     return "" if small.delays is None else f"; at most {small.delays} delays"
 
 
-def _show(small: Small, result: Result) -> None:
+def _show(small: AnyWorld, result: Result) -> None:
     print(f"{small.name}: {small.says}")
     print(f"  {result.summary()}", flush=True)
     if result.finding is not None:

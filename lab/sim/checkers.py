@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 _SNAPSHOT_EVERY = 16
 """A snapshot walks over all blocks, so it is compared only now and then."""
 
-_LOSING_EVENTS = frozenset({ev.Reset, ev.RankLost, ev.TierOn, ev.TierOff, ev.Vanished})
+_LOSING_EVENTS = frozenset(
+    {ev.Reset, ev.EmptyDevice, ev.RankLost, ev.TierOn, ev.TierOff, ev.Vanished}
+)
 """Blocks that go with these were lost or found corrupt, and did not leave in their turn."""
 
 

@@ -34,6 +34,7 @@ FAULT_KINDS: tuple[str, ...] = (
     "bytes rot in a store",
     "copy cancelled",
     "deadline passed",
+    "device emptied",
     "event refused",
     "foreign blocks found",
     "gap in KV events",
@@ -66,6 +67,7 @@ FAULT_KINDS: tuple[str, ...] = (
     "tier back with its bytes",
     "tier off, fenced",
     "tier off, not fenced",
+    "tier resized",
     "write after the copy was given up",
 )
 

@@ -3,7 +3,8 @@
     HandoffSimulation(seed).run()
 
 The parties are the shipped machines; around them are drivers, networks and engines in which
-everything takes its time and much goes wrong.
+everything takes its time and much goes wrong. `HandoffWorld` is these two engines and what is
+between them; the scenario `pairs` has several of them on one agenda.
 
 The one rule that must not break: nothing here depends on anything but the seed.
 """
@@ -11,11 +12,11 @@ The one rule that must not break: nothing here depends on anything but the seed.
 from __future__ import annotations
 
 from collections import Counter
-from heapq import heappop, heappush
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from lab.sim.checkers import SimulationError
+from lab.sim.agenda import Agenda
 from lab.sim.handoff_drivers import Drivers
 from lab.sim.handoff_ends import check_at_rest
 from lab.sim.handoff_engines import Engines
@@ -34,64 +35,67 @@ from penstock.handoff.protocol import effects as ef
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lab.sim.handoff_weather import HandoffWeather
     from lab.worlds.casting import AnyActor
     from penstock.handoff.protocol.messages import AnyMessage
 
-_LOOP_MAX = 60_000
+STEP_COUNT_MAX = 60_000
 """No world needs so many steps; one that does is stuck."""
 
 _SLOW = 10.0
 
 
-class HandoffSimulation:
-    """One seed's world."""
+@dataclass(slots=True)
+class Seen:
+    """What was seen in a world, for the campaign's coverage."""
 
-    def __init__(self, seed: int, *, teller: Callable[[str], None] | None = None) -> None:
-        self.seed = seed
-        self.rng = Random(seed)
-        self.weather = draw_handoff_weather(self.rng)
-        self.scene = self.weather.scene
-        self.now = 0.0
-        self.events: Counter[str] = Counter()
-        self.faults: Counter[str] = Counter()
-        self.copies: Counter[str] = Counter()
+    events: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+
+
+class HandoffWorld:
+    """A prefill engine, a decode engine, and what is between them."""
+
+    def __init__(
+        self,
+        weather: HandoffWeather,
+        rng: Random,
+        agenda: Agenda,
+        seen: Seen,
+        *,
+        teller: Callable[[str], None] | None = None,
+        label: str = "",
+    ) -> None:
+        self.weather = weather
+        self.scene = weather.scene
+        self.rng = rng
+        self.agenda = agenda
+        self.seen = seen
         self._teller = teller
-        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._entered = 0
+        self._label = label
         self.actors: dict[str, AnyActor] = {
             name: actor_of(self.scene, name) for name in self.scene.names
         }
         self._alarms: dict[str, float] = {}
         """For each party, when it will be woken next."""
         self._down: set[str] = set()
+        self.on_decode_ended: Callable[[ef.HandoffEnded], None] | None = None
+        """Who is told of ends on the decode side, beside the engine."""
+        self.on_area_opened: Callable[[], None] | None = None
         self.network = Network(self)
         self.drivers = Drivers(self)
         self.engines = Engines(self)
-        self._storm = HandoffStorm(self)
-
-    def run(self) -> None:
-        """Lives the world to its end.
-
-        Raises:
-            Violation: a promise was broken by what a party did.
-            SimulationError: one was broken by what nobody did.
-        """
-        if self._teller is not None:
-            self._teller(f"{self.weather}")
-        for rank in self.weather.slow:
-            del rank
+        self.storm = HandoffStorm(self)
+        for _ in weather.slow:
             self.note("slow rank")
-        self.engines.begin()
-        self._storm.begin()
-        for _ in range(_LOOP_MAX):
-            if not self._agenda:
-                check_at_rest(self)
-                return
-            self.now, _, action, arguments = heappop(self._agenda)
-            action(*arguments)
-        raise SimulationError("liveness", "the world does not come to rest")
 
     # ---------------------------------------------------------------- for everybody in it
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self.agenda.now
 
     def give(self, name: str, deed: do.Deed) -> None:
         """Lets something happen to a party, and carries on with what it asks for."""
@@ -99,24 +103,23 @@ class HandoffSimulation:
         kind = type(deed).__name__
         if isinstance(deed, do.Receive):
             kind = f"hears {type(deed.message).__name__}"
-        self.events[kind] += 1
+        self.seen.events[kind] += 1
         if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  {name} {kind} {in_short(deed)}")
+            self._teller(f"{self.now:9.3f}  {self._label}{name} {kind} {in_short(deed)}")
         self._carry_on(actor, actor.act(deed, self.now))
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Puts something on the agenda."""
-        self._entered += 1
-        heappush(self._agenda, (self.now + delay_s, self._entered, action, arguments))
+        self.agenda.after(delay_s, action, *arguments)
 
     def note(self, fault: str) -> None:
         """Counts a fault."""
-        self.faults[fault] += 1
+        self.seen.faults[fault] += 1
 
     def tell(self, line: str, *arguments: object) -> None:
         """Tells whoever listens about something that no party sees."""
         if self._teller is not None:
-            self._teller(f"{self.now:9.3f}  · {line % arguments}")
+            self._teller(f"{self.now:9.3f}  · {self._label}{line % arguments}")
 
     def slowness(self, name: str) -> float:
         """How much longer than usual everything takes for a rank."""
@@ -177,14 +180,19 @@ class HandoffSimulation:
         self._set_alarm(actor)
         for effect in asked:
             if isinstance(effect, ef.HandoffEnded):
-                ended = (
-                    self.engines.prefill_ended
-                    if actor.name == PREFILL
-                    else self.engines.decode_ended
-                )
-                ended(effect)
+                self._end(actor.name, effect)
             else:
                 self.drivers.carry_out(actor, effect)
+                if isinstance(effect, ef.OpenArea) and self.on_area_opened is not None:
+                    self.on_area_opened()
+
+    def _end(self, name: str, ended: ef.HandoffEnded) -> None:
+        if name == PREFILL:
+            self.engines.prefill_ended(ended)
+            return
+        self.engines.decode_ended(ended)
+        if self.on_decode_ended is not None:
+            self.on_decode_ended(ended)
 
     def _set_alarm(self, actor: AnyActor) -> None:
         deadline = actor.machine.next_deadline()
@@ -206,8 +214,36 @@ class HandoffSimulation:
         if deadline is None or deadline > self.now:
             self._set_alarm(actor)
             return
-        self.events["Timer"] += 1
+        self.seen.events["Timer"] += 1
         if self._teller is not None:
             due = [timer for timer, at in actor.machine.timers.items() if at <= self.now]
-            self._teller(f"{self.now:9.3f}  {name} timers {due}")
+            self._teller(f"{self.now:9.3f}  {self._label}{name} timers {due}")
         self._carry_on(actor, actor.tick(self.now))
+
+
+class HandoffSimulation(HandoffWorld):
+    """One seed's world."""
+
+    def __init__(self, seed: int, *, teller: Callable[[str], None] | None = None) -> None:
+        rng = Random(seed)
+        weather = draw_handoff_weather(rng)
+        super().__init__(weather, rng, Agenda(), Seen(), teller=teller)
+        self.events, self.faults, self.copies = (
+            self.seen.events,
+            self.seen.faults,
+            self.seen.copies,
+        )
+
+    def run(self) -> None:
+        """Lives the world to its end.
+
+        Raises:
+            Violation: a promise was broken by what a party did.
+            SimulationError: one was broken by what nobody did.
+        """
+        if self._teller is not None:
+            self._teller(f"{self.weather}")
+        self.engines.begin()
+        self.storm.begin()
+        self.agenda.run(step_count_max=STEP_COUNT_MAX)
+        check_at_rest(self)

@@ -14,7 +14,7 @@ from lab.worlds.prefill import Phase
 from penstock.handoff.protocol import effects as ef
 
 if TYPE_CHECKING:
-    from lab.sim.handoff import HandoffSimulation
+    from lab.sim.handoff import HandoffWorld
     from lab.worlds.casting import AnyActor
     from penstock.handoff.protocol.identity import Life, WriteId
 
@@ -27,7 +27,7 @@ _FENCE_LOOKS_MAX = 10
 class Drivers:
     """What carries out effects, but for messages."""
 
-    def __init__(self, world: HandoffSimulation) -> None:
+    def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
         self._weather = world.weather
@@ -74,7 +74,9 @@ class Drivers:
             self._world.give(source.name, do.Bounce(write.write))
             return
         self._world.give(source.name, do.Submit(write.write))
-        self._world.after(self._of(self._weather.write_s, source), self._land, source, write)
+        crossing_s = self._world.network.occupy(source.name, target.name, messages=4)
+        write_s = self._of(self._weather.write_s, source) + crossing_s
+        self._world.after(write_s, self._land, source, write)
 
     def _give_up(self, source: Life, write: WriteId) -> None:
         """What was not read in time is over; what was posted may have been read."""

@@ -13,7 +13,7 @@ from lab.worlds.scene import DECODE, PREFILL
 from penstock.handoff.protocol.states import HandoffOutcome
 
 if TYPE_CHECKING:
-    from lab.sim.handoff import HandoffSimulation
+    from lab.sim.handoff import HandoffWorld
     from penstock.handoff.protocol import effects as ef
 
 EPOCH_MAX = 5
@@ -23,7 +23,7 @@ EPOCH_MAX = 5
 class Engines:
     """What both engines do with their prompts."""
 
-    def __init__(self, world: HandoffSimulation) -> None:
+    def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
         self._weather = world.weather
@@ -97,7 +97,7 @@ class Engines:
 
     def prefill_ended(self, ended: ef.HandoffEnded) -> None:
         """The blocks of a prompt are the prefill engine's again."""
-        self._world.copies[f"prefill {ended.outcome.value}"] += 1
+        self._world.seen.copies[f"prefill {ended.outcome.value}"] += 1
         for name in self._world.scene.prefill_ranks:
             check_blocks(self._world.prefill_rank(name), ended.handoff)
             self._world.give(name, do.Purge(ended.handoff))
@@ -134,7 +134,7 @@ class Engines:
 
     def decode_ended(self, ended: ef.HandoffEnded) -> None:
         """The slots belong to the request, or are the decode engine's again."""
-        self._world.copies[f"decode {ended.outcome.value}"] += 1
+        self._world.seen.copies[f"decode {ended.outcome.value}"] += 1
         for name in self._world.scene.decode_ranks:
             rank = self._world.decode_rank(name)
             if knows_life(self._world.decode_scheduler, rank):

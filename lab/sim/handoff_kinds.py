@@ -16,6 +16,7 @@ FAULT_KINDS = (
     "false suspicion",
     "fence does not hold yet",
     "ghost lands",
+    "long cut",
     "message cut off",
     "message from an earlier life",
     "message lost",
@@ -27,6 +28,7 @@ FAULT_KINDS = (
     "rank dies",
     "request lost",
     "scheduler dies",
+    "slow link",
     "slow rank",
     "withdrawal",
     "write fails",
@@ -37,11 +39,15 @@ FAULT_KINDS = (
 _NOT_SENT = (Refused, Ping, Pong)
 """All parties of a world fit each other, and suspicion is drawn, not found by pinging."""
 
+_EXPLORED_ONLY = ("Greet", "RelayDeath")
+"""Deeds of the explorer's worlds alone."""
+
 EVENT_KINDS = tuple(
     sorted(
         {"Timer"}
         | {f"hears {kind.__name__}" for kind in get_args(AnyMessage) if kind not in _NOT_SENT}
-        | {kind.__name__ for kind in get_args(do.Deed)} - {"Receive", "Expire", "Many"}
+        | {kind.__name__ for kind in get_args(do.Deed)}
+        - {"Receive", "Expire", "Many", *_EXPLORED_ONLY}
     )
 )
 

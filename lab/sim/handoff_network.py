@@ -1,5 +1,7 @@
 """The network between the parties of a simulated handoff: it delays, loses, repeats, overtakes.
 
+It is cut and healed. Between the two engines it may be slow: then one message waits for another.
+
 What must not break: a message that was sent is delivered never, once or more often, and never
 with another content.
 """
@@ -12,7 +14,7 @@ from lab.worlds import deeds as do
 from lab.worlds.scene import PREFILL
 
 if TYPE_CHECKING:
-    from lab.sim.handoff import HandoffSimulation
+    from lab.sim.handoff import HandoffWorld
     from penstock.handoff.protocol.messages import AnyMessage
 
 _LATE_S = 3.0
@@ -22,13 +24,17 @@ _LATE_S = 3.0
 class Network:
     """What messages go through."""
 
-    def __init__(self, world: HandoffSimulation) -> None:
+    def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
         self._weather = world.weather
         self._last: dict[tuple[str, str], float] = {}
         """When the latest message between two parties arrives."""
         self._cut_until = 0.0
+        self.apart = False
+        """Whether the two engines cannot reach each other, for how long soever."""
+        self._busy_until = {True: 0.0, False: 0.0}
+        """The link between the engines, to the prefill engine and from it."""
         self.sent_count = 0
         """Messages that were sent, whatever became of them."""
 
@@ -37,10 +43,21 @@ class Network:
         self._world.note("partition")
         self._cut_until = max(self._cut_until, self._world.now + duration_s)
 
+    def occupy(self, sender: str, target: str, *, messages: int = 1) -> float:
+        """How long something takes that crosses a slow link, with what is before it."""
+        service_s = messages * self._weather.link_s
+        to_prefill = target.startswith(PREFILL)
+        if not service_s or sender.startswith(PREFILL) == to_prefill:
+            return 0.0
+        self._world.note("slow link")
+        begin = max(self._world.now, self._busy_until[to_prefill])
+        self._busy_until[to_prefill] = begin + service_s
+        return begin + service_s - self._world.now
+
     def is_cut(self, sender: str, target: str) -> bool:
         """Whether nothing gets through between two parties now."""
         across = sender.startswith(PREFILL) != target.startswith(PREFILL)
-        return across and self._world.now < self._cut_until
+        return across and (self.apart or self._world.now < self._cut_until)
 
     def send(self, message: AnyMessage) -> None:
         """Takes a message, and does with it what networks do."""
@@ -59,7 +76,7 @@ class Network:
         sender, target = message.sender.name, message.target.name
         delay_s = self._weather.delay_s * self._rng.expovariate(1.0)
         delay_s *= max(self._world.slowness(sender), self._world.slowness(target))
-        arrival = self._world.now + delay_s
+        arrival = self._world.now + delay_s + self.occupy(sender, target)
         last = self._last.get((sender, target), 0.0)
         if arrival < last:
             if self._weather.fifo:

@@ -9,7 +9,7 @@ from lab.worlds.scene import DECODE, PREFILL
 from penstock.handoff.protocol.identity import Life
 
 if TYPE_CHECKING:
-    from lab.sim.handoff import HandoffSimulation
+    from lab.sim.handoff import HandoffWorld
 
 _DETECTION_S = 1.0
 """A peer that is silent is suspected within this, on average."""
@@ -20,7 +20,7 @@ _SEEN_S = 0.1
 class HandoffStorm:
     """Where the weather strikes."""
 
-    def __init__(self, world: HandoffSimulation) -> None:
+    def __init__(self, world: HandoffWorld) -> None:
         self._world = world
         self._rng = world.rng
 
@@ -30,8 +30,8 @@ class HandoffStorm:
         span_s = 2.0 + weather.gap_s * len(weather.scene.prompts)
         for count, strike in (
             (weather.crash_count, self._crash),
-            (weather.partition_count, self._part),
-            (weather.suspicion_count, self._suspect),
+            (weather.partition_count, self.part),
+            (weather.suspicion_count, self.suspect),
         ):
             for _ in range(count):
                 self._world.after(self._rng.uniform(0.0, span_s), strike)
@@ -78,10 +78,14 @@ class HandoffStorm:
         elif machine.life_of(name) != identity.life:
             self._world.give(observer, do.Introduce(identity))
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """The two engines do not hear each other for a while, and may suspect each other."""
         world = self._world
-        world.network.cut(self._rng.expovariate(1.0))
+        duration_s = self._rng.expovariate(1.0)
+        if world.weather.long_cut:
+            world.note("long cut")
+            duration_s = 10.0 + min(20.0, 10.0 * duration_s)
+        world.network.cut(duration_s)
         for name in world.scene.names:
             for peer in world.scene.peers_of(name):
                 if world.network.is_cut(name, peer) and self._rng.random() < 0.5:
@@ -89,7 +93,7 @@ class HandoffStorm:
                     detection_s = self._rng.uniform(0.0, _DETECTION_S)
                     world.after(detection_s, self._lose, name, peer, life.incarnation)
 
-    def _suspect(self) -> None:
+    def suspect(self) -> None:
         """A party thinks that a peer of the other engine is gone, which it is not."""
         world = self._world
         name = self._rng.choice(world.scene.names)

@@ -9,18 +9,19 @@ everybody has time enough; so there every handoff must be delivered.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from random import Random
 
 from lab.worlds.scene import Prompt, Scene, shares
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
 
-if TYPE_CHECKING:
-    from random import Random
-
 CALM_SHARE = 0.25
-AMPLE_S = 600.0
-"""Far more than any number of lost messages costs."""
+SLOW_LINK_SHARE = 0.15
+LONG_CUT_SHARE = 0.25
+_LINK_DRAWS = 0x51_0E_1A_6B_2D_44_93_07
+AMPLE_S = 4000.0
+"""Thirty resends at the longest cap (128 s): so many are not all lost, not even at 30 % loss. With
+600 s, one calm world of a few thousand ran out of time, because five were."""
 
 _SMALL = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 """Numbers of ranks: small ones more often, because they run quicker and show as much."""
@@ -48,6 +49,9 @@ class HandoffWeather:
     """Between two requests, and between the two engines' hearing of one."""
     slow: tuple[str, ...]
     """Ranks for which everything takes ten times as long."""
+    link_s: float
+    """For how long a message occupies the link between the two engines, and a write four times as
+    long; the next ones wait. 0: the link is never busy."""
 
     # What goes wrong, per message, write or request.
     loss: float
@@ -65,6 +69,8 @@ class HandoffWeather:
     # What befalls the world, so often.
     crash_count: int
     partition_count: int
+    long_cut: bool
+    """Whether partitions last for 10 to 30 s, longer than anybody is patient; else about 1 s."""
     suspicion_count: int
     fence_on_death: bool
     """Whether a fence holds only when the writer is dead; otherwise it shuts a living one out."""
@@ -72,6 +78,10 @@ class HandoffWeather:
 
 def draw_handoff_weather(rng: Random) -> HandoffWeather:
     """The weather of one seed."""
+    # Of its own, so that seeds of worlds with a quick link show what they always did.
+    link = Random()
+    link.setstate(rng.getstate())
+    link.seed(link.getrandbits(64) ^ _LINK_DRAWS)
     calm = rng.random() < CALM_SHARE
     scene = _draw_scene(rng, calm=calm)
     ranks = (*scene.prefill_ranks, *scene.decode_ranks)
@@ -94,6 +104,7 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
         layer_s=rng.choice((0.001, 0.02, 0.1)),
         gap_s=rng.choice((0.0, 0.05, 0.5)),
         slow=tuple(rank for rank in ranks if rng.random() < 0.08),
+        link_s=link.choice((0.002, 0.05)) if link.random() < SLOW_LINK_SHARE else 0.0,
         loss=rng.uniform(0.0, 0.3) if rng.random() < 0.7 else 0.0,
         duplicate=rng.uniform(0.0, 0.3) if rng.random() < 0.6 else 0.0,
         spoil=fault(0.4, 0.3),
@@ -104,6 +115,7 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
         misrouting=fault(0.3, 0.3),
         crash_count=count(0.4, 3),
         partition_count=count(0.3, 2),
+        long_cut=link.random() < LONG_CUT_SHARE,
         suspicion_count=count(0.3, 3),
         fence_on_death=rng.random() < 0.3,
     )
@@ -118,7 +130,7 @@ def _draw_scene(rng: Random, *, calm: bool) -> Scene:
     large = tensor * stages + decode_count > _LARGE_RANK_COUNT
     for number in range(2 if large else rng.randint(1, 4)):
         handoff = f"h{number}"
-        grid, token_count = _draw_grid(rng, layer_count)
+        grid, token_count = draw_grid(rng, layer_count)
         prompts[handoff] = Prompt(
             handoff=handoff,
             token_count=token_count,
@@ -137,7 +149,7 @@ def _draw_scene(rng: Random, *, calm: bool) -> Scene:
     )
 
 
-def _draw_grid(rng: Random, layer_count: int) -> tuple[Grid, int]:
+def draw_grid(rng: Random, layer_count: int) -> tuple[Grid, int]:
     """What travels of a prompt: all layers, and the blocks that the decode side lacks."""
     block_tokens = rng.choice((1, 2, 4))
     block_count = rng.randint(1, 4)
@@ -159,11 +171,13 @@ def _draw_grid(rng: Random, layer_count: int) -> tuple[Grid, int]:
 def _draw_settings(rng: Random, *, calm: bool) -> HandoffSettings:
     resend_s = rng.choice((0.05, 0.2, 0.5))
     berth_count = rng.choice((1, 2, 2, 4, 8))
+    # Where a cap never comes into it, the number of messages depends on the parts alone.
+    resend_cap_s = resend_s * (rng.choice((64, 256)) if calm else rng.choice((8, 32)))
     return HandoffSettings(
         times=HandoffTimes(
             resend_s=resend_s,
-            # Where a cap never comes into it, the number of messages depends on the parts alone.
-            resend_cap_s=resend_s * (rng.choice((64, 256)) if calm else rng.choice((8, 32))),
+            resend_cap_s=resend_cap_s,
+            resend_limit_s=max(30.0, resend_cap_s),
             park_s=AMPLE_S if calm else rng.uniform(2.0, 8.0),
         ),
         bounds=HandoffBounds(

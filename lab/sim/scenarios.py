@@ -14,6 +14,8 @@ from lab.sim.disk import DiskWorld
 from lab.sim.disk.world import DISK_KINDS
 from lab.sim.handoff import HandoffSimulation
 from lab.sim.handoff_kinds import HANDOFF_KINDS
+from lab.sim.pairs import PairsSimulation
+from lab.sim.pairs_kinds import PAIRS_KINDS
 from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.kinds import RUNTIME_KINDS
 from lab.sim.world import World
@@ -31,6 +33,7 @@ class Scenario(StrEnum):
     CACHE = "cache"
     DISK = "disk"
     HANDOFF = "handoff"
+    PAIRS = "pairs"
     RUNTIME = "runtime"
 
 
@@ -57,6 +60,8 @@ def world_of(
             return DiskWorld(seed, teller=teller)
         case Scenario.HANDOFF:
             return HandoffSimulation(seed, teller=teller)
+        case Scenario.PAIRS:
+            return PairsSimulation(seed, teller=teller)
         case Scenario.RUNTIME:
             return RuntimeWorld(seed, teller=teller)
 
@@ -70,5 +75,7 @@ def kinds_of(scenario: Scenario) -> Kinds:
             return DISK_KINDS
         case Scenario.HANDOFF:
             return HANDOFF_KINDS
+        case Scenario.PAIRS:
+            return PAIRS_KINDS
         case Scenario.RUNTIME:
             return RUNTIME_KINDS

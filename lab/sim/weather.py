@@ -26,6 +26,7 @@ TENANTS = ("", "a", "b")
 TIER_NAMES = ("host", "disk", "shared")
 
 _STORE_DRAWS = 0x70E5
+_MEMORY_DRAWS = 0x3C_91_5B_E7_08_D2_46_AF
 """Whether tiers are stored is drawn apart: worlds of old seeds without them stay what they were."""
 
 AMPLE_SLOTS = 96
@@ -135,6 +136,10 @@ class Weather:
     """The engine sends an event that makes no sense."""
     store: StoreWeather | None = None
     """Where some tiers are stored."""
+    resize: float = 0.0
+    """A tier in memory gets another size."""
+    sleep: float = 0.0
+    """The device's memory is given back, if nobody uses it."""
 
     @property
     def managed(self) -> bool:
@@ -149,8 +154,9 @@ class Weather:
 
 def draw_weather(rng: Random) -> Weather:
     """The weather of one seed."""
-    drawn = Random(_branch(rng).getrandbits(64) ^ _STORE_DRAWS)
-    weather = _draw_without_stores(rng)
+    own = _branch(rng).getrandbits(64)
+    drawn = Random(own ^ _STORE_DRAWS)
+    weather = _draw_memory(Random(own ^ _MEMORY_DRAWS), _draw_without_stores(rng))
     if weather.healthy or len(weather.settings.tiers) < 2 or drawn.random() < 0.5:
         return weather
     settings = _with_stored_tiers(drawn, weather.settings)
@@ -162,6 +168,13 @@ def draw_weather(rng: Random) -> Weather:
         death=max(weather.death, drawn.choice((0.0, 0.0, 0.06))),
         reset=max(weather.reset, drawn.choice((0.0, 0.0, 0.06))),
     )
+
+
+def _draw_memory(rng: Random, weather: Weather) -> Weather:
+    """The same weather, where tiers may be resized and the device may be given back."""
+    if weather.healthy or rng.random() < 0.6:
+        return weather
+    return replace(weather, resize=rng.uniform(0.0, 0.06), sleep=rng.choice((0.0, 0.2)))
 
 
 def _draw_without_stores(rng: Random) -> Weather:

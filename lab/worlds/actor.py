@@ -14,6 +14,7 @@ from lab.explore.world import Violation
 from lab.worlds import deeds as do
 from lab.worlds.scene import identity_of
 from penstock.handoff.protocol import effects as ef
+from penstock.handoff.protocol.identity import Life
 from penstock.handoff.protocol.party import Party
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from lab.worlds.scene import Scene
-    from penstock.handoff.protocol.identity import Identity, Life
+    from penstock.handoff.protocol.identity import Identity
     from penstock.handoff.protocol.messages import AnyMessage
 
 Effects = list[ef.AnyEffect]
@@ -64,6 +65,8 @@ class Actor(Generic[M]):
                 return self.machine.introduce(peer, now)
             case do.Suspect(name=name):
                 return self.machine.suspect(name, now)
+            case do.Greet(name=name):
+                return [ef.Send(message=self.machine.hello_to(Life(name, 0)))]
             case do.Rebirth(life=life, peers=peers):
                 self._die(self.identity.life)
                 self.identity = identity_of(life.name, life.incarnation)

@@ -1,7 +1,8 @@
 """What moves do to the state of a small world, and what must hold when they do it.
 
 A state is a tuple of small numbers: the local states of the parties, the queues of messages
-between them, what is left of the budgets for faults, and who has yet to hear of a new life.
+between them, what is left of the budgets for faults, who has yet to hear of a new life, and who
+has yet to greet whom over a new connection.
 
 What must not break: what a move does depends on the state alone.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lab.worlds import deeds as do
-from lab.worlds.casting import Casting, Numbers
+from lab.worlds.casting import EMPTY, Casting, Numbers
 from lab.worlds.decode import DecodeRankActor
 from lab.worlds.faults import Fault
 from lab.worlds.moves import NO_FAULT, Move, MoveKind
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lab.worlds.scene import Scene
+    from lab.worlds.schedulers import Place
     from penstock.handoff.protocol.states import HandoffOutcome
 
 State = tuple[int, ...]
@@ -43,10 +45,14 @@ class Carrying:
         self._channels = range(self._party_count, self._party_count + len(self.casting.routes))
         self._purse = self._channels.stop
         self._news = self._purse + 1
+        self._greetings = self._news + 1
+        """The last column."""
         self._budgets: Numbers[tuple[int, ...]] = Numbers()
         self._tidings: Numbers[int] = Numbers()
         """Who has yet to hear of a new life: two bits for each channel from the one reborn."""
-        assert self._tidings.of(0) == 0
+        self._dues: Numbers[int] = Numbers()
+        """Greetings that are due: a bit for each route."""
+        assert self._tidings.of(0) == self._dues.of(0) == 0
         self._prefill_place, self._decode_place = place[PREFILL], place[DECODE]
         self._schedulers = (self._prefill_place, self._decode_place)
         self._prefill_ranks = [place[name] for name in scene.prefill_ranks]
@@ -70,6 +76,8 @@ class Carrying:
             MoveKind.REPEAT: self._disturb,
             MoveKind.OVERTAKE: self._disturb,
             MoveKind.CRASH: self._crash,
+            MoveKind.RECONNECT: self._reconnect,
+            MoveKind.GREET: self._greet,
         }
 
     @property
@@ -81,6 +89,20 @@ class Carrying:
     def tidings(self) -> Numbers[int]:
         """Who has yet to hear of a new life: two bits for each route."""
         return self._tidings
+
+    @property
+    def dues(self) -> Numbers[int]:
+        """Greetings that are due: a bit for each route."""
+        return self._dues
+
+    def link_of(self, channel: int) -> tuple[str, str]:
+        """The two parties whose connection a channel belongs to."""
+        return self.casting.routes[channel - self._channels.start]
+
+    def _way_back(self, channel: int) -> int:
+        """The channel in the other direction."""
+        name, peer = self.link_of(channel)
+        return self._channels[self.casting.routes.index((peer, name))]
 
     def step(self, state: State, move: Move) -> State:
         """The state after a move."""
@@ -96,6 +118,57 @@ class Carrying:
         else:
             self._carriers[kind](after, move)
         return tuple(after)
+
+    # ---------------------------------------------------------------- for worlds of several pairs
+
+    def reborn(self, state: State, names: Sequence[str]) -> State:
+        """The parties end with their connections; their next lives know each other, and no more."""
+        after, casting = list(self.cut_off(state, names)), self.casting
+        lives = {}
+        for name in names:
+            place = casting.place[name]
+            incarnation = casting.actor(place, after[place]).identity.life.incarnation + 1
+            lives[name] = identity_of(name, incarnation)
+        for name in names:
+            peers = tuple(lives[peer] for peer in self.scene.peers_of(name) if peer in lives)
+            deed = casting.deeds.of(do.Rebirth(lives[name].life, peers))
+            self._do(after, casting.place[name], deed)
+        return self.cut_off(tuple(after), names)
+
+    def cut_off(self, state: State, names: Sequence[str]) -> State:
+        """No message is on its way to these parties or from them, and no greeting is due."""
+        after, due = list(state), self._dues[state[self._greetings]]
+        for route, (channel, ends) in enumerate(
+            zip(self._channels, self.casting.routes, strict=True)
+        ):
+            if not {*ends}.isdisjoint(names):
+                after[channel] = EMPTY
+                due &= ~(1 << route)
+        after[self._greetings] = self._dues.of(due)
+        return tuple(after)
+
+    def reconnected(self, state: State, one: str, other: str) -> State:
+        """Two parties have a new connection, and are about to greet each other over it."""
+        after = list(state)
+        channel = self._channels[self.casting.routes.index((one, other))]
+        self._reconnect(after, Move(MoveKind.RECONNECT, channel))
+        return tuple(after)
+
+    def touched(self, state: State) -> list[Place]:
+        """Handoffs and epochs whose slots decode ranks write to."""
+        return sorted(
+            {
+                place
+                for rank in self._decode_ranks
+                for place in self._target(state, self.casting.names[rank]).touches()
+            }
+        )
+
+    def fencing(self, state: State) -> bool:
+        """Whether a decode rank waits for a fence."""
+        return any(self._target(state, self.casting.names[r]).fences for r in self._decode_ranks)
+
+    # ---------------------------------------------------------------- moves
 
     def _paid(self, purse: int, fault: int) -> int:
         """The budgets after a fault."""
@@ -154,11 +227,15 @@ class Carrying:
         write = writer.write_of(leaving)
         source = leaving.source if isinstance(leaving, do.Fade) else writer.identity.life
         target = self._target(after, write.write.target.name)
-        if target.identity.life != write.write.target and isinstance(leaving, do.Leave):
-            # The target's memory is gone, and the poster is told so.
+        gone = target.identity.life != write.write.target
+        closed = target.is_closed((source, write.write.generation))
+        if (gone or closed) and isinstance(leaving, do.Leave):
+            # The target's memory is gone, or behind a fence, and the poster is told so.
             self._do(after, move.place, casting.deeds.of(do.Bounce(leaving.write)))
             return
         self._do(after, move.place, move.deed)
+        if closed:
+            return
         intact = move.kind is not MoveKind.SPOIL
         landing = casting.deeds.of(do.Land(write, source, intact))
         self._do(after, casting.place[target.name], landing)
@@ -181,6 +258,26 @@ class Carrying:
             if route[0] == name:
                 news = news & ~(3 << 2 * index) | 1 << 2 * index
         after[self._news] = self._tidings.of(news)
+
+    def _reconnect(self, after: list[int], move: Move) -> None:
+        """A connection ends with all that is on its way.
+
+        What is sent while there is none is lost: it could as well have been sent, and lost, before.
+        So that one side sees the end earlier than the other is no case of its own.
+        """
+        due = self._dues[after[self._greetings]]
+        for channel in (move.place, self._way_back(move.place)):
+            after[channel] = EMPTY
+            due |= 1 << channel - self._channels.start
+        after[self._greetings] = self._dues.of(due)
+
+    def _greet(self, after: list[int], move: Move) -> None:
+        deed = self.casting.deeds[move.deed]
+        assert isinstance(deed, do.Greet)
+        route = self.casting.routes.index((self.casting.names[move.place], deed.name))
+        due = self._dues[after[self._greetings]] & ~(1 << route)
+        after[self._greetings] = self._dues.of(due)
+        self._do(after, move.place, move.deed)
 
     def _hear(self, after: list[int], move: Move) -> None:
         deed = self.casting.deeds[move.deed]

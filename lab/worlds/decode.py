@@ -88,8 +88,11 @@ class DecodeRankActor(Actor[DecodeRank]):
                 return self._finish(take, now)
             case do.Fenced(peer=peer, generation=generation):
                 self.fences.remove((peer, generation))
-                self.revoked.add((peer, generation))
+                if self.scene.transport.ends_writes:
+                    self.revoked.add((peer, generation))
                 return self.machine.fenced(peer, generation, now)
+            case do.RelayDeath():
+                return self._lose_agents(now)
             case do.Land():
                 self._land(deed)
                 return []
@@ -98,6 +101,14 @@ class DecodeRankActor(Actor[DecodeRank]):
                 return []
             case _:
                 raise TypeError(f"a decode rank cannot {deed!r}")
+
+    def _lose_agents(self, now: float) -> Effects:
+        """No area of this rank can be written to any more; the fences of retired ones hold soon."""
+        self.revoked |= self.berths.keys()
+        effects: Effects = []
+        for peer, generation in sorted(self.berths.keys() - set(self.machine.retired)):
+            effects += self.machine.area_failed(peer, generation, now, why="the relay has ended")
+        return effects
 
     def _land(self, deed: do.Land) -> None:
         write, area = deed.write.write, (deed.source, deed.write.write.generation)

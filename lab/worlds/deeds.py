@@ -41,11 +41,21 @@ class Suspect(msgspec.Struct, frozen=True):
     name: str
 
 
+class Greet(msgspec.Struct, frozen=True):
+    """A new connection to a peer is open: its driver greets whoever is there now."""
+
+    name: str
+
+
 class Rebirth(msgspec.Struct, frozen=True):
     """The process dies, and another begins in its place. What it had posted may still land."""
 
     life: Life
     peers: tuple[Identity, ...]
+
+
+class RelayDeath(msgspec.Struct, frozen=True):
+    """The relay of a rank dies: what it posted may still land, its own areas get nothing more."""
 
 
 class Many(msgspec.Struct, frozen=True):
@@ -180,7 +190,9 @@ Deed = (
     | Expire
     | Introduce
     | Suspect
+    | Greet
     | Rebirth
+    | RelayDeath
     | Many
     | Prefill
     | Progress

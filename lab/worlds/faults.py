@@ -29,6 +29,10 @@ class Fault(IntEnum):
     """A write lands, but its bytes are wrong."""
     SUSPECT = 9
     """A party is thought to be gone, but is not."""
+    RELAY = 10
+    """The process that has the NIXL agents of a rank dies, and is started again."""
+    RECONNECT = 11
+    """The connection of two parties ends with all that is on its way, and another one is opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,8 @@ class Budget:
     write: int = 0
     spoil: int = 0
     suspect: int = 0
+    relay: int = 0
+    reconnect: int = 0
     total: int = 10
 
     def counts(self) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ class Mirror:
         self._names = re.compile("|".join(rf"\b{name}\b" for name in names))
         self._other = names
         self._channels, self._tidings = world.channels, world.tidings
-        self._news = self._channels.stop + 1
+        self._dues = world.dues
+        self._news, self._greetings = self._channels.stop + 1, self._channels.stop + 2
         self._party_of = [casting.place[names.get(name, name)] for name in casting.names]
         routes = [(names.get(a, a), names.get(b, b)) for a, b in casting.routes]
         self._route_of = [casting.routes.index(route) for route in routes]
@@ -59,6 +60,8 @@ class Mirror:
             return self.local(column, value)
         if column in self._channels:
             return self._queue(value)
+        if column == self._greetings:
+            return self._due(value)
         return self._heard(value) if column == self._news else value
 
     def local(self, place: int, local: int) -> int:
@@ -120,6 +123,13 @@ class Mirror:
         bits = self._tidings[news]
         return self._tidings.of(
             sum((bits >> 2 * route & 3) << 2 * other for route, other in enumerate(self._route_of))
+        )
+
+    def _due(self, greetings: int) -> int:
+        """A bit for each route."""
+        bits = self._dues[greetings]
+        return self._dues.of(
+            sum((bits >> route & 1) << other for route, other in enumerate(self._route_of))
         )
 
     def _renamed(self, value: V) -> V:

@@ -41,6 +41,9 @@ class MoveKind(IntEnum):
     REPEAT = 11
     OVERTAKE = 12
     CRASH = 13
+    RECONNECT = 14
+    """The messages between two parties are lost; then both greet each other."""
+    GREET = 15
 
 
 NO_FAULT = -1
@@ -122,13 +125,19 @@ def _of_prefill_rank(actor: PrefillRankActor) -> _Parts:
         if posting.phase is Phase.POSTED:
             parts.faults.append((MoveKind.DO, do.Fail(write), Fault.WRITE))
             parts.faults.append((MoveKind.SPOIL, do.Leave(write), Fault.SPOIL))
+    if actor.writes and actor.scene.transport.has_relays:
+        parts.faults.append((MoveKind.DO, do.RelayDeath(), Fault.RELAY))
     return parts
 
 
 def _of_decode_rank(actor: DecodeRankActor) -> _Parts:
     takes = sorted(actor.takes, key=lambda take: (take.source, take.berth, take.part))
     finishes = [(MoveKind.DO, do.Finish(take)) for take in takes]
-    return _Parts([*finishes], [], [do.Fenced(*area) for area in sorted(actor.fences)], [], [])
+    has_relay = bool(actor.berths) and actor.scene.transport.has_relays
+    relay = [(MoveKind.DO, do.RelayDeath(), Fault.RELAY)] if has_relay else []
+    return _Parts(
+        [*finishes], [*relay], [do.Fenced(*area) for area in sorted(actor.fences)], [], []
+    )
 
 
 def _of_prefill_scheduler(actor: PrefillSchedulerActor) -> _Parts:
@@ -174,9 +183,13 @@ def _of_decode_scheduler(actor: DecodeSchedulerActor) -> _Parts:
 
 
 def _writes_of(actor: PrefillRankActor) -> Iterator[tuple[MoveKind, do.Deed]]:
+    recalls = actor.scene.transport.recalls
     for write, posting in sorted(actor.writes.items()):
-        if posting.abandoned and posting.phase is not Phase.LANDED:
+        if posting.abandoned and posting.phase <= (Phase.POSTED if recalls else Phase.ASKED):
             yield MoveKind.DO, do.GiveUp(write)
+        if posting.phase is Phase.POSTED and not recalls and actor.is_left(write):
+            # The driver has closed its link to the area.
+            yield MoveKind.DO, do.Fail(write)
         match posting.phase:
             case Phase.ASKED:
                 if not posting.abandoned:

@@ -100,16 +100,29 @@ class PrefillRankActor(Actor[PrefillRank]):
             for write, posting in self.writes.items()
         )
 
-    def in_flight(self, source: Life, target: Life, generation: int) -> bool:
-        """Whether a write of that life to that area may land any moment."""
+    def in_flight(
+        self,
+        source: Life,
+        target: Life,
+        generation: int,
+        *,
+        posted: bool = True,
+        ghosts: bool = True,
+    ) -> bool:
+        """Whether a write of that life to that area, posted or a ghost, may land any moment."""
         life = self.identity.life
-        posted = [
+        writes = [
             (life, write) for write, posting in self.writes.items() if posting.phase is Phase.POSTED
         ]
         return any(
             (whose, write.target, write.generation) == (source, target, generation)
-            for whose, write in (*posted, *self.ghosts)
+            for whose, write in (*(writes if posted else ()), *(self.ghosts if ghosts else ()))
         )
+
+    def is_left(self, write: WriteId) -> bool:
+        """Whether the rank writes to another area of that target by now, or to none."""
+        lane = self.machine.lanes.get(write.target.name)
+        return lane is None or not lane.holds(write)
 
     def _new_machine(self, identity: Identity) -> PrefillRank:
         return PrefillRank(identity, self.scene.settings, scheduler=PREFILL)
@@ -153,8 +166,13 @@ class PrefillRankActor(Actor[PrefillRank]):
                 assert self.writes.pop(write).phase is Phase.LANDED
                 return self.machine.write_done(write, now)
             case do.GiveUp(write=write):
-                assert self.writes.pop(write).abandoned
+                posting = self.writes.pop(write)
+                assert posting.abandoned
+                if posting.phase is Phase.POSTED and not self.scene.transport.recalls:
+                    self.ghosts[self.identity.life, write] = posting.write
                 return self.machine.write_dropped(write, now)
+            case do.RelayDeath():
+                return self._lose_links(now)
             case do.Fail(write=write):
                 self.ghosts[self.identity.life, write] = self.writes.pop(write).write
                 return self.machine.write_failed(write, now)
@@ -164,6 +182,16 @@ class PrefillRankActor(Actor[PrefillRank]):
             case _:
                 self._go_on(deed)
                 return []
+
+    def _lose_links(self, now: float) -> Effects:
+        """No write is observed to be done any more; those that were posted may land yet."""
+        effects: Effects = []
+        for write, posting in sorted(self.writes.items(), key=lambda item: item[0]):
+            del self.writes[write]
+            if posting.phase is Phase.POSTED:
+                self.ghosts[self.identity.life, write] = posting.write
+            effects += self.machine.write_failed(write, now)
+        return effects
 
     def _go_on(self, deed: do.Deed) -> None:
         """What happens to a write without the machine's knowledge."""

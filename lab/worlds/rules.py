@@ -46,13 +46,14 @@ class RuledWorld(HandoffWorld):
         self._mirror = Mirror(self, names) if names else None
         self._happened: list[set[tuple[int, int]]] = [set() for _ in self.casting.names]
         """For each party, what happened to it in which local state."""
-        fenced = bool(budget.crash or budget.suspect or budget.write)
+        fenced = bool(budget.crash or budget.suspect or budget.write or budget.relay)
         self._eagerness = (
             Eagerness(self.casting, self._local, budget=budget.counts(), fenced=fenced)
             if reduced
             else None
         )
-        self._patient = bool(budget.loss or budget.duplicate or budget.overtake or budget.timer)
+        disturbed = budget.loss or budget.duplicate or budget.overtake or budget.reconnect
+        self._patient = bool(disturbed or budget.timer)
         """Whether nothing is eager while a fault may come first."""
         self._spent = Look(self._purse, lambda purse: int(not self._budgets[purse][TOTAL]))
         self._eager_rules = [rule for rule in self.rules() if rule.eager is not None]
@@ -107,7 +108,7 @@ class RuledWorld(HandoffWorld):
                 place = self._hearers[move.place]
                 deed, _ = self.casting.parted(state[move.place])
             elif move.kind is MoveKind.FENCE:
-                if not self._is_against_the_dead(state, deed):
+                if not self._is_against_the_dead(state, place, deed):
                     continue
             elif move.kind not in self._eagerness.kinds:
                 continue
@@ -115,12 +116,14 @@ class RuledWorld(HandoffWorld):
                 return number
         return None
 
-    def _is_against_the_dead(self, state: State, deed: int) -> bool:
-        """Whether the writer that a fence keeps out has died: then nothing is posted any more."""
+    def _is_against_the_dead(self, state: State, place: int, deed: int) -> bool:
+        """Whether the writer that a fence keeps out has died, and all that it had posted ended."""
         fenced = self.casting.deeds[deed]
         assert isinstance(fenced, do.Fenced)
         source = self._rank(state, self.casting.place[fenced.peer.name])
-        return source.identity.life != fenced.peer
+        target = self.casting.actor(place, state[place]).identity.life
+        in_flight = source.in_flight(fenced.peer, target, fenced.generation)
+        return source.identity.life != fenced.peer and not in_flight
 
     def joined(self, queue: int, more: int) -> int:
         """A queue with another behind it."""
@@ -149,6 +152,9 @@ class RuledWorld(HandoffWorld):
         if self.budget.crash:
             rules += [self._crashes(place) for place in self._crashing]
             rules += [self._hears(route) for route in range(len(self.casting.routes))]
+        if self.budget.reconnect:
+            rules += [self._reconnects(channel) for channel in self._links]
+            rules += [self._greets_on(route) for route in range(len(self.casting.routes))]
         rules += [*self._disturbances(), *self._suspicions()]
         return rules
 
@@ -401,6 +407,29 @@ class RuledWorld(HandoffWorld):
             only=(Look(self._news, lambda news: self._tidings[news] >> 2 * route & 1),),
             reads=(self.casting.place[peer], self._news),
             views=(self._life(self.casting.place[name]),),
+        )
+
+    def _reconnects(self, channel: int) -> Rule[Move]:
+        move = Move(MoveKind.RECONNECT, channel, 0, Fault.RECONNECT)
+        one, other = self.link_of(channel)
+        return Rule(
+            name=f"reconnection of {one} and {other}",
+            phase=Phase.FAULT,
+            only=(self._left(Fault.RECONNECT),),
+            reads=(channel, self._way_back(channel), self._purse, self._greetings),
+            moves=lambda _state: [move],
+        )
+
+    def _greets_on(self, route: int) -> Rule[Move]:
+        """A party greets another over a new connection."""
+        move = self._greeting(route)
+        return self._rule(
+            f"greeting of {self.casting.routes[route][1]}",
+            Phase.USUAL,
+            move.place,
+            lambda _state: [move],
+            only=(Look(self._greetings, lambda due: self._dues[due] >> route & 1),),
+            reads=(move.place, self._greetings),
         )
 
     def _disturbances(self) -> Iterator[Rule[Move]]:

@@ -47,6 +47,45 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """When a fence of landing memory holds, and what it does to writes into that memory."""
+
+    name: str
+    waits_for_posted: bool
+    """Whether it holds only when the writer knows of no write that may still land."""
+    waits_for_ghosts: bool
+    """The same for writes that the writer does not know any more: it died, or was told that they
+    failed."""
+    ends_writes: bool
+    """Whether nothing lands behind it, not even what was posted before."""
+    recalls: bool
+    """Whether a write that was posted can be taken back. If not, to release its handle ends
+    nothing: it may land at any later time."""
+    has_relays: bool = False
+    """Whether a process beside each rank carries its writes out, and may die."""
+
+
+SHARED_MEMORY = Transport(
+    name="shared memory",
+    waits_for_posted=True,
+    waits_for_ghosts=True,
+    ends_writes=True,
+    recalls=True,
+)
+"""The writer copies by itself; the fence is its death, with all that it had posted."""
+NIXL = Transport(
+    name="nixl",
+    waits_for_posted=False,
+    waits_for_ghosts=False,
+    ends_writes=True,
+    recalls=False,
+    has_relays=True,
+)
+"""The fence is the destruction of the target's agent, whatever the writer does. An area has an
+agent of its own; all of them end at once with the relay that has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """Two engines and their prompts."""
 
@@ -64,6 +103,7 @@ class Scene:
     """Whether the decode engine claims a second time whatever became of its first claim."""
     stages: int = 1
     """Groups of prefill ranks, each with its share of the layers."""
+    transport: Transport = SHARED_MEMORY
 
     def is_doubtful(self, handoff: str) -> bool:
         """Whether an engine may change its mind about a prompt."""

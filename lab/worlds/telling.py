@@ -28,6 +28,8 @@ _WORDS = {
     do.Expire: "timer expires",
     do.Introduce: "hears of a new life",
     do.Suspect: "thinks it is gone",
+    do.Greet: "greets over a new connection",
+    do.RelayDeath: "loses its relay",
     do.Many: "in one step",
     do.Prefill: "begins to compute",
     do.Progress: "has computed",
@@ -66,6 +68,9 @@ def describe(world: HandoffWorld, state: State, move: Move) -> str:
         sender, target = casting.routes[channel]
         message = casting.messages[casting.queues[state[move.place]][0]]
         return f"{fault}{target} {_CHANNEL_WORDS[move.kind]} {sender}: {in_short(message)}"
+    if move.kind is MoveKind.RECONNECT:
+        one, other = world.link_of(move.place)
+        return f"{fault}{one} and {other} lose their connection, and open another"
     name = casting.names[move.place]
     if move.kind is MoveKind.CRASH:
         return f"{fault}{name} dies, and begins again"

@@ -2,18 +2,20 @@
 
 Its state is a tuple of small numbers: for every party the number of its local state, for every
 pair of parties that of the messages on their way from one to the other, then how often each
-fault may still occur, and who has yet to hear of whose new life. What a deed does to a local
-state is worked out once (`memo`).
+fault may still occur, who has yet to hear of whose new life, and who to greet whom. What a deed
+does to a local state is worked out once (`memo`).
 
 | move                     | when                                                             |
 |--------------------------|------------------------------------------------------------------|
 | deliver                  | the oldest message between two parties                           |
 | post, land, observe      | of a write, each on its own                                      |
 | finish                   | of a take: verified and moved                                    |
-| fence                    | when nothing that life posted to the area can land any more      |
+| fence                    | when the transport says so; over shared memory, when nothing     |
+|                          | that life posted to the area can land any more                   |
 | prefill, progress, token | each layer of each rank on its own; the token when all is there   |
 | claim                    | once for every epoch                                             |
 | hear of a new life       | after a crash; or suspect the old one first                      |
+| greet                    | when a new connection is open                                    |
 | a timer expires          | when nothing else can happen; or as a fault                      |
 | a fault                  | while its budget lasts                                           |
 
@@ -68,7 +70,13 @@ class HandoffWorld(Carrying):
             for name, peer in self.casting.routes
             if name.startswith(PREFILL) != peer.startswith(PREFILL)
         ]
-        self._packing = struct.Struct(f"<{self._news + 1}I").pack
+        self._links = [
+            channel
+            for channel, (name, peer) in zip(self._channels, self.casting.routes, strict=True)
+            if self.casting.place[name] < self.casting.place[peer]
+        ]
+        """One channel of each connection."""
+        self._packing = struct.Struct(f"<{self._greetings + 1}I").pack
 
     # ---------------------------------------------------------------- what the explorer asks
 
@@ -76,7 +84,7 @@ class HandoffWorld(Carrying):
         """Everybody knows everybody, and nothing has happened."""
         parties = (0,) * self._party_count
         queues = (EMPTY,) * len(self._channels)
-        return (*parties, *queues, self._budgets.of(self.budget.counts()), 0)
+        return (*parties, *queues, self._budgets.of(self.budget.counts()), 0, 0)
 
     def moves(self, state: State) -> Sequence[Move]:
         """What can happen."""
@@ -90,6 +98,14 @@ class HandoffWorld(Carrying):
         if left[TOTAL]:
             usual += self._faults(state, local, left, quiet=quiet)
         return usual
+
+    def usual_moves(self, state: State) -> list[Move]:
+        """What can happen without timers and faults."""
+        return self._usual(state, self._all_local(state))
+
+    def timers(self, state: State) -> list[Move]:
+        """The timers that run."""
+        return [move for mine in self._all_local(state) for move in mine.timers]
 
     def check(self, state: State) -> None:
         """Nobody begins to write to slots after their engine was told that it is over.
@@ -117,7 +133,7 @@ class HandoffWorld(Carrying):
             mine = self._local(place, state[place])
             if mine.usual or mine.conditional:
                 return False
-        if state[self._news] and any(self._hearings(state)):
+        if state[self._greetings] or (state[self._news] and any(self._hearings(state))):
             return False
         return all(not self._scheduler(place, state[place]).open for place in self._schedulers)
 
@@ -164,6 +180,10 @@ class HandoffWorld(Carrying):
                 usual += [move for move in mine.conditional if self._is_possible(state, move)]
         if state[self._news]:
             usual += self._hearings(state)
+        if state[self._greetings]:
+            due = self._dues[state[self._greetings]]
+            routes = range(len(self.casting.routes))
+            usual += [self._greeting(route) for route in routes if due >> route & 1]
         return usual
 
     def _local(self, place: int, local: int) -> LocalMoves:
@@ -184,13 +204,20 @@ class HandoffWorld(Carrying):
                 return self._can_start(state)
 
     def _can_fence(self, state: State, move: Move) -> bool:
-        """Whether nothing that life of the peer has posted to the area can land any more."""
+        """Whether what the transport's fence waits for has ended."""
         fenced = self.casting.deeds[move.deed]
         assert isinstance(fenced, do.Fenced)
         target = self.casting.actor(move.place, state[move.place]).identity.life
         source = self.casting.place[fenced.peer.name]
         writer = self._rank(state, source)
-        return not writer.in_flight(fenced.peer, target, fenced.generation)
+        transport = self.scene.transport
+        return not writer.in_flight(
+            fenced.peer,
+            target,
+            fenced.generation,
+            posted=transport.waits_for_posted,
+            ghosts=transport.waits_for_ghosts,
+        )
 
     def _can_start(self, state: State) -> bool:
         """Whether the prefill engine knows all its ranks' lives: it gives no work to the dead."""
@@ -210,6 +237,11 @@ class HandoffWorld(Carrying):
             for token in tokens
             if isinstance(token, do.FirstToken)
         )
+
+    def _greeting(self, route: int) -> Move:
+        name, peer = self.casting.routes[route]
+        deed = self.casting.deeds.of(do.Greet(peer))
+        return Move(MoveKind.GREET, self.casting.place[name], deed)
 
     def _hearings(self, state: State) -> Iterator[Move]:
         """Who has yet to hear of a new life, and may do so now."""
@@ -237,9 +269,7 @@ class HandoffWorld(Carrying):
         if left[Fault.TIMER] and not quiet:
             for mine in local:
                 yield from mine.early
-        for fault, kind in DISTURBANCES:
-            if left[fault]:
-                yield from (Move(kind, c, 0, fault) for c in self._channels if state[c])
+        yield from self._network_faults(state, left)
         if left[Fault.CRASH]:
             yield from (Move(MoveKind.CRASH, place, 0, Fault.CRASH) for place in self._crashing)
         if left[Fault.SUSPECT]:
@@ -247,6 +277,14 @@ class HandoffWorld(Carrying):
             for name, peer in self._across:
                 deed = self.casting.deeds.of(do.Suspect(peer))
                 yield Move(MoveKind.DO, self.casting.place[name], deed, Fault.SUSPECT)
+
+    def _network_faults(self, state: State, left: tuple[int, ...]) -> Iterator[Move]:
+        for fault, kind in DISTURBANCES:
+            if left[fault]:
+                yield from (Move(kind, c, 0, fault) for c in self._channels if state[c])
+        if left[Fault.RECONNECT]:
+            for channel in self._links:
+                yield Move(MoveKind.RECONNECT, channel, 0, Fault.RECONNECT)
 
 
 DISTURBANCES = (

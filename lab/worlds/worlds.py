@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lab.explore import explore, explore_in_bulk
 from lab.worlds.faults import Budget
 from lab.worlds.rules import RuledWorld
-from lab.worlds.scene import Prompt, Scene, shares
+from lab.worlds.scene import NIXL, SHARED_MEMORY, Prompt, Scene, Transport, shares
 from lab.worlds.world import HandoffWorld
 from penstock.handoff.protocol.grid import Grid
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
@@ -53,6 +53,7 @@ class Small:
     """Whether the engines begin with, compute and claim all prompts in the same steps."""
     insistent: bool = False
     """Whether the decode engine claims a second time whatever became of its first claim."""
+    transport: Transport = SHARED_MEMORY
 
     @property
     def says(self) -> str:
@@ -67,6 +68,7 @@ class Small:
             f"{self.request_count} request{'s' * (self.request_count > 1)}{self._room_said}, "
             f"{self.prefill_count}×{self.decode_count} ranks, "
             f"{self.layer_count} layer{'s' * (self.layer_count > 1)}"
+            f"{'' if self.transport is SHARED_MEMORY else f', {self.transport.name}'}"
             f"{', claimed again if it fails' if self.insistent else ''}; "
             f"faults: {', '.join(faults) or 'none'}{most}"
         )
@@ -128,6 +130,7 @@ class Small:
             batched=self.batched,
             room=self.room,
             insistent=self.insistent,
+            transport=self.transport,
             # Which of several requests an engine gives up makes no difference; the first will do.
             doubtful=("a",),
         )
@@ -238,6 +241,78 @@ def _delayed(name: str, ranks: tuple[int, int], layers: int, budget: Budget, del
 
 _ONE_BY_TWO = Small(name="crash", prefill_count=1, decode_count=2, berth_count=1, mirrored=True)
 
+_NIXL = (
+    Small(
+        name="nixl-any-fault",
+        prefill_count=1,
+        decode_count=1,
+        budget=replace(_EVERYTHING, relay=1),
+        transport=NIXL,
+        reduced=False,
+    ),
+    Small(
+        name="nixl-two-faults",
+        prefill_count=1,
+        decode_count=1,
+        budget=Budget(cancel=1, write=1, suspect=1, relay=1, total=2),
+        transport=NIXL,
+        reduced=False,
+    ),
+    Small(
+        name="nixl-relay",
+        prefill_count=2,
+        decode_count=1,
+        berth_count=1,
+        budget=Budget(relay=1),
+        transport=NIXL,
+        reduced=False,
+    ),
+    *(
+        Small(
+            name=f"nixl-in-turn-crash-{party}",
+            prefill_count=1,
+            decode_count=1,
+            request_count=2,
+            berth_count=1,
+            budget=Budget(crash=1),
+            crashing=(party,),
+            transport=NIXL,
+        )
+        for party in ("P", "P0")
+    ),
+)
+"""Where a posted write may land at any time until the agent of its area is destroyed."""
+
+_RECONNECTS = (
+    Small(name="reconnect", prefill_count=1, decode_count=1, budget=Budget(reconnect=2)),
+    Small(
+        name="reconnect-suspect",
+        prefill_count=1,
+        decode_count=1,
+        budget=Budget(reconnect=1, suspect=1, cancel=1, total=2),
+    ),
+    Small(
+        name="reconnect-two-by-two",
+        prefill_count=2,
+        decode_count=2,
+        berth_count=1,
+        budget=Budget(reconnect=1),
+        mirrored=True,
+    ),
+    *(
+        Small(
+            name=f"reconnect-crash-{party}",
+            prefill_count=1,
+            decode_count=1,
+            berth_count=1,
+            budget=Budget(reconnect=1, crash=1),
+            crashing=(party,),
+        )
+        for party in CRASHING
+    ),
+)
+"""A connection is lost and opened again, to the same life or to another."""
+
 WORLDS: tuple[Small, ...] = (
     Small(
         name="one-any-fault",
@@ -267,6 +342,8 @@ WORLDS: tuple[Small, ...] = (
     replace(_at_once("nothing", (2, 2), 1, Budget()), reduced=False, large=False),
     *_crashes(_ONE_BY_TWO),
     *_crashes(replace(_ONE_BY_TWO, name="in-turn-crash", decode_count=1, request_count=2)),
+    *_NIXL,
+    *_RECONNECTS,
     _delayed("layers", (2, 2), 2, Budget(), delays=2),
     _delayed("cancel", (2, 2), 1, Budget(cancel=1), delays=1),
     _delayed("crash", (1, 2), 1, Budget(crash=1), delays=1),

@@ -39,6 +39,7 @@ from penstock.handoff import HandoffTimes as HandoffTimes
 from penstock.handoff import LocalPrefillHandoff as LocalPrefillHandoff
 from penstock.handoff import PrefillHandoff as PrefillHandoff
 from penstock.handoff import PrefillHandoffRank as PrefillHandoffRank
+from penstock.handoff import SharedListener as SharedListener
 from penstock.handoff import open_decode as open_decode
 from penstock.handoff import open_prefill as open_prefill
 from penstock.machine.effects import Ended as Ended

@@ -52,11 +52,18 @@ class DataTransport:
     open_target: Callable[..., Any]
     """`open_target(folder)` opens the `Target` of a decode rank. `folder` is a path that only
     this user can enter, if the engine named one, for transports that meet at a path."""
-    connect: Callable[..., Any]
+    connect: Callable[..., Any] | None = None
     """`connect(description)` connects a prefill rank to an area: returns a `WriterLink`."""
+    open_writer: Callable[..., Any] | None = None
+    """Instead of `connect`, for transports whose links share something: `open_writer()` opens what
+    a prefill rank connects with, an object with `connect(description)` and `close()`."""
     pins: bool = False
     """Whether both take `pin=` (`penstock.transport.remote.PinMemory`), which registers their
     memory for copies of a GPU. Only such a transport serves KV that lies on one."""
+
+    def __post_init__(self) -> None:
+        if (self.connect is None) == (self.open_writer is None):
+            raise ValueError("a DataTransport must have one of connect and open_writer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,3 +167,16 @@ def test_plain_columns_line_up() -> None:
 
     _, *lines = out.getvalue().rstrip().splitlines()
     assert len({line.index("keys") for line in lines[1:]}) == 1
+
+
+def test_a_benchmark_says_how_far_it_is() -> None:
+    lines: list[str] = []
+    report = BenchReport(version="1", command="penstock bench", say=lines.append)
+
+    report.progress("round 1 of 3")
+    add_row(report, tokens=8192)
+
+    assert [line.partition(" s  ")[2] for line in lines] == [
+        "round 1 of 3",
+        "index, tokens=8192: keys, penstock: 1.5 ms",
+    ]

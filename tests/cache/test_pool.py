@@ -216,3 +216,15 @@ def test_a_slot_that_is_condemned_while_its_block_leaves_is_not_counted_as_leavi
     pool.condemn(slots(0))
 
     assert pool.leaving_count == pool.count(SlotState.LEAVING) == 1
+
+
+def test_a_pool_that_grows_keeps_its_slots_and_gets_free_ones(pool: Pool) -> None:
+    taken = pool.take(3)
+    pool.hold(taken[:1])
+
+    pool.grow(7)
+
+    assert (pool.slot_count, pool.capacity, pool.free_count) == (7, 7, 4)
+    assert sorted(pool.take(4).tolist()) == [3, 4, 5, 6]
+    assert pool.holders.tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert pool.closed_slots() == []

@@ -1,4 +1,4 @@
-"""`penstock store inspect`."""
+"""`penstock store` and `penstock store inspect`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.cli import store
 from penstock.cli.app import run
 from penstock.cli.store import AGES
 from penstock.store import disk_format
@@ -15,6 +16,8 @@ from tests.store.segments import BLOCK_BYTES, FORM, SPACE, Segment, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from penstock.store.messages import StoreConfig
 
 SEGMENT = Segment(numbers=[1, 2])
 
@@ -33,6 +36,20 @@ def damage_block(path: Path, slot: int) -> None:
     with path.open("r+b") as file:
         file.seek(SEGMENT.geometry.offset(slot))
         file.write(b"changed")
+
+
+def test_the_file_of_a_server_without_a_model_is_enough_for_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[StoreConfig] = []
+    monkeypatch.setattr(store, "serve_store", lambda config, **_: served.append(config))
+    host = '[[tiers]]\nname = "host"\nkind = "host"\ngib = 1\n'
+    disk = f'[[tiers]]\nname = "disk"\nkind = "disk"\npath = "{tmp_path}/disk"\ngib = 1\n'
+    (tmp_path / "p.toml").write_text(f"version = 1\n{host}{disk}", encoding="utf-8")
+
+    assert run(["store", "--config", str(tmp_path / "p.toml")]) == 0
+
+    assert [tier.folder for tier in served[0].tiers] == [f"{tmp_path}/disk"]
 
 
 def test_inspect_prints_segments_spaces_and_ages(

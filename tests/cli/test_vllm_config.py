@@ -100,7 +100,18 @@ def test_every_key_that_the_connector_reads_can_be_asked_for(
     assert policy == ("fail" if key == "allow_fail" else "recompute")
     settings = read_settings(extra, failure_policy=policy)
     assert settings.layerwise == (key == "layerwise")
+    assert settings.hands_over == (key == "handoff")
     assert asks_any_version(extra) == (key == "any_version")
+
+
+def test_the_role_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(TOML)
+
+    assert run(["vllm-config", str(file), "--bare", "--role", "kv_producer"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_role"] == "kv_producer"
+    assert run(["vllm-config", str(file), "--role", "producer"]) == 2
+    assert "must be one of kv_both, kv_producer" in capsys.readouterr().err
 
 
 def test_a_file_without_tiers_is_refused(

@@ -55,6 +55,7 @@ class FakeRequest:
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.all_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from penstock.connectors.base.engine import LayerGroup, ServedEngine, layer_numbers, tier_of
+from penstock.connectors.base.engine import (
+    LayerGroup,
+    ServedEngine,
+    handed_tier,
+    layer_numbers,
+    tier_of,
+)
 from penstock.errors import UnavailableError
+from penstock.vocabulary.form import Form
 from penstock.vocabulary.layers import GroupKind
 from penstock.vocabulary.planes import PlaneRole
+from penstock.vocabulary.reshard import plan_reshard
 from tests.connectors.orders import LOGICAL, ORDERS
 
 BLOCKS, HEADS, TOKENS, CHANNELS, LAYERS = 6, 2, 4, 8, 3
@@ -88,6 +98,31 @@ def test_on_the_cpu_blocks_are_opaque_and_the_kernels_are_in_the_form() -> None:
     assert plane.role is PlaneRole.OPAQUE
     assert plane.encoding == "kernels of model.layers.1.attn"
     assert layout.groups[0].kind is GroupKind.OPAQUE
+
+
+def handed_form(caches: dict[str, torch.Tensor], rank: int, ranks: int) -> Form:
+    served = replace(engine(list(caches)), rank=rank, rank_count=ranks)
+    tier = tier_of(served, caches, encoding)
+    return Form(layout=handed_tier(served, tier).layout)
+
+
+def test_opaque_blocks_of_several_ranks_go_to_the_rank_with_their_heads() -> None:
+    caches = views("LBHNC", "cpu")
+    two = [handed_form(caches, rank, 2) for rank in range(2)]
+
+    routes = plan_reshard(two, two).routes
+
+    assert sorted((route.source, route.target) for route in routes) == [(0, 0), (1, 1)]
+
+
+def test_opaque_blocks_are_not_cut_into_heads() -> None:
+    caches = views("LBHNC", "cpu")
+    two = [handed_form(caches, rank, 2) for rank in range(2)]
+
+    with pytest.raises(ValueError, match="head"):
+        plan_reshard(two, [handed_form(caches, 0, 1)])
+    with pytest.raises(ValueError, match="head"):
+        plan_reshard([handed_form(caches, 0, 1)], two)
 
 
 def test_groups_of_a_hybrid_may_lie_over_each_other() -> None:

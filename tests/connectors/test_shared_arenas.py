@@ -18,7 +18,7 @@ from penstock.transport.private_folder import NamedFolder
 PEER = """
 import os, sys
 from penstock.connectors.base.shared_arenas import fetch_arenas
-arenas = fetch_arenas(sys.argv[1], timeout_s=60.0)
+arenas = fetch_arenas(sys.argv[1], timeout_s=300.0)
 sys.stdout.write(os.pread(arenas["host"], 5, 0).decode())
 """
 
@@ -35,9 +35,9 @@ def test_every_rank_gets_the_memory_of_the_first(engine: str) -> None:
     command = [sys.executable, "-c", PEER, engine]
     peers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
-    host.hand_out({"host": memory}, timeout_s=60.0)
+    host.hand_out({"host": memory}, timeout_s=300.0)
 
-    assert [peer.communicate(timeout=60)[0] for peer in peers] == ["bytes", "bytes"]
+    assert [peer.communicate(timeout=300)[0] for peer in peers] == ["bytes", "bytes"]
     os.close(memory)
 
 

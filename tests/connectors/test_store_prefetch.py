@@ -46,6 +46,17 @@ class Clock:
 
 
 @pytest.fixture
+def make_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines that wait for a store as long as it takes: a busy machine is no failure."""
+    monkeypatch.setattr("penstock.store.link.SILENT_S", SOON_S)
+
+    def make(**wishes: Any) -> FakeEngine:
+        return FakeEngine(**{"counts": TransferCounts(clock=Clock()), **wishes})
+
+    return make
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
@@ -299,7 +310,9 @@ def test_a_request_that_runs_during_a_reset_saves_nothing_under_its_old_keys(
 
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
-LISTED = StoreStatus(due=False, settled=True, searching=False, on=True, blocks=0, saves_dropped=0)
+LISTED = StoreStatus(
+    due=False, settled=True, searching=False, on=True, blocks=0, saves_dropped=0, failed=False
+)
 
 
 class FakeOffload:

@@ -50,9 +50,9 @@ def test_a_missing_path_with_an_equals_sign_is_reported_as_a_path() -> None:
         read_settings({"config": "no/such=file"}, failure_policy="recompute")
 
 
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "KV_BOTH", "", None])
+@pytest.mark.parametrize("role", ["producer", "KV_BOTH", "", None])
 def test_a_role_that_the_connector_does_not_have_is_refused(role: str | None) -> None:
-    with pytest.raises(ConfigError, match=r'kv_role: is .*, must be "kv_both"'):
+    with pytest.raises(ConfigError, match=r"kv_role: is .*, must be one of kv_both, kv_"):
         read_settings({"config": TOML}, failure_policy="recompute", role=role)
 
 
@@ -66,6 +66,7 @@ def test_a_role_that_the_connector_does_not_have_is_refused(role: str | None) ->
         ({"config": TOML, "use_layerwise": True}, "recompute", "use_layerwise"),
         ({"config": TOML, "any_version": "yes"}, "recompute", "any_version"),
         ({"config": TOML, "layerwise": "yes"}, "recompute", "layerwise"),
+        ({"config": TOML, "handoff": "ipc:///here"}, "recompute", "handoff"),
         ({"config": TOML}, "fail", "kv_load_failure_policy"),
     ],
 )
@@ -83,11 +84,54 @@ def test_layerwise_is_asked_for_by_name() -> None:
     assert not read_settings({"config": TOML}, failure_policy="recompute").layerwise
 
 
+@pytest.mark.parametrize(
+    ("role", "handoff", "prefills", "decodes"),
+    [
+        ("kv_both", False, False, False),
+        ("kv_both", True, True, True),
+        ("kv_producer", False, True, False),
+        ("kv_consumer", False, False, True),
+    ],
+)
+def test_the_role_says_in_which_direction_prompts_go(
+    role: str, *, handoff: bool, prefills: bool, decodes: bool
+) -> None:
+    extra = {"config": TOML, "handoff": handoff}
+
+    settings = read_settings(extra, failure_policy="recompute", role=role)
+
+    assert (settings.prefills, settings.decodes) == (prefills, decodes)
+
+
 def engine(**how: Any) -> ServedEngine:
     group = LayerGroup(kind=GroupKind.ATTENTION, layer_names=("a",), block_tokens=32)
     return ServedEngine(
         **{"name": "e", "groups": (group,), "block_count": 8, "rank_count": 1, **how}
     )
+
+
+LATENT = LayerGroup(kind=GroupKind.LATENT, layer_names=("a",), block_tokens=32)
+SLIDING = LayerGroup(kind=GroupKind.SLIDING, layer_names=("b",), block_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({}, ""),
+        ({"rank_count": 2}, ""),
+        ({"rank_count": 2, "equal_ranks": True, "groups": (LATENT,)}, ""),
+        ({"groups": (LATENT, SLIDING)}, "2 KV groups (latent, sliding)"),
+        ({"groups": (SLIDING,)}, "1 KV groups (sliding)"),
+        ({"device": "cuda"}, "KV lies on cuda"),
+    ],
+)
+def test_an_engine_whose_prompts_cannot_be_handed_over_says_why(
+    how: dict[str, Any], why: str
+) -> None:
+    refused = engine(**how).why_not_handoff()
+
+    assert bool(refused) == bool(why)
+    assert why in refused
 
 
 def test_what_vllm_decides_replaces_what_the_file_says() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from penstock.config import parse_config
 from penstock.engine.architecture import architecture_from_config, read_architecture
@@ -82,12 +84,45 @@ def test_another_config_is_another_version(copied: Path) -> None:
 
 def test_large_files_are_sampled_all_over(tmp_path: Path) -> None:
     file = tmp_path / "large.gguf"
-    file.write_bytes(bytes(5 << 20))
+    file.write_bytes(bytes(33 << 20))
     before = find_model(str(file)).weights_version()
 
-    changed(file, 2 * ((5 << 20) // 16) + 7)
+    changed(file, 100 * (256 << 10) + 7)
 
     assert find_model(str(file)).weights_version() != before
+
+
+@pytest.mark.parametrize("tensor", ["large.weight", "norm.weight", "last.bias"])
+def test_weights_of_which_one_tensor_was_trained_have_another_version(
+    copied: Path, tensor: str
+) -> None:
+    file = copied / "model.safetensors"
+    tensors = {
+        "large.weight": torch.zeros(9 << 20),
+        "norm.weight": torch.zeros(64),
+        "last.bias": torch.zeros(100),
+    }
+    save_file(tensors, file)
+    before = find_model(str(copied)).weights_version()
+
+    save_file({**tensors, tensor: torch.ones_like(tensors[tensor])}, file)
+
+    assert find_model(str(copied)).weights_version() != before
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"x": 1}', b'{"x": {"data_offsets": [0, 99999999999]}}', b"\xff" * 9]
+)
+def test_a_large_file_with_a_damaged_header_has_a_version_all_the_same(
+    copied: Path, header: bytes
+) -> None:
+    file = copied / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(33 << 20))
+    before = find_model(str(copied)).weights_version()
+
+    changed(file, 100 * (256 << 10) + 7)
+
+    assert find_model(str(copied)).weights_version() != before
 
 
 @pytest.mark.parametrize("name", ["missing", "model.bin"])

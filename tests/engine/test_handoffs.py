@@ -13,9 +13,8 @@ from penstock.config import parse_config
 from penstock.engine.instance import build_engine
 from penstock.engine.requests import Output, Phase, Request
 from penstock.engine.sampling_options import LOGPROBS_MAX, Sampling
-from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
-from penstock.transport.zeromq import IPC
-from penstock.transport.zmq_link import private_address
+from penstock.engine.spec import InstanceRole, InstanceSpec, PairSpec
+from penstock.handoff import PrefillHandoff
 from tests.engine.test_engine import SOON_S, require_right_logits, tokens_of
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
 BLOCK = 8
+NAMES: dict[str, Any] = {"prefill": "prefill-0", "decode": "decode-0"}
 TELLING = Sampling(logprobs=LOGPROBS_MAX)
 CONFIG = f"""
 version = 1
@@ -37,27 +37,29 @@ class Pair:
     """Both engines in one process, driven by turns."""
 
     def __init__(self, folder: Any) -> None:
-        pair = PairSpec(
-            prefill=EngineSpec(
-                name="prefill-0",
-                ranks=1,
-                address=private_address(IPC),
-                rank_addresses=[private_address(IPC)],
-            ),
-            decode=EngineSpec(name="decode-0", ranks=1, address=private_address(IPC)),
-        )
-        self.prefill = self._engine(folder, InstanceRole.PREFILL, pair)
-        self.decode = self._engine(folder, InstanceRole.DECODE, pair)
+        self.prefill = self._engine(folder, InstanceRole.PREFILL)
+        self.decode = self._engine(folder, InstanceRole.DECODE)
+        self.introduce()
         self.reported: dict[tuple[str, int], list[Output]] = {}
 
-    def _engine(self, folder: Any, role: InstanceRole, pair: PairSpec) -> Engine:
+    def introduce(self) -> None:
+        """Has both engines open the pair, as a router does."""
+        places = []
+        for engine in (self.prefill, self.decode):
+            assert engine.handoffs is not None
+            places.append(engine.handoffs.peers.place())
+        pair = PairSpec(prefill=places[0], decode=places[1])
+        self.prefill.open_pair(pair)
+        self.decode.open_pair(pair)
+
+    def _engine(self, folder: Any, role: InstanceRole) -> Engine:
         spec = InstanceSpec(
             name=f"{role.value}-0",
             model=str(folder),
             config=parse_config(CONFIG),
             server="",
             role=role,
-            pair=pair,
+            hands_over=True,
             step_tokens=16,
             step_requests=8,
         )
@@ -65,8 +67,8 @@ class Pair:
 
     def submit(self, name: str, prompt: tuple[int, ...], **wishes: Any) -> None:
         wishes = {"max_tokens": 6, "sampling": TELLING, **wishes}
-        self.decode.add(Request(id=name, prompt=prompt, handoff=name, **wishes))
-        first = {"tenant": wishes.get("tenant", "")}
+        self.decode.add(Request(id=name, prompt=prompt, handoff=name, **wishes, **NAMES))
+        first = {"tenant": wishes.get("tenant", ""), **NAMES}
         self.prefill.add(Request(id=name, prompt=prompt, handoff=name, max_tokens=1, **first))
 
     def turn(self, *, prefill: bool = True) -> None:
@@ -193,15 +195,18 @@ def test_one_block_of_another_prompt_would_be_far_outside_the_bound(
         pair.finish()
         assert pair.prefill.handoffs is not None
         # What the sums are bound to is the same on both sides, and the blocks are not.
-        door = pair.prefill.handoffs.door
+        door = pair.prefill.handoffs.peers.door("prefill-0", "decode-0")
+        assert isinstance(door, PrefillHandoff)
         offer = door.offer
         monkeypatch.setattr(door, "offer", lambda name, _, **rest: offer(name, prompt, **rest))
         pair.decode.cache.reset("to begin again")
         pair.decode.add(
-            Request(id="mixed", prompt=prompt, handoff="mixed", max_tokens=6, sampling=TELLING)
+            Request(
+                id="mixed", prompt=prompt, handoff="mixed", max_tokens=6, sampling=TELLING, **NAMES
+            )
         )
         other = (*prompt[:16], *prompt_of(8, 9), *prompt[24:])
-        pair.prefill.add(Request(id="mixed", prompt=other, handoff="mixed", max_tokens=1))
+        pair.prefill.add(Request(id="mixed", prompt=other, handoff="mixed", max_tokens=1, **NAMES))
         pair.finish()
 
         require_right_logits(pair.reported["right", 0], model, prompt)
@@ -214,9 +219,11 @@ def test_blocks_of_another_prompt_are_refused_and_computed_here(checkpoint_of: A
     folder, model = checkpoint_of("llama")
     prompt = prompt_of(41)
     with paired(folder) as pair:
-        pair.decode.add(Request(id="r", prompt=prompt, handoff="r", max_tokens=6, sampling=TELLING))
+        pair.decode.add(
+            Request(id="r", prompt=prompt, handoff="r", max_tokens=6, sampling=TELLING, **NAMES)
+        )
         other = (*prompt[:16], *prompt_of(8, 9), *prompt[24:])
-        pair.prefill.add(Request(id="r", prompt=other, handoff="r", max_tokens=1))
+        pair.prefill.add(Request(id="r", prompt=other, handoff="r", max_tokens=1, **NAMES))
         pair.finish()
 
         require_right_logits(pair.reported["r", 0], model, prompt)
@@ -262,7 +269,7 @@ def test_an_abort_on_either_side_gives_all_blocks_back(checkpoint_of: Any, side:
 def test_what_was_computed_in_vain_is_let_go(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     with paired(folder) as pair:
-        pair.prefill.add(Request(id="r", prompt=prompt_of(41), handoff="r", max_tokens=1))
+        pair.prefill.add(Request(id="r", prompt=prompt_of(41), handoff="r", max_tokens=1, **NAMES))
         pair.until(lambda: any(output.reason for output in pair.prefill.step()))
         assert pair.prefill.unfinished == 1
 
@@ -279,7 +286,9 @@ def test_an_engine_without_its_partner_releases_everything(checkpoint_of: Any) -
         pair.submit("begun", prompt_of(41), max_tokens=20)
         pair.until(lambda: ("begun", 0) in pair.reported)
         # Computed and offered: only decode, which does not know of it, would claim it.
-        pair.prefill.add(Request(id="r", prompt=prompt_of(41, 1), handoff="r", max_tokens=1))
+        pair.prefill.add(
+            Request(id="r", prompt=prompt_of(41, 1), handoff="r", max_tokens=1, **NAMES)
+        )
         pair.until(lambda: any(output.reason for output in pair.prefill.step()))
         assert pair.prefill.unfinished == pair.decode.unfinished == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.engine import instance
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
@@ -116,6 +118,28 @@ def test_the_next_llm_finds_on_disk_what_the_last_one_computed(
     assert first.cached_tokens == 0
     assert again.cached_tokens == (len(first.prompt_token_ids) - 1) // 8 * 8
     assert again.token_ids == first.token_ids
+
+
+def test_a_disk_that_cannot_be_used_is_not_waited_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance, "DISK_S", 100.0)
+    (tmp_path / "disk").write_text("not a folder")
+    disk = f'{{ name = "disk", kind = "disk", path = "{tmp_path / "disk"}", gib = 0.05 }}'
+    config = penstock.parse_config(
+        f"""
+        version = 1
+        model.name = "small"
+        cache = {{ block_tokens = 8, blocks = 24 }}
+        tiers = [{{ name = "host", kind = "host", blocks = 64 }}, {disk}]
+        """
+    )
+    began = time.monotonic()
+
+    with penstock.LLM(folder, config=config) as llm:
+        assert llm.generate([TEXT], max_tokens=1, temperature=0)
+
+    assert time.monotonic() - began < 90, "it waited for the disk"
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_its_text(llm: penstock.LLM) -> None:
@@ -301,3 +325,16 @@ def test_penstock_itself_needs_neither_torch_nor_a_tokenizer() -> None:
     )
 
     assert done.stdout == "set()\n"
+
+
+def test_a_paused_llm_refuses_prompts_until_it_is_resumed(llm: penstock.LLM) -> None:
+    before = llm.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+    llm.pause()
+    llm.pause()
+    with pytest.raises(penstock.UnavailableError, match="the engine is paused, must be resumed"):
+        llm.generate([[1, 2, 3]], max_tokens=4)
+
+    llm.resume()
+
+    after = llm.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+    assert after[0].token_ids == before[0].token_ids

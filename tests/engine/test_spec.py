@@ -6,10 +6,8 @@ import os
 
 from penstock.config import STARTER_TOML, parse_config
 from penstock.engine.spec import (
-    EngineSpec,
     InstanceRole,
     InstanceSpec,
-    PairSpec,
     RankSpec,
     read_sealed,
     sealed,
@@ -24,11 +22,9 @@ SPEC = InstanceSpec(
     server_secret=SECRET,
     secret=SECRET,
     role=InstanceRole.DECODE,
-    pair=PairSpec(
-        prefill=EngineSpec(name="prefill-0", ranks=1, address="ipc:///a"),
-        decode=EngineSpec(name="decode-0", ranks=1, address="ipc:///b"),
-        secret=SECRET,
-    ),
+    hands_over=True,
+    handoff_secret=SECRET,
+    handoff_host="192.0.2.1",
 )
 
 
@@ -38,7 +34,7 @@ def test_a_printed_spec_shows_no_secret() -> None:
     assert "a secret" not in printed
     assert printed.count("secret=<32 bytes>") == 3
     assert "name='decode-0'" in printed
-    assert "address='ipc:///b'" in printed
+    assert "handoff_host='192.0.2.1'" in printed
 
 
 def test_a_spec_that_travels_keeps_its_secrets() -> None:

@@ -23,9 +23,10 @@ SLOTS = 16
 SOON_S = 120.0
 """Longer than anything takes that works: a busy machine is no failure."""
 SETTINGS = penstock.HandoffSettings(
-    times=penstock.HandoffTimes(resend_s=0.05, resend_cap_s=0.5, ping_s=0.2, suspect_s=1.0),
+    times=penstock.HandoffTimes(resend_s=0.05, resend_cap_s=0.5, ping_s=0.2, suspect_s=SOON_S),
     bounds=penstock.HandoffBounds(berth_bytes=4096, berth_count=4),
 )
+"""Nobody is suspected: a busy machine may keep both engines from saying anything."""
 
 
 def memory() -> list[np.ndarray]:

@@ -43,7 +43,7 @@ class Recorder:
         self.path = folder / "libcuda.so"
         assert COMPILER is not None
         command = [COMPILER, "-shared", "-fPIC", *flags, str(DOUBLE), "-o", str(self.path)]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=300)
         self.driver = ctypes.CDLL(str(self.path))
         self.driver.recorded.restype = ctypes.c_char_p
         self.library = CallsLibrary(compiled("calls", SOURCE, folder), driver=str(self.path))

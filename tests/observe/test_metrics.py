@@ -44,6 +44,7 @@ def told_by(cache: penstock.Cache) -> InstanceStatistics:
     told = InstanceStatistics(
         instance="instance-0",
         role="both",
+        state="running",
         weights_version="1",
         cache=cache.statistics(),
         health=cache.health(),
@@ -54,6 +55,7 @@ def told_by(cache: penstock.Cache) -> InstanceStatistics:
         preemptions=5,
         handoffs={"delivered": 6},
         handed_bytes=7,
+        landing_bytes=8,
         handed_parts_verified=8,
         token_bytes=9,
     )

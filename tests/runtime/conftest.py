@@ -25,6 +25,7 @@ from penstock.runtime.driver import Driver
 from penstock.runtime.offload import Offload
 from penstock.runtime.rank_facts import Agreement
 from penstock.runtime.rank_links import LocalLink
+from penstock.store import link
 from penstock.testing.tier_suite import LAYOUTS, draw_blocks, read_slots, write_slots
 from penstock.tiers.arrays import ArrayTier, opaque_layout
 from penstock.tiers.memory import MemoryTier
@@ -314,6 +315,12 @@ class Fleet:
                 self.owner.audit()
                 return self.owner.poll()
         raise AssertionError(f"copies are still under way after {STEPS_MAX} steps")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store process that a busy machine keeps from answering is not taken for one that hangs."""
+    monkeypatch.setattr(link, "SILENT_S", 600.0)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_TOKENS = 4
 SOON_S = 60.0
+GIB = 0.03
 TOML = """
 version = 1
 [model]
@@ -50,10 +51,13 @@ gib = 0.03
 class Engine:
     """An engine whose blocks hold what their tokens say, with a cache over host memory and disk."""
 
-    def __init__(self, path: Path, *, weights: str = "v1", key_file: Path | str = "") -> None:
+    def __init__(
+        self, path: Path, *, weights: str = "v1", key_file: Path | str = "", gib: float = GIB
+    ) -> None:
         self.folder = path
         self.kv = np.zeros((32, 256), dtype=np.int64)
         text = TOML.format(path=path, weights=weights) + f'key_file = "{key_file}"\n'
+        text = text.replace(f"gib = {GIB}", f"gib = {gib}")
         config = penstock.parse_config(text)
         self.cache = penstock.open(config, kv=self.kv)
 

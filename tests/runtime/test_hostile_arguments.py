@@ -202,6 +202,21 @@ CASES: dict[str, Case] = {
         lambda s: s.owner.ranks.rejoin, facts=lambda s: s.rank.facts, channel=lambda _: None
     ),
     "BaseCache.drain": case(lambda s: s.owner.drain),
+    "BaseCache.tier_blocks": case(
+        lambda s: s.cache.tier_blocks, name=text, gib=lambda _: 1.0, blocks=lambda _: None
+    ),
+    "BaseCache.resize_tier": case(
+        lambda s: s.cache.resize_tier, name=text, gib=lambda _: None, blocks=lambda _: 1
+    ),
+    "BaseCache.check_resize": case(
+        lambda s: s.cache.check_resize, name=text, gib=lambda _: 1.0, blocks=lambda _: None
+    ),
+    "BaseCache.resize_status": case(lambda s: s.cache.resize_status, name=text),
+    "BaseCache.store_status": case(lambda s: s.cache.store_status, cause=text),
+    "BaseCache.closed_slots": case(lambda s: s.cache.closed_slots, name=text),
+    # A lease is open: it does not sleep.
+    "BaseCache.sleep": case(lambda s: s.cache.sleep, host=lambda _: True),
+    "BaseCache.wake": case(lambda s: s.cache.wake),
     "BaseCache.close": case(lambda s: s.cache.close, timeout_s=lambda _: 0.0),
     "Offload.lookup": case(
         lambda s: s.offload.lookup,
@@ -237,7 +252,6 @@ CASES: dict[str, Case] = {
     ),
     "Offload.cancel": case(lambda s: s.offload.cancel, operation=lambda s: s.started.operations[0]),
     "Offload.hub_counts": case(lambda s: s.offload.hub_counts),
-    "Offload.store_status": case(lambda s: s.offload.store_status, cause=text),
     "Offload.poll": case(lambda s: s.offload.poll, most=lambda _: 5),
     "Offload.reset": case(lambda s: s.offload.reset, why=text),
     "Rank.take": case(lambda s: s.rank.take, plan=lambda _: b"no plan"),
@@ -247,6 +261,9 @@ CASES: dict[str, Case] = {
         deadline=lambda _: time.monotonic(),
         channels=lambda _: (),
         descriptors=lambda s: [s.readable],
+    ),
+    "Rank.give_back": case(
+        lambda s: s.rank.give_back, tier=lambda s: s.rank.facts.tiers[0].name, slots=lambda _: ()
     ),
     "Rank.finish": case(lambda s: s.rank.finish, timeout_s=lambda _: -1.0),
     "Rank.close": case(lambda s: s.rank.close, timeout_s=lambda _: -1.0),

@@ -296,7 +296,7 @@ def test_ranks_serve_their_owner_over_zeromq() -> None:
         finish(owner)
         owner.load(keys, [5, 6, 7], cause="load")
         (ended,) = finish(owner)
-        drained = owner.close(timeout_s=10)
+        drained = owner.close(timeout_s=60)
 
         assert isinstance(ended, ef.Ended)
         assert ended.outcome is Outcome.DONE

@@ -25,6 +25,7 @@ class ScriptedLink:
 
     def __init__(self) -> None:
         self.is_up = True
+        self.is_failed = False
         self.ready = True
         self.alarm = None
         self.pages_asked = 0

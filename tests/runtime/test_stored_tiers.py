@@ -93,7 +93,10 @@ def test_a_store_process_that_is_killed_is_started_again_and_finds_its_blocks(
         engine.cache.audit()
 
 
-def test_a_store_process_that_is_stopped_hangs_nobody(opened: Callable[..., Engine]) -> None:
+def test_a_store_process_that_is_stopped_hangs_nobody(
+    opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.store.link.SILENT_S", 0.5)
     with opened() as engine:
         engine.wait_until_on()
         for number in range(6):
@@ -236,6 +239,150 @@ def test_statistics_show_what_the_store_has(opened: Callable[..., Engine]) -> No
         assert said(engine).block_bytes == 8 * 256 * 8
         assert said(engine).recovered == 1
         assert said(engine).capacity_bytes > 0
+
+
+def resized(engine: Engine, gib: float) -> str:
+    """Changes the size of the disk; returns why it was refused."""
+    engine.cache.resize_tier("disk", gib=gib)
+    return settled(engine)
+
+
+def settled(engine: Engine) -> str:
+    status = engine.cache.resize_status
+    engine.run_until(lambda: status("disk").done or bool(status("disk").problem))
+    return status("disk").problem
+
+
+def files_bytes(engine: Engine) -> int:
+    return sum(each.stat().st_size for each in engine.folder.glob("*.segment"))
+
+
+def test_a_smaller_disk_gives_files_back_and_forgets_their_blocks(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        assert resized(engine, 0.0005) == ""  # 512 KiB: segments of 64 KiB, with 6 blocks each.
+        for number in range(7):
+            engine.save(prompt(number))
+        engine.run_until(lambda: said(engine).blocks == on_disk(engine) > 40)
+
+        assert resized(engine, 0.0002) == ""
+
+        assert files_bytes(engine) <= 0.0002 * (1 << 30)
+        engine.run_until(lambda: said(engine).capacity_bytes == int(0.0002 * (1 << 30)))
+        engine.run_until(lambda: on_disk(engine) == said(engine).blocks)
+        assert 0 < on_disk(engine) < 24
+        for number in range(7):
+            engine.save(prompt(number))
+        engine.cache.audit()
+
+
+def test_a_larger_disk_keeps_more_blocks_than_it_could_at_the_start(tmp_path: Path) -> None:
+    with Engine(tmp_path / "disk", gib=0.001) as engine:
+        engine.wait_until_on()
+        slots = engine.cache.statistics().tiers[-1].slots
+
+        more = engine.cache.resize_tier("disk", gib=0.01)
+        assert engine.cache.statistics().tiers[-1].slots == slots
+        assert settled(engine) == ""
+        assert engine.cache.statistics().tiers[-1].slots == more > 9 * slots
+
+        for number in range(20):
+            engine.save(prompt(number))
+        engine.run_until(lambda: said(engine).blocks == on_disk(engine) == 160)
+        assert slots < 160
+        for number in range(20):
+            assert engine.save(prompt(number)) == all_but_the_last_block(prompt(number))
+        engine.cache.audit()
+
+
+def test_two_sizes_soon_after_one_another_leave_the_room_of_the_last(tmp_path: Path) -> None:
+    with Engine(tmp_path / "disk", gib=0.001) as engine:
+        engine.wait_until_on()
+
+        more = engine.cache.resize_tier("disk", gib=0.01)
+        engine.cache.resize_tier("disk", gib=0.005)
+
+        engine.run_until(lambda: said(engine).capacity_bytes == int(0.005 * (1 << 30)))
+        assert settled(engine) == ""
+        assert engine.cache.statistics().tiers[-1].slots == more
+        engine.cache.audit()
+
+
+def test_a_store_process_that_is_started_again_has_the_size_that_was_set(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        assert resized(engine, 0.001) == ""
+
+        os.kill(store_pid(engine), signal.SIGKILL)
+        engine.run_until(lambda: not engine.cache.health().ok)
+        engine.wait_until_on()
+
+        engine.run_until(lambda: said(engine).capacity_bytes == int(0.001 * (1 << 30)))
+
+
+def test_the_last_size_counts_whichever_engine_has_set_it(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as one, opened() as other:
+        one.wait_until_on()
+        other.wait_until_on()
+        assert resized(one, 0.001) == ""
+        assert resized(other, 0.002) == ""
+        one.run_until(lambda: said(one).capacity_bytes == int(0.002 * (1 << 30)))
+
+        os.kill(store_pid(one), signal.SIGKILL)
+        for each in (one, other):
+            each.run_until(lambda each=each: not each.cache.health().ok)  # type: ignore[misc]
+        for each in (one, other, one):
+            each.wait_until_on()
+
+        for each in (one, other):
+            each.run_until(
+                lambda each=each: said(each).capacity_bytes == int(0.002 * (1 << 30))  # type: ignore[misc]
+            )
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"gib": 1e-6}, r"disk.gib: is 1e-06, must be from 3.\d+e-05 to "),
+        ({"gib": 1e12}, r"disk.gib: is 1000000000000.0, must be from "),
+        ({"gib": float("nan")}, r"disk.gib: is nan, must be from "),
+        ({"blocks": 9}, r"disk: has blocks or no gib, must have gib: the room of its folder"),
+        ({}, r"disk: has blocks or no gib, must have gib"),
+    ],
+)
+def test_a_wrong_size_of_a_disk_is_refused(
+    opened: Callable[..., Engine], size: dict[str, float], message: str
+) -> None:
+    with opened() as engine, pytest.raises(penstock.ConfigError, match=message):
+        engine.cache.resize_tier("disk", **size)  # type: ignore[arg-type]
+
+
+def test_a_size_that_the_file_system_has_no_room_for_is_refused(
+    opened: Callable[..., Engine],
+) -> None:
+    with opened() as engine:
+        engine.wait_until_on()
+        before = said(engine).capacity_bytes
+        slots = engine.cache.statistics().tiers[-1].slots
+        there = os.statvfs(engine.folder)
+        more_gib = there.f_bavail * there.f_frsize / (1 << 30) + 8
+
+        engine.cache.check_resize("disk", gib=more_gib)
+        checked = settled(engine)
+        refused = resized(engine, more_gib)
+
+        for problem in (checked, refused):
+            assert problem.startswith(f"is {more_gib:.6g}, must be at most ")
+            assert "GiB free" in problem
+        assert said(engine).capacity_bytes == before
+        assert engine.cache.statistics().tiers[-1].slots == slots
+        assert engine.cache.health().ok
 
 
 def test_a_path_that_is_a_file_is_the_reason_why_the_disk_is_off(

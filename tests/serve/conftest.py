@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_S = 300.0
-SOON_S = 120.0
+SOON_S = 300.0
 """Longer than anything takes that works: a busy machine is no failure."""
+ENDLESS_TOKENS = 16_000
+"""An answer of so many takes a minute; those of the other model end after a second."""
+ENDLESS = ("--blocks", "4200", "--block-tokens", "8", "--host-gib", "0.01")
+"""Options of a server with room for two of them."""
 STATE = tempfile.TemporaryDirectory(prefix="penstock-state-")
 """Where roles keep the secret of their user: not that of whoever runs the tests."""
 ONE_EACH = httpx.Limits(max_keepalive_connections=0)
@@ -181,7 +185,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     return line.partition(" at ")[2].split("/v1")[0]
 
 
-def eventually(ask: Any, wanted: Any, *, within_s: float = 180.0) -> None:
+def eventually(ask: Any, wanted: Any, *, within_s: float = SOON_S) -> None:
     """Asks until the answer is the wanted one: the server has no event for it."""
     deadline = time.monotonic() + within_s
     while (found := ask()) != wanted:
@@ -194,6 +198,23 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "small-model"
     make_checkpoint(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def endless_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for answers that are under way however late a test looks at them."""
+    folder = tmp_path_factory.mktemp("endless") / "small-model"
+    make_checkpoint(folder, positions=ENDLESS_TOKENS + 384)
+    return folder
+
+
+@pytest.fixture
+def always_load(tmp_path: Path) -> tuple[str, str]:
+    """Options of a server that never measures whether computing a prompt would be quicker."""
+    file = tmp_path / "always-load.toml"
+    cache = 'cache = { blocks = 64, load_gate = "off" }'
+    file.write_text(f'version = 1\nmodel.name = "small-model"\n{cache}\n', encoding="utf-8")
+    return "--config", str(file)
 
 
 @pytest.fixture(scope="session")

@@ -120,8 +120,11 @@ def test_a_head_that_does_not_come_is_given_up_with_a_word() -> None:
 
 def test_a_second_head_has_its_own_time() -> None:
     async def test() -> None:
-        async with serving(header_s=0.2) as served:
-            reader, writer = await served.dial(GET)
+        async with serving() as served:
+            reader, writer = await served.dial(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
+            await served.app.begun.wait()
+            served.server._limits.header_s = 0.2  # The first head had all the time it needed.
+            served.app.end.set()
             await reader.readuntil(b"answered")
             writer.write(b"GET / HT")
 

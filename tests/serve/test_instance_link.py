@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.engine import messages as ms
-from penstock.serve.instance_link import InstanceLink
+from penstock.serve.app import ask_instances
+from penstock.serve.instance_link import InstanceLink, InstanceLost
 from penstock.transport.base import BacklogError, Empty, Received, ReceivedFrame
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SOON_S = 5.0
+SOON_S = 60.0
 TOKEN = ms.TokenProgress(id="r", answer=0, token=7, reason="length")
 
 
@@ -94,3 +95,28 @@ def test_what_arrives_while_messages_wait_is_received(channel: FullChannel) -> N
         return found
 
     assert asyncio.run(whole()) == [TOKEN]
+
+
+class Asked:
+    """An instance that answers, or is lost while it is asked."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self._answer = answer
+
+    async def ask(self, _what: str, _of: str = "") -> bytes:
+        if self._answer is None:
+            raise InstanceLost("instance 'b' is lost")
+        return self._answer
+
+
+def test_an_instance_that_is_lost_while_all_are_asked_is_left_out() -> None:
+    links: Any = [Asked(b"1"), Asked(None), Asked(b"3")]
+
+    assert asyncio.run(ask_instances(links, "statistics")) == [1, 3]
+
+
+def test_an_instance_that_was_asked_for_by_name_must_answer() -> None:
+    links: Any = [Asked(None)]
+
+    with pytest.raises(InstanceLost):
+        asyncio.run(ask_instances(links, "statistics", required=True))

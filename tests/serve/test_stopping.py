@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.serve.conftest import SOON_S, Running, _address, command, descendants, eventually
+from tests.serve.conftest import (
+    ENDLESS,
+    ENDLESS_TOKENS,
+    SOON_S,
+    Running,
+    _address,
+    command,
+    descendants,
+    eventually,
+)
+from tests.serve.test_lives import nobody_comes_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -115,14 +125,14 @@ def test_a_stop_lets_answers_end_and_logs_no_warning(model_folder: Path, tmp_pat
 
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
 def test_what_does_not_end_in_time_gets_an_error_and_ends(
-    model_folder: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
+    endless_model_folder: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
     log = tmp_path / "log"
     drain_s = "0" if len(signals) == 1 else "600"
-    options = ("--drain-s", drain_s, "--log-json")
-    with logging_server(model_folder, log, *options) as running, ExitStack() as held:
+    options = ("--drain-s", drain_s, "--log-json", *ENDLESS)
+    with logging_server(endless_model_folder, log, *options) as running, ExitStack() as held:
         rude_clients(running, held)
-        with stream(running) as lines:
+        with stream(running, max_tokens=ENDLESS_TOKENS) as lines:
             for each in signals:
                 running.process.send_signal(each)
                 # One that comes before the first was taken is the same signal.
@@ -154,14 +164,12 @@ def test_connections_without_number_do_not_take_the_descriptors_of_others(
     ):
         for _ in range(300):
             held.enter_context(dial(running, b"GET /"))
-        [instance] = [
-            pid for pid in descendants(running.process.pid) if "engine.instance" in command(pid)
-        ]
 
-        os.kill(instance, signal.SIGKILL)
+        with nobody_comes_back(running):
+            os.kill(running.children()["instance"], signal.SIGKILL)
+            eventually(lambda: running.client.get("/health").status_code, 503)
 
         # It comes back, which takes descriptors, and clients are served beside the others.
-        eventually(lambda: running.client.get("/health").status_code, 503)
         eventually(lambda: running.client.get("/health").status_code, 200)
         assert running.complete("Is anybody there?")["usage"]["completion_tokens"] == 8
         running.process.send_signal(signal.SIGTERM)

@@ -109,13 +109,17 @@ def keys_of(tmp_path: Path, *hosts: str) -> Path:
     return tmp_path / "machine.keys"
 
 
-@pytest.mark.parametrize("key", ["--router", "--prefill-at", "--decode-at"])
+@pytest.mark.parametrize(
+    ("key", "place"), [("--router", "tcp://192.0.2.1:7300"), ("--handoff-host", "192.0.2.1")]
+)
 def test_a_role_off_the_loopback_interface_needs_keys(
-    model_folder: Path, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path,
+    key: str,
+    place: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    places = {"--router": "tcp://127.0.0.1:7000", "--prefill-at": "tcp://127.0.0.1:7100"}
-    places["--decode-at"] = "tcp://127.0.0.1:7200"
-    places[key] = "tcp://192.0.2.1:7300"
+    places = {"--router": "tcp://127.0.0.1:7000", key: place}
     options = [word for place in places.items() for word in place]
     serve = ["serve", "--model", str(model_folder), "--role", "decode", *options]
 
@@ -125,7 +129,7 @@ def test_a_role_off_the_loopback_interface_needs_keys(
     assert run([*serve, "--keys-file", file, "--print-config"]) == 0
 
     assert "serve.keys_file: is '', must be a file with the keys of the machines for" in said
-    assert "'tcp://192.0.2.1:7300', which is not on the loopback interface: make one" in said
+    assert f"{place!r}, which is not on the loopback interface: make one" in said
 
 
 def test_a_host_without_a_key_is_named_before_anything_is_started(

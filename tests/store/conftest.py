@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.store import link
-from tests.store.store_lab import StoreEngine, StoreProcess
+from tests.store.store_lab import PATIENCE_S, StoreEngine, StoreProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +30,7 @@ def make_engine(store: StoreProcess) -> Iterator[MakeEngine]:
         yield lambda **wishes: stack.enter_context(closing(StoreEngine(store.config, **wishes)))
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines count a process as silent after 0.3 s."""
-    monkeypatch.setattr(link, "PING_S", 0.1)
-    monkeypatch.setattr(link, "SILENT_S", 0.2)
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a busy machine keeps from answering is not taken for one that hangs."""
+    monkeypatch.setattr(link, "SILENT_S", PATIENCE_S)

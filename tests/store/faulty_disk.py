@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from penstock.store.disk_io import DiskCalls
+from penstock.testing.store_tier_suite import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,7 @@ class FaultyDisk:
         held = self._held.get(name)
         if held is not None and not held.is_set() and nbytes >= self._held_bytes_min[name]:
             self.waiting[name].release()
-            assert held.wait(30)
+            assert held.wait(WAIT_S)
         error = self._errors.get(name)
         if error is not None:
             self.raised[name] = self.raised.get(name, 0) + 1

@@ -9,6 +9,7 @@ Files in its folder change how it behaves, so that a test can do that from anoth
 | `off`  | it cannot be opened                                                           |
 | `slow` | opening it takes until the file is gone                                       |
 | `dies` | its process notes there that it was started, and ends                         |
+| `curt` | clients have a moment to say what they are for, and not as long as they like  |
 
 `python -m tests.store.memory_tier CONFIG` is a store process with tiers of the kind "memory".
 """
@@ -26,16 +27,19 @@ import numpy as np
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
+from penstock.store import server
 from penstock.store.__main__ import main as run_store
 from penstock.store.base import EndedJob, GoneBlocks, LoadJob, Page, SaveJob, TierState
+from penstock.store.messages import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.store.base import MappedArena, Space
+    from penstock.store.base import MappedArena, ResizeJob, Space
     from penstock.store.messages import StoreTierConfig
     from penstock.vocabulary.ids import Key
 
+SIZE_BYTES_MAX = 1 << 40
 Identity = tuple["Space", bytes, "Key"]
 
 
@@ -62,6 +66,15 @@ class MemoryTier:
 
     def load(self, job: LoadJob) -> None:
         self._take(job)
+
+    def resize(self, job: ResizeJob) -> None:
+        if job.size_bytes > SIZE_BYTES_MAX:
+            self._end(EndedJob(job.ticket, failure=f"is {job.size_bytes}, which is too much"))
+            return
+        if not job.checks:
+            self._size_bytes = job.size_bytes
+            self._make_room()
+        self._end(EndedJob(job.ticket))
 
     def cancel(self, ticket: int) -> None:
         if not (self._folder / "deaf").exists() and self._held.pop(ticket, None):
@@ -137,6 +150,9 @@ class MemoryTier:
             return
         self._blocks[identity] = (block, parent)
         self._bytes += len(block)
+        self._make_room()
+
+    def _make_room(self) -> None:
         while self._bytes > self._size_bytes:
             (space, part, key), (old, _) = self._blocks.popitem(last=False)
             self._bytes -= len(old)
@@ -178,6 +194,8 @@ def open_memory_tier(config: StoreTierConfig) -> MemoryTier:
 
 
 def main(arguments: list[str]) -> int:
+    [tier] = StoreConfig.from_json(arguments[0]).tiers
+    server.GREETING_S = 0.5 if Path(tier.folder, "curt").exists() else 600.0
     return run_store(arguments, {"memory": open_memory_tier})
 
 

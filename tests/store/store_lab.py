@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from hashlib import shake_128
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,10 @@ import numpy as np
 from penstock.cache.operations import Purpose
 from penstock.machine.effects import Abandon, Copy
 from penstock.machine.events import CopyReport
+from penstock.store import link
+from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
-from penstock.store.link import ArenaOffer, StoreBack, StoreLink, StoreLost, StoreState
+from penstock.store.link import StoreBack, StoreLink, StoreLost, StoreState
 from penstock.store.messages import StoreConfig, StoreTierConfig
 from penstock.tiers.host import HostTier
 from penstock.transport.waiting import wait_any
@@ -29,14 +31,14 @@ from tests.forked import Forked
 from tests.store.segments import BLOCK_BYTES, FORM, SPAN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.store.link import StoreResult
 
     MakeEngine = Callable[..., "StoreEngine"]
 
 MEMORY_STORE = "tests.store.memory_tier"
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """How long a test waits for what has to happen; a busy machine starts processes slowly."""
 HUB, DISK = 1, 2
 SLOTS = 64
@@ -178,7 +180,8 @@ class StoreEngine:
             self.results.append(result)
             if isinstance(result, StoreState):
                 self.is_on, self.why = result.state.on, result.state.why
-            elif isinstance(result, StoreLost) and result.fenced:
+            elif isinstance(result, StoreLost) and result.why.endswith("has ended"):
+                # The next one says so itself, perhaps before it has the arenas.
                 self.is_on = False
         self.link.dispatch()
 
@@ -289,6 +292,17 @@ class StoreEngine:
             offer.close()
         self.link.close(time.monotonic() + PATIENCE_S)
         self._stack.close()
+
+
+@contextmanager
+def impatience() -> Iterator[None]:
+    """Engines count a process as silent after 0.3 s; before and after, they wait for a slow one."""
+    before = link.PING_S, link.SILENT_S
+    link.PING_S, link.SILENT_S = 0.1, 0.2
+    try:
+        yield
+    finally:
+        link.PING_S, link.SILENT_S = before
 
 
 def is_readable(fd: int) -> bool:

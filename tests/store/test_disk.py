@@ -31,6 +31,7 @@ from penstock.store.disk_format import (
     sound_rows,
 )
 from penstock.store.disk_index import digests_of
+from penstock.store.disk_io import DiskCalls
 from penstock.testing.store_tier_suite import (
     LAYOUTS,
     SAVE_SALT,
@@ -40,6 +41,7 @@ from penstock.testing.store_tier_suite import (
     wait_until_recovered,
 )
 from tests.descriptors import open_descriptors
+from tests.store.faulty_disk import FaultyDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +128,7 @@ DiskTier(Path(sys.argv[1]), 1 << 20)
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
 
     assert "UnavailableError" in second.stderr
@@ -242,6 +244,75 @@ def test_a_folder_too_small_for_two_blocks_fails_the_job_with_the_number(
 
     assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 2
     assert f"gives the folder {2 * BLOCK} bytes, must be at least" in ended.failure
+    assert rig.tier.state().on
+
+
+def test_a_smaller_folder_gives_its_coldest_files_back_to_the_system(
+    make: Callable[..., DiskTier], tmp_path: Path
+) -> None:
+    size = small_size(slots=4)
+    rig = StoreRig(make(size), LAYOUT)
+    groups = [rig.fill(4, seed=seed) for seed in range(20, 26)]
+    for number, _ in enumerate(groups):
+        rig.save_and_wait(rig.fill(4, seed=20 + number))
+    rig.load_and_wait(groups[0].keys, [40, 41, 42, 43])
+
+    ticket = rig.resize(size // 4)
+    while ticket not in {each.ticket for each in rig.ended}:
+        rig.ended += rig.tier.collect()
+    reported = gone_keys(rig.tier.take_gone())
+
+    used = sum(each.stat().st_size for each in segments_of(tmp_path / "tier"))
+    assert 0 < used <= size // 4
+    assert all(rig.find(groups[0].keys))
+    lost = {key for group in groups for key in group.keys if not rig.find([key])[0]}
+    assert reported == lost
+    assert len(lost) == 16
+
+
+def test_a_folder_shrinks_when_the_reads_in_it_have_ended(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    size = small_size(slots=4)
+    tier = DiskTier(tmp_path / "tier", size, calls=disk.calls)
+    try:
+        rig = StoreRig(tier, LAYOUT)
+        saved = rig.fill(4)
+        rig.save_and_wait(saved)
+        disk.hold("preadv")
+        reading = rig.load(saved.keys, [40, 41, 42, 43])
+        resizing = rig.resize(2 * PAGE_BYTES)
+        rig.wait(rig.resize(PAGE_BYTES, checks=True))  # The keeper has come past the one before.
+        assert resizing not in {each.ticket for each in rig.ended}
+
+        disk.go_on("preadv")
+
+        read, resized = rig.wait(reading, resizing)
+        assert (read.faults, resized.failure) == ((), "")
+        rig.require(saved, [40, 41, 42, 43])
+        assert segments_of(tmp_path / "tier") == []
+        assert rig.find(saved.keys) == [False] * 4
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+
+def test_a_larger_size_is_refused_with_the_free_space(
+    make: Callable[..., DiskTier], tmp_path: Path
+) -> None:
+    # 2,048 pages are free.
+    found = os.statvfs_result((4096, 4096, 9000, 2048, 2048, 9, 9, 9, 0, 255))
+    calls = DiskCalls(statvfs=lambda _: found)
+    rig = StoreRig(make(SIZE_BYTES, calls=calls), LAYOUT)
+
+    [checked, refused] = rig.wait(rig.resize(1 << 30, checks=True), rig.resize(1 << 30))
+    [fits] = rig.wait(rig.resize(SIZE_BYTES // 2))
+
+    assert checked.failure == refused.failure
+    assert refused.failure == (
+        f"is 1, must be at most 0.0078125: the file system of folder {tmp_path / 'tier'} has "
+        "0.0078125 GiB free, and the tier has 0 GiB"
+    )
+    assert fits.failure == ""
+    assert rig.tier.state().capacity_bytes == SIZE_BYTES // 2
     assert rig.tier.state().on
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from penstock.store.base import EndedJob
+
 LAYOUT = LAYOUTS["whole pages"]
 SIZE_BYTES = 8 << 20
 
@@ -303,7 +305,7 @@ def test_a_segment_is_synced_once_it_is_full_with_its_rows_and_at_close(
 
 
 def test_close_at_its_deadline_reports_what_was_not_written(
-    tmp_path: Path, disk: FaultyDisk
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = DiskTier(tmp_path / "held", SIZE_BYTES, calls=disk.calls)
     rig = StoreRig(tier, LAYOUT)
@@ -313,14 +315,23 @@ def test_close_at_its_deadline_reports_what_was_not_written(
     for _ in range(5):
         assert disk.waiting["pwritev"].acquire(timeout=WAIT_S)
 
-    release = threading.Timer(0.3, disk.go_on, ["pwritev"])
+    ended: list[EndedJob] = []
+
+    def collect_until(count: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while len(ended) < count and time.monotonic() < deadline:
+            ended.extend(tier.collect())
+
+    def let_go_when_some_are_dropped() -> None:
+        collect_until(1)
+        disk.go_on("pwritev")
+
+    release = threading.Thread(target=let_go_when_some_are_dropped)
     release.start()
-    tier.close(deadline=time.monotonic() + 0.5)
+    monkeypatch.setattr("penstock.store.disk.THREADS_END_S", WAIT_S)
+    tier.close(deadline=time.monotonic() + WAIT_S)
     release.join()
-    deadline = time.monotonic() + WAIT_S
-    ended = tier.collect()
-    while len(ended) < len(tickets) and time.monotonic() < deadline:
-        ended += tier.collect()
+    collect_until(len(tickets))
 
     assert sorted(each.ticket for each in ended) == tickets
     assert any(each.faults for each in ended)

@@ -10,8 +10,6 @@ from collections import Counter
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-import pytest
-
 from penstock.cache.operations import BlockFault
 from penstock.machine.events import CopyReport
 from penstock.store.link import (
@@ -19,15 +17,25 @@ from penstock.store.link import (
     Paged,
     StoreBack,
     StoreLost,
+    StoreState,
+    TierResized,
     Voided,
 )
 from tests.descriptors import open_descriptors
 from tests.forked import Forked
-from tests.store.store_lab import DISK, PATIENCE_S, StoreEngine, StoreProcess, key_of
+from tests.store.store_lab import (
+    DISK,
+    PATIENCE_S,
+    StoreEngine,
+    StoreProcess,
+    impatience,
+    key_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from penstock.vocabulary.ids import OperationId
     from tests.store.store_lab import MakeEngine
 
 
@@ -90,7 +98,6 @@ def test_killed_and_started_again_it_works_again(
         assert engine.holds(32, 1)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_delays_nothing_and_answers_late(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:
@@ -109,12 +116,13 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
         longest = max(longest, time.monotonic() - began)
         return any(isinstance(each, StoreLost) for each in engine.results)
 
-    engine.until(step)
+    with impatience():
+        engine.until(step)
     engine.abandon(operation)
     others = [engine.order_load([1], [n % 64]) for n in range(5000)]
     engine.step()
 
-    assert longest < 5.0  # A machine may be busy; a wait would last until the process goes on.
+    assert longest < PATIENCE_S  # A wait would last until the process goes on.
     assert not engine.reports(operation)
     lost = engine.take(StoreLost)
     assert isinstance(lost, StoreLost)
@@ -124,19 +132,22 @@ def test_a_stopped_process_delays_nothing_and_answers_late(
     engine.take(StoreBack)
     engine.up()
     assert engine.finish(operation)
-    engine.until(lambda: len(engine.results) >= len(others))
-    counts = Counter(each.operation for each in engine.results if isinstance(each, CopyReport))
-    assert counts == Counter([operation, *others])
+
+    def counts() -> Counter[OperationId]:
+        return Counter(each.operation for each in engine.results if isinstance(each, CopyReport))
+
+    engine.until(lambda: counts().total() > len(others))
+    assert counts() == Counter([operation, *others])
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_is_killed_is_fenced(
     store: StoreProcess, make_engine: MakeEngine
 ) -> None:
     engine = make_engine().up()
     store.signal(signal.SIGSTOP)
     operation = engine.order_load([1], [40])
-    lost = engine.take(StoreLost)
+    with impatience():
+        lost = engine.take(StoreLost)
 
     store.kill()
 
@@ -161,6 +172,62 @@ def test_a_void_that_was_lost_is_sent_again(store: StoreProcess, make_engine: Ma
     engine.take(StoreBack)
     engine.up()
     assert isinstance(engine.take(Voided), Voided)
+
+
+def test_a_size_that_was_not_answered_is_sent_again(
+    store: StoreProcess, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    store.signal(signal.SIGSTOP)
+    engine.link.resize(DISK, 5000)
+    engine.link.check_size(DISK, 6000)
+    engine.link.dispatch()
+    store.kill()
+    lost = engine.take(TierResized)
+
+    store.start()
+
+    engine.up()
+    assert lost.size_bytes == 6000
+    assert lost.problem.startswith("cannot be checked: the store process")
+    assert engine.take(TierResized) == TierResized(DISK, 5000, "", checked=False)
+    engine.until(lambda: capacity_of(engine) == 5000)
+
+
+def test_a_tier_that_is_being_opened_gets_the_size_that_it_is_given_meanwhile(
+    store: StoreProcess, make_engine: MakeEngine
+) -> None:
+    engine = make_engine().up()
+    store.kill()
+    store.file("slow").touch()
+    store.start()
+    engine.take(StoreLost)
+    engine.until(lambda: engine.link.is_up and not engine.is_on)
+
+    engine.link.check_size(DISK, 5000)
+    checked = engine.take(TierResized)
+    engine.link.resize(DISK, 5000)
+    resized = engine.take(TierResized)
+    store.file("slow").unlink()
+
+    engine.up()
+    assert checked.problem == "is 4.65661e-06, but the tier is off: it is being opened"
+    assert resized.problem == ""
+    engine.until(lambda: capacity_of(engine) == 5000)
+
+
+def test_a_size_that_is_refused_leaves_the_one_before(make_engine: MakeEngine) -> None:
+    engine = make_engine().up()
+
+    engine.link.resize(DISK, 1 << 60)
+
+    assert "which is too much" in engine.take(TierResized).problem
+    assert capacity_of(engine) == 1 << 20
+
+
+def capacity_of(engine: StoreEngine) -> int:
+    said = [each.state for each in engine.results if isinstance(each, StoreState)]
+    return said[-1].capacity_bytes
 
 
 def test_tiers_can_be_used_when_every_rank_has_offered_its_arena(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import closing
@@ -23,6 +24,8 @@ from tests.store.store_lab import DISK, PATIENCE_S, StoreEngine, StoreProcess, k
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from penstock.store.base import StoreTier
     from penstock.store.messages import StoreTierConfig
@@ -266,6 +269,34 @@ def test_closing_waits_for_a_tier_that_is_being_opened_until_its_deadline(tmp_pa
     assert slot.state().why == "the folder is gone by now"
 
 
+def test_a_tier_that_is_asked_for_just_before_its_thread_says_so_opens_a_little_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = StoreProcess(tmp_path / "store").config.tiers[0]
+    about_to_say, go_on = threading.Event(), threading.Event()
+    write = os.eventfd_write
+
+    def write_late(descriptor: int, value: int) -> None:
+        about_to_say.set()
+        go_on.wait(PATIENCE_S)
+        write(descriptor, value)
+
+    def refuse(_config: StoreTierConfig) -> StoreTier:
+        raise UnavailableError("the folder is gone")
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    slot = TierSlot(config, {"memory": refuse})
+    slot.open(0.0)
+    assert about_to_say.wait(PATIENCE_S)
+
+    assert not slot.open(0.0)
+
+    assert slot.state().why == "it is being opened"
+    go_on.set()
+    slot.close(time.monotonic() + PATIENCE_S)
+    assert slot.state().why == "the folder is gone"
+
+
 def test_states_are_sent_when_they_change(make_engine: MakeEngine) -> None:
     engine = make_engine().up()
     engine.save([1, 2])
@@ -316,7 +347,7 @@ def test_a_second_process_ends_and_leaves_the_first_alone(
     second.start()
 
     assert second.process is not None
-    assert second.process.wait(30) == 3
+    assert second.process.wait(PATIENCE_S) == 3
     engine.save([1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,6 @@ from penstock.store.messages import (
     requests,
 )
 from penstock.store.server import SESSIONS_MAX
-from penstock.store.sockets import connect_store
 from penstock.transport.packets import send_packet
 from penstock.vocabulary.keys import KEY_BYTES
 from tests.store.segments import FORM
@@ -45,11 +45,10 @@ class RawClient:
     """A connection that sends what it likes."""
 
     def __init__(self, path: str) -> None:
-        connection = connect_store(Path(path))
-        assert connection is not None
-        os.close(connection.pidfd)
-        self.channel = connection.channel
+        # Not as an engine connects: that one fails where the process has sent it away already.
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(PATIENCE_S)
+        self.channel.connect(path)
 
     def send(self, *batch: AnyStoreRequest, fd: int | None = None) -> None:
         send_packet(self.channel, requests.encode(batch), fd)
@@ -243,15 +242,21 @@ def test_more_sessions_than_allowed_are_refused(store: StoreProcess, engine: Sto
     engine.until(lambda: len(os.listdir(f"/proc/{store.pid}/fd")) < 64)
 
 
-def test_a_client_that_says_nothing_is_sent_away(client: RawClient) -> None:
-    assert "did not say what it is for" in client.read_end()
+def test_a_client_that_says_nothing_is_sent_away(tmp_path: Path) -> None:
+    with closing(StoreProcess(tmp_path / "store")) as store:
+        store.file("curt").touch()
+        store.start()
+        with closing(StoreEngine(store.config)) as engine:
+            engine.up()
+            with closing(RawClient(store.config.socket)) as client:
+                assert "did not say what it is for" in client.read_end()
 
 
 OTHER_USER = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-channel.settimeout(30)
+channel.settimeout(120)
 channel.connect(sys.argv[1])
 print(channel.recv(4096))
 """
@@ -275,17 +280,17 @@ def test_another_user_is_refused(store: StoreProcess, engine: StoreEngine) -> No
 
 def test_it_sleeps_while_nothing_happens(store: StoreProcess, engine: StoreEngine) -> None:
     engine.save([1])
-    deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline:  # Its last state is sent within a second.
-        engine.step(0.5)
 
-    def switches() -> int:
-        status = Path(f"/proc/{store.pid}/status").read_text()
-        return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_sw" in line)
+    def wakes_in_a_second() -> int:
+        def wakes() -> int:
+            status = Path(f"/proc/{store.pid}/status").read_text()
+            return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
-    before = switches()
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        engine.step(0.5)
+        before = wakes()
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            engine.step(0.5)
+        return wakes() - before
 
-    assert switches() - before <= 2
+    # Its last state is sent within a second of its own time, which a busy machine makes longer.
+    engine.until(lambda: wakes_in_a_second() <= 2)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.cache.operations import BlockFault
 from penstock.store.link import StoreBack, StoreLost, StoreState, Voided
-from tests.store.store_lab import DISK, StoreEngine, StoreProcess
+from tests.store.store_lab import DISK, StoreEngine, StoreProcess, impatience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,6 @@ def _load_when_known(engine: StoreEngine, number: int) -> None:
     assert engine.holds(32, number)
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_process_that_is_stopped_and_killed_loses_nothing_acknowledged(
     store: StoreProcess,
 ) -> None:
@@ -93,7 +92,8 @@ def test_a_process_that_is_stopped_and_killed_loses_nothing_acknowledged(
         engine.up().save(range(1, 20))
         store.signal(signal.SIGSTOP)
         late = engine.order_load([1], [40])
-        engine.take(StoreLost)
+        with impatience():
+            engine.take(StoreLost)
 
         store.kill()
         store.start()

@@ -19,6 +19,7 @@ OTHERS = {
     "bench/": "starts what it measures against: peers, and designs that need a second process",
     "demo/": "starts the server that it shows, as its user would",
     "movers/c_compiler.py": "asks the C compiler, once, and waits for it: nothing lives on",
+    "replay/plan.py": "replays a trace on all cores, in a pool that ends with the command",
     "testing/": "starts peers that a test may kill",
 }
 """Who else may, and why: none leaves one in an engine. One that does not fails the test, too."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +21,13 @@ from penstock.transport.inproc import InprocFabric
 from penstock.transport.remote import Fenced, Span, WriteDone
 from penstock.transport.shared_memory import SharedTarget, _map, connect_shared
 from penstock.transport.waiting import wait_readable
+from penstock.transport.wire import RefusalReason
 from penstock.transport.zeromq import IPC, ChannelSettings, Listener, dial
 from tests.descriptors import open_descriptors
+from tests.ports import free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from penstock.transport.zmq_channel import ZmqChannel
 
@@ -51,6 +55,91 @@ settings = ChannelSettings(heartbeat_s=0.1, silence_s=600.0, open_s=60.0)
 channel = connect(sys.argv[1], name="rank 0", deadline=soon(), settings=settings)
 sys.stdin.read()
 """
+
+
+# ------------------------------------------------------------------ ports
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_a_listener_takes_its_ports_from_a_range_and_gives_them_back() -> None:
+    [first] = free_ports(1)
+    ports = range(first, first + 3)
+    settings = ChannelSettings(ports=ports)
+    with Listener("engine", "tcp://127.0.0.1:*", settings=settings) as listener:
+        assert port_of(listener.address) == first
+        for number in range(2):
+            rank, channel = met(listener, f"rank {number}")
+            rank.send(b"hello")
+            assert receive_frame(channel) == b"hello"
+            assert listening_ports() & {*ports} == {*ports}
+            rank.close()
+            channel.close()
+            wait_until(lambda: listening_ports() & {*ports} == {first})
+
+
+def test_a_peer_that_finds_all_ports_in_use_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    [first] = free_ports(1)
+    settings = ChannelSettings(ports=range(first, first + 4))
+    cause = (
+        f"cannot listen on tcp://127.0.0.1: all of the ports {first}-{first + 3} are in use; each "
+        "connection takes two"
+    )
+    with Listener("engine", "tcp://127.0.0.1:*", settings=settings) as listener:
+        first_pair = met(listener, "rank 0")
+        other = dial(listener.address, name="rank 1", settings=PATIENT)
+
+        while other.failure is None:
+            assert listener.accept(deadline=time.monotonic() + 0.01) is None
+            other.receive(deadline=time.monotonic() + 0.01)
+
+        assert cause in (other.failure or "")
+        assert f"peer refused: name=rank 1 at=engine cause={cause}" in caplog.messages
+        assert listener.refused == {RefusalReason.NO_PORT: 1}
+        # Nothing of the refused one is left: the next one finds the ports of the first.
+        for channel in (*first_pair, other):
+            channel.close()
+        wait_until(lambda: listening_ports() & {first + 1, first + 2, first + 3} == set())
+        for channel in met(listener, "rank 1"):
+            channel.close()
+
+
+def test_a_listener_without_a_free_port_says_which_it_may_use() -> None:
+    [first] = free_ports(1)
+    settings = ChannelSettings(ports=range(first, first + 1))
+    with (
+        Listener("engine", "tcp://127.0.0.1:*", settings=settings),
+        pytest.raises(UnavailableError, match=f"all of the ports {first}-{first} are in use"),
+    ):
+        Listener("another", "tcp://127.0.0.1:*", settings=settings)
+
+
+def met(listener: Listener, name: str) -> tuple[ZmqChannel, ZmqChannel]:
+    """A peer that dials, and its channel at the listener."""
+    near, far, deadline = dial(listener.address, name=name), None, soon()
+    while far is None:
+        assert time.monotonic() < deadline
+        near.wait_open(deadline=time.monotonic() + 0.01)
+        far = listener.accept(deadline=time.monotonic() + 0.01)
+    assert near.wait_open(deadline=soon())
+    return near, far
+
+
+def listening_ports() -> set[int]:
+    """The ports of this machine at which somebody listens."""
+    rows = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    words = (row.split() for row in rows)
+    return {int(each[1].rpartition(":")[2], 16) for each in words if each[3] == "0A"}
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """ZeroMQ closes sockets in a thread of its own."""
+    deadline = soon()
+    while not done():
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.01)
 
 
 # ------------------------------------------------------------------ remote writes

@@ -65,21 +65,23 @@ def test_a_key_that_is_not_listed_is_refused_and_named_once(
     stranger = MachineKeys.new().with_peer("127.0.0.1", here.public)
 
     with Listener("router", EVERYWHERE, secret=here) as listener, caplog.at_level(logging.WARNING):
-        for _ in range(2):
+        deadline, hint = soon(), ""
+        # An attempt may be over before a busy machine has let the listener refuse it.
+        while listener.refused[RefusalReason.UNKNOWN_KEY] < 2 or not hint:
+            assert time.monotonic() < deadline
             channel = dial(port_of(listener), name="rank 0", secret=stranger, settings=QUICK)
             while channel.failure is None:
                 assert listener.accept(deadline=time.monotonic() + 0.01) is None
                 channel.receive(deadline=time.monotonic() + 0.01)
             channel.close()
-        refused = listener.refused[RefusalReason.UNKNOWN_KEY]
+            hint = channel.failure.partition("so it and this end may not ")[2]
         accept_while_dialling(listener, here)
 
-    assert refused >= 2
     assert [each.getMessage() for each in caplog.records] == [
         f"refused a connection from 127.0.0.1: its key {stranger.public} is not among the peers of "
         "this machine"
     ]
-    assert "so it and this end may not know each other's keys" in (channel.failure or "")
+    assert hint == "know each other's keys"
 
 
 def test_who_expects_another_key_does_not_connect() -> None:

@@ -18,10 +18,10 @@ from penstock.errors import UnavailableError
 from penstock.testing.peer_process import peer_process
 from penstock.testing.writer_process import drawn_bytes
 from penstock.transport import shared_memory
+from penstock.transport.posted import SPARE_MAX
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, NotYet, Span, WriteDone, WriteFailed
 from penstock.transport.shared_memory import (
     CALLERS_MAX,
-    SPARE_MAX,
     Description,
     SharedTarget,
     call,
@@ -386,7 +386,7 @@ def test_freed_memory_is_kept_within_a_bound(target: SharedTarget) -> None:
         target.retire(area)
         target.free(area)
 
-    assert len(target._spare) == SPARE_MAX
+    assert len(target._arenas._spare) == SPARE_MAX
 
 
 @given(st.binary(max_size=100))

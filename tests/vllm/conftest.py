@@ -107,7 +107,8 @@ def run(
 ) -> Run:
     """Runs an engine through a list of acts: the result of each, and all that was printed.
 
-    With `dies`, the last act kills the engine.
+    With `dies`, the last act kills the engine. With `prefill` and `decode`, which are scripts, it
+    runs two engines that hand prompts over.
     """
 
     def run_engine(kind: str, acts: list[dict[str, Any]], **script: Any) -> tuple[Results, str]:
@@ -123,8 +124,9 @@ def run(
             "PENSTOCK_TAMPER": str(tmp_path_factory.mktemp("tamper") / "word"),
             **script.pop("environment", {}),
         }
+        job = "run_pair" if "prefill" in script else "run_engine"
         arguments = [str(model(kind)), {"acts": acts, **script}]
-        status, printed = fork_server.run("run_engine", arguments, environment)
+        status, printed = fork_server.run(job, arguments, environment)
         assert status == expected, printed[-6000:]
         lines = [line for line in printed.splitlines() if line.startswith("ACT ")]
         return [json.loads(line.removeprefix("ACT ")) for line in lines], printed

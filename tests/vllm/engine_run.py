@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK = 32
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 """What the engine has not done by then it never does."""
 # How quick these models are must not decide which hits are loaded.
 CONFIG = """
@@ -104,7 +104,7 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
         transfer = {
             "kv_connector": name,
             "kv_connector_module_path": module,
-            "kv_role": "kv_both",
+            "kv_role": script.get("role", "kv_both"),
             "kv_load_failure_policy": script.get("policy", "recompute"),
             "kv_connector_extra_config": {
                 "config": config_of(script),
@@ -167,25 +167,27 @@ def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:
         skip_reading_prefix_cache=act.get("skip_reading"),
         extra_args={"kv_transfer_params": act["params"]} if "params" in act else None,
     )
-    prompts, rows = prompts_of(act), []
+    prompts = prompts_of(act)
     together = [[prompt] for prompt in prompts] if act.get("alone") else [prompts]
-    for out in (
-        out
+    rows = [
+        row_of(out)
         for some in together
         for out in llm.generate(some, sampling, use_tqdm=False, lora_request=adapter_of(act))
-    ):
-        answer = out.outputs[0]
-        rows.append(
-            {
-                "tokens": list(answer.token_ids),
-                "logprobs": [
-                    step[token].logprob
-                    for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
-                ],
-                "cached": out.num_cached_tokens,
-            }
-        )
+    ]
     return {"rows": rows, "metrics": metrics_of(llm)}
+
+
+def row_of(out: Any) -> dict[str, Any]:
+    """What an engine answered to one prompt."""
+    answer = out.outputs[0]
+    return {
+        "tokens": list(answer.token_ids),
+        "logprobs": [
+            step[token].logprob
+            for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
+        ],
+        "cached": out.num_cached_tokens,
+    }
 
 
 def prepare(llm: LLM, act: dict[str, Any]) -> None:

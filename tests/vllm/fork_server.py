@@ -31,6 +31,7 @@ vllm.utils.system_utils.get_mp_context = lambda: multiprocessing.get_context("fo
 
 import compressed_tensors  # noqa: E402, F401
 import engine_run  # noqa: E402
+import pair_run  # noqa: E402
 import tiny_models  # noqa: E402
 import vllm.model_executor.models.deepseek_v2  # noqa: E402
 import vllm.model_executor.models.gemma3  # noqa: E402
@@ -67,7 +68,11 @@ def run_engine(model: str, script: dict[str, Any]) -> None:
     engine_run.main(model, script)
 
 
-JOBS = {each.__name__: each for each in (make_model, run_engine)}
+def run_pair(model: str, script: dict[str, Any]) -> None:
+    pair_run.main(model, script)
+
+
+JOBS = {each.__name__: each for each in (make_model, run_engine, run_pair)}
 
 
 def take_job(line: str) -> None:

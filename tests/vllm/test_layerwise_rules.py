@@ -157,11 +157,16 @@ def test_failed_loads_that_fail_requests_are_refused_unless_they_are_meant(
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_an_engine_that_is_to_save_or_to_load_alone_is_refused(
+def test_a_model_whose_prompts_cannot_be_handed_over_is_refused_in_that_role(
     configured: Callable[..., Any], role: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"kv_role: is '{role}', must be \"kv_both\""):
-        connect(configured(role), FULL)
+    config = configured(role)
+    config.kv_transfer_config.kv_connector_extra_config["layerwise"] = False
+
+    with pytest.raises(ConfigError, match=f"kv_role: is '{role}', must be left out: "):
+        connect(config, SLIDING)
+
+    assert connect(config, FULL)._config is not None
 
 
 @pytest.mark.parametrize(

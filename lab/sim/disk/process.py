@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.store.base import EndedJob, MappedArena
+    from penstock.store.base import EndedJob, MappedArena, ResizeJob
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
     from penstock.vocabulary.ids import Key
@@ -97,6 +97,7 @@ class WatchedTier(DiskTier):
         """By load in hand: where acknowledged blocks of it lie, by position."""
         self._tickets_lost: set[int] = set()
         """Jobs that were in hand when the folder was removed: what they say counts no more."""
+        self._resizing: set[int] = set()
         self.has_folder = True
         super().__init__(
             folder,
@@ -159,9 +160,16 @@ class WatchedTier(DiskTier):
         }
         super().load(job)
 
+    def resize(self, job: ResizeJob) -> None:
+        self._resizing.add(job.ticket)
+        super().resize(job)
+
     def collect(self) -> list[EndedJob]:
         ended = super().collect()
         for each in ended:
+            if each.ticket in self._resizing:
+                self._resizing.remove(each.ticket)
+                continue
             job = self._in_hand.pop(each.ticket)
             unsure = self._unsure.pop(each.ticket)
             if each.ticket in self._tickets_lost or not self.has_folder:
@@ -222,7 +230,7 @@ class WatchedTier(DiskTier):
         """What its threads could do now."""
         board, threads = self._board, self._threads
         steps: list[Callable[[], None]] = []
-        if keeper and (board.inbox or threads._retry_is_due()):  # noqa: SLF001
+        if keeper and threads.is_keeper_due():
             steps.append(threads.keep)
         if board.reads or board.writes:
             steps += [self._do_io] * 2
@@ -248,6 +256,12 @@ class WatchedTier(DiskTier):
     def retry_at(self) -> float | None:
         """When it tries again to use the disk, if it is off."""
         return self._board.retry_at if self._board.off and not self._board.broken else None
+
+    @property
+    def excess_bytes(self) -> int:
+        """What its segments take beyond its size."""
+        pool = self._board.pool
+        return max(0, pool.file_bytes - pool.size_bytes)
 
     @property
     def broken(self) -> bool:
@@ -291,7 +305,7 @@ class DiskProcess:
         self.checked = False
         """Whether this life has found all that it should have."""
         self._rng = rng
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._queue_bytes = queue_bytes
         self._reads_refused = 0
         """Before this life. A table that it cannot read is not read again."""
@@ -304,7 +318,7 @@ class DiskProcess:
         tier = WatchedTier.__new__(WatchedTier)
         try:
             tier.__init__(  # type: ignore[misc]
-                *(self.folder, self._size_bytes, self.disk, self.truth),
+                *(self.folder, self.size_bytes, self.disk, self.truth),
                 queue_bytes=self._queue_bytes,
             )
         except ProcessKilledError:

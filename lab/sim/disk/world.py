@@ -31,7 +31,7 @@ from lab.sim.disk.device import DiskWeather, ProcessKilledError
 from lab.sim.disk.process import DiskProcess, Identity
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
-from penstock.store.base import LoadJob, MappedArena, SaveJob, Space, part_name
+from penstock.store.base import LoadJob, MappedArena, ResizeJob, SaveJob, Space, part_name
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.form import Form
@@ -65,13 +65,14 @@ DISK_FAULTS: tuple[str, ...] = (
     "killed in a call",
     "power lost",
     "segment given up",
+    "tier resized",
     "sync is ignored",
     "tier is off",
     "tier is on again",
     "write lost",
 )
 DISK_KINDS = Kinds(
-    events=("load", "restart", "save", "step", "void"),
+    events=("load", "resize", "restart", "save", "step", "void"),
     faults=DISK_FAULTS,
     copy_word="job",
     copies=("load", "save"),
@@ -188,6 +189,7 @@ class DiskWorld:
             queue_bytes=rng.choice((1 << 30, 1 << 30, 6 * slot_bytes)),
         )
         self.jobs: dict[int, tuple[SaveJob | LoadJob, DiskArena]] = {}
+        self._draw_resizes(seed, crash)
         self._ticket = 0
         healthy = rng.random() < 0.15 or crash is not None
         self._weather = DiskWeather(
@@ -214,6 +216,12 @@ class DiskWorld:
             (self._fault(healthy, 0.1, 0.3), self._remove_folder),
         ]
 
+    def _draw_resizes(self, seed: int, crash: Crash | None) -> None:
+        """Whether the size of the tier changes. Worlds in which it does not draw as before."""
+        self._sizer = Random(f"sizes of {seed}")
+        self._resize_chance = 0.05 if crash is None and self._sizer.random() < 0.4 else 0.0
+        self._resizes: dict[int, ResizeJob] = {}
+
     def _fault(self, healthy: bool, chance: float, most: float) -> float:  # noqa: FBT001
         drawn = self.rng.uniform(0.0, most) if self.rng.random() < chance else 0.0
         return 0.0 if healthy else drawn
@@ -233,6 +241,8 @@ class DiskWorld:
                 for _ in range(self._turns):
                     self.now += self.rng.random() * 0.2
                     self._guard(self.rng.choices(actions, weights)[0])
+                    if self._resize_chance and self._sizer.random() < self._resize_chance:
+                        self._guard(self._resize)
                 self._end()
             finally:
                 self.process.kill_quietly()
@@ -307,6 +317,19 @@ class DiskWorld:
             self.note("job cancelled")
             self.process.tier.cancel(self.rng.choice(list(self.jobs)))
 
+    def _resize(self) -> None:
+        """The operator wants another size, or asks whether it can be."""
+        tier = self.process.tier
+        if tier is None:
+            return
+        self._ticket += 1
+        size = int(self.process.size_bytes * self._sizer.choice((0.0, 0.2, 0.5, 0.8, 1.0, 2.0)))
+        job = ResizeJob(self._ticket, max(1, size), checks=self._sizer.random() < 0.2)
+        self._resizes[job.ticket] = job
+        self.events["resize"] += 1
+        self.note("tier resized")
+        tier.resize(job)
+
     def _void(self) -> None:
         if self.process.tier is not None:
             name = self.rng.choice(SPACES)
@@ -332,10 +355,21 @@ class DiskWorld:
         if tier is None:
             return
         for ended in tier.collect():
-            self._check(ended)
+            if ended.ticket in self._resizes:
+                self._check_resize(tier, ended)
+            else:
+                self._check(ended)
         if tier.take_gone():
             self.note("segment given up")
         tier.state()
+
+    def _check_resize(self, tier: WatchedTier, ended: EndedJob) -> None:
+        job = self._resizes.pop(ended.ticket)
+        is_last = all(each.checks for each in self._resizes.values())
+        if is_last and not job.checks and not ended.failure and tier.excess_bytes:
+            raise SimulationError(
+                "store", f"a tier with its new size takes {tier.excess_bytes} bytes more"
+            )
 
     def _check(self, ended: EndedJob) -> None:
         job, arena = self.jobs.pop(ended.ticket)
@@ -379,6 +413,7 @@ class DiskWorld:
     def _after_death(self) -> None:
         self.process.disk.dies_at = None
         self.jobs.clear()
+        self._resizes.clear()
         for arena in self.arenas:
             arena.free = set(range(ARENA_SLOTS))
 
@@ -417,8 +452,9 @@ class DiskWorld:
         if self.process.tier is None:
             self._start()
         self._come_to_rest()
-        if self.jobs:
-            raise SimulationError("liveness", f"jobs were not reported: {list(self.jobs)}")
+        if self.jobs or self._resizes:
+            left = [*self.jobs, *self._resizes]
+            raise SimulationError("liveness", f"jobs were not reported: {left}")
         self.process.kill(power=False)
         self._after_death()
         self._start()

@@ -20,6 +20,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "copy cancelled",
     "copy goes on after it was given up",
     "deadline passed",
+    "device emptied",
     "event refused",
     "foreign blocks found",
     "gap in KV events",
@@ -51,6 +52,7 @@ RUNTIME_FAULTS: tuple[str, ...] = (
     "store is slow",
     "store is stopped",
     "store loses power",
+    "tier resized",
 )
 
 RUNTIME_KINDS = Kinds(

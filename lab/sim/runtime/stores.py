@@ -33,8 +33,9 @@ from lab.sim.disk.world import make_folder
 from lab.sim.runtime.memory import ALGORITHM
 from lab.sim.runtime.sockets import SimDeath, SimListener, sim_socket_pair
 from lab.sim.runtime.weather import Way
+from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
-from penstock.store.link import ArenaOffer, StoreLink
+from penstock.store.link import StoreLink
 from penstock.store.messages import SaveRequest, StoreConfig, StoreTierConfig, split_keys
 from penstock.store.server import StoreServer
 from penstock.store.sockets import PeerCredentials, StoreConnection
@@ -54,8 +55,7 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Copy
     from penstock.store.base import MappedArena
     from penstock.store.messages import JobRequest
-    from penstock.store.server import OwnerState
-    from penstock.store.sessions import ClientSession
+    from penstock.store.sessions import ClientSession, OwnerState
     from penstock.store.tier_slots import OpenTier
     from penstock.vocabulary.ids import Key, OperationId
 

@@ -10,6 +10,7 @@ from lab.sim.runtime.neighbour import Neighbour
 from lab.sim.runtime.weather import Way
 from lab.sim.storm import Storm
 from penstock.cache.operations import BlockFault
+from penstock.cache.settings import HUB
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
 from penstock.runtime.messages import RankReport, encode_report
@@ -42,6 +43,7 @@ class RuntimeStorm(Storm):
         """All ranks are there again, and nothing goes wrong from now on."""
         world = self._runtime
         world.ranks.recover()
+        self._restore_sizes()
         if world.stores is not None:
             world.stores.mend()
         for process in list(world.ranks.processes):
@@ -57,6 +59,35 @@ class RuntimeStorm(Storm):
             if not process.alive or process.number in world.ranks.lost:
                 self._notice_death(process.number)
                 self._come_back(process.number)
+
+    # ---------------------------------------------------------------- memory
+
+    def _resize_tier(self, tier: int, slot_count: int) -> None:
+        world = self._runtime
+        name = world.weather.settings.tiers[tier - HUB].name
+        world.facade.resize_tier(name, blocks=slot_count)
+        if world.facade.resize_status(name).done:
+            self._give_back(name, world.facade.closed_slots(name))
+        world.call_owner()
+
+    def _empty_device(self) -> None:
+        """As an engine that sleeps: with the tier below, or without."""
+        world = self._runtime
+        host = bool(world.weather.settings.tiers) and self._rng.random() < 0.5
+        world.facade.sleep(host=host)
+        self._give_back("", None)
+        if host:
+            self._give_back(world.weather.settings.tiers[0].name, None)
+        world.facade.wake()
+        world.call_owner()
+
+    def _give_back(self, tier: str, slots: list[int] | None) -> None:
+        """Ranks in other processes return what the owner says holds nothing."""
+        world = self._runtime
+        if world.ways.way is not Way.HERE:
+            for process in world.ranks.processes:
+                if process.alive and not process.executor.busy and not process.lacking:
+                    process.rank.give_back(tier, slots)
 
     # ---------------------------------------------------------------- ranks
 

@@ -85,7 +85,7 @@ def test_an_environment_in_which_vllm_does_not_import_says_why_in_one_line(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     with pytest.raises(UnavailableError) as refused:
-        VllmPeer.start(sys.executable, timeout_s=60.0)
+        VllmPeer.start(sys.executable, timeout_s=300.0)
 
     message = str(refused.value)
     assert message == "the vLLM peer cannot run: ImportError: libexample is gone"
@@ -110,7 +110,7 @@ def test_a_peer_that_dies_in_a_round_is_reported(tmp_path: Path) -> None:
 
 def test_an_order_to_a_peer_that_has_ended_is_reported(tmp_path: Path) -> None:
     with start(write_peer(tmp_path, READY)) as peer:
-        peer.process.wait(60)
+        peer.process.wait(300)
 
         with pytest.raises(UnavailableError, match="takes no more orders"):
             peer.round(tokens=64, block=16, seed=1)

@@ -15,3 +15,15 @@ def test_a_workload_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().err
     assert "--only" in printed
     assert "chats,talks" in printed
+
+
+def test_the_parts_of_the_handoff_are_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "vllm", "--handoff", "--only", "chats"]) == 2
+    assert "first-token" in capsys.readouterr().err
+
+
+def test_lengths_of_prompts_must_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "vllm", "--handoff", "--tokens", "512,0"]) == 2
+    printed = capsys.readouterr().err
+    assert "--tokens" in printed
+    assert "512,0" in printed

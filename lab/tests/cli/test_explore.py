@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from lab.cli.app import run
-from lab.worlds.worlds import WORLDS
+from lab.worlds.fleets import EXPLORED
 from penstock.handoff.protocol.decode_scheduler import DecodeScheduler
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_the_worlds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
     lines = capsys.readouterr().out.splitlines()
     assert status == 0
-    assert [line.split()[0] for line in lines] == [world.name for world in WORLDS]
+    assert [line.split()[0] for line in lines] == [world.name for world in EXPLORED]
 
 
 def test_a_world_that_does_not_exist_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from lab.explore import Bounds
-from lab.worlds.worlds import WORLDS, Small
+from lab.worlds.fleets import EXPLORED, AnyWorld
 
 FIGURES = Path(__file__).parents[3] / "docs" / "measurements" / "explorer.csv"
 
@@ -36,13 +36,13 @@ def published() -> dict[str, Figures]:
 
 
 def test_figures_of_every_world_are_published() -> None:
-    assert [*published()] == [world.name for world in WORLDS]
+    assert [*published()] == [world.name for world in EXPLORED]
 
 
 @pytest.mark.parametrize(
-    "world", [world for world in WORLDS if world.name in QUICK], ids=lambda world: world.name
+    "world", [world for world in EXPLORED if world.name in QUICK], ids=lambda world: world.name
 )
-def test_a_world_that_is_called_exhausted_is_exhausted(world: Small) -> None:
+def test_a_world_that_is_called_exhausted_is_exhausted(world: AnyWorld) -> None:
     result = world.look(Bounds(seconds=AMPLE_S))
 
     assert result.finding is None
@@ -52,9 +52,9 @@ def test_a_world_that_is_called_exhausted_is_exhausted(world: Small) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "world", [world for world in WORLDS if world.name not in QUICK], ids=lambda world: world.name
+    "world", [world for world in EXPLORED if world.name not in QUICK], ids=lambda world: world.name
 )
-def test_so_is_every_other_and_one_that_is_not_is_without_findings(world: Small) -> None:
+def test_so_is_every_other_and_one_that_is_not_is_without_findings(world: AnyWorld) -> None:
     said = published()[world.name]
 
     result = world.look(Bounds(seconds=AMPLE_S if said.exhausted else 100.0))

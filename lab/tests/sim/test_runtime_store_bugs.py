@@ -32,7 +32,8 @@ class StormyWorld(RuntimeWorld):
         if weather.store is None:
             return weather
         store = replace(weather.store, death=0.08, hang=1.0, repeat=0.8, neighbour=0.2)
-        return replace(weather, reset=0.06, event_budget=150, store=store)
+        # Tiers that become smaller leave a store less to do.
+        return replace(weather, reset=0.06, event_budget=150, store=store, resize=0.0, sleep=0.0)
 
 
 def first_failure() -> Failure | None:

@@ -111,6 +111,7 @@ def _measure(report: BenchReport, folder: Path, way: Way, rounds: int) -> None:
         sides["threads + sums"] = lambda: _threads(folder, way, sums=disk.sums)
         rates: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(-1, rounds):  # The first round makes files and fills caches.
+            report.progress(f"disk, blocks of {way.name}: round {number + 1} of {rounds}")
             order = list(sides) if number % 2 else list(sides)[::-1]
             for side in order:
                 with collector_paused():

@@ -103,6 +103,7 @@ def _measure(report: BenchReport, plan: FirstTokenPlan, folder: Path, rounds: in
     prefix = prompt(random, plan.tokens, words)
     found: dict[str, list[float]] = {"disk": [], "computed": [], "plain read": []}
     for number in range(-2, rounds):
+        report.progress(f"first token: round {number + 1} of {rounds}")
         engine = model.engine(
             block_tokens=plan.block_tokens,
             blocks=prompt_blocks + 1,
@@ -116,9 +117,8 @@ def _measure(report: BenchReport, plan: FirstTokenPlan, folder: Path, rounds: in
             _wait_for_blocks(clients, whole if number > -2 else 0)
             question = prompt(random, plan.question_tokens, words)
             with collector_paused():
-                if number == -2:  # Computes the prefix and saves it.
-                    clients.answer(prefix, max_tokens=1)
-                    clients.settle()
+                if number == -2:
+                    _save(clients, prefix, plan.step_tokens)
                     continue
                 round_s = {
                     "disk": _from_disk_s(clients, [*prefix, *question], plan),
@@ -168,6 +168,17 @@ def _wait_for_blocks(clients: Clients, count: int) -> None:
             raise UnavailableError(f"bench disk: blocks are not found on disk: {cache.health()}")
         cache.wait(min(deadline, time.monotonic() + WAIT_S))
         cache.step()
+
+
+def _save(clients: Clients, prefix: list[int], tokens: int) -> None:
+    """Computes the prefix and saves it on disk.
+
+    A piece at a time: a disk that is slower than computing would drop what its queue has no room
+    for.
+    """
+    for end in range(tokens, len(prefix) + tokens, tokens):
+        clients.answer(prefix[:end], max_tokens=1)
+        clients.settle()
 
 
 def _from_disk_s(clients: Clients, tokens: list[int], plan: FirstTokenPlan) -> float:

@@ -8,7 +8,6 @@ The one rule: what is compared was measured in the same run, in turns, and every
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from random import Random
@@ -33,7 +32,7 @@ from penstock.engine.scheduler import SchedulerSettings
 from penstock.engine.spec import torch_dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from penstock.bench.engine_parts import ChatPlan, EnginePlan
     from penstock.bench.report import BenchReport, Param
@@ -46,20 +45,13 @@ WIRE_MAX = 1.3
 LATENCY_MAX = 1.1
 
 
-def _silent(_line: str) -> None:
-    pass
-
-
 class EngineBench:
     """One run of the benchmark."""
 
-    def __init__(
-        self, report: BenchReport, plan: EnginePlan, *, progress: Callable[[str], None] = _silent
-    ) -> None:
+    def __init__(self, report: BenchReport, plan: EnginePlan) -> None:
         self._report = report
         self._plan = plan
-        self._began = time.monotonic()
-        self._progress = progress
+        self._say = report.progress
         self._say("model")
         self._model = Model(plan.architecture, device=plan.device, dtype=torch_dtype_of(plan.dtype))
         self._words = plan.architecture.vocabulary
@@ -268,19 +260,14 @@ class EngineBench:
     ) -> None:
         self._add(side, params, metric, "ns", [1e9 * each for each in seconds])
 
-    def _say(self, what: str) -> None:
-        self._progress(f"{time.monotonic() - self._began:6.1f} s  {what}")
 
-
-def run_engine(
-    report: BenchReport, plan: EnginePlan, *, progress: Callable[[str], None] = _silent
-) -> None:
+def run_engine(report: BenchReport, plan: EnginePlan) -> None:
     """Measures, and adds rows and ratios.
 
     Raises:
         UnavailableError: there is no such device, or the machine does not give the memory.
     """
-    EngineBench(report, plan, progress=progress).run()
+    EngineBench(report, plan).run()
 
 
 def _in_turn(sides: tuple[Clients, Clients], number: int) -> list[tuple[str, Clients]]:

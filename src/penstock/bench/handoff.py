@@ -39,6 +39,7 @@ from penstock.bench.handoff_rank import (
     keys_of,
 )
 from penstock.bench.measure import summarize
+from penstock.config.values import SHARED_MEMORY
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver, PrefillSchedulerDriver
@@ -46,7 +47,7 @@ from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from penstock.bench.report import BenchReport
 
@@ -83,7 +84,8 @@ def run_handoff(
     if len(cores) < 2:
         report.add_note("one core: source and target share it, so the ratios say little")
     for shape in shapes:
-        with engines(shape, cores) as both:
+        report.progress(f"handoff of {shape.tokens} tokens, {shape.layers} layers")
+        with engines(shape, CorePair.single(cores)) as both:
             both.run()  # Connects, and touches every page.
             layer_s = statistics.median(both.run().total_s for _ in range(3)) / shape.layers
             found = [_round(both, layer_s, number) for number in range(rounds)]
@@ -202,12 +204,50 @@ class Ran(NamedTuple):
     parts: int
 
 
-class _Child:
-    def __init__(self, orders: BenchOrders) -> None:
+class CorePair(NamedTuple):
+    """On which cores the two sides run, with all processes and threads that they start."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @classmethod
+    def single(cls, cores: Sequence[int]) -> CorePair:
+        """One core each: the first and the last."""
+        return cls((cores[0],), (cores[-1],))
+
+    @classmethod
+    def halves(cls, cores: Sequence[int]) -> CorePair:
+        """Half of the cores each."""
+        half = len(cores) // 2
+        return cls(tuple(cores[:half] or cores), tuple(cores[half:]))
+
+
+class RanTogether(NamedTuple):
+    """Several prompts that were handed over at once."""
+
+    total_s: float
+    target_cpu_s: float
+    """Of the decode rank's process."""
+    target_thread_s: float
+    """Of its thread that drives the handoff: the engine's."""
+
+
+class _CpuTimes(NamedTuple):
+    process_s: float
+    thread_s: float
+
+
+class BenchChild:
+    """A process of the benchmark: takes commands and prints answers, each a line of JSON."""
+
+    def __init__(
+        self, program: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, msgspec.json.encode(orders).decode()],
+            [sys.executable, "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
         )
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()
@@ -241,7 +281,7 @@ class _Child:
 class Engines:
     """Two engines with one rank each; see `engines`."""
 
-    def __init__(self, shape: BenchShape, cores: tuple[int, ...]) -> None:
+    def __init__(self, shape: BenchShape, cores: CorePair, transport: str) -> None:
         prefix = str(socket_path(private_folder()))
         directory = directory_of(shape, prefix)
         self._shape = shape
@@ -259,8 +299,21 @@ class Engines:
             settings=SETTINGS,
         )
         self._source, self._target = (
-            _Child(BenchOrders(name=name, shape=shape, prefix=prefix, cores=(core,)))
-            for name, core in (("prefill/0", cores[0]), ("decode/0", cores[-1]))
+            BenchChild(
+                PROGRAM,
+                [
+                    msgspec.json.encode(
+                        BenchOrders(
+                            name=name,
+                            shape=shape,
+                            prefix=prefix,
+                            cores=some,
+                            transport=transport,
+                        )
+                    ).decode()
+                ],
+            )
+            for name, some in (("prefill/0", cores.source), ("decode/0", cores.target))
         )
         self._until(
             lambda: (
@@ -311,17 +364,45 @@ class Engines:
             total_s=ready[0][0] - answer["began"],
             exposed_s=ready[0][0] - answer["ended"],
             source_cpu_s=answer["cpu_s"],
-            target_cpu_s=self._target_cpu() - before,
+            target_cpu_s=self._target_cpu().process_s - before.process_s,
             parts=answer["parts"],
         )
 
-    def _target_cpu(self) -> float:
+    def run_together(self, count: int) -> RanTogether:
+        """Hands several prompts over at once."""
+        self._number += 1
+        names = [f"prompt-{self._number}-{each}" for each in range(count)]
+        before = self._target_cpu()
+        blocks = self._shape.block_count
+        for name in names:
+            self._decode.submit(
+                name,
+                token_count=self._shape.tokens,
+                slots={"decode/0": list(range(blocks))},
+                keys=keys_of(name, blocks),
+            )
+            self._prefill.submit(name)
+            self._prefill.first_token(name, (1,))
+        self._source.command(together=names)
+        ready: list[tuple[float, str]] = []
+        self._until(lambda: len(ready) == count, ready)
+        answer = self._answer(self._source, "ran")
+        if any(outcome != "delivered" for _, outcome in ready):
+            raise UnavailableError(f"prompts of the benchmark were {ready}")
+        after = self._target_cpu()
+        return RanTogether(
+            total_s=ready[-1][0] - answer["began"],
+            target_cpu_s=after.process_s - before.process_s,
+            target_thread_s=after.thread_s - before.thread_s,
+        )
+
+    def _target_cpu(self) -> _CpuTimes:
         self._number += 1
         self._target.command(cpu=self._number)
-        found: float = self._answer(self._target, "cpu")["cpu_s"]
-        return found
+        answer = self._answer(self._target, "cpu")
+        return _CpuTimes(answer["cpu_s"], answer["thread_s"])
 
-    def _answer(self, child: _Child, word: str) -> dict[str, Any]:
+    def _answer(self, child: BenchChild, word: str) -> dict[str, Any]:
         self._until(lambda: any(word in each for each in child.messages))
         answer = next(each for each in child.messages if word in each)
         child.messages.clear()
@@ -358,9 +439,11 @@ class Engines:
 
 
 @contextmanager
-def engines(shape: BenchShape, cores: tuple[int, ...]) -> Iterator[Engines]:
-    """Two engines; the source runs on the first core, the target on the last."""
-    both = Engines(shape, cores)
+def engines(
+    shape: BenchShape, cores: CorePair, transport: str = SHARED_MEMORY
+) -> Iterator[Engines]:
+    """Two engines, each on cores of its own."""
+    both = Engines(shape, cores, transport)
     try:
         yield both
     finally:

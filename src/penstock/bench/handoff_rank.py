@@ -19,16 +19,22 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from penstock.config.values import SHARED_MEMORY
 from penstock.errors import InvariantViolation, UnavailableError
-from penstock.handoff.driver.array_parts import ArrayReader, ArrayTaker, PartGather, PartScatter
+from penstock.handoff.driver.array_parts import (
+    ArrayReader,
+    PartGather,
+    PartScatter,
+    open_array_taker,
+)
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.driver.lines import zmq_lines
 from penstock.handoff.driver.prefill_rank import PrefillRankDriver
 from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, HandoffTimes
+from penstock.handoff.transports import Writer, transport_named
 from penstock.tiers.arrays import ArrayTier
-from penstock.transport.shared_memory import SharedTarget, connect_shared
 from penstock.vocabulary.checksums import Algorithm
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.form import Form
@@ -115,6 +121,7 @@ class BenchOrders(msgspec.Struct, frozen=True, kw_only=True):
     shape: BenchShape
     prefix: str
     cores: tuple[int, ...]
+    transport: str = SHARED_MEMORY
 
 
 def directory_of(shape: BenchShape, prefix: str) -> Directory:
@@ -196,7 +203,7 @@ class SourceRank:
             orders.name,
             zmq_lines(directory, orders.name),
             reader=ArrayReader(ArrayTier(layout, self.arrays), Algorithm.XXH3),
-            connect=connect_shared,
+            connect=Writer(transport_named(orders.transport)).connect,
             incarnation=secrets.randbits(63) + 1,
             settings=SETTINGS,
             progress=self.events,
@@ -213,8 +220,24 @@ class SourceRank:
             print_json(
                 copied=copied_s, cpu_s=cpu_s, pieces=pieces_s, packed=packed_s, taken=taken_s
             )
+        elif "together" in order:
+            self._run_together(order["together"])
         else:
             self._run(order["run"], order["layer_s"])
+
+    def _run_together(self, names: list[str]) -> None:
+        """Computes several prompts at once, and sends them."""
+        shape, driver = self.shape, self.driver
+        for name in names:
+            keys = keys_of(name, shape.block_count)
+            driver.admit(name, token_count=shape.tokens, slots=self.slots, keys=keys)
+        wants = driver.machine.wants
+        self._until(lambda: all(name in wants.get("decode/0", {}) for name in names))
+        began = time.monotonic()
+        for name in names:
+            driver.chunk_progress(name, tokens=shape.tokens)
+        self._until(lambda: not any(name in driver.machine.prompts for name in names))
+        print_json(ran=names, began=began)
 
     def _run(self, name: str, layer_s: float) -> None:
         """Computes a prompt, at once or layer by layer, while it is sent."""
@@ -302,15 +325,15 @@ class TargetRank:
             directory,
             orders.name,
             zmq_lines(directory, orders.name),
-            taker=ArrayTaker(ArrayTier(layout, arrays), Algorithm.XXH3),
-            target=SharedTarget(),
+            taker=open_array_taker(ArrayTier(layout, arrays), Algorithm.XXH3),
+            target=transport_named(orders.transport).open_target(None),
             incarnation=secrets.randbits(63) + 1,
             settings=SETTINGS,
         )
 
     def execute(self, order: dict[str, Any]) -> None:
-        """Prints the CPU time of this process."""
-        print_json(cpu=order["cpu"], cpu_s=time.process_time(), parts=self.driver.parts_moved)
+        """Prints the CPU time of this process, and of its thread that drives the handoff."""
+        print_json(cpu=order["cpu"], cpu_s=time.process_time(), thread_s=time.thread_time())
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import enum
 import math
 import os
 import platform
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -24,7 +25,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.bench.measure import Summary
 
@@ -92,9 +93,17 @@ class BenchReport:
         version: The version of Penstock that was measured.
         command: The command line that would measure the same again.
         machine: Where it ran; by default this machine.
+        say: Gets a line for people whenever something was measured, or takes its time.
     """
 
-    def __init__(self, *, version: str, command: str, machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        version: str,
+        command: str,
+        machine: Machine | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._version = version
         self._command = command
         self._machine = machine if machine is not None else describe_machine()
@@ -102,6 +111,13 @@ class BenchReport:
         # The direction of a target is for the tables; the JSON says `holds`.
         self._ratios: dict[str, tuple[Ratio, Bound]] = {}
         self._notes: list[str] = []
+        self._say = say
+        self._began = time.monotonic()
+
+    def progress(self, what: str) -> None:
+        """Says what is measured now, and for how long the benchmark has run."""
+        if self._say is not None:
+            self._say(f"{time.monotonic() - self._began:6.1f} s  {what}")
 
     def add_row(
         self,
@@ -133,6 +149,8 @@ class BenchReport:
             samples=summary.samples,
         )
         self._rows[identity] = row
+        _, (_, of, what, who, median, *_) = _row_cells([row])
+        self.progress(f"{bench}, {of}: {what}, {who}: {median}")
         return row
 
     def add_ratio(

@@ -14,6 +14,7 @@ below zero is a defect that is raised, never clamped.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ class Tier:
         self.used_by: dict[int, int] = {}
         """Tenant to the number of its blocks here."""
         self.policy = self._make_policy()
+        self._quota_shares: dict[int, float] = {}
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
         """A tenant with a quota evicts its own blocks first, so they are also queued here."""
@@ -84,11 +86,24 @@ class Tier:
         quotas = self.settings.quotas
         share = quotas.get(name, quotas.get(ANY_TENANT))
         if share is not None:
+            self._quota_shares[tenant] = share
             self._quotas[tenant] = int(share * self.pool.slot_count)
             self._quota_policies[tenant] = self._make_quota_policy(tenant)
 
+    def resize(self, slot_count: int) -> None:
+        """Changes how many slots may be used; who has more lets blocks leave."""
+        self.settings = replace(self.settings, slot_count=slot_count)
+        if self.settings.stored:
+            self.pool.grow(slot_count)
+        else:
+            self.pool.resize(slot_count)
+        self._quotas = {
+            tenant: int(share * slot_count) for tenant, share in self._quota_shares.items()
+        }
+
     def dismiss(self, tenant: int) -> None:
         """Forgets a tenant that has no blocks here; its number may be another's next."""
+        self._quota_shares.pop(tenant, None)
         self._quotas.pop(tenant, None)
         self._quota_policies.pop(tenant, None)
 
@@ -213,8 +228,10 @@ class Tier:
             if strict:
                 wanted = max(0, wanted - (over - len(victims)))
         own_count = len(victims)
-        self._set_aside_from(self.policy, wanted - self.pool.free_count - own_count, victims)
-        return Room(victims, own_count, min(wanted, self.pool.free_count + len(victims)))
+        # The first slots that a tier which became smaller gets back are closed, not free.
+        free_count = self.pool.free_count - self.pool.closing
+        self._set_aside_from(self.policy, wanted - free_count - own_count, victims)
+        return Room(victims, own_count, max(0, min(wanted, free_count + len(victims))))
 
     def pop_victim(self) -> int | None:
         """Sets the next block to leave aside and returns it."""
@@ -415,11 +432,16 @@ class Tier:
 
 
 class Pool:
-    """A fixed number of slots."""
+    """Numbered slots, of which `slot_count` may be used; the others are closed."""
 
     def __init__(self, name: str, slot_count: int) -> None:
         self.name = name
         self.slot_count = slot_count
+        self.capacity = slot_count
+        """The most that may ever be used."""
+        self.closing = 0
+        """Slots in use that are too many: they are closed as soon as they are free."""
+        self._closed: list[int] = []
         self.state = np.zeros(slot_count, dtype=np.uint8)
         """A `SlotState` each."""
         self.holders = np.zeros(slot_count, dtype=np.int32)
@@ -433,6 +455,49 @@ class Pool:
         self.free_count = slot_count
         self.leaving_count = 0
         """How many slots are `LEAVING`, and so will soon be free."""
+
+    def resize(self, slot_count: int) -> None:
+        """Sets how many slots may be used; free ones are closed at once, others when free."""
+        if not 1 <= slot_count <= self.capacity:
+            raise InvariantViolation(
+                f"tier {self.name!r}: {slot_count} slots of {self.capacity} are to be used"
+            )
+        self.closing += self.slot_count - slot_count
+        self.slot_count = slot_count
+        if self.closing < 0:
+            count, self.closing = -self.closing, 0
+            opened = np.array(self._closed[-count:], dtype=np.int32)
+            del self._closed[-count:]
+            self._free[self.free_count : self.free_count + count] = opened
+            self.free_count += count
+        self._close_free()
+
+    def grow(self, capacity: int) -> None:
+        """More slots, all free: only where a slot is no memory of its own, and none is closed."""
+        self.state = grown(self.state, capacity)
+        self.holders = grown(self.holders, capacity)
+        self.node = grown(self.node, capacity, fill=NOWHERE)
+        self._free = grown(self._free, capacity)
+        self.state_view, self.holders_view = self.state.data, self.holders.data
+        count = capacity - self.capacity
+        new = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
+        self._free[self.free_count : self.free_count + count] = new
+        self.free_count += count
+        self.capacity = self.slot_count = capacity
+
+    def closed_slots(self) -> list[int]:
+        """The slots that hold nothing and may not be used."""
+        return list(self._closed)
+
+    def _close_free(self) -> None:
+        count = min(self.closing, self.free_count)
+        if not count:
+            return
+        # From the bottom: those that would have been taken last.
+        self._closed += self._free[:count].tolist()
+        self.free_count -= count
+        self._free[: self.free_count] = self._free[count : count + self.free_count].copy()
+        self.closing -= count
 
     def take(self, count: int) -> NDArray[np.int32]:
         """Takes free slots for writing; the caller made sure that there are enough."""
@@ -518,3 +583,5 @@ class Pool:
         self._move(slots, move)
         self._free[self.free_count : self.free_count + len(slots)] = slots
         self.free_count += len(slots)
+        if self.closing:
+            self._close_free()

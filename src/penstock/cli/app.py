@@ -60,6 +60,12 @@ COMMANDS = {
         help="Serve a model over HTTP as OpenAI's API does, with Penstock as its cache.",
         panel=RUN,
     ),
+    "router": Command(
+        module="router",
+        function="route",
+        help="Route requests to vLLM servers: one computes the prompt, another one answers.",
+        panel=RUN,
+    ),
     "config": Command(
         module="config",
         help="Check a configuration file, or show what it comes to.",
@@ -79,6 +85,18 @@ COMMANDS = {
         module="demo",
         function="show_demo",
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
+        panel=PROVE,
+    ),
+    "plan": Command(
+        module="plan",
+        function="plan",
+        help="Replay a trace with several sizes of tiers and policies, and recommend one.",
+        panel=PROVE,
+    ),
+    "replay": Command(
+        module="replay",
+        function="replay",
+        help="Play a trace of requests through the cache of a configuration.",
         panel=PROVE,
     ),
     "store": Command(

@@ -20,6 +20,7 @@ from penstock.bench.disk import run_disk
 from penstock.bench.disk_process import run_store_process
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
+from penstock.bench.handoff_nixl import run_handoff_over_nixl
 from penstock.bench.index import ROUNDS, run_growth, run_index
 from penstock.bench.report import BenchReport
 from penstock.cli.conventions import CheckOption, JsonOption, write_json
@@ -30,6 +31,13 @@ commands = typer.Typer(no_args_is_help=True)
 TRANSFER_ROUNDS = 7
 
 RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Rounds for each size.")]
+
+
+class BenchTransport(Enum):
+    """How KV travels in a benchmark."""
+
+    SHARED_MEMORY = "shared_memory"
+    NIXL = "nixl"
 
 
 class BenchDevice(Enum):
@@ -47,7 +55,7 @@ def bench_index(
     check: CheckOption = False,
 ) -> None:
     """Measure the index: keys, hits, misses, eviction, growth, memory."""
-    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
+    report = new_report("penstock")
     run_index(report, None, rounds=rounds)
     run_growth(report)
     finish(report, json=json, check=check)
@@ -67,7 +75,7 @@ def bench_transfer(
         raise UnavailableError(
             f"bench transfer needs CUDA and the 'torch' extra: there is no module {error.name}"
         ) from error
-    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
+    report = new_report("penstock")
     run_transfer(report, rounds=rounds)
     finish(report, json=json, check=check)
 
@@ -79,12 +87,20 @@ def bench_handoff(
     device: Annotated[
         BenchDevice, typer.Option("--device", help="cpu: rank processes; cuda: one GPU, two pools.")
     ] = BenchDevice.CPU,
+    transport: Annotated[
+        BenchTransport,
+        typer.Option("--transport", help="nixl: beside a plain NIXL write, with --device cpu."),
+    ] = BenchTransport.SHARED_MEMORY,
     rounds: RoundsOption = HANDOFF_ROUNDS,
     check: CheckOption = False,
 ) -> None:
     """Measure the handoff: throughput, what decode has to wait for, CPU time a part."""
-    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
-    if device is BenchDevice.CPU:
+    report = new_report("penstock")
+    if transport is BenchTransport.NIXL:
+        if device is not BenchDevice.CPU:
+            raise typer.BadParameter("is nixl, must be shared_memory with --device cuda")
+        run_handoff_over_nixl(report, rounds=rounds)
+    elif device is BenchDevice.CPU:
         run_handoff(report, rounds=rounds)
     else:
         _run_handoff_on_cuda(report, rounds=rounds)
@@ -128,7 +144,7 @@ def bench_disk(
     parts = set(only.split(","))
     if not parts <= {"rates", "process", "first-token"}:
         raise typer.BadParameter(f"--only is {only}, must be of rates, process, first-token")
-    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
+    report = new_report("penstock")
     if "rates" in parts:
         run_disk(report, folder=folder, rounds=rounds)
     if "process" in parts:
@@ -170,7 +186,7 @@ def bench_engine(
     check: CheckOption = False,
 ) -> None:
     """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
-    report = BenchReport(version=penstock.__version__, command=command_line("penstock"))
+    report = new_report("penstock")
     parts = tuple(only.split(","))
     _run_engine(report, rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
     finish(report, json=json, check=check)
@@ -191,7 +207,16 @@ def _run_engine(
     if not set(parts) <= set(PARTS):
         raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")
     plan = EnginePlan(rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
-    run_engine(report, plan, progress=partial(typer.echo, err=True))
+    run_engine(report, plan)
+
+
+def new_report(program: str) -> BenchReport:
+    """A report of the command that runs; how far it is goes to standard error."""
+    return BenchReport(
+        version=penstock.__version__,
+        command=shlex.join([program, *sys.argv[1:]]),
+        say=partial(typer.echo, err=True),
+    )
 
 
 def finish(report: BenchReport, *, json: Path | None, check: bool) -> NoReturn:
@@ -201,8 +226,3 @@ def finish(report: BenchReport, *, json: Path | None, check: bool) -> NoReturn:
     if json is not None:
         write_json(json, report.to_builtins())
     raise typer.Exit(report.exit_code(check=check))
-
-
-def command_line(program: str) -> str:
-    """The command that runs, as a report names it."""
-    return shlex.join([program, *sys.argv[1:]])

@@ -16,7 +16,7 @@ import typer
 from penstock.cli.conventions import ConfigOption
 from penstock.config import STARTER_TOML, load_config, parse_config
 from penstock.config.values import NOT_PERSISTED
-from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE
+from penstock.connectors.vllm.settings import FAIL, RECOMPUTE, ROLE, ROLES
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +60,22 @@ def _described(config: Config) -> str:
     return f"{config.cache.block_tokens} tokens a block; {' → '.join(parts)}"
 
 
+VllmRole = Annotated[
+    str,
+    typer.Option(help="kv_producer computes prompts for other engines, kv_consumer takes them."),
+]
+VllmHandoff = Annotated[
+    bool, typer.Option("--handoff", help="With the role kv_both, prompts go in both directions.")
+]
+VllmMayFail = Annotated[
+    bool,
+    typer.Option(
+        "--allow-fail",
+        help="A block that fails its checksum fails its request, in place of being computed.",
+    ),
+]
+
+
 def print_vllm_flag(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in TOML.")],
     *,
@@ -78,13 +94,9 @@ def print_vllm_flag(
             help="Steps compute on loads while they arrive; vLLM must not schedule asynchronously.",
         ),
     ] = False,
-    allow_fail: Annotated[
-        bool,
-        typer.Option(
-            "--allow-fail",
-            help="A block that fails its checksum fails its request, in place of being computed.",
-        ),
-    ] = False,
+    role: VllmRole = ROLE,
+    handoff: VllmHandoff = False,
+    allow_fail: VllmMayFail = False,
     any_version: Annotated[
         bool,
         typer.Option(
@@ -96,6 +108,8 @@ def print_vllm_flag(
 
     What the file says about device blocks, tokens a block, ranks and KV groups is left to vLLM.
     """
+    if role not in ROLES:
+        raise typer.BadParameter(f"{role!r} is no role, must be one of {', '.join(ROLES)}")
     config = load_config(file)
     if not config.cache.tiers:
         raise ConfigError(f"{file}: tiers", "is missing: vLLM would get no tier below its own")
@@ -103,11 +117,16 @@ def print_vllm_flag(
     if "\n" in given and not inline:
         # In the flag, what has a line break in it is the content of a file.
         raise ConfigError(f"{given!r}", "has a line break in its path, must be given --inline")
-    asked = {"layerwise": layerwise, "allow_fail": allow_fail, "any_version": any_version}
+    asked = {
+        "layerwise": layerwise,
+        "handoff": handoff,
+        "allow_fail": allow_fail,
+        "any_version": any_version,
+    }
     transfer = {
         "kv_connector": "PenstockConnector",
         "kv_connector_module_path": "penstock.connectors.vllm",
-        "kv_role": ROLE,
+        "kv_role": role,
         "kv_load_failure_policy": FAIL if allow_fail else RECOMPUTE,
         "kv_connector_extra_config": {
             "config": given,

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
-from penstock.config import load_config
 from penstock.config.values import KEY_VARIABLE, ServeTable
 from penstock.errors import UnavailableError
 from penstock.observe import logs
@@ -69,7 +68,15 @@ DeviceOption: TypeAlias = Annotated[
 ]
 InstancesOption: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, max=16, help="Copies of the model, or pairs of them."),
+    typer.Option(metavar="N", min=1, max=16, help="Copies of the model, or of each role."),
+]
+PrefillOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=16, help="Instances that compute prompts for others."),
+]
+DecodeOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, max=16, help="Instances that answer them."),
 ]
 PrefillTpOption: TypeAlias = Annotated[
     int | None,
@@ -81,23 +88,32 @@ DecodeTpOption: TypeAlias = Annotated[
 ]
 RoleOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="What to start: both (everything), prefill, decode or router."),
+    typer.Option(help="What to start: both (everything), prefill, decode, router or rank."),
 ]
 RouterOption: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="Where the router lets instances in: tcp://HOST:PORT."),
 ]
-PrefillAtOption: TypeAlias = Annotated[
+HandoffHostOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="Where the prefill instance is: tcp://HOST:PORT."),
+    typer.Option(
+        metavar="HOST",
+        help="Where instances of other machines reach those of this command for handoffs.",
+    ),
 ]
-DecodeAtOption: TypeAlias = Annotated[
+RanksAtOption: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="Where the decode instance is: tcp://HOST:PORT."),
+    typer.Option(
+        metavar="ADDRESS",
+        help="Where an instance lets ranks of other machines in: tcp://HOST:PORT.",
+    ),
+]
+RanksHereOption: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="RANKS", help="Which of its ranks to start here: N or N-M.")
 ]
 NumberOption: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="N", min=0, help="Which of the router's instances or pairs this is."),
+    typer.Option(metavar="N", min=0, help="The number of this command's first instance."),
 ]
 HostOption: TypeAlias = Annotated[
     str | None, typer.Option(help="The address to listen on; 127.0.0.1 if not given.")
@@ -154,11 +170,14 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     device: DeviceOption = None,
     instances: InstancesOption = None,
     role: RoleOption = None,
+    prefill: PrefillOption = None,
+    decode: DecodeOption = None,
     prefill_tp: PrefillTpOption = None,
     decode_tp: DecodeTpOption = None,
     router: RouterOption = None,
-    prefill_at: PrefillAtOption = None,
-    decode_at: DecodeAtOption = None,
+    handoff_host: HandoffHostOption = None,
+    ranks_at: RanksAtOption = None,
+    ranks_here: RanksHereOption = None,
     number: NumberOption = None,
     keys_file: KeysFileOption = None,
     host: HostOption = None,
@@ -177,10 +196,11 @@ def serve(  # noqa: PLR0913 - as many options as there are settings
     """
     given_options = {name: value for name, value in locals().items() if name not in ABOUT_THE_FILE}
     require_extras()
-    from penstock.serve.plan import ServeOptions  # noqa: PLC0415  (needs the extras)
+    from penstock.engine.defaults import load_engine_config  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.plan import ServeOptions  # noqa: PLC0415
 
     options = ServeOptions(**given_options)
-    given = load_config(config) if config else None
+    given = load_engine_config(config) if config else None
     if print_config:
         _print_settled(given, options)
     else:
@@ -225,12 +245,12 @@ def _serve(given: Config | None, options: ServeOptions) -> None:
         logs.set_up(config.serve.log_level, as_json=config.serve.log_json)
         key = find_key(config.serve)
         if bound is not None:
-            _warn_of_openness(config.serve, key, on_command_line=options.api_key is not None)
+            warn_of_openness(config.serve, key, on_command_line=options.api_key is not None)
         with StartProgress(config) as progress:
             run(config, progress, bound, api_key=key)
 
 
-def _warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> None:
+def warn_of_openness(serve: ServeTable, key: str, *, on_command_line: bool) -> None:
     from penstock.transport.machine_keys import is_loopback  # noqa: PLC0415  (needs zmq)
 
     if on_command_line:
@@ -331,9 +351,10 @@ def _who(config: Config) -> str:
     assert config.serve is not None
     engine, count = config.engine, config.serve.instances
     if engine is not None and engine.prefill_tp:
+        prefill, decode = config.serve.prefill or count, config.serve.decode or count
         return (
-            f"{_counted(count, 'pair')}, {_counted(engine.prefill_tp, 'prefill rank')} and "
-            f"{_counted(engine.decode_tp, 'decode rank')} each"
+            f"{_counted(prefill, 'prefill instance')} of {_counted(engine.prefill_tp, 'rank')}, "
+            f"{_counted(decode, 'decode instance')} of {_counted(engine.decode_tp, 'rank')}"
         )
     ranks = _counted(config.cache.rank_count, "rank")
     return f"{_counted(count, 'instance')}, {ranks} each"

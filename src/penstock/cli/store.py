@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from penstock.cli.conventions import ConfigOption, ExitStatus, JsonOption, write_json
-from penstock.config import load_config
+from penstock.config import load_completed
 from penstock.config.schema import LOG_LEVELS
 from penstock.errors import ConfigError
 from penstock.observe import logs
@@ -64,7 +64,7 @@ def store(
         raise ConfigError("--config", "is missing, must be a file with a tier of kind 'disk'")
     if log_level not in LOG_LEVELS:
         raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
-    found = store_config(load_config(config))
+    found = store_config(load_completed(config, _name_model))
     if found is None:
         raise ConfigError(f"{config}: tiers", "has no tier of kind 'disk', must have one to serve")
     logs.set_up(log_level, as_json=False)
@@ -223,3 +223,8 @@ def _document(report: FolderReport, found: Verification | None, *, now: float) -
         if found is None
         else asdict(found) | {"damages": [each._asdict() for each in found.damages]},
     }
+
+
+def _name_model(document: dict[str, object]) -> None:
+    """The file of a server may leave out its model, and a store needs none."""
+    document.setdefault("model", {"name": "any"})

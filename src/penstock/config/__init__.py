@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from penstock.config.keys import Gib, Number, String, TierOption, Whole
 from penstock.config.schema import STARTER_TOML, VERSION
-from penstock.config.toml import load_config, parse_config
+from penstock.config.toml import load_completed, load_config, parse_config
 from penstock.config.values import TIER_KINDS, Config, ModelSettings, TierKind
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "TierKind",
     "TierOption",
     "Whole",
+    "load_completed",
     "load_config",
     "parse_config",
 ]

@@ -20,13 +20,16 @@ from penstock.cache.settings import (
 )
 from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
 from penstock.config.values import (
+    AUTO,
     BLOCKS_MAX,
     LAYER_WISE,
+    NIXL,
     SHARED_MEMORY,
     Config,
     EngineTable,
     HandoffTable,
     ModelSettings,
+    RoutingTable,
     ServeTable,
     TierKind,
 )
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.config.keys import Key
 
 VERSION = 1
-TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve")
+TABLES = ("version", "model", "cache", "tiers", "handoff", "engine", "serve", "routing")
 
 COUNT_MAX = 2**24
 """Departures, happenings and events are remembered in memory: more than this is a mistake."""
@@ -142,33 +145,37 @@ TIER_KEYS: Mapping[str, Setting] = {
 
 HANDOFF_KEYS: Mapping[str, Setting] = _settings(
     HandoffTable,
-    transport=String(choices=(SHARED_MEMORY,), others=OTHER_TRANSPORTS),
+    transport=String(choices=(AUTO, SHARED_MEMORY, NIXL), others=OTHER_TRANSPORTS),
     handoff_s=Number(minimum=0.1, maximum=86_400),
     lease_s=Number(minimum=0.1, maximum=86_400),
     park_s=Number(minimum=0.1, maximum=86_400),
     resend_s=Number(minimum=0.01, maximum=3_600),
     resend_cap_s=Number(minimum=0.1, maximum=3_600),
+    resend_limit_s=Number(minimum=0.1, maximum=3_600),
     ping_s=Number(minimum=0.1, maximum=3_600),
     suspect_s=Number(minimum=0.1, maximum=3_600),
     berth_bytes=Bytes(minimum=4_096, maximum=1 << 30),
     berth_count=Whole(minimum=0, maximum=1_024),
     landing_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
     retired_bytes_max=Bytes(minimum=1 << 20, maximum=1 << 44),
+    peers_max=Whole(minimum=1, maximum=1_024),
+    idle_s=Number(minimum=0.1, maximum=86_400),
 )
 
 ENGINE_KEYS: Mapping[str, Setting] = _settings(
     EngineTable,
     model=String(),
-    role=String(choices=("both", "prefill", "decode", "router")),
+    role=String(choices=("both", "prefill", "decode", "router", "rank")),
     prefill_tp=Whole(minimum=0, maximum=1_024),
     decode_tp=Whole(minimum=0, maximum=1_024),
-    prefill_at=String(),
-    decode_at=String(),
+    handoff_host=String(),
+    ranks_at=String(),
+    ranks_here=String(),
     dtype=String(choices=("float32", "bfloat16", "float16")),
     device=String(),
     graphs=Flag(),
     threads=Whole(minimum=0, maximum=1_024),
-    step_tokens=Whole(minimum=1, maximum=65_536),
+    step_tokens=Whole(minimum=0, maximum=65_536),
     step_requests=Whole(minimum=1, maximum=4_096),
     waiting_max=Whole(minimum=1, maximum=COUNT_MAX),
 )
@@ -177,20 +184,37 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     ServeTable,
     host=String(),
     port=Whole(minimum=0, maximum=65_535),
+    ports=String(),
     api_key=String(),
     api_key_file=String(),
     instances=Whole(minimum=1, maximum=16),
+    prefill=Whole(minimum=0, maximum=16),
+    decode=Whole(minimum=0, maximum=16),
     body_bytes_max=Bytes(minimum=1_024, maximum=1 << 30),
     requests_max=Whole(minimum=1, maximum=65_536),
     connections_max=Whole(minimum=1, maximum=65_536),
     header_s=Number(minimum=0.1, maximum=3_600),
     body_s=Number(minimum=0.1, maximum=3_600),
     drain_s=Number(minimum=0, maximum=86_400),
+    when_paused=String(choices=("refuse", "wait")),
+    paused_wait_s=Number(minimum=0.1, maximum=86_400),
     log_level=String(choices=LOG_LEVELS),
     log_json=Flag(),
     router=String(),
     number=Whole(minimum=0, maximum=1_023),
     keys_file=String(),
+)
+
+ROUTING_KEYS: Mapping[str, Setting] = _settings(
+    RoutingTable,
+    cached_weight=Number(minimum=0, maximum=1_000_000),
+    load_weight=Number(minimum=0, maximum=1_000_000),
+    computing_weight=Number(minimum=0, maximum=1_000_000),
+    failed_weight=Number(minimum=0, maximum=1_000_000),
+    failed_s=Number(minimum=0, maximum=86_400),
+    equal_blocks=Number(minimum=0, maximum=1_000_000),
+    handoff_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
+    attempts_max=Whole(minimum=1, maximum=16),
 )
 
 STARTER_TOML = """\

@@ -30,6 +30,7 @@ from penstock.config.schema import (
     HANDOFF_KEYS,
     MODEL_KEYS,
     ROOM_KEYS,
+    ROUTING_KEYS,
     SERVE_KEYS,
     TABLES,
     TIER_KEYS,
@@ -45,6 +46,7 @@ from penstock.config.values import (
     EngineTable,
     HandoffTable,
     ModelSettings,
+    RoutingTable,
     ServeTable,
     TierKind,
     tier_options,
@@ -53,7 +55,7 @@ from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from typing import Any
 
     from penstock.config.keys import TierOption, Value
@@ -67,19 +69,37 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: the file cannot be read, or `parse_config` refuses what it says.
     """
+    return parse_config(_read_file(path), source=str(path))
+
+
+def load_completed(path: str | Path, complete: Callable[[dict[str, object]], None]) -> Config:
+    """Reads a configuration file that may leave out what `complete` adds to its document.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    text = _read_file(path)
+    try:
+        document = _read_toml(text)
+        complete(document)
+        return _read_config(document)
+    except ConfigError as error:
+        raise _from_source(error, str(path)) from error
+
+
+def _read_file(path: str | Path) -> str:
     if not isinstance(path, str | Path):
         raise ConfigError(
             "path", f"is {reprlib.repr(path)}, must be the path of a TOML file, a str or a Path"
         )
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), "cannot be read: is not UTF-8 text") from error
     except ValueError as error:  # A path with a null byte, or with half a character.
         raise ConfigError(reprlib.repr(path), f"cannot be read: {error}") from error
-    return parse_config(text, source=str(path))
 
 
 def parse_config(text: str, *, source: str = "") -> Config:
@@ -158,6 +178,7 @@ def _read_config(document: dict[str, object]) -> Config:
     handoff = _read_table("handoff", document, HANDOFF_KEYS, HandoffTable, problems)
     engine = _read_table("engine", document, ENGINE_KEYS, EngineTable, problems)
     serve = _read_table("serve", document, SERVE_KEYS, ServeTable, problems)
+    routing = _read_table("routing", document, ROUTING_KEYS, RoutingTable, problems)
     # What concerns all tiers together can be judged only where each of them is in order.
     problems.refuse_if_any()
     assert model is not None, "read, or refused"
@@ -169,6 +190,7 @@ def _read_config(document: dict[str, object]) -> Config:
         handoff=handoff,
         engine=engine,
         serve=serve,
+        routing=routing,
         **table.fields_of(Config),
     )
 
@@ -396,6 +418,8 @@ def print_toml(config: Config) -> str:
         parts.append(_table("[engine]", _values(ENGINE_KEYS, config.engine)))
     if config.serve is not None:
         parts.append(_table("[serve]", _serve(config.serve)))
+    if config.routing is not None:
+        parts.append(_table("[routing]", _values(ROUTING_KEYS, config.routing)))
     return "\n".join(part for part in parts if part)
 
 

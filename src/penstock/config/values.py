@@ -10,10 +10,11 @@
     ├── device_wait_s float           how long a device is waited for
     ├── handoff     HandoffTable      how KV travels between instances, if the file says
     ├── engine      EngineTable       how `penstock serve` computes, if the file says
-    └── serve       ServeTable        whom it answers, if the file says
+    ├── serve       ServeTable        whom it answers, if the file says
+    └── routing     RoutingTable      how its router chooses instances, if the file says
 
-`[handoff]`, `[engine]` and `[serve]` mean nothing to a cache that another engine embeds, so a
-`Config` has them only if its file does.
+`[handoff]`, `[engine]`, `[serve]` and `[routing]` mean nothing to a cache that another engine
+embeds, so a `Config` has them only if its file does.
 
 The one rule that must not break: a `Config` that exists is usable; whatever could be wrong
 with it was refused when it was built.
@@ -51,6 +52,8 @@ NOT_PERSISTED = (
     "blocks of other weights could be taken for those of this model"
 )
 """What is wrong with a stored tier while the weights version is not known."""
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 512, 2048
+"""Submitting a step of an 8B model takes 14 ms of a CPU, in which an H200 computes 700 tokens."""
 UNSIZED_BLOCKS = BLOCKS_MAX
 """The slots of a tier that is given a size in GiB, until it is known how large a block is."""
 
@@ -63,6 +66,7 @@ HOST_NAME_MAX = 253
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
+_RANKS = re.compile(r"(?P<first>\d{1,4})(-(?P<last>\d{1,4}))?", re.ASCII)
 _ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 
@@ -182,24 +186,23 @@ class TierKind:
         return float(self.options.get("gib", 0))
 
 
-def require_address(key: str, address: str, *, ports: int = 1) -> tuple[str, int]:
+def require_address(key: str, address: str) -> tuple[str, int]:
     """Host and port of an address that others dial.
 
     Args:
         key: what the setting is called.
         address: the setting.
-        ports: how many ports are taken, this one and those after it.
 
     Raises:
         ConfigError: it cannot be dialled.
     """
     found = _ADDRESS.fullmatch(address)
     host, port = (found["host"], int(found["port"])) if found else ("", 0)
-    if host in {"", *_ANYWHERE} or not 1 <= port <= PORT_MAX + 1 - ports:
+    if host in {"", *_ANYWHERE} or not 1 <= port <= PORT_MAX:
         raise ConfigError(
             key,
             f"is {address!r}, must be tcp://HOST:PORT, with a host that the others can dial and a "
-            f"port from 1 to {PORT_MAX + 1 - ports}",
+            f"port from 1 to {PORT_MAX}",
         )
     return host, port
 
@@ -222,15 +225,60 @@ def require_host(key: str, host: str) -> None:
             ) from None
 
 
+def port_range(ports: str) -> range:
+    """The ports that a process may listen on; empty: any.
+
+    Raises:
+        ConfigError: it is neither a port nor a range of them.
+    """
+    first, dash, last = ports.partition("-")
+    texts = (first, last) if dash else (first, first)
+    if not all(text.isascii() and text.isdecimal() and len(text) <= 5 for text in texts):
+        low, high = -1, -1
+    else:
+        low, high = (int(text) for text in texts)
+    if (low, high) == (0, 0):
+        return range(0)
+    if not 1 <= low <= high <= PORT_MAX:
+        raise ConfigError(
+            "serve.ports",
+            f"is {ports!r}, must be '0' for any, a port, or a range of ports from 1 to "
+            f"{PORT_MAX} such as '5200-5299'",
+        )
+    return range(low, high + 1)
+
+
+def rank_range(given: str) -> range:
+    """The ranks that `engine.ranks_here` names; none if it is empty.
+
+    Raises:
+        ConfigError: it is neither a rank nor a first and a last one.
+    """
+    if not given:
+        return range(0)
+    found = _RANKS.fullmatch(given)
+    first = int(found["first"]) if found else 0
+    last = int(found["last"] or first) if found else -1
+    if last < first:
+        raise ConfigError(
+            "engine.ranks_here",
+            f"is {given!r}, must be a rank or the first and the last one, such as '0' or '1-3'",
+        )
+    return range(first, last + 1)
+
+
+AUTO = "auto"
+"""Shared memory between engines on one machine, NIXL between machines."""
 SHARED_MEMORY = "shared_memory"
-"""The data transport that is built in."""
+NIXL = "nixl"
+"""The data transports that are built in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffTable:
     """`[handoff]`: how KV travels from a prefill instance to a decode instance, and its bounds."""
 
-    transport: str = SHARED_MEMORY
+    transport: str = AUTO
     handoff_s: float = 60.0
     """After which time decode computes a prompt itself that it did not get."""
     lease_s: float = 120.0
@@ -239,6 +287,7 @@ class HandoffTable:
     """How long a claim waits for a prompt that was not offered yet."""
     resend_s: float = 0.25
     resend_cap_s: float = 4.0
+    resend_limit_s: float = 30.0
     # A step on a CPU may take seconds, in which a scheduler sends nothing; the router sees at once
     # that a process has died.
     ping_s: float = 2.0
@@ -251,6 +300,10 @@ class HandoffTable:
     """Memory of a decode rank for parts that arrive, from all prefill ranks."""
     retired_bytes_max: int = 1 << 30
     """As much of it may wait for prefill ranks that were lost to be seen dead."""
+    peers_max: int = 16
+    """Instances that one has pairs open with at a time."""
+    idle_s: float = 60.0
+    """A pair that no request has used so long is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,18 +317,21 @@ class EngineTable:
     """Ranks of an instance that computes prompts for another one; 0: each computes its own."""
     decode_tp: int = 0
     """Ranks of an instance that answers what another one has computed."""
-    prefill_at: str = ""
-    """Where the scheduler of that first one listens for the other, and its ranks on the ports
-    after it; empty: both are started by one command."""
-    decode_at: str = ""
-    """Where the scheduler of the other one listens."""
+    handoff_host: str = ""
+    """The host of this machine at which instances of others reach its instances for handoffs;
+    empty: only instances of this machine do."""
+    ranks_at: str = ""
+    """Where an instance accepts its ranks, if some are on other machines; empty: all are here."""
+    ranks_here: str = ""
+    """The ranks of it that this command starts: `N` or `FIRST-LAST`; empty: all of them."""
     dtype: str = "float32"
     device: str = "cpu"
     graphs: bool = True
     """Whether a GPU replays decode steps as CUDA graphs."""
     threads: int = 0
     """Of torch, in each rank; 0: the cores of the machine, divided by the ranks."""
-    step_tokens: int = 512
+    step_tokens: int = 0
+    """Tokens of a step at most; 0: as many as suit the device."""
     step_requests: int = 64
     waiting_max: int = 1024
 
@@ -291,16 +347,34 @@ class EngineTable:
                 f"is {self.prefill_tp} with engine.decode_tp {self.decode_tp}, must both be 0 or "
                 "both be given: prompts that one instance computes, another one answers",
             )
-        if self.prefill_at:
-            require_address("engine.prefill_at", self.prefill_at, ports=1 + self.prefill_tp)
-        if self.decode_at:
-            require_address("engine.decode_at", self.decode_at)
-        if self.step_tokens < self.step_requests:
+        if self.handoff_host:
+            require_host("engine.handoff_host", self.handoff_host)
+            if self.handoff_host in _ANYWHERE or self.handoff_host == "::":
+                raise ConfigError(
+                    "engine.handoff_host",
+                    f"is {self.handoff_host!r}, must be a host that other machines can dial",
+                )
+        if self.ranks_at:
+            require_address("engine.ranks_at", self.ranks_at)
+        if bool(self.ranks_at) is not bool(self.ranks_here):
+            raise ConfigError(
+                "engine.ranks_here",
+                f"is {self.ranks_here!r} with engine.ranks_at {self.ranks_at!r}, must be given "
+                "with it: which ranks this command starts",
+            )
+        rank_range(self.ranks_here)
+        if 0 < self.step_tokens < self.step_requests:
             raise ConfigError(
                 "engine.step_tokens",
-                f"is {self.step_tokens}, must be at least engine.step_requests, "
+                f"is {self.step_tokens}, must be 0 or at least engine.step_requests, "
                 f"{self.step_requests}: every running request gets a token a step",
             )
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens of a step at most, chosen for the device where `step_tokens` is 0."""
+        suited = CPU_STEP_TOKENS if self.device == "cpu" else GPU_STEP_TOKENS
+        return self.step_tokens or max(suited, self.step_requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +387,11 @@ class ServeTable:
     api_key_file: str = ""
     """A file that holds the key, instead of `api_key`."""
     instances: int = 1
+    prefill: int = 0
+    """Instances that compute prompts for others; 0: as many as `instances`, if the ranks of a
+    role are given."""
+    decode: int = 0
+    """Instances that answer what those have computed."""
     body_bytes_max: int = 1 << 20
     requests_max: int = 512
     connections_max: int = 1024
@@ -322,17 +401,31 @@ class ServeTable:
     """How long the body of a request may take to arrive."""
     drain_s: float = 20.0
     """How long answers may go on after the server was asked to stop."""
+    when_paused: str = "refuse"
+    """What becomes of requests while the server is paused: `refuse` (status 503) or `wait`."""
+    paused_wait_s: float = 600.0
+    """How long they wait, before they are refused all the same."""
     log_level: str = "info"
     log_json: bool = False
     router: str = ""
     """Where a router lets instances in that other commands start; empty: only its own."""
     number: int = 0
     """Which of the router's instances, or pairs, this one is."""
+    ports: str = "0"
+    """Where the processes of this command listen for other machines, beside the addresses that are
+    settings of their own: a port, or a range such as `5200-5299`; 0: any."""
     keys_file: str = ""
     """The keys of this machine and its peers, for roles on several machines."""
 
     def __post_init__(self) -> None:
         require_host("serve.host", self.host)
+        if bool(self.prefill) is not bool(self.decode):
+            raise ConfigError(
+                "serve.prefill",
+                f"is {self.prefill} with serve.decode {self.decode}, must both be 0 or both be "
+                "given: prompts that one instance computes, another one answers",
+            )
+        port_range(self.ports)
         if self.router:
             require_address("serve.router", self.router)
         if self.api_key and self.api_key_file:
@@ -340,6 +433,31 @@ class ServeTable:
                 "serve.api_key_file",
                 f"is {self.api_key_file!r} beside serve.api_key, must be the only one of the two",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """`[routing]`: how the router chooses instances; weights are in cached blocks of a prompt."""
+
+    cached_weight: float = 1.0
+    """What a leading block of the prompt is worth that an instance has in any tier."""
+    load_weight: float = 8.0
+    """What each request under way counts against an instance: a long queue outweighs a hit."""
+    computing_weight: float = 32.0
+    """What counts against a decode instance while no prefill instance can compute for it."""
+    failed_weight: float = 32.0
+    """What counts against a prefill instance for each prompt that it failed to hand over lately."""
+    failed_s: float = 10.0
+    """How long such a failure counts."""
+    equal_blocks: float = 1.0
+    """Instances that differ by no more than this in worth get requests in turn. All conversations
+    share a start, such as the first lines of a chat template, which would otherwise send all of
+    them to one instance."""
+    handoff_tokens_min: int = 0
+    """A prompt of which decode has all but so many tokens, or fewer, is not started on a prefill
+    instance; 0: a block."""
+    attempts_max: int = 3
+    """How many instances a request is sent to, one after the other, if they are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +486,7 @@ class Config:
     handoff: HandoffTable | None = None
     engine: EngineTable | None = None
     serve: ServeTable | None = None
+    routing: RoutingTable | None = None
 
     def __post_init__(self) -> None:
         if self.hash not in ALGORITHMS:

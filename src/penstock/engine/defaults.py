@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.cache.settings import CacheSettings, TierSettings
-from penstock.config import Config, ModelSettings, TierKind
+from penstock.config import Config, ModelSettings, TierKind, load_completed
 from penstock.config.values import DEVICE_NAME, TIER_KINDS, UNSIZED_BLOCKS, HandoffTable
 from penstock.engine.checkpoints import DEFAULT_NAME
 from penstock.engine.sampling_options import Sampling
@@ -35,10 +35,30 @@ if TYPE_CHECKING:
 BLOCKS = 512
 """With 16 tokens each, one whole context of the default model: 0.4 GB of float32."""
 HOST_GIB = 1.0
+ENGINE_MODEL = "the engine's model"
+"""Stands for the name of the model in a configuration that was read and not yet completed."""
 HOST_TIER = "host"
 DISK_TIER = "disk"
 BERTHS, BERTHS_ON_GPU = 8, 32
 """A GPU computes a prompt in a tenth of a second, and takes parts between the steps of others."""
+
+
+def load_engine_config(path: str | Path) -> Config:
+    """Reads a configuration file for an engine: it may leave out the model and all tiers.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that has no meaning.
+    """
+    return load_completed(path, _complete)
+
+
+def _complete(document: dict[str, object]) -> None:
+    document.setdefault("model", {"name": ENGINE_MODEL})
+    cache = document.setdefault("cache", {})
+    if isinstance(cache, dict) and "blocks" not in cache and not document.get("tiers"):
+        cache["blocks"] = BLOCKS
+        if "tiers" not in document:
+            document["tiers"] = [{"name": HOST_TIER, "kind": "host", "gib": HOST_GIB}]
 
 
 def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
@@ -52,7 +72,8 @@ def config_of(model: ModelFiles, given: Config | None, *, dtype: str) -> Config:
     config = given or _starting_config(model)
     # Keys depend on the weights and on the dtype of the KV.
     version = config.model.weights_version or model.weights_version()
-    named = replace(config.model, weights_version=version, kv_dtype=dtype)
+    name = model.name if config.model.name == ENGINE_MODEL else config.model.name
+    named = replace(config.model, name=name, weights_version=version, kv_dtype=dtype)
     cache = config.cache
     if cache.device is None:
         cache = replace(cache, device=TierSettings(name=DEVICE_NAME, slot_count=BLOCKS))
@@ -99,7 +120,7 @@ def with_disk_tier(
 
 
 def require_memory(
-    config: Config, architecture: Architecture, *, dtype: str, instances: int = 1
+    config: Config, architecture: Architecture, *, dtype: str, instances: float = 1
 ) -> None:
     """Refuses a model that does not fit into memory: the kernel would kill the process.
 
@@ -107,7 +128,7 @@ def require_memory(
         config: With the device's blocks.
         architecture: Of the model, which is computed on the CPU.
         dtype: Of weights and KV.
-        instances: Copies of the model on this machine.
+        instances: Copies of the model on this machine; a part of one if its ranks are elsewhere.
 
     Raises:
         ConfigError: weights and blocks need more memory than is available.
@@ -117,12 +138,12 @@ def require_memory(
     weights = sum(prod(shape) for _, shape in architecture.tensor_shapes())
     token = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim
     blocks = device.slot_count * config.cache.block_tokens * token
-    needed = (weights + blocks) * DType.parse(dtype).itemsize * instances
+    needed = int((weights + blocks) * DType.parse(dtype).itemsize * instances)
     tightest = min(memory_limits(read_text), key=lambda limit: limit.available_bytes, default=None)
     if tightest is not None and needed > tightest.available_bytes:
         raise ConfigError(
             "engine.model",
-            f"needs {gib(needed)} for weights and device blocks of {instances} "
+            f"needs {gib(needed)} for weights and device blocks of {instances:g} "
             f"instances in {dtype}, must need at most the {gib(tightest.available_bytes)} "
             f"that are available: {tightest.source}",
         )

@@ -22,16 +22,19 @@ import msgspec
 import torch
 
 import penstock
+from penstock.config.values import port_range
 from penstock.engine import messages as ms
 from penstock.engine.checkpoints import find_model
-from penstock.engine.engine import Engine, LocalWorkers
-from penstock.engine.handoffs import handoffs_of
+from penstock.engine.engine import Engine, EnginePaused, LocalWorkers
+from penstock.engine.handoffs import InstanceHandoffs, RankHandoffs
+from penstock.engine.orders import Orders
+from penstock.engine.peers import peers_of
 from penstock.engine.remote_workers import RemoteWorkers, ignore_progress, meet_ranks
 from penstock.engine.reports import answer_to, token_bytes_of
 from penstock.engine.requests import Output, Request
 from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.spec import InstanceSpec, read_sealed
+from penstock.engine.spec import InstanceRole, InstanceSpec, read_sealed
 from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import BlocksStored
@@ -40,12 +43,14 @@ from penstock.supervisor.keeper import keeper
 from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 from penstock.transport.waiting import wait_any, wait_readable
 from penstock.transport.zeromq import Listener, connect, dial
+from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.engine.architecture import Architecture
     from penstock.engine.handoffs import Handoffs
+    from penstock.engine.spec import EngineSpec, PairSpec
     from penstock.transport.base import Channel, Waitable
     from penstock.transport.zmq_channel import ZmqChannel
 
@@ -58,6 +63,9 @@ DIAL_AGAIN_S = 5.0
 """The timeout of one attempt to connect, for an instance that joins a server."""
 RANKS_S = 300.0
 """The timeout for all ranks to load; a large model takes minutes."""
+DISK_S = 30.0
+"""How long a disk is waited for at the start: its store process takes about a second, and many
+times that on a machine whose cores are taken by others."""
 IDLE_S = 3600.0
 """The longest wait of an idle instance; messages, ranks and signals end it earlier."""
 DRAIN_S = 5.0
@@ -114,6 +122,7 @@ class Instance:
         self._architecture = architecture
         self._channel = channel
         self._outbox = ServerOutbox(channel)
+        self._orders = Orders(engine, architecture, send=self._send, on_weights=self._note_weights)
         self._drained_by = math.inf
         """The deadline of its requests after a stop signal."""
         config = spec.config
@@ -134,10 +143,17 @@ class Instance:
                 tiers=self._tiers,
                 ready_s=[tier.ready_s or 0.0 for tier in self._engine.cache.statistics().tiers],
                 role=self._spec.role.value,
-                partner=self._spec.partner,
+                engine=self._place(),
             )
         )
         self._send_cached_blocks()
+
+    def _place(self) -> EngineSpec | None:
+        """How other instances reach this one for handoffs."""
+        engine = self._engine
+        if engine.handoffs is None:
+            return None
+        return engine.handoffs.peers.place(engine.workers.handoff_addresses)
 
     def run(self, stop: penstock.StopSignal) -> str:
         """Serves until the server closes the channel or a stop signal arrives; returns why.
@@ -164,11 +180,13 @@ class Instance:
                     if output.scored
                     else _progress(output, handed=self._was_handed(output))
                 )
+            self._orders.step()
             kept = self._engine.cache.take_kv_events()
             if kept:
                 self._outbox.put(ms.CacheChanged(events=kept))  # type: ignore[arg-type]
             if self._outbox.flush():
-                self._wait(stop, min(time.monotonic() + IDLE_S, self._drained_by))
+                due = min(self._drained_by, self._orders.next_deadline)
+                self._wait(stop, min(time.monotonic() + IDLE_S, due))
         return "it was asked to stop"
 
     def _is_drained(self, stop: penstock.StopSignal) -> bool:
@@ -192,6 +210,8 @@ class Instance:
         """
         # Also computed prompts that wait for a claim, which may never come.
         self._engine.abort_all()
+        self._engine.close_pairs()
+        self._orders.forget()
         while not stop.stopping:
             spec = self._spec
             channel = dial(spec.server, name=spec.name, secret=spec.server_secret)
@@ -258,12 +278,12 @@ class Instance:
         # After the first signal the descriptor stays readable.
         descriptors = [] if stop.stopping else [stop.descriptor]
         if engine.handoffs is not None:
-            door = engine.handoffs.door
-            if door.has_work:
+            peers = engine.handoffs.peers
+            if peers.has_work:
                 return
-            channels += door.waitables
-            descriptors += door.descriptors
-            deadline = min(deadline, door.next_deadline() or deadline)
+            channels += peers.waitables
+            descriptors += peers.descriptors
+            deadline = min(deadline, peers.next_deadline() or deadline)
         if not engine.cache.persists and not (engine.copies_here and engine.cache.busy):
             wait_any(channels, descriptors, deadline=deadline)
             return
@@ -292,23 +312,58 @@ class Instance:
                 self._submit(message)
             case ms.Abort():
                 self._engine.abort(message.id)
-            case ms.ComputeLocally():
-                self._engine.scheduler.compute_here(message.id)
+            case ms.ComputeLocally() | ms.ChangePrefill() | ms.OpenPair() | ms.ClosePair():
+                self._take_handoff(message)
+            case ms.SetRole():
+                self._spec = msgspec.structs.replace(self._spec, role=InstanceRole(message.role))
             case ms.StopAnswer():
                 self._engine.scheduler.stop(message.id, message.answer)
             case ms.ResetCache(why=why, weights_version=version):
                 if version:
                     self._engine.change_weights(version)
-                    self._spec = _with_weights(self._spec, version)
+                    self._note_weights(version)
                 else:
                     self._engine.cache.reset(why)
             case ms.Ask():
                 answer = answer_to(message, self._spec, self._engine, token_bytes=self._token_bytes)
                 self._outbox.put(ms.AskAnswer(id=message.id, json=answer))
+            case _:
+                self._orders.take(message)
+
+    def _send(self, message: ms.InstanceMessage) -> None:
+        self._outbox.put(message)
+
+    def _note_weights(self, version: str) -> None:
+        self._spec = _with_weights(self._spec, version)
+
+    def _take_handoff(
+        self, message: ms.ComputeLocally | ms.ChangePrefill | ms.OpenPair | ms.ClosePair
+    ) -> None:
+        scheduler = self._engine.scheduler
+        match message:
+            case ms.ComputeLocally():
+                scheduler.compute_here(message.id)
+            case ms.ChangePrefill():
+                scheduler.change_prefill(message.id, message.handoff, message.prefill)
+            case ms.OpenPair():
+                self._open_pair(message.pair)
+            case ms.ClosePair():
+                self._engine.close_pair(message.prefill, message.decode)
+
+    def _open_pair(self, pair: PairSpec) -> None:
+        """Opens a pair; if that fails, requests in it are computed where they are answered."""
+        try:
+            self._engine.open_pair(pair)
+        except (ValueError, UnavailableError, CapacityError) as error:
+            names = pair.prefill.name, pair.decode.name
+            logger.warning("pair not opened: prefill=%s decode=%s cause=%s", *names, error)
+            self._outbox.put(ms.PairFailed(prefill=names[0], decode=names[1], problem=str(error)))
 
     def _submit(self, message: ms.Submit) -> None:
         try:
             self._engine.add(self._request(message))
+        except EnginePaused as error:
+            self._outbox.put(ms.SubmitRefused(id=message.id, kind="paused", problem=str(error)))
         except CapacityError as error:
             self._outbox.put(ms.SubmitRefused(id=message.id, kind="busy", problem=str(error)))
         except ValueError as error:
@@ -357,6 +412,8 @@ class Instance:
             reuse=message.reuse,
             store=message.store,
             handoff=message.handoff,
+            prefill=message.prefill,
+            decode=message.decode,
             first_alone=not message.returns_logprobs and message.answers == 1,
             scores_prompt=message.scores_prompt,
         )
@@ -405,8 +462,9 @@ def build_engine(
     """
     if spec.ranks == 1:
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
-        handoffs = handoffs_of(spec, loaded.architecture, loaded.tier)
-        loaded.worker.handed = None if handoffs is None else handoffs.rank
+        peers = peers_of(spec, loaded.architecture, tier=loaded.tier)
+        rank = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
+        handoffs = None if peers is None else InstanceHandoffs(spec, peers, rank)
         cache = penstock.open(loaded.config, kv=loaded.tier, keeper=keeper())
         loaded.worker.steps = cache.steps
         scheduler = _scheduler(spec, cache, handoffs)
@@ -417,18 +475,46 @@ def build_engine(
             handoffs,
             step_timeout_s=loaded.config.device_wait_s,
         )
-        return engine, loaded.architecture
+        return _started(engine, spec), loaded.architecture
     architecture, checkpoint = find_model(spec.model).open()
     checkpoint.close()
-    with Listener(f"{spec.name}-scheduler", spec.scheduler, secret=spec.secret) as listener:
+    settings = ChannelSettings(ports=port_range(spec.ports))
+    with Listener(
+        f"{spec.name}-scheduler", spec.scheduler, secret=spec.secret, settings=settings
+    ) as listener:
         deadline = time.monotonic() + RANKS_S
-        channels, facts = meet_ranks(
-            listener, ranks=spec.ranks, deadline=deadline, progress=progress
+        met = meet_ranks(
+            listener, ranks=spec.ranks, deadline=deadline, terms=spec.terms, progress=progress
         )
-    handoffs = handoffs_of(spec, architecture, None)
-    cache = penstock.open(spec.config, ranks=facts)
+    peers = peers_of(spec, architecture, tier=None)
+    handoffs = None if peers is None else InstanceHandoffs(spec, peers, None)
+    cache = penstock.open(spec.config, ranks=met.facts)
     scheduler = _scheduler(spec, cache, handoffs)
-    return Engine(scheduler, RemoteWorkers(channels), handoffs), architecture
+    workers = RemoteWorkers(met.channels, met.handoff_addresses)
+    return _started(Engine(scheduler, workers, handoffs), spec), architecture
+
+
+def _started(engine: Engine, spec: InstanceSpec) -> Engine:
+    """The engine, which knows its device and where its weights came from; its disk is open."""
+    model = find_model(spec.model)
+    engine.device = spec.device
+    engine.checkpoint = (str(model.path), spec.digest or model.weights_version())
+    _await_disk(engine.cache)
+    return engine
+
+
+def _await_disk(cache: penstock.Cache) -> None:
+    """Gives the store process time to start: nothing of an earlier prompt would be kept there.
+
+    A disk that cannot be used is not waited for: health says why.
+    """
+    deadline = time.monotonic() + DISK_S
+    while time.monotonic() < deadline:
+        status = cache.store_status()
+        if status is None or status.settled or status.failed:
+            return
+        cache.wait(deadline)
+        cache.step()
 
 
 def _scheduler(spec: InstanceSpec, cache: penstock.Cache, handoffs: Handoffs | None) -> Scheduler:

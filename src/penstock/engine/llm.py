@@ -22,12 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from penstock.config import Config, load_config
+from penstock.config import Config
 from penstock.config.values import EngineTable
 from penstock.engine.requests import TOKENS_MAX, Reason, Request
 from penstock.engine.sampling_options import TOP_K_MAX, Sampling
 from penstock.errors import CapacityError, ConfigError, NeverFitsError, UnavailableError
-from penstock.vocabulary.arguments import as_float, as_int, as_seconds, as_text, as_tuple
+from penstock.vocabulary.arguments import as_flag, as_float, as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
     from typing import Self
@@ -49,8 +49,10 @@ SEED_MAX = 1 << 62
 WAIT_S = 1.0
 STALLED_S = 600.0
 """No token for this long means a defect: a step takes seconds at most."""
-DISK_S = 5.0
-"""How long a disk is waited for at the start: its store process takes about a second."""
+RESIZE_S = 60.0
+"""How long the store of a disk may take to change its size."""
+WEIGHTS_LEVEL = 2
+"""The level of sleep at which the weights are given back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ class LLM:
         _require_packages()
         from penstock.engine import checkpoints, defaults, instance  # noqa: PLC0415 - needs torch
 
-        given = load_config(config) if isinstance(config, str | Path) else config
+        given = defaults.load_engine_config(config) if isinstance(config, str | Path) else config
         if not isinstance(given, Config | None):
             raise ValueError(f"config is {reprlib.repr(config)}, must be a Config or a path")  # noqa: TRY004
         if not isinstance(model, str | Path | None):
@@ -124,17 +126,6 @@ class LLM:
         self._blocks = settled.cache.device.slot_count
         self._tiers = ("device", *(tier.name for tier in settled.cache.tiers))
         self._closed = False
-        self._await_disk({tier.name for tier in settled.cache.tiers if tier.stored})
-
-    def _await_disk(self, names: set[str]) -> None:
-        """Gives the store process time to start: the first prompts are looked up there, too."""
-        cache = self._engine.cache
-        deadline = time.monotonic() + DISK_S
-        while cache.persists and time.monotonic() < deadline:
-            if all(tier.on for tier in cache.statistics().tiers if tier.name in names):
-                return
-            cache.wait(deadline)
-            cache.step()
 
     def generate(
         self,
@@ -165,11 +156,12 @@ class LLM:
             ValueError: an argument is wrong; the message names it, its value and what is right.
             NeverFitsError: a prompt and its answer need more blocks than the device has.
             AccessError: another thread calls, or this process was forked.
-            UnavailableError: it is closed, or the device does not answer.
+            UnavailableError: it is closed, paused or asleep, or the device does not answer.
 
         Nothing is computed if any prompt is refused.
         """
         self._require_open()
+        self._engine.require_running()
         stops = _stops(stop)
         sampling = self._sampling_of(temperature, top_p, top_k, seed)
         wanted = None if max_tokens is None else as_int("max_tokens", max_tokens, 1, TOKENS_MAX)
@@ -186,6 +178,106 @@ class LLM:
             # Whatever ended the loop: no request stays behind. Usually none is left.
             self._engine.abort_all()
         return [self._completion(answer) for answer in answers]
+
+    def pause(self) -> None:
+        """Refuses prompts until `resume`, with `UnavailableError`; may be called twice."""
+        self._require_open()
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Answers prompts again; may be called twice."""
+        self._require_open()
+        self._engine.resume()
+
+    def load_weights(self, path: str | Path, *, version: str = "") -> str:
+        """Replaces the weights by those of another checkpoint of the same architecture.
+
+        Nothing that was cached under the old ones is found again. The tokenizer stays.
+
+        Args:
+            path: A folder or a `.gguf` file.
+            version: A name for the new weights.
+
+        Returns:
+            What they are called in keys: the name, and the digest of the files.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it is of another model; nothing was
+                changed.
+            UnavailableError: its files cannot be read. If they could not be read to the end, no
+                prompt is answered until another load has succeeded.
+        """
+        from penstock.engine.weights import check_weights, version_of  # noqa: PLC0415 - needs torch
+
+        self._require_open()
+        if not isinstance(path, str | Path):
+            raise ValueError(f"path is {reprlib.repr(path)}, must be a path")  # noqa: TRY004
+        name = as_text("version", version)
+        digest = check_weights(str(path), self._architecture)
+        found = version_of(name, digest)
+        self._engine.load_weights(str(path), digest=digest, version=found)
+        return found
+
+    def resize_tier(self, name: str, *, gib: float | None = None, blocks: int | None = None) -> int:
+        """Makes a tier smaller or larger; see `Cache.resize_tier`. Waits for the store of a disk.
+
+        Raises:
+            ConfigError: there is no such tier, or it cannot have this size.
+            UnavailableError: the store did not do it within a minute.
+        """
+        self._require_open()
+        cache = self._engine.cache
+        slots = cache.resize_tier(name, gib=gib, blocks=blocks)
+        if name not in {tier.name for tier in cache.config.cache.tiers if tier.stored}:
+            return slots
+        deadline = time.monotonic() + RESIZE_S
+        while not (status := cache.resize_status(name)).done:
+            if status.problem:
+                raise ConfigError(f"{name}.gib", status.problem)
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"tier {name}: {status.waits_for} after {RESIZE_S:g} s")
+            cache.wait(deadline)
+            cache.step()
+        return slots
+
+    def sleep(self, *, level: int = 1, host: bool = False, timeout_s: float = 60.0) -> None:
+        """Gives memory back to the system until `wake`; meanwhile no prompt is answered.
+
+        What lies on a disk stays, and is found after `wake`. May be called twice.
+
+        Args:
+            level: 1: the KV of the device. 2: the weights, too; `wake` loads them again.
+            host: Whether host memory is given back, too.
+            timeout_s: Blocks that are being written down may take this long.
+
+        Raises:
+            ValueError: an argument is wrong.
+            UnavailableError: the model runs on a GPU, or blocks are still being written.
+        """
+        self._require_open()
+        weights = as_int("level", level, 1, 2) == WEIGHTS_LEVEL
+        host = as_flag("host", host)
+        deadline = time.monotonic() + as_seconds("timeout_s", timeout_s, zero=True)
+        cache = self._engine.cache
+        cache.drain()
+        while cache.busy:
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"blocks were still being written after {timeout_s:g} s")
+            cache.step()
+            if cache.busy:
+                cache.wait(deadline)
+        self._engine.sleep(host=host, weights=weights)
+
+    def wake(self) -> None:
+        """Takes the memory again, and loads the weights if they were given back.
+
+        May be called twice.
+
+        Raises:
+            UnavailableError: there is no memory, or the weights cannot be read any more.
+        """
+        self._require_open()
+        self._engine.wake()
 
     def statistics(self) -> CacheStatistics:
         """Counts and sizes of the cache, as a frozen value."""
@@ -407,7 +499,7 @@ def _spec_of(model: str | None, config: Config, table: EngineTable) -> InstanceS
         dtype=table.dtype,
         device=table.device,
         graphs=table.graphs,
-        step_tokens=table.step_tokens,
+        step_tokens=table.tokens_a_step,
         step_requests=table.step_requests,
         waiting_max=table.waiting_max,
         threads=table.threads,

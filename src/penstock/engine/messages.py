@@ -4,10 +4,16 @@
 |--------------------------------|--------------------------------------------------------------|
 |                                | `LoadProgress` while it loads, `InstanceReady` afterwards    |
 | `Submit` `Abort` `StopAnswer`  | `Scored`, `TokenProgress`, `SubmitRefused`                   |
-| `ComputeLocally`               |                                                              |
+| `ComputeLocally` `ChangePrefill` |                                                            |
+| `OpenPair` `ClosePair`         | `PairFailed`                                                 |
+| `SetRole`                      |                                                              |
 |                                | `CacheChanged`                                               |
 | `ResetCache`                   |                                                              |
 | `Ask`                          | `AskAnswer`                                                  |
+| `Pause`                        | `AskAnswer` with an `OrderResult`, when it is done           |
+| `CheckWeights` `LoadWeights`   | the same                                                     |
+| `Sleep` `Wake` `ResizeTiers`   | the same                                                     |
+| `Resume`                       |                                                              |
 |                                | `Leaving` after a stop signal                                |
 
 Frames are a version byte and msgpack; unknown fields are refused.
@@ -21,6 +27,7 @@ import msgspec
 
 # msgspec reads the annotations when a message arrives, so these imports must be real.
 from penstock.config import Config  # noqa: TC001
+from penstock.engine.spec import EngineSpec, PairSpec  # noqa: TC001
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 from penstock.transport.base import FRAME_BYTES_MAX
 from penstock.vocabulary.frames import FrameCodec
@@ -28,6 +35,7 @@ from penstock.vocabulary.frames import FrameCodec
 VERSION = 1
 What = Literal["statistics", "story", "timeline", "audit"]
 """The questions that an instance answers."""
+RoleName = Literal["both", "prefill", "decode"]
 
 
 class InstanceMessage(
@@ -68,6 +76,10 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
     """Whether the client gets log-probabilities; if not, a handoff may bring the first token."""
     handoff: str = ""
     """The prompt is computed by one instance and answered by another, under this name."""
+    prefill: str = ""
+    """The instance that computes it; a pair with the other one was opened before."""
+    decode: str = ""
+    """The instance that answers it."""
 
 
 class Abort(InstanceMessage, frozen=True, kw_only=True):
@@ -80,6 +92,36 @@ class ComputeLocally(InstanceMessage, frozen=True, kw_only=True):
     """The instance computes the prompt of this request itself; no handoff will bring it."""
 
     id: str
+
+
+class ChangePrefill(InstanceMessage, frozen=True, kw_only=True):
+    """Another instance computes the prompt of this request: it is claimed from there instead.
+
+    A prompt that is being computed here already is left alone.
+    """
+
+    id: str
+    handoff: str
+    prefill: str
+
+
+class SetRole(InstanceMessage, frozen=True, kw_only=True):
+    """The instance has another role from now on; requests under way end as they began."""
+
+    role: RoleName
+
+
+class OpenPair(InstanceMessage, frozen=True, kw_only=True):
+    """Introduces two instances to each other; sent to both, before a request names them."""
+
+    pair: PairSpec
+
+
+class ClosePair(InstanceMessage, frozen=True, kw_only=True):
+    """The pair is not needed any more: its connections and memory are given back."""
+
+    prefill: str
+    decode: str
 
 
 class StopAnswer(InstanceMessage, frozen=True, kw_only=True):
@@ -106,6 +148,72 @@ class Ask(InstanceMessage, frozen=True, kw_only=True):
     """The request whose story is wanted."""
 
 
+class Pause(InstanceMessage, frozen=True, kw_only=True):
+    """Refuses requests from now on; answered when none is left."""
+
+    id: int
+
+
+class Resume(InstanceMessage, frozen=True, kw_only=True):
+    """Accepts requests again."""
+
+
+class CheckWeights(InstanceMessage, frozen=True, kw_only=True):
+    """Checks whether a checkpoint can replace the weights; the result has its digest."""
+
+    id: int
+    path: str
+
+
+class LoadWeights(InstanceMessage, frozen=True, kw_only=True):
+    """Replaces the weights by those of a checkpoint that was checked."""
+
+    id: int
+    path: str
+    digest: str
+    version: str
+    """What they are called in keys."""
+
+
+class Sleep(InstanceMessage, frozen=True, kw_only=True):
+    """Gives memory back to the system; requests must have ended."""
+
+    id: int
+    host: bool = False
+    """Host memory, too."""
+    weights: bool = False
+    """The weights, too."""
+    timeout_s: float = 60.0
+    """How long blocks may take to be written down before."""
+
+
+class Wake(InstanceMessage, frozen=True, kw_only=True):
+    """Takes the memory again."""
+
+    id: int
+
+
+class ResizeTiers(InstanceMessage, frozen=True, kw_only=True):
+    """Changes the size of tiers; answered when they have it."""
+
+    id: int
+    sizes: dict[str, dict[str, int | float]]
+    """`gib` or `blocks` of each tier."""
+    checks: bool = False
+    """Whether it is only checked that they can have it."""
+    timeout_s: float = 60.0
+    """How long blocks in use may take to leave."""
+
+
+class OrderResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an order, as JSON in `AskAnswer`."""
+
+    problem: str = ""
+    """Why it was not carried out; empty if it was."""
+    digest: str = ""
+    """Of the files of a checkpoint."""
+
+
 class LoadProgress(InstanceMessage, frozen=True, kw_only=True):
     """A rank has loaded `layers` of its `of` layers."""
 
@@ -127,9 +235,9 @@ class InstanceReady(InstanceMessage, frozen=True, kw_only=True):
     """Names of the tiers, device first."""
     ready_s: list[float] = []
     """How long it took to prepare the memory of each tier; 0 for the device."""
-    role: Literal["both", "prefill", "decode"] = "both"
-    partner: str = ""
-    """The instance of its pair that has the other role."""
+    role: RoleName = "both"
+    engine: EngineSpec | None = None
+    """How other instances reach it for handoffs; `None`: it takes part in none."""
 
 
 class TokenProgress(InstanceMessage, frozen=True, kw_only=True):
@@ -162,12 +270,20 @@ class SubmitRefused(InstanceMessage, frozen=True, kw_only=True):
 
     id: str
     kind: str
-    """`invalid`: the request is wrong. `busy`: too many wait; try again later."""
+    """`invalid`: the request is wrong. `busy`, `paused`: try again later."""
     problem: str
 
 
 class Leaving(InstanceMessage, frozen=True, kw_only=True):
     """The instance stops: it finishes its requests and accepts no more."""
+
+
+class PairFailed(InstanceMessage, frozen=True, kw_only=True):
+    """A pair could not be opened: handoffs in it are refused."""
+
+    prefill: str
+    decode: str
+    problem: str
 
 
 class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
@@ -177,13 +293,28 @@ class CacheChanged(InstanceMessage, frozen=True, kw_only=True):
 
 
 class AskAnswer(InstanceMessage, frozen=True, kw_only=True):
-    """The answer to `Ask`, as JSON."""
+    """The answer to `Ask` or to an order, as JSON."""
 
     id: int
     json: bytes
 
 
-ToInstance = Submit | Abort | ComputeLocally | StopAnswer | ResetCache | Ask
+Order = Pause | CheckWeights | LoadWeights | Sleep | Wake | ResizeTiers
+"""What an instance carries out and answers."""
+ToInstance = (
+    Submit
+    | Abort
+    | ComputeLocally
+    | ChangePrefill
+    | SetRole
+    | OpenPair
+    | ClosePair
+    | StopAnswer
+    | ResetCache
+    | Ask
+    | Order
+    | Resume
+)
 FromInstance = (
     LoadProgress
     | InstanceReady
@@ -191,6 +322,7 @@ FromInstance = (
     | Scored
     | SubmitRefused
     | Leaving
+    | PairFailed
     | CacheChanged
     | AskAnswer
 )

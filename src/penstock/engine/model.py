@@ -15,7 +15,7 @@ computed prefixes take the same path. `PlainAttention` uses torch alone, on any 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from penstock.engine.architecture import Architecture, rotary_frequencies
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.engine.batch import DecodeRows, PrefillRows, StepBatch
     from penstock.engine.checkpoints import RankWeights
@@ -46,6 +46,15 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        found = [getattr(self, field.name) for field in fields(self)]
+        return [tensor for tensor in found if tensor is not None]
+
+    def copy_from(self, other: LayerWeights) -> None:
+        """Copies the weights of another checkpoint over these, tensor by tensor."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
 
 
 def _ignore(_layer: int) -> None:
@@ -73,15 +82,36 @@ class Decoder:
             self._layers.append(_layer_weights(architecture, weights, number))
             progress(number + 1)
         self._norm = weights.whole("model.norm.weight")
-        self._output = weights.output(
-            "model.embed_tokens.weight" if architecture.tied else "lm_head.weight"
-        )
+        self._output = weights.output(_output_name(architecture))
         frequencies = torch.tensor(rotary_frequencies(architecture), dtype=torch.float64)
         angles = torch.arange(architecture.positions, dtype=torch.float64)[:, None] * frequencies
         # Both halves of a head rotate by the same angles.
         both = torch.cat((angles, angles), dim=-1)
         placed = {"device": self._embedding.device, "dtype": self._embedding.dtype}
         self._angles = Turn(both.cos().to(**placed), both.sin().to(**placed))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Its weights."""
+        yield self._embedding
+        for layer in self._layers:
+            yield from layer.tensors()
+        yield self._norm
+        yield self._output
+
+    @property
+    def share(self) -> Share:
+        """The part of the model that this rank has."""
+        return self._ranks.share
+
+    @torch.inference_mode()
+    def load(self, weights: RankWeights) -> None:
+        """Copies other weights over its own; they need memory for one layer besides."""
+        architecture = self.architecture
+        self._embedding.copy_(weights.whole("model.embed_tokens.weight"))
+        for number, layer in enumerate(self._layers):
+            layer.copy_from(_layer_weights(architecture, weights, number))
+        self._norm.copy_(weights.whole("model.norm.weight"))
+        self._output.copy_(weights.output(_output_name(architecture)))
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +172,10 @@ class Decoder:
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, (hidden.shape[-1],), weight, self.architecture.norm_epsilon)
+
+
+def _output_name(architecture: Architecture) -> str:
+    return "model.embed_tokens.weight" if architecture.tied else "lm_head.weight"
 
 
 def _layer_weights(architecture: Architecture, weights: RankWeights, number: int) -> LayerWeights:

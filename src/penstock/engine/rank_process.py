@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import time
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,8 +18,11 @@ import torch
 from torch import distributed
 
 import penstock
-from penstock.engine.handoffs import rank_handoffs
-from penstock.engine.remote_workers import RankLoading, encode, join, serve_rank
+from penstock.config.values import port_range
+from penstock.engine.handoffs import RankHandoffs
+from penstock.engine.peers import peers_of
+from penstock.engine.rank_exchange import COLLECTIVE_S, RankExchange
+from penstock.engine.remote_workers import RankCame, RankLoading, encode, join, serve_rank
 from penstock.engine.spec import RankSpec, read_sealed
 from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import PeerError, UnavailableError
@@ -26,58 +30,85 @@ from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
 
 if TYPE_CHECKING:
+    from penstock.engine.remote_workers import MeetAt
+    from penstock.engine.spec import InstanceSpec
     from penstock.transport.base import Channel
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_S = 60.0
-"""The timeout of a collective: if it takes longer, a rank is gone."""
+
+MEET_S = 60.0
+"""The timeout for ranks on several machines to connect to each other."""
 
 
 def main(given: str) -> int:
-    """Runs the rank; returns the exit status, 0 if its scheduler ended gracefully."""
+    """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed."""
     spec = read_sealed(given, RankSpec)
-    logs.set_up(spec.instance.log_level, as_json=spec.instance.log_json)
-    name = f"{spec.instance.name}-rank-{spec.rank}"
+    instance = spec.instance
+    logs.set_up(instance.log_level, as_json=instance.log_json)
+    name = f"{instance.name}-rank-{spec.rank}"
+    exchange: RankExchange | None = None
     try:
-        channel, place = join(
-            spec.instance.scheduler, name=name, rank=spec.rank, secret=spec.instance.secret
-        )
+        if instance.rank_host:
+            exchange = RankExchange.listen(
+                instance.name,
+                f"tcp://{instance.rank_host}:*",
+                rank=spec.rank,
+                secret=instance.secret,
+                ports=port_range(instance.ports),
+            )
+        came = RankCame(spec.rank, instance.terms, exchange.address if exchange else "")
+        channel, meeting = join(instance.scheduler, name=name, came=came, secret=instance.secret)
         with closing(channel):
-            why = _serve(spec, channel, place)
+            why = _serve(spec, channel, meeting, exchange)
     except (PeerError, UnavailableError) as error:
         logger.error("rank ends: name=%s cause=%s", name, error)  # noqa: TRY400
         return 1
     finally:
         _part()
+        if exchange is not None:
+            exchange.close()
     logger.info("rank ends: name=%s cause=%s", name, why)
-    return 0
+    # A scheduler of another command may be started again: then this rank is needed again.
+    return 0 if instance.starts_scheduler else 1
 
 
-def _serve(spec: RankSpec, channel: Channel, place: str) -> str:
+def _serve(spec: RankSpec, channel: Channel, meeting: MeetAt, exchange: RankExchange | None) -> str:
     instance = spec.instance
     if instance.threads:
         torch.set_num_threads(instance.threads)
-    _meet(spec, place)
+    if exchange is None:
+        _meet(spec, meeting.place)
+    else:
+        exchange.meet(meeting.addresses, deadline=time.monotonic() + MEET_S)
 
     def send_progress(layers: int, of: int) -> None:
         channel.send(encode(RankLoading(spec.rank, layers, of)))
 
-    loaded = load_rank(instance, rank=spec.rank, progress=send_progress)
-    handed = rank_handoffs(instance, loaded.architecture, loaded.tier, rank=spec.rank)
-    loaded.worker.handed = handed
+    loaded = load_rank(instance, rank=spec.rank, progress=send_progress, exchange=exchange)
+    peers = peers_of(instance, loaded.architecture, tier=loaded.tier, rank=spec.rank)
+    handed = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
     with (
-        nullcontext() if handed is None else handed.door,
+        nullcontext() if peers is None else closing(peers),
         penstock.open_rank(loaded.config, rank=spec.rank, kv=loaded.tier, keeper=keeper()) as rank,
     ):
         loaded.worker.steps = rank.steps
         # From now on it ends with its scheduler, whose last step it would break otherwise.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not instance.starts_scheduler:
+            _announce(instance, spec.rank)
         try:
             return serve_rank(channel, loaded.worker, rank, handed)
         except (PeerError, UnavailableError):
             end_within(GIVE_UP_S)
             raise
+
+
+def _announce(instance: InstanceSpec, rank: int) -> None:
+    """Prints that the rank has joined, for the user who started it."""
+    name = f"rank {rank} of {instance.name}"
+    sys.stdout.write(f"penstock: ready: {name} has joined {instance.scheduler}\n")
+    sys.stdout.flush()
 
 
 def _meet(spec: RankSpec, place: str) -> None:

@@ -1,10 +1,13 @@
 """Ranks in processes of their own: how they connect to the scheduler, and how steps reach them.
 
     rank: RankCame ──→ scheduler           each rank dials its scheduler
-    rank ←── MeetAt   scheduler            where the ranks' collectives meet, new in every life
+    rank ←── MeetAt   scheduler            where the ranks' collectives meet, new in every life;
+                                           or RankRefused: it would compute something else
     rank: RankLoading … ──→ scheduler
     rank: RankLoaded ──→ scheduler         its layout; steps may follow from now on
     rank ←── Step     scheduler            to all ranks; rank 0 answers with a StepResult
+    rank ←── LoadRank scheduler            other weights; every rank answers with RankDone
+    rank ←── FreeRank scheduler            memory to give back; the same
 
 Two rules. A rank never meets ranks of an earlier life: it dials its scheduler first, which names a
 meeting place that disappears with the scheduler's process. And when one rank is lost, all are: a
@@ -13,15 +16,19 @@ step needs every rank.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
-from penstock.engine.steps import HandedCounts, Step, StepResult
-from penstock.errors import PeerError, UnavailableError
+# msgspec reads the annotations when a message arrives, so this import must be real.
+from penstock.engine.spec import PairSpec  # noqa: TC001
+from penstock.engine.steps import FreedTier, HandedCounts, Step, StepResult
+from penstock.engine.weights import WeightsNotLoaded
+from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.runtime.rank_facts import RankFacts
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
@@ -42,8 +49,13 @@ if TYPE_CHECKING:
     from penstock.engine.worker import Worker
     from penstock.runtime.rank import Rank
     from penstock.transport.base import Channel
+    from penstock.transport.machine_keys import Secret
     from penstock.transport.zeromq import Listener
 
+logger = logging.getLogger(__name__)
+
+ORDER_S = 600.0
+"""The timeout of an order to all ranks: large weights take minutes to load."""
 IDLE_S = 3600.0
 """The longest wait of an idle rank; a message ends it earlier."""
 
@@ -51,13 +63,16 @@ IDLE_S = 3600.0
 class RemoteWorkers:
     """The scheduler's connections to the ranks of one model."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], handoff_addresses: Sequence[str] = ()) -> None:
+        self.handoff_addresses: list[str] | None = list(handoff_addresses)
         self.channels = list(channels)
         """In the order of the ranks."""
         self._reports: list[bytes] = []
         """Reports of the ranks about copies, for the cache."""
         self._answers: list[deque[StepResult]] = [deque() for _ in channels]
         self._handed = [HandedCounts() for _ in channels]
+        self._done: dict[int, RankDone] = {}
+        """The ranks' answers to the order under way."""
 
     def submit(self, step: Step) -> None:
         """Sends a step to every rank.
@@ -78,6 +93,64 @@ class RemoteWorkers:
             self.listen()
         results = [answers.popleft() for answers in self._answers]
         return results[0]
+
+    def open_pair(self, pair: PairSpec, *, weights: str) -> None:
+        """Ranks open their part of a pair before their next step.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        for channel in self.channels:
+            channel.send(encode(OpenRankPair(pair, weights)))
+
+    def close_pair(self, prefill: str, decode: str) -> None:
+        """Ranks close it before their next step.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        for channel in self.channels:
+            channel.send(encode(CloseRankPair(prefill, decode)))
+
+    def load_weights(self, path: str, digest: str) -> None:
+        """Replaces the weights of every rank; no step may be under way.
+
+        Raises:
+            WeightsNotLoaded: a rank could not load them, or not in time.
+            UnavailableError: a rank is lost.
+        """
+        problem = self._order(LoadRank(path, digest))
+        if problem:
+            raise WeightsNotLoaded(problem)
+
+    def give_back(self, tiers: Sequence[FreedTier], *, weights: bool = False) -> None:
+        """Every rank returns memory to the system; no step or copy may use it.
+
+        Raises:
+            UnavailableError: a rank could not, or is lost.
+        """
+        problem = self._order(FreeRank(list(tiers), weights))
+        if problem:
+            raise UnavailableError(problem)
+
+    def _order(self, order: LoadRank | FreeRank) -> str:
+        """Gives every rank an order; returns why it was not carried out, if it was not."""
+        self._done.clear()
+        for channel in self.channels:
+            channel.send(encode(order))
+        deadline = time.monotonic() + ORDER_S
+        while len(self._done) < len(self.channels):
+            waiting = [c for rank, c in enumerate(self.channels) if rank not in self._done]
+            if not wait_any(waiting, deadline=deadline).channels:
+                # Its answer would be taken for that to the next order.
+                raise UnavailableError(f"a rank did not answer within {ORDER_S:g} s")
+            self.listen()
+        problems = [
+            f"rank {rank}: {done.problem}"
+            for rank, done in sorted(self._done.items())
+            if done.problem
+        ]
+        return "; ".join(problems)
 
     def take_reports(self) -> list[bytes]:
         """The ranks' reports about copies since the last call."""
@@ -102,6 +175,9 @@ class RemoteWorkers:
                 if isinstance(said, ChannelClosed | ChannelFailed):
                     raise UnavailableError(f"rank {rank} is lost: {said}")
                 result = read_by_scheduler(said.frame)
+                if isinstance(result, RankDone):
+                    self._done[rank] = result
+                    continue
                 if not isinstance(result, StepResult):
                     raise PeerError(f"rank {rank} said {result}, must be the result of a step")
                 self._reports += result.reports
@@ -132,7 +208,8 @@ def serve_rank(
         UnavailableError: the scheduler is lost.
         PeerError: it sent an invalid message.
     """
-    channel.send(encode(RankLoaded(rank.facts.to_bytes())))
+    address = "" if handed is None else handed.peers.address
+    channel.send(encode(RankLoaded(rank.facts.to_bytes(), address)))
     reported = HandedCounts()
     while True:
         match channel.receive():
@@ -140,9 +217,7 @@ def serve_rank(
                 message = read_by_rank(frame)
                 if isinstance(message, End):
                     return "the scheduler ended"
-                if not isinstance(message, Step):
-                    raise PeerError(f"the scheduler said {message}, must be a step or the end")
-                channel.send(encode(_computed(message, worker, rank, handed)))
+                _carry_out(message, channel, worker, rank, handed)
             case ChannelClosed():
                 raise UnavailableError("the scheduler closed the channel")
             case ChannelFailed(cause):
@@ -155,15 +230,67 @@ def serve_rank(
                 _wait(channel, rank, handed)
 
 
+def _carry_out(
+    message: ToRank, channel: Channel, worker: Worker, rank: Rank, handed: RankHandoffs | None
+) -> None:
+    match message:
+        case Step():
+            channel.send(encode(_computed(message, worker, rank, handed)))
+        case OpenRankPair() | CloseRankPair():
+            _change_pairs(message, handed)
+        case LoadRank():
+            channel.send(encode(RankDone(_load(message, worker))))
+        case FreeRank():
+            channel.send(encode(RankDone(_give_back(message, worker, rank))))
+        case _:
+            raise PeerError(f"the scheduler said {message}, must be a step or the end")
+
+
+def _change_pairs(message: OpenRankPair | CloseRankPair, handed: RankHandoffs | None) -> None:
+    """A rank that cannot open its part of a pair logs why; its scheduler waits for it in vain."""
+    if handed is None:
+        raise PeerError(f"the scheduler said {message}, and this rank takes part in no handoffs")
+    if isinstance(message, CloseRankPair):
+        handed.peers.close_pair(message.prefill, message.decode)
+        return
+    try:
+        handed.peers.open(message.pair, weights=message.weights)
+    except (ValueError, UnavailableError, CapacityError) as error:
+        pair = message.pair
+        names = (pair.prefill.name, pair.decode.name)
+        logger.warning("pair not opened: prefill=%s decode=%s cause=%s", *names, error)
+
+
+def _load(message: LoadRank, worker: Worker) -> str:
+    """Why the weights were not loaded; empty if they were."""
+    try:
+        worker.load_weights(message.path, message.digest)
+    except WeightsNotLoaded as error:
+        return str(error)
+    return ""
+
+
+def _give_back(message: FreeRank, worker: Worker, rank: Rank) -> str:
+    """Why memory was not given back; empty if it was."""
+    try:
+        for each in message.tiers:
+            rank.give_back(each.tier, each.slots)
+        if message.weights:
+            worker.give_back_weights()
+    except (UnavailableError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def _step_handoffs(
     channel: Channel, handed: RankHandoffs | None, reported: HandedCounts
 ) -> HandedCounts:
     """Advances handoffs and reports their counters if they changed; returns the last report."""
     if handed is None:
         return reported
-    handed.door.step()
+    handed.peers.step()
     counts = handed.counts
-    if counts != reported and not handed.door.has_work:
+    if counts != reported and not handed.peers.has_work:
         # Parts arrive between steps, and no step may follow the last of them.
         channel.send(encode(StepResult(0, [], handed=counts)))
         return counts
@@ -175,15 +302,15 @@ def _wait(channel: Channel, rank: Rank, handed: RankHandoffs | None) -> None:
     if handed is None:
         rank.wait(deadline, channels=[channel])
         return
-    door = handed.door
-    if door.has_work:
+    peers = handed.peers
+    if peers.has_work:
         return
-    due = door.next_deadline()
-    channels = cast("list[Channel]", [channel, *door.waitables])
+    due = peers.next_deadline()
+    channels = cast("list[Channel]", [channel, *peers.waitables])
     rank.wait(
         deadline if due is None else min(due, deadline),
         channels=channels,
-        descriptors=door.descriptors,
+        descriptors=peers.descriptors,
     )
 
 
@@ -197,22 +324,36 @@ def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | Non
     return msgspec.structs.replace(result, reports=reports, handed=counts)
 
 
-VERSION = 1
+VERSION = 2
 DIAL_S = 300.0
 """A rank may be started long before its scheduler, which may have to be restarted."""
+DIAL_AGAIN_S = 20.0
+"""The timeout of one attempt to connect."""
 
 
 class RankCame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank has connected."""
 
     rank: int
+    terms: dict[str, str] = {}
+    """What it computes with, by the key of each setting: must be that of the scheduler."""
+    address: str = ""
+    """Where it accepts the other ranks, if they are on several machines."""
 
 
 class MeetAt(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All ranks have connected: meet the others and load your share of the model."""
 
     place: str
-    """The file over which `torch.distributed` finds the other ranks."""
+    """The file over which `torch.distributed` finds the other ranks, on one machine."""
+    addresses: list[str] = []
+    """Where each rank accepts the others, on several machines."""
+
+
+class RankRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank was started with other settings than its scheduler."""
+
+    problem: str
 
 
 class RankLoading(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -227,14 +368,52 @@ class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank can compute."""
 
     facts: bytes
+    handoff_address: str = ""
+    """Where it accepts other instances for handoffs, if it takes part in them."""
+
+
+class OpenRankPair(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A pair with another instance is opened: the rank opens its part."""
+
+    pair: PairSpec
+    weights: str
+    """The version of the weights, which may have changed since the rank was started."""
+
+
+class CloseRankPair(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A pair is closed: nothing is read or written for it after this."""
+
+    prefill: str
+    decode: str
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The scheduler ends gracefully: no more steps."""
 
 
-FromRank = RankCame | RankLoading | RankLoaded | StepResult
-ToRank = MeetAt | Step | End
+class LoadRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Replace the weights."""
+
+    path: str
+    digest: str
+
+
+class FreeRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give memory back to the system."""
+
+    tiers: list[FreedTier]
+    weights: bool
+
+
+class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A rank's answer to an order."""
+
+    problem: str
+    """Why it was not carried out; empty if it was."""
+
+
+FromRank = RankCame | RankLoading | RankLoaded | StepResult | RankDone
+ToRank = MeetAt | RankRefused | Step | OpenRankPair | CloseRankPair | LoadRank | FreeRank | End
 
 _from_rank: FrameCodec[FromRank] = FrameCodec(
     msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX
@@ -270,14 +449,31 @@ def ignore_progress(_rank: int, _layers: int, _of: int) -> None:
     """The default of `progress`."""
 
 
+class MetRanks(NamedTuple):
+    """The ranks of an instance, in their order."""
+
+    channels: list[Channel]
+    facts: list[RankFacts]
+    handoff_addresses: list[str]
+    """Where each accepts other instances for handoffs; empty: nowhere."""
+
+
 def meet_ranks(
     listener: Listener,
     *,
     ranks: int,
     deadline: float,
+    terms: Mapping[str, str],
     progress: Callable[[int, int, int], None] = ignore_progress,
-) -> tuple[list[Channel], list[RankFacts]]:
+) -> MetRanks:
     """Accepts all ranks, lets them meet each other, and waits until they have loaded.
+
+    Args:
+        listener: Where they connect.
+        ranks: How many there are.
+        deadline: On the monotonic clock.
+        terms: What they must compute with, by the key of each setting; another rank is refused.
+        progress: Called after each layer that a rank has loaded: rank, layers, of how many.
 
     Raises:
         UnavailableError: they did not all connect in time, or one was lost.
@@ -285,23 +481,36 @@ def meet_ranks(
     """
     came: dict[int, Channel] = {}
     try:
-        _await_all(listener, came, ranks, deadline)
+        addresses = _await_all(listener, came, ranks, deadline, terms)
         # A memory file of this process: nothing is left on disk, and no later life finds it.
         place = os.memfd_create("penstock-meeting")
         try:
+            meeting = MeetAt(f"/proc/{os.getpid()}/fd/{place}", addresses)
             for channel in came.values():
-                channel.send(encode(MeetAt(f"/proc/{os.getpid()}/fd/{place}")))
-            facts = _await_facts(came, deadline, progress)
+                channel.send(encode(meeting))
+            loaded = _await_loaded(came, deadline, progress)
         finally:
             os.close(place)
     except (UnavailableError, PeerError):
         for channel in came.values():
             channel.close()
         raise
-    return [came[rank] for rank in range(ranks)], [facts[rank] for rank in range(ranks)]
+    return MetRanks(
+        [came[rank] for rank in range(ranks)],
+        [RankFacts.from_bytes(loaded[rank].facts) for rank in range(ranks)],
+        [loaded[rank].handoff_address for rank in range(ranks)],
+    )
 
 
-def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadline: float) -> None:
+def _await_all(
+    listener: Listener,
+    came: dict[int, Channel],
+    ranks: int,
+    deadline: float,
+    terms: Mapping[str, str],
+) -> list[str]:
+    """Accepts all ranks; returns where they accept each other, if they are on several machines."""
+    addresses: dict[int, str] = {}
     while len(came) < ranks:
         channel = listener.accept(deadline=deadline)
         if channel is None:
@@ -315,16 +524,33 @@ def _await_all(listener: Listener, came: dict[int, Channel], ranks: int, deadlin
             continue
         if not 0 <= message.rank < ranks:
             raise PeerError(f"rank {message.rank} came, must be from 0 to {ranks - 1}")
+        problem = _difference(message, terms)
+        if problem:
+            logger.warning("rank refused: rank=%d cause=%s", message.rank, problem)
+            channel.send(encode(RankRefused(problem)))
+            channel.close()
+            continue
         earlier = came.pop(message.rank, None)
         if earlier is not None:
             earlier.close()
         came[message.rank] = channel
+        addresses[message.rank] = message.address
+    return [addresses[rank] for rank in range(ranks)] if any(addresses.values()) else []
 
 
-def _await_facts(
+def _difference(message: RankCame, terms: Mapping[str, str]) -> str:
+    """The first setting of a rank that is not its scheduler's; empty: there is none."""
+    for key, wanted in terms.items():
+        found = message.terms.get(key, "")
+        if found != wanted:
+            return f"{key} is {found!r} at rank {message.rank}, must be {wanted!r} as here"
+    return ""
+
+
+def _await_loaded(
     came: Mapping[int, Channel], deadline: float, progress: Callable[[int, int, int], None]
-) -> dict[int, RankFacts]:
-    found: dict[int, RankFacts] = {}
+) -> dict[int, RankLoaded]:
+    found: dict[int, RankLoaded] = {}
     while len(found) < len(came):
         waiting = [channel for rank, channel in came.items() if rank not in found]
         if not wait_any(waiting, deadline=deadline).channels:
@@ -338,26 +564,50 @@ def _await_facts(
                 match read_by_scheduler(said.frame):
                     case RankLoading(_, layers, of):
                         progress(rank, layers, of)
-                    case RankLoaded(facts):
-                        found[rank] = RankFacts.from_bytes(facts)
+                    case RankLoaded() as loaded:
+                        found[rank] = loaded
                     case unexpected:
                         raise PeerError(f"rank {rank} said {unexpected} before it had loaded")
     return found
 
 
-def join(address: str, *, name: str, rank: int, secret: bytes) -> tuple[Channel, str]:
+def join(
+    address: str,
+    *,
+    name: str,
+    came: RankCame,
+    secret: Secret,
+) -> tuple[Channel, MeetAt]:
     """Connects a rank to its scheduler; returns the channel, and where to meet the other ranks.
 
     Raises:
-        UnavailableError: the scheduler did not answer in time, or is gone.
+        UnavailableError: the scheduler did not answer in time, refused it, or is gone.
     """
     deadline = time.monotonic() + DIAL_S
-    settings = ChannelSettings(open_s=DIAL_S)
-    channel = connect(address, name=name, deadline=deadline, secret=secret, settings=settings)
-    channel.send(encode(RankCame(rank)))
+    channel = _dial(address, name, secret, deadline)
+    channel.send(encode(came))
     said = channel.receive(deadline=deadline)
     message = read_by_rank(said.frame) if isinstance(said, ReceivedFrame) else None
-    if not isinstance(message, MeetAt):
-        channel.close()
-        raise UnavailableError(f"rank {rank} got no meeting place: {message or said}")
-    return channel, message.place
+    if isinstance(message, MeetAt):
+        return channel, message
+    channel.close()
+    if isinstance(message, RankRefused):
+        raise UnavailableError(f"the scheduler at {address} refused it: {message.problem}")
+    raise UnavailableError(f"rank {came.rank} got no meeting place: {message or said}")
+
+
+def _dial(address: str, name: str, secret: Secret, deadline: float) -> Channel:
+    """Connects to a scheduler; logs each cause once while that takes longer than it should."""
+    logged = ""
+    settings = ChannelSettings(open_s=DIAL_AGAIN_S)
+    while True:
+        again_at = min(time.monotonic() + DIAL_AGAIN_S, deadline)
+        try:
+            return connect(address, name=name, deadline=again_at, secret=secret, settings=settings)
+        except UnavailableError as error:
+            # Whoever refuses at once is not asked again and again: the process is started anew.
+            if time.monotonic() < again_at or again_at >= deadline:
+                raise
+            if str(error) != logged:
+                logger.warning("scheduler not joined yet: name=%s cause=%s", name, error)
+                logged = str(error)

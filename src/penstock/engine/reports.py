@@ -55,6 +55,7 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
     return InstanceStatistics(
         instance=spec.name,
         role=spec.role.value,
+        state=engine.state.value,
         weights_version=spec.config.model.weights_version,
         cache=engine.cache.statistics(),
         health=engine.cache.health(),
@@ -66,6 +67,7 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
         handoffs=engine.handoff_outcomes,
         handed_bytes=engine.handed.bytes_moved,
         handed_parts_verified=engine.handed.parts_verified,
+        landing_bytes=engine.handed.landing_bytes,
         token_bytes=token_bytes,
     )
 

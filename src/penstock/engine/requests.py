@@ -64,6 +64,10 @@ class Request:
     """Whether its blocks may be cached."""
     handoff: str = ""
     """The name of the handoff that sends its prompt's KV to another instance, or brings it."""
+    prefill: str = ""
+    """The instance that computes the prompt of the handoff."""
+    decode: str = ""
+    """The instance that gets its KV."""
     first_alone: bool = False
     """Whether the handoff may bring the first token too, without its log-probability."""
     scores_prompt: bool = False
@@ -106,6 +110,7 @@ class Answer:
 
     __slots__ = (
         *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease"),
+        "next_request",
         *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "tokens"),
         "unknown",
     )
@@ -132,6 +137,8 @@ class Answer:
         """Whether its handoff has begun or is not wanted; it is tried once."""
         self.held = False
         """Whether a handoff reads or writes its blocks."""
+        self.next_request: Request | None = None
+        """The request with another handoff, which is tried when the present one has ended."""
         self.scored = 1 if request.scores_prompt and number == 0 else len(request.prompt)
         """Leading tokens of the prompt that are scored; the first has no log-probability."""
         self.cached_by_tier: tuple[int, ...] = ()

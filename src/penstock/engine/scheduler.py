@@ -15,14 +15,14 @@ its request has ended.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.cache.states import LeaseState
 from penstock.engine.handoffs import Handoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling_options import Sampled
-from penstock.engine.steps import Draw, PlannedStep, Score, Step
+from penstock.engine.steps import Draw, HandedSpan, PlannedStep, Score, Step
 from penstock.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -160,16 +160,36 @@ class Scheduler:
         """Computes a request's prompt here, without a handoff."""
         for number in self._by_request.get(request, ()):
             answer = self._answers[number]
-            answer.handed = True
+            answer.handed, answer.next_request = True, None
             if answer.phase is Phase.CLAIMING:
                 self._handoffs.cancel(answer)
+
+    def change_prefill(self, request: str, handoff: str, prefill: str) -> None:
+        """Another instance computes a request's prompt, unless it is being computed here."""
+        for number in self._by_request.get(request, ()):
+            answer = self._answers[number]
+            if answer.number or not answer.request.handoff:
+                continue
+            changed = replace(answer.request, handoff=handoff, prefill=prefill)
+            if answer.phase is Phase.CLAIMING:
+                answer.next_request = changed
+                self._handoffs.cancel(answer)
+            elif not answer.handed:
+                answer.request = changed
 
     def step_handoffs(self) -> None:
         """Advances handoffs; answers that waited for one continue, also if it failed."""
         for answer, tokens in self._handoffs.step():
             answer.held = False
-            if answer.phase is Phase.CLAIMING:
+            if answer.phase is not Phase.CLAIMING:
+                continue
+            changed, answer.next_request = answer.next_request, None
+            assert answer.lease is not None
+            if changed is None or tokens or answer.lease.state is not LeaseState.READY:
                 self._resume(answer, tokens)
+            else:
+                answer.request, answer.handed = changed, False
+                self._begin(answer)
         self._release_ended()
 
     def take_outputs(self) -> list[Output]:
@@ -360,7 +380,7 @@ class Scheduler:
         owners: list[int] = []
         draws: list[Draw] = []
         scores: list[Score] = []
-        handed: list[tuple[int, str]] = []
+        handed: list[HandedSpan] = []
         for chunk in plan.in_batch_order():
             answer = chunk.answer
             if chunk.ends:
@@ -369,7 +389,8 @@ class Scheduler:
                     for sharer in self._sharers(answer)
                 ]
             if answer.held:
-                handed.append((len(spans), answer.request.handoff))
+                request = answer.request
+                handed.append(HandedSpan(len(spans), request.handoff, request.decode))
             score = chunk.score(len(spans))
             if score is not None:
                 scores.append(score)

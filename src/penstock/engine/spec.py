@@ -55,14 +55,16 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class EngineSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the two instances of a pair, as the other one sees it."""
+    """An instance that takes part in handoffs, as other ones reach it."""
 
     name: str
     ranks: int
     address: str
-    """The address at which its scheduler accepts the other one."""
+    """The address at which its scheduler accepts others."""
     rank_addresses: list[str] = []
-    """The addresses of its ranks, if it computes prompts."""
+    """The addresses of its ranks."""
+    machine: str = ""
+    """Which machine it runs on: addresses other than `tcp` are good on this one only."""
 
 
 class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,8 +72,8 @@ class PairSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     prefill: EngineSpec
     decode: EngineSpec
-    secret: Secret = b""
-    """Of both instances and their ranks."""
+    number: int = 0
+    """How many pairs the router had opened before: one that is opened again is another pair."""
 
 
 class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,13 +97,26 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ranks: int = 1
     scheduler: str = ""
     """The address at which the instance accepts its ranks, if it has several."""
-    secret: bytes = b""
-    """The secret of the instance and its ranks."""
+    secret: Secret = b""
+    """Of the instance and its ranks."""
+    ranks_here: list[int] = []
+    """The ranks that this command starts, if the ranks are on several machines."""
+    rank_host: str = ""
+    """The address of this machine for the ranks of other ones, if the ranks are on several."""
+    starts_scheduler: bool = True
+    """Whether this command starts the instance itself, and not only ranks of it."""
     folder: str = ""
     """The folder of sockets without an address; empty: a folder of each process."""
     role: InstanceRole = InstanceRole.BOTH
-    pair: PairSpec | None = None
-    """The pair that it belongs to, if it has a role in one."""
+    """What it does at first; a router may give it another role."""
+    hands_over: bool = False
+    """Whether it takes part in handoffs with other instances."""
+    handoff_host: str = ""
+    """The host at which other instances reach it for handoffs; empty: on this machine only."""
+    ports: str = "0"
+    """Where it and its ranks listen for other machines: `serve.ports`."""
+    handoff_secret: Secret = b""
+    """Of all instances that may hand over to each other."""
     dtype: str = "float32"
     device: str = "cpu"
     first_gpu: int = 0
@@ -121,20 +136,27 @@ class InstanceSpec(Spec, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ConfigError("dtype", f"is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.ranks < 1:
             raise ConfigError("tp", f"is {self.ranks}, must be at least 1")
-        if (self.role is InstanceRole.BOTH) is not (self.pair is None):
+        if self.role is not InstanceRole.BOTH and not self.hands_over:
             raise ConfigError(
                 "role",
-                f"is {self.role.value!r}, must be 'prefill' or 'decode' for an instance of a "
-                "pair, and 'both' for any other",
+                f"is {self.role.value!r}, must be 'both' for an instance that hands nothing over",
             )
 
     @property
-    def partner(self) -> str:
-        """The instance that has the other role."""
-        if self.pair is None:
-            return ""
-        prefills = self.role is InstanceRole.PREFILL
-        return self.pair.decode.name if prefills else self.pair.prefill.name
+    def terms(self) -> dict[str, str]:
+        """What a rank and its scheduler must have in common, by the key of each setting."""
+        cache = self.config.cache
+        tiers = zip(cache.tiers, self.config.tier_kinds, strict=True)
+        return {
+            "the digest of engine.model": self.digest,
+            "engine.dtype": self.dtype,
+            "cache.ranks": str(self.ranks),
+            "cache.block_tokens": str(cache.block_tokens),
+            "cache.blocks": str(cache.device.slot_count if cache.device else 0),
+            "tiers": ", ".join(
+                f"{tier.name} {kind.gib or tier.slot_count:g}" for tier, kind in tiers
+            ),
+        }
 
     @property
     def steps_in_flight(self) -> int:

@@ -44,6 +44,24 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     """Alternatives that are returned with each."""
 
 
+class StepOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt that a step begins, and that is handed over to another instance."""
+
+    offer: HandoffOffer
+    decode: str
+    """The instance that gets it."""
+
+
+class HandedSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A span whose KV is handed over."""
+
+    span: int
+    """Which of the step's spans."""
+    handoff: str
+    decode: str
+    """The instance that gets it."""
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The work of one step, the same for every rank."""
 
@@ -52,25 +70,38 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     draws: list[Draw]
     plan: bytes | None = None
     """Copies that the ranks make besides."""
-    offers: list[HandoffOffer] = []
+    offers: list[StepOffer] = []
     """Prompts that this step begins and that will be handed over."""
-    handed: list[tuple[int, str]] = []
-    """The spans whose KV is handed over, and the names of their handoffs."""
+    handed: list[HandedSpan] = []
+    """The spans whose KV is handed over."""
     scores: list[Score] = []
     """Chunks whose log-probabilities are returned."""
 
 
+class FreedTier(msgspec.Struct, frozen=True, array_like=True):
+    """Memory that a rank gives back to the system."""
+
+    tier: str
+    """Empty: the device's blocks."""
+    slots: list[int] | None = None
+    """Without it all."""
+
+
 class HandedCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks have sent or received in handoffs since they started."""
+    """What ranks have sent or received in handoffs since they started, and hold now."""
 
     parts_verified: int = 0
     """Received parts, each verified by its checksums."""
     bytes_moved: int = 0
     """Bytes that were sent or received."""
+    landing_bytes: int = 0
+    """Memory of landing areas now, with retired ones whose writer may still write."""
 
     def __add__(self, other: HandedCounts) -> HandedCounts:
         return HandedCounts(
-            self.parts_verified + other.parts_verified, self.bytes_moved + other.bytes_moved
+            self.parts_verified + other.parts_verified,
+            self.bytes_moved + other.bytes_moved,
+            self.landing_bytes + other.landing_bytes,
         )
 
 

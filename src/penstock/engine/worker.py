@@ -24,10 +24,13 @@ import torch
 from penstock.engine.batch import lay_out
 from penstock.engine.checkpoints import RankWeights, find_model
 from penstock.engine.model import Alone, Decoder, Ranks, Together
+from penstock.engine.rank_exchange import ExchangedRanks
 from penstock.engine.sampling import Named, SampledBatch, scored
 from penstock.engine.sharding import share_of
 from penstock.engine.steps import STEP_S, StepResult
+from penstock.engine.weights import WeightsNotLoaded, load_weights
 from penstock.errors import ConfigError, UnavailableError
+from penstock.tiers.linux_memory import give_back_private
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine.checkpoints import ModelFiles
     from penstock.engine.handoffs import RankHandoffs
     from penstock.engine.model import Attention
+    from penstock.engine.rank_exchange import RankExchange
     from penstock.engine.sharding import Share
     from penstock.engine.spec import InstanceSpec
     from penstock.engine.steps import Step
@@ -240,6 +244,33 @@ class Worker:
         self._last = {draw.answer: number for number, draw in enumerate(step.draws)}
         return Pending(step.number, choice, mark, scores, handed=self.handed)
 
+    def give_back_weights(self) -> int:
+        """Returns the memory of the weights to the system, until `load_weights`.
+
+        Returns how many bytes that were.
+
+        Raises:
+            ValueError: they are in memory of a GPU.
+            UnavailableError: the system does not take it.
+        """
+        if self.decoder.device.type != "cpu":
+            raise ValueError(f"the weights are on {self.decoder.device}, must be on the CPU")
+        return sum(
+            give_back_private(tensor.data_ptr(), tensor.nbytes) for tensor in self.decoder.tensors()
+        )
+
+    def load_weights(self, path: str, digest: str) -> None:
+        """Replaces the weights; no step may be under way.
+
+        Raises:
+            WeightsNotLoaded: the weights may be mixed now: another load must succeed first.
+        """
+        with self._lane.computing():
+            load_weights(self.decoder, path, digest)
+            mark = self._lane.mark()
+        if not mark.wait(STEP_S):
+            raise WeightsNotLoaded(f"the device did not take them within {STEP_S:g} s")
+
     def _forward(self, step: Step, batch: StepBatch) -> torch.Tensor | None:
         lane = self._lane
         computed = None if self.handed is None else self.handed.begin(step, lane.stream)
@@ -323,7 +354,11 @@ def _ignore_progress(_layers: int, _of: int) -> None:
 
 
 def load_rank(
-    spec: InstanceSpec, *, rank: int = 0, progress: Callable[[int, int], None] = _ignore_progress
+    spec: InstanceSpec,
+    *,
+    rank: int = 0,
+    progress: Callable[[int, int], None] = _ignore_progress,
+    exchange: RankExchange | None = None,
 ) -> LoadedRank:
     """Loads the weights of one rank and allocates its device blocks.
 
@@ -331,6 +366,7 @@ def load_rank(
         spec: The instance.
         rank: Which of its ranks.
         progress: Called after each layer with the number of loaded layers, and of all.
+        exchange: Its channels to ranks on other machines; without it, torch connects the ranks.
 
     Raises:
         ConfigError: the model or the configuration is wrong, or they do not match.
@@ -344,29 +380,24 @@ def load_rank(
     architecture, checkpoint = model.open()
     share = share_of(architecture, rank=rank, ranks=spec.ranks)
     device = device_of(spec.device, spec.first_gpu + rank)
-    weights = RankWeights(
-        checkpoint,
-        share,
-        head_dim=architecture.head_dim,
-        dtype=spec.torch_dtype,
-        device=device,
-    )
+    head_dim, dtype = architecture.head_dim, spec.torch_dtype
+    weights = RankWeights(checkpoint, share, head_dim=head_dim, dtype=dtype, device=device)
     decoder = Decoder(
         architecture,
         weights,
-        _ranks(architecture, share),
+        _ranks(architecture, share, exchange),
         attention=attention_on(device),
         progress=lambda layers: progress(layers, architecture.layers),
     )
     checkpoint.close()
     _require_same_files(spec, model)
-    block_tokens = config.cache.block_tokens
+    block_tokens, block_count = config.cache.block_tokens, config.cache.device.slot_count
     kv = allocate_kv(
         architecture,
         share,
-        block_count=config.cache.device.slot_count,
+        block_count=block_count,
         block_tokens=block_tokens,
-        dtype=spec.torch_dtype,
+        dtype=dtype,
         device=device,
     )
     return LoadedRank(
@@ -391,8 +422,9 @@ def _require_same_files(spec: InstanceSpec, model: ModelFiles) -> None:
         )
 
 
-def _ranks(architecture: Architecture, share: Share) -> Ranks:
+def _ranks(architecture: Architecture, share: Share, exchange: RankExchange | None) -> Ranks:
     if share.ranks == 1:
         return Alone(share)
     shares = [share_of(architecture, rank=rank, ranks=share.ranks) for rank in range(share.ranks)]
-    return Together(share, [len(each.vocabulary) for each in shares])
+    sizes = [len(each.vocabulary) for each in shares]
+    return Together(share, sizes) if exchange is None else ExchangedRanks(share, sizes, exchange)

@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from penstock.handoff.driver.array_parts import ArrayTaker
+from penstock.handoff.driver.array_parts import open_array_taker
 from penstock.handoff.driver.decode_rank import DecodeRankDriver
 from penstock.handoff.driver.schedulers import DecodeSchedulerDriver
 from penstock.handoff.handoff import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.handoff.driver.parts import PartTaker
+    from penstock.handoff.driver.shared_listener import SharedListener
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.device import Kv
@@ -161,6 +162,7 @@ def open_decode(
     settings: HandoffSettings | None = None,
     folder: Path | None = None,
     timeout_s: float = 60.0,
+    listener: SharedListener | None = None,
 ) -> DecodeHandoff | DecodeHandoffRank:
     """Opens a decode engine's part in handoffs.
 
@@ -174,6 +176,7 @@ def open_decode(
         folder: Where the socket is made at which prefill ranks fetch the memory that they write
             to; a private folder of this process if it is left out.
         timeout_s: How long an engine waits for its ranks.
+        listener: Of this process, where the engine is in several pairs.
 
     Raises:
         ValueError: an argument is wrong, or the KV of the two engines does not fit.
@@ -189,6 +192,7 @@ def open_decode(
         block_tokens=block_tokens,
         settings=settings,
         timeout_s=timeout_s,
+        listener=listener,
     )
     ranks = opening.directory.decode.rank_names
     with opening:
@@ -204,7 +208,7 @@ def open_decode(
 
 def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRankDriver:
     assert opening.tier is not None
-    taker: PartTaker[Any] = ArrayTaker(opening.tier, opening.checksum)
+    taker: PartTaker[Any]
     options: dict[str, PinMemory] = {}
     if opening.on_gpu:
         from penstock.handoff.driver.device_parts import DeviceTaker, pin_memory  # noqa: PLC0415
@@ -215,6 +219,11 @@ def _rank_driver(opening: Opening, name: str, folder: Path | None) -> DecodeRank
         )
     target = opening.transport.open_target(folder, **options)
     opening.undo.callback(target.close)
+    if not opening.on_gpu:
+        # Closed before the target is, whose areas its thread reads.
+        taker = opening.undo.enter_context(
+            closing(open_array_taker(opening.tier, opening.checksum))
+        )
     driver = DecodeRankDriver(
         opening.directory,
         name,

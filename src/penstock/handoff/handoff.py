@@ -10,6 +10,7 @@ are not touched for it afterwards.
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import time
 from collections import Counter
@@ -19,13 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from penstock.errors import UnavailableError
 from penstock.handoff.driver.lines import zmq_lines
+from penstock.handoff.driver.shared_listener import SharedListener
 from penstock.handoff.pair import HandoffPair, directory_of, rank_name
 from penstock.handoff.protocol.messages import INDEX_MAX
 from penstock.handoff.protocol.settings import HandoffSettings
 from penstock.handoff.protocol.states import HandoffOutcome
+from penstock.handoff.transports import transport_named
 from penstock.runtime.access import Access
 from penstock.runtime.device import ALGORITHMS, memory_tier
-from penstock.transport.data import transport_named
 from penstock.transport.waiting import wait_any
 from penstock.vocabulary.arguments import (
     as_descriptors,
@@ -55,6 +57,10 @@ if TYPE_CHECKING:
     from penstock.tiers.base import SlotStore
     from penstock.transport.base import Waitable
     from penstock.vocabulary.keys import Tokens
+
+SUBMITTING_S = 0.002
+"""How often to advance beside a thread that submits a step. A look takes 0.3 ms and a part as much
+again, in a thread that needs 0.4 ms to submit a layer."""
 
 
 class HandoffResult(NamedTuple):
@@ -111,6 +117,7 @@ class Handoff:
         """Handoffs that were offered or claimed here and have not ended: their tokens, and since
         when."""
         self._results: list[HandoffResult] = []
+        self._advanced_at = self._opened_at
 
     @property
     def name(self) -> str:
@@ -233,6 +240,15 @@ class Handoff:
     def _advance(self) -> None:
         for driver in self._drivers:
             self._collect(driver.step())
+        self._advanced_at = time.monotonic()
+
+    def _advance_beside(self, stream: object) -> None:
+        """Advances; now and then only, while the thread submits kernels to a stream.
+
+        Kernels that are submitted late let the device idle, and a layer has about ten of them.
+        """
+        if stream is None or time.monotonic() - self._advanced_at >= SUBMITTING_S:
+            self._advance()
 
     def _collect(self, ended: Sequence[HandoffEnded]) -> None:
         for each in ended:
@@ -316,6 +332,7 @@ class OpeningOptions(TypedDict, total=False):
     block_tokens: int
     settings: HandoffSettings | None
     timeout_s: float
+    listener: SharedListener | None
 
 
 class Opening:
@@ -331,6 +348,7 @@ class Opening:
         block_tokens: int,
         settings: HandoffSettings | None,
         timeout_s: float,
+        listener: SharedListener | None,
     ) -> None:
         if not isinstance(pair, HandoffPair):
             raise ValueError(f"pair is a {type(pair).__name__}, must be a HandoffPair")  # noqa: TRY004
@@ -339,6 +357,9 @@ class Opening:
                 f"settings is a {type(settings).__name__}, must be HandoffSettings or None"
             )
         self.timeout_s = as_seconds("timeout_s", timeout_s)
+        if not isinstance(listener, SharedListener | None):
+            raise ValueError(f"listener is {reprlib.repr(listener)}, must be a SharedListener")  # noqa: TRY004
+        self._listener = listener
         self.pair = pair
         self.engine = pair.prefill if role == "prefill" else pair.decode
         self.settings = settings or HandoffSettings()
@@ -369,7 +390,7 @@ class Opening:
     @property
     def transport(self) -> DataTransport:
         """How KV gets from a prefill rank to a decode rank."""
-        return transport_named(self.pair.transport)
+        return transport_named(self.pair.data_transport)
 
     @property
     def checksum(self) -> Algorithm:
@@ -405,7 +426,7 @@ class Opening:
 
     def lines(self, name: str) -> ZmqLines:
         """The connections of one party."""
-        lines = zmq_lines(self.directory, name, secret=self.pair.secret)
+        lines = zmq_lines(self.directory, name, secret=self.pair.secret, listener=self._listener)
         self.undo.callback(lines.close)
         return lines
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.values import SHARED_MEMORY
+from penstock.config.values import AUTO
 from penstock.handoff.driver.directory import Directory, EnginePlace, RankPlace
 from penstock.handoff.protocol.identity import NAME_CHARS_MAX
-from penstock.transport.data import transport_named
+from penstock.handoff.transports import choose_transport
 from penstock.transport.machine_keys import MachineKeys, require_keys
 from penstock.vocabulary.arguments import as_text, as_tuple
 from penstock.vocabulary.checksums import Algorithm
@@ -55,6 +55,9 @@ class HandoffEngine:
     layouts: tuple[Layout, ...] = ()
     """How the KV of each rank lies. Left out, the engine has one rank, with the layout of the KV
     that the pair is opened with."""
+    listener: str = ""
+    """The name of the `SharedListener` of each of its processes, where the engine is in several
+    pairs; left out, it has addresses of its own in this one."""
 
     def __post_init__(self) -> None:
         name = as_text("name", self.name)
@@ -67,6 +70,7 @@ class HandoffEngine:
         for number, layout in enumerate(layouts):
             if not isinstance(layout, Layout):
                 raise ValueError(f"layouts[{number}] is {reprlib.repr(layout)}, must be a Layout")  # noqa: TRY004
+        as_text("listener", self.listener)
         _require_address("address", self.address)
         addresses = as_tuple("rank_addresses", self.rank_addresses)
         for number, address in enumerate(addresses):
@@ -95,9 +99,10 @@ class HandoffPair:
     secret: bytes | MachineKeys = field(default=b"", repr=False)
     """Known to both engines and their ranks; nobody else is let in. Where they are on several
     machines, the keys of the machine that this one is."""
-    transport: str = SHARED_MEMORY
-    """How the KV travels: `shared_memory`, or a data transport that another distribution adds by
-    an entry point of group `penstock.transports`."""
+    transport: str = AUTO
+    """How the KV travels: `shared_memory`, `nixl`, or a data transport that another distribution
+    adds by an entry point of group `penstock.transports`. With `auto` it is shared memory where
+    both engines are on one machine, and NIXL otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -119,8 +124,18 @@ class HandoffPair:
                 require_keys(address, self.secret)
         if self.prefill.name == self.decode.name:
             raise ValueError(f"both engines are named {self.prefill.name!r}, names must differ")
-        transport_named(as_text("transport", self.transport))
         _rank_addresses(self.prefill)
+        choose_transport(as_text("transport", self.transport), self._addresses)
+
+    @property
+    def data_transport(self) -> str:
+        """The data transport in use, where `transport` is `auto`, too."""
+        return choose_transport(self.transport, self._addresses)
+
+    @property
+    def _addresses(self) -> list[str]:
+        ranks = _rank_addresses(self.prefill)
+        return [self.prefill.address, *ranks, self.decode.address, *self.decode.rank_addresses]
 
 
 def directory_of(pair: HandoffPair, layout: Layout | None = None) -> Directory:
@@ -140,7 +155,7 @@ def directory_of(pair: HandoffPair, layout: Layout | None = None) -> Directory:
         decode=_place("decode", pair.decode, layout, silent, sums),
         model=pair.model,
         weights=pair.weights,
-        transport=pair.transport,
+        transport=pair.data_transport,
     )
 
 
@@ -207,6 +222,7 @@ def _place(
     return EnginePlace(
         scheduler=engine.name,
         address=engine.address,
+        listener=engine.listener,
         ranks=tuple(
             RankPlace(
                 name=rank_name(engine.name, rank),

@@ -19,7 +19,6 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import msgspec
@@ -39,16 +38,18 @@ from penstock.handoff.handoff import (
     draw_incarnation,
 )
 from penstock.handoff.pair import keys_of
+from penstock.handoff.transports import Writer
 from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from penstock.handoff.driver.parts import PartReader
+    from penstock.handoff.driver.shared_listener import SharedListener
     from penstock.handoff.pair import HandoffPair
     from penstock.handoff.protocol.settings import HandoffSettings
     from penstock.runtime.device import Kv
-    from penstock.transport.remote import WriterLink
+    from penstock.transport.remote import PinMemory
     from penstock.vocabulary.keys import Tokens
     from penstock.vocabulary.layout import Layout
 
@@ -183,7 +184,7 @@ class LocalPrefillHandoff(PrefillHandoff):
         given = _Computed(tokens, layer, stream)
         with self._access:
             given.report(self._rank)
-            self._advance()
+            self._advance_beside(stream)
 
     def _offered(self, offer: HandoffOffer) -> None:
         _admit(self._rank, offer)
@@ -224,7 +225,7 @@ class PrefillHandoffRank(HandoffRank):
         given = _Computed(tokens, layer, stream)
         with self._access:
             given.report(self._rank)
-            self._advance()
+            self._advance_beside(stream)
 
 
 @overload
@@ -262,6 +263,7 @@ def open_prefill(
     block_tokens: int = 0,
     settings: HandoffSettings | None = None,
     timeout_s: float = 60.0,
+    listener: SharedListener | None = None,
 ) -> PrefillHandoff | PrefillHandoffRank:
     """Opens a prefill engine's part in handoffs.
 
@@ -279,6 +281,8 @@ def open_prefill(
         block_tokens: Tokens of a block, where `kv` is arrays or tensors without a layout.
         settings: Times and bounds.
         timeout_s: How long an engine waits for its ranks to connect.
+        listener: Of this process, where the engine is in several pairs; its name and address are
+            those that the pair has for the engine.
 
     Raises:
         ValueError: an argument is wrong, or the KV of the two engines does not fit.
@@ -292,6 +296,7 @@ def open_prefill(
         block_tokens=block_tokens,
         settings=settings,
         timeout_s=timeout_s,
+        listener=listener,
     )
     ranks = opening.directory.prefill.rank_names
     with opening:
@@ -308,7 +313,7 @@ def open_prefill(
 def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
     assert opening.tier is not None
     reader: PartReader[Any] = ArrayReader(opening.tier, opening.checksum)
-    connect: Callable[[bytes], WriterLink] = opening.transport.connect
+    pin: PinMemory | None = None
     events: LayerEvents | None = None
     if opening.on_gpu:
         from penstock.handoff.driver.device_parts import DeviceReader, pin_memory  # noqa: PLC0415
@@ -318,14 +323,15 @@ def _rank_driver(opening: Opening, name: str) -> PrefillRankDriver:
         reader = opening.undo.enter_context(
             closing(DeviceReader(opening.tier, part_bytes=part_bytes))  # type: ignore[arg-type]
         )
-        connect = partial(opening.transport.connect, pin=pin_memory)
+        pin = pin_memory
         events = opening.undo.enter_context(closing(LayerEvents(StreamEvent)))
+    writer = opening.undo.enter_context(closing(Writer(opening.transport, pin=pin)))
     driver = PrefillRankDriver(
         opening.directory,
         name,
         opening.lines(name),
         reader=reader,
-        connect=connect,
+        connect=writer.connect,
         incarnation=draw_incarnation(),
         settings=opening.settings,
         progress=events,

@@ -8,8 +8,9 @@
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
 | `RankLost RankBack TierOff TierOn`            | the runtime                     |
+| `ResizeTier`                                  | the operator                    |
 | `Discovered Vanished`                         | the runtime, for a store        |
-| `Tick Reset`                                  | the engine's step, the operator |
+| `Tick Reset EmptyDevice`                      | the engine's step, the operator |
 
 An event is a value. The same events in the same order give the same effects, always.
 """
@@ -209,6 +210,17 @@ class TierOn(Event, frozen=True, kw_only=True):
     """Whether its bytes are still there."""
 
 
+class ResizeTier(Event, frozen=True, kw_only=True):
+    """A tier in memory may use this many slots, at most as many as it was opened with.
+
+    Blocks leave by its policy. Those in use leave later: until then the tier has `closing` slots.
+    Of a stored tier, so many blocks may be known, and never fewer than before.
+    """
+
+    tier: int
+    slot_count: int
+
+
 class Discovered(Event, frozen=True, kw_only=True):
     """Blocks were found in a tier: after a restart, or written by another engine.
 
@@ -241,6 +253,12 @@ class Vanished(Event, frozen=True, kw_only=True):
 
 class Tick(Event, frozen=True, kw_only=True):
     """A step of the engine: time for background work and deadlines."""
+
+
+class EmptyDevice(Event, frozen=True, kw_only=True):
+    """The device's memory loses its bytes: its blocks are forgotten, those below stay."""
+
+    why: str
 
 
 class Reset(Event, frozen=True, kw_only=True):

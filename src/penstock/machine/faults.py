@@ -7,6 +7,7 @@ slots back, and changes nothing else.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import numpy as np
 from penstock.cache.explain import MissReason
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Purpose
-from penstock.cache.settings import DEVICE
+from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FREE, LEAVING, LeaseState, OperationMove, OperationState
 from penstock.machine import copies, leases, stored
 from penstock.machine.events import CopyReport
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
     from penstock.machine.books import Books
     from penstock.machine.events import (
         Discovered,
+        EmptyDevice,
         RankBack,
         RankLost,
         Reset,
+        ResizeTier,
         TierOff,
         TierOn,
         Vanished,
     )
     from penstock.vocabulary.ids import Key
+
+SLOTS_MAX = 2**31 - 1
+"""Slots are 32-bit numbers."""
 
 
 def reset(books: Books, event: Reset, now: float) -> None:
@@ -52,6 +58,14 @@ def reset(books: Books, event: Reset, now: float) -> None:
     books.contents.clear()
     books.ledger.epoch += 1
     books.kv_events.cleared(books.ledger.epoch)
+
+
+def empty_device(books: Books, event: EmptyDevice, now: float) -> None:
+    """Forgets every block on the device; no lease may be open."""
+    if books.leases:
+        raise ValueError(f"{len(books.leases)} leases are open, must be none")
+    books.history.add(now, "device emptied", event.why)
+    _empty(books, books.device, MissReason.RESET, now, event.why)
 
 
 def rank_lost(books: Books, event: RankLost, now: float) -> None:
@@ -113,6 +127,26 @@ def tier_on(books: Books, event: TierOn, now: float) -> None:
         _empty(books, tier, MissReason.LOST, now, tier.name)
     tier.on = True
     books.history.add(now, "tier on", tier.name)
+
+
+def resize(books: Books, event: ResizeTier, now: float) -> Tier:
+    """Changes how many slots of a tier in memory may be used, or blocks of a store be known.
+
+    Raises:
+        ConfigError: watermarks or quotas of such a tier would never let it fill.
+        ValueError: a tier in memory never had so many slots, or a stored one already knows of more.
+    """
+    tier = _lower_tier(books, event.tier)
+    pool = tier.pool
+    least, most = (pool.slot_count, SLOTS_MAX) if tier.settings.stored else (1, pool.capacity)
+    if not least <= event.slot_count <= most:
+        raise ValueError(f"slot_count is {event.slot_count}, must be from {least} to {most}")
+    sized = list(books.settings.tiers)
+    sized[event.tier - HUB] = replace(tier.settings, slot_count=event.slot_count)
+    books.settings = replace(books.settings, tiers=tuple(sized))
+    tier.resize(event.slot_count)
+    books.history.add(now, "tier resized", tier.name, (), f"{event.slot_count} slots")
+    return tier
 
 
 def discovered(books: Books, event: Discovered, now: float) -> None:
@@ -186,15 +220,17 @@ def _check_found(books: Books, tier: Tier, event: Discovered) -> list[int]:
     if len(set(slots)) != len(slots) or len(set(event.keys)) != len(slots):
         raise ValueError("slots: a slot or a key occurs twice")
     _require_ends(books, event)
+    closed = set(tier.pool.closed_slots())
     for key, slot in zip(event.keys, slots, strict=True):
-        if not 0 <= slot < tier.pool.slot_count:
+        if not 0 <= slot < tier.pool.capacity:
             raise ValueError(
                 f"slots: slot {slot} is outside of tier {tier.name!r}, "
-                f"which has {tier.pool.slot_count}"
+                f"which has {tier.pool.capacity}"
             )
         node = books.nodes.get(key)
         known_here = node != NOWHERE and tier.slot_of[node] == slot
-        if tier.pool.state[slot] != FREE and not known_here:
+        is_open = tier.pool.state[slot] == FREE and slot not in closed
+        if not is_open and not known_here:
             raise ValueError(f"slots: slot {slot} of tier {tier.name!r} is not free")
     return slots
 

@@ -43,6 +43,8 @@ class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     leaving: int
     doomed: int
     """Slots that cannot be reused yet, because something may still write to them."""
+    closing: int
+    """Slots in use that the tier has too many, since it was made smaller."""
     held: int
     """Slots that a lease or an operation relies on."""
     tokens_cached: int
@@ -217,6 +219,7 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         ready=pool.count(SlotState.READY),
         leaving=pool.count(SlotState.LEAVING),
         doomed=pool.count(SlotState.DOOMED),
+        closing=pool.closing,
         held=int((pool.holders > 0).sum()),
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],

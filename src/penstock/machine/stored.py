@@ -43,9 +43,8 @@ def is_stored(books: Books, operation: Operation) -> bool:
     return any(tier is not None and tier.settings.stored for tier in sides)
 
 
-def saves_max(books: Books) -> int:
-    """How many blocks may be on their way into one stored tier."""
-    hub_slots = books.tier(HUB).pool.slot_count
+def saves_max(books: Books, hub_slots: int) -> int:
+    """How many blocks may be on their way into one stored tier, if the hub has so many slots."""
     return max(1, min(books.settings.stored_saves_max, hub_slots // _HUB_SHARE))
 
 
@@ -57,7 +56,7 @@ def admit_saves(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[n
     if not tier.settings.stored:
         return nodes
     under_way = books.rates.hops[HUB, tier.index].queued
-    admitted = nodes[: max(0, saves_max(books) - under_way)]
+    admitted = nodes[: max(0, saves_max(books, books.tier(HUB).pool.slot_count) - under_way)]
     books.counters.saves_skipped += len(nodes) - len(admitted)
     return admitted
 

@@ -197,7 +197,8 @@ def keep_watermark(books: Books, tier: Tier, now: float) -> None:
     Blocks that a lower tier should get first are written down before they go.
     """
     settings = tier.settings
-    free = tier.pool.free_count + tier.pool.leaving_count
+    # Slots of a tier that was made smaller are owed, too.
+    free = tier.pool.free_count + tier.pool.leaving_count - tier.pool.closing
     if free >= settings.low_slots or not tier.on:
         return
     below = [

@@ -22,7 +22,7 @@ from penstock.errors import UnavailableError
 
 COMPILE_S = 60.0
 """It takes a quarter of a second."""
-_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c11")
+_FLAGS = ("-O2", "-shared", "-fPIC", "-std=c11", "-D_GNU_SOURCE", "-pthread")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SOURCES = ("parts.c", "put_away_thread.c")
 LENGTH_MIN = 241
 """Shorter segments are summed in another way, which `parts.c` does not know."""
 LINE_BYTES = 64
@@ -65,6 +66,18 @@ class PartsLibrary:
         self.put_away = loaded.penstock_put_away
         self.put_away.argtypes = (*blocks, pointer, pointer, number, pointer)
         self.put_away.restype = number
+        self.thread_start = loaded.penstock_thread_start
+        self.thread_start.argtypes = (ctypes.c_int,)
+        self.thread_start.restype = pointer
+        self.thread_submit = loaded.penstock_thread_submit
+        self.thread_submit.argtypes = (pointer, *self.put_away.argtypes)
+        self.thread_submit.restype = number
+        self.thread_collect = loaded.penstock_thread_collect
+        self.thread_collect.argtypes = (pointer, pointer)
+        self.thread_collect.restype = number
+        self.thread_stop = loaded.penstock_thread_stop
+        self.thread_stop.argtypes = (pointer,)
+        self.thread_stop.restype = None
         self.sum_pairs = loaded.penstock_sum_pairs
         self.sum_pairs.argtypes = (
             *(pointer, number, pointer, number, pointer, pointer, pointer, number, number),
@@ -86,7 +99,7 @@ class PartsLibrary:
 @cache
 def load_parts_library() -> PartsLibrary | None:
     """The library of this machine, compiled if it has to be; nothing where it cannot be had."""
-    source = files(__package__).joinpath("parts.c").read_bytes()
+    source = library_source()
     folder = cache_folder()
     try:
         if folder is not None:
@@ -96,6 +109,11 @@ def load_parts_library() -> PartsLibrary | None:
     except UnavailableError as error:
         logger.warning("blocks are packed by NumPy, which takes longer: cause=%s", error)
         return None
+
+
+def library_source() -> bytes:
+    """All that is compiled, in one."""
+    return b"\n".join(files(__package__).joinpath(name).read_bytes() for name in SOURCES)
 
 
 class Scratch:
@@ -129,6 +147,8 @@ class Packing:
     kept: tuple[NDArray[np.uint8], ...]
     """The memory behind the addresses."""
     scratch: Scratch
+    tables: tuple[int, int, int, int]
+    """Addresses and lengths of `strips` and `segments`: NumPy takes a microsecond for each."""
 
     @classmethod
     def of(
@@ -164,20 +184,17 @@ class Packing:
         if loaded is None:
             return None
         used = {segment.plane.buffer for cell in layout.cells for segment in cell.segments}
+        rows, columns = np.array(strips, dtype=np.int64), np.array(segments, dtype=np.int64)
         return cls(
             loaded,
-            np.array(strips, dtype=np.int64),
-            np.array(segments, dtype=np.int64),
+            rows,
+            columns,
             layout.block_bytes,
             len(layout.cells),
             tuple(buffers[number] for number in sorted(used)),
             scratch or Scratch(),
+            (rows.ctypes.data, len(rows), columns.ctypes.data, len(columns)),
         )
-
-    @property
-    def _tables(self) -> tuple[int, int, int, int]:
-        strips, segments = self.strips, self.segments
-        return strips.ctypes.data, len(strips), segments.ctypes.data, len(segments)
 
     def pack(
         self,
@@ -197,7 +214,7 @@ class Packing:
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.empty((len(numbers), self.cell_count), dtype=np.uint64)
         self.library.pack(
-            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
+            *(*self.tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, self.cell_count),
             self.scratch.room(self.block_bytes).ctypes.data,
         )
@@ -215,6 +232,32 @@ class Packing:
 
         It and those after it are not unpacked. Each byte of `memory` is read once.
         """
+        arguments, _ = self.arguments_of_put_away(
+            memory, seeds, expected, slots, places, scratch=self.scratch
+        )
+        first_bad: int = self.library.put_away(*arguments)
+        return None if first_bad < 0 else first_bad
+
+    def arguments_of_put_away(
+        self,
+        memory: NDArray[np.uint8],
+        seeds: NDArray[np.uint64],
+        expected: NDArray[np.uint64],
+        slots: Sequence[int],
+        places: NDArray[np.int64] | None = None,
+        *,
+        scratch: Scratch,
+    ) -> tuple[tuple[int, ...], tuple[NDArray[Any], ...]]:
+        """The arguments of the compiled function, and the arrays to keep until it has ended.
+
+        Args:
+            memory: The packed blocks.
+            seeds: The seeds of their keys.
+            expected: Their cell sums, of shape [blocks, cells].
+            slots: Where they go.
+            places: Where each begins in `memory`; by default one after the other.
+            scratch: Memory of the thread that makes the call.
+        """
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.ascontiguousarray(expected, dtype=np.uint64)
         if sums.shape != (len(numbers), self.cell_count):
@@ -223,12 +266,13 @@ class Packing:
                 f"{[len(numbers), self.cell_count]}: blocks and cells"
             )
         found = np.empty(self.cell_count, dtype=np.uint64)
-        first_bad: int = self.library.put_away(
-            *(*self._tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
+        room = scratch.room(self.block_bytes)
+        arguments = (
+            *(*self.tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, found.ctypes.data),
-            *(self.cell_count, self.scratch.room(self.block_bytes).ctypes.data),
+            *(self.cell_count, room.ctypes.data),
         )
-        return None if first_bad < 0 else first_bad
+        return arguments, (memory, numbers, seeds, places, sums, found, room)
 
     def _checked(
         self,

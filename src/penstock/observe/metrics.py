@@ -74,6 +74,8 @@ def by_name(read: Callable[[InstanceStatistics], dict[str, int]]) -> Callable[..
     return lambda stats: [((name,), count) for name, count in read(stats).items()]
 
 
+STATES = ("running", "paused", "asleep", "without weights")
+"""Of an instance."""
 _TIER = ("tier",)
 _HOP = ("source", "target")
 
@@ -91,6 +93,13 @@ METRICS = (
             }
         ),
         ("phase",),
+    ),
+    MetricRow(
+        "state",
+        GAUGE,
+        "1 for what an instance does now",
+        by_name(lambda stats: {name: int(stats.state == name) for name in STATES}),
+        ("state",),
     ),
     MetricRow("healthy", GAUGE, "1 if nothing is wrong", one(lambda stats: stats.health.ok)),
     MetricRow(
@@ -117,6 +126,12 @@ METRICS = (
         COUNTER,
         "Parts of handoffs whose checksums agreed",
         one(lambda stats: stats.handed_parts_verified),
+    ),
+    MetricRow(
+        "landing_bytes",
+        GAUGE,
+        "Memory of landing areas for handoffs, with retired ones",
+        one(lambda stats: stats.landing_bytes),
     ),
     # The cache: requests.
     MetricRow(
@@ -313,6 +328,13 @@ METRICS = (
         GAUGE,
         "Slots that cannot be reused yet: something may still write to them",
         by_tier(lambda tier: tier.doomed),
+        _TIER,
+    ),
+    MetricRow(
+        "tier_closing",
+        GAUGE,
+        "Slots in use that a smaller tier has too many",
+        by_tier(lambda tier: tier.closing),
         _TIER,
     ),
     MetricRow("tier_held", GAUGE, "Blocks in use", by_tier(lambda tier: tier.held), _TIER),

@@ -18,6 +18,8 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     """Its name."""
     role: str
+    state: str
+    """`running`, `paused`, `asleep`, or `without weights` after a load that failed."""
     weights_version: str
     cache: CacheStatistics
     health: Health
@@ -33,5 +35,7 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     handed_bytes: int
     handed_parts_verified: int
     """Parts of handoffs that were received and whose checksums agreed."""
+    landing_bytes: int
+    """Memory that other instances may write handoffs into, or may still write into."""
     token_bytes: int
     """The KV of one token, over all layers and ranks."""

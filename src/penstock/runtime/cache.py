@@ -155,6 +155,7 @@ class Cache(BaseCache):
             else self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s)),
         )
         with self._access:
+            self._memory.require_awake()
             effects = self._driver.prefetch(event)
             self._deliver(effects)
             return len(ef.answer(effects, ef.Started).accepted)
@@ -170,6 +171,7 @@ class Cache(BaseCache):
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(tokens)
         with self._access:
+            self._memory.require_awake()
             effects = self._driver.handle(ev.PinBlocks(keys=chain.keys))
             return Pin(self._driver, ef.answer(effects, ef.Pinned), len(chain.keys))
 
@@ -200,6 +202,7 @@ class Cache(BaseCache):
         return f"<penstock.Cache of {model!r}: {counts}, {self._describe_tiers()}>"
 
     def _handle(self, event: ev.Event) -> list[ef.Effect]:
+        self._memory.require_awake()
         effects = self._driver.handle(event)
         self._deliver(effects)
         return effects

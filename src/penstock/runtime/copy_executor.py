@@ -18,6 +18,7 @@ from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S, Moved, WaitsForDevice
 from penstock.movers.table import mover_between
 from penstock.runtime.engine_steps import EngineSteps
+from penstock.tiers.base import GivesBack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -183,6 +184,22 @@ class CopyExecutor:
                 f"the device has ended none of {len(self._mover_of)} copies for "
                 f"{self._device_wait_s:g} s: {error}"
             ) from error
+
+    @property
+    def can_give_back(self) -> bool:
+        """Whether memory can be returned while the tiers are open: no device has it registered."""
+        device = self.stores[DEVICE]
+        return device is not None and device.medium == "arrays"
+
+    def give_back(self, tier: int, slots: Sequence[int] | None = None) -> int:
+        """Returns the pages of slots that no copy touches, or of a whole tier, to the system.
+
+        Returns how many bytes that were; 0 where the memory is of another kind.
+        """
+        store: object = self.stores[tier] if tier < len(self.stores) else None
+        if not self.can_give_back or not isinstance(store, GivesBack):
+            return 0
+        return store.give_back(slots)
 
     def close(self) -> None:
         """Fences, then gives movers and tiers back. Once closed it stays so.

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from penstock.machine.statistics import HubCounts
     from penstock.runtime.base import Driven
-    from penstock.runtime.stored_tiers import StoreStatus
     from penstock.vocabulary.ids import Key
 
 
@@ -182,16 +181,6 @@ class Offload(BaseCache):
         """The first tier below the device as it is now; `statistics` has more, and costs more."""
         self._access.require()
         return self._driver.machine.hub_counts()
-
-    def store_status(self, cause: str = "") -> StoreStatus | None:
-        """The store process as it is now; `None` where nothing outlives this process.
-
-        Args:
-            cause: That of the prefetches which `StoreStatus.searching` is about.
-        """
-        cause = as_text("cause", cause)
-        self._access.require()
-        return self._driver.store_status(cause)
 
     def cancel(self, operation: OperationId) -> None:
         """Ends the interest in an operation; it is still reported, and settles.

@@ -32,9 +32,10 @@ from penstock.runtime.rank import Rank
 from penstock.runtime.rank_facts import RankFacts, TierFacts, agree, slowest_ready_s
 from penstock.runtime.rank_links import ChannelLinks, LocalLink, MessageLinks
 from penstock.runtime.stored_tiers import StoredTiers, space_name, store_config
+from penstock.store.arena_offer import ArenaOffer
 from penstock.store.base import part_name
 from penstock.store.embedded import STARTING
-from penstock.store.link import ArenaOffer, StoreLink
+from penstock.store.link import StoreLink
 from penstock.tiers.host import HostTier
 from penstock.vocabulary.arguments import (
     FD_MAX,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 import time
 from collections import deque
 from contextlib import ExitStack, suppress
@@ -34,7 +35,9 @@ from penstock.vocabulary.arguments import (
     as_descriptors,
     as_int,
     as_seconds,
+    as_text,
     as_time,
+    as_tuple,
     as_waitables,
 )
 
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.runtime.copy_executor import CopyExecutor
     from penstock.runtime.messages import Plan
     from penstock.runtime.rank_facts import RankFacts
-    from penstock.store.link import ArenaOffer
+    from penstock.store.arena_offer import ArenaOffer
     from penstock.transport.base import Channel
     from penstock.vocabulary.ids import OperationId
 
@@ -188,6 +191,38 @@ class Rank:
             due = math.inf if self.offer.alarm is None else self.offer.alarm
         ready = wait_any(channels, descriptors, deadline=min(deadline, due))
         return bool(ready.channels or ready.descriptors) or time.monotonic() >= due
+
+    def give_back(self, tier: str = "", slots: Sequence[int] | None = None) -> int:
+        """Returns memory to the system that the owner said holds nothing; it stays usable.
+
+        Args:
+            tier: A tier below the device; empty: the device's own blocks.
+            slots: Of that tier; without it all.
+
+        Returns:
+            How many bytes; 0 where a GPU has the memory registered.
+
+        Raises:
+            UnavailableError: the system does not take it.
+            ValueError: there is no such tier, or copies are under way.
+        """
+        names = ["", *(each.name for each in self.facts.tiers)]
+        if as_text("tier", tier) not in names:
+            known = ", ".join(map(repr, names))
+            raise ValueError(f"tier is {reprlib.repr(tier)}, must be one of {known}")
+        if slots is not None:
+            if not tier:
+                raise ValueError("slots are given, must be None for the device's blocks")
+            last = self.facts.tiers[names.index(tier) - 1].slot_count - 1
+            given = as_tuple("slots", slots)
+            slots = [as_int(f"slots[{at}]", each, 0, last) for at, each in enumerate(given)]
+        with self._access:
+            if self.executor.busy and slots is None:
+                raise ValueError(
+                    f"{self.executor.copy_count} copies are under way, must be none while a whole "
+                    "tier is given back"
+                )
+            return self.executor.give_back(names.index(tier), slots)
 
     def finish(self, timeout_s: float = 0.0) -> bytes | None:
         """Drains and fences: copies may end within the timeout, the rest is cut short.

@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.config.values import NOT_PERSISTED
 from penstock.machine.effects import Copy
-from penstock.machine.events import CopyReport, Discovered, Prefetch, TierOff, TierOn, Vanished
+from penstock.machine.events import (
+    CopyReport,
+    Discovered,
+    Prefetch,
+    ResizeTier,
+    TierOff,
+    TierOn,
+    Vanished,
+)
 from penstock.machine.statistics import StoreStatistics
 from penstock.store.base import DIGEST_BYTES, OPENING
 from penstock.store.link import (
@@ -34,6 +42,7 @@ from penstock.store.link import (
     StoreGone,
     StoreLost,
     StoreState,
+    TierResized,
     Voided,
 )
 from penstock.store.messages import StoreConfig, StoreTierConfig
@@ -45,8 +54,9 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
+    from penstock.store.arena_offer import ArenaOffer
     from penstock.store.base import TierState
-    from penstock.store.link import ArenaOffer, StoreLink, StoreResult
+    from penstock.store.link import StoreLink, StoreResult
     from penstock.vocabulary.ids import Key, OperationId
 
 SPACE_DOMAIN = b"penstock.space.v1"
@@ -109,6 +119,8 @@ class StoreStatus(NamedTuple):
     """Blocks that it has, for all engines, on each rank."""
     saves_dropped: int
     """Blocks that it did not write because it was too slow."""
+    failed: bool
+    """Whether there is no process, and none that starts; another try follows."""
 
 
 def _is_off(state: TierState) -> bool:
@@ -143,6 +155,13 @@ class StoredTiers:
         self._on = dict.fromkeys(self.tiers, False)
         self._off = ""
         """Why the tiers are off, whatever the store says."""
+        self.resizes: dict[int, str | None] = {}
+        """What came of the last change of each tier's size: `None` as long as it is under way,
+        else why it cannot be, or nothing."""
+        self._growths: dict[tuple[int, int], int] = {}
+        """Tier and bytes to the blocks that the cache shall know of, once the tier has them."""
+        self._grown: dict[int, int] = {}
+        """Tier to the most blocks that the cache was made able to know of since it was opened."""
         self._operations: set[OperationId] = set()
         self._wanted: dict[int, _Wanted] = {}
         self._paging: set[int] = set()
@@ -177,6 +196,7 @@ class StoredTiers:
             on=any(self._on.values()),
             blocks=sum(state.blocks for state in states),
             saves_dropped=sum(state.saves_dropped for state in states),
+            failed=self.link.is_failed,
         )
 
     def _is_each_known(self) -> bool:
@@ -228,6 +248,26 @@ class StoredTiers:
         """A reset: blocks that were stored are not found again, by any engine."""
         for tier in self.tiers:
             self.link.void(tier)
+
+    def resize(self, tier: int, size_bytes: int, *, grows_to: int = 0) -> None:
+        """Changes the room of a tier, for all engines that share it: see `resizes`.
+
+        Args:
+            tier: Its index.
+            size_bytes: The room that it shall have.
+            grows_to: How many blocks the cache shall be able to know of once the tier has it, if
+                that is more than now.
+        """
+        self.resizes[tier] = None
+        self._growths[tier, size_bytes] = grows_to
+        self.link.resize(tier, size_bytes)
+        self.link.dispatch()
+
+    def check_size(self, tier: int, size_bytes: int) -> None:
+        """Asks the store whether a tier could have this size: see `resizes`."""
+        self.resizes[tier] = None
+        self.link.check_size(tier, size_bytes)
+        self.link.dispatch()
 
     def forget_prefetches(self) -> None:
         """What the store answers to prefetches from now on starts no copies."""
@@ -281,6 +321,8 @@ class StoredTiers:
                 yield Vanished(tier=result.tier, keys=result.keys)
             case Voided():
                 yield from self._void(result)
+            case TierResized():
+                yield from self._resized(result)
             case StoreState():
                 self.states[result.tier] = result
                 yield from self._switch(result.tier)
@@ -288,6 +330,16 @@ class StoredTiers:
                 yield from chain(*(self._switch_off(tier, result.why) for tier in self.tiers))
             case StoreBack():
                 yield from chain(*map(self._switch, self.tiers))
+
+    def _resized(self, result: TierResized) -> Iterator[Event]:
+        self.resizes[result.tier] = result.problem
+        if result.checked:
+            return
+        # Not before the store has agreed: room to know of many blocks takes memory, and time.
+        slots = self._growths.pop((result.tier, result.size_bytes), 0)
+        if not result.problem and slots > self._grown.get(result.tier, 0):
+            self._grown[result.tier] = slots
+            yield ResizeTier(tier=result.tier, slot_count=slots)
 
     def _void(self, voided: Voided) -> Iterator[Event]:
         self._listed.discard(voided.tier)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server and router in front of the engine.
+"""The OpenAI-compatible server and router in front of the engine, and a router for vLLM servers.
 
-Public: nothing. `penstock serve` is the interface.
+Public: nothing. `penstock serve` and `penstock router` are the interfaces.
 """

@@ -10,8 +10,14 @@
 | `GET  /cache`                 | statistics of every instance, and why requests missed         |
 | `GET  /cache/story?request=`  | what happened to a request's blocks                           |
 | `GET  /cache/timeline`        | when the last copies and handoffs began and ended             |
+| `POST /admin/pause`           | no request begins; those under way end                        |
+| `POST /admin/resume`          | requests begin again                                          |
+| `POST /admin/sleep`           | memory is given back to the system                            |
+| `POST /admin/wake`            | and taken again                                               |
+| `POST /admin/tiers`           | changes the size of tiers                                     |
 | `POST /admin/reset`           | clears all caches                                             |
-| `POST /admin/weights`         | the weights changed: KV of the old ones is not used any more  |
+| `POST /admin/weights`         | other weights: KV of the old ones is not used any more        |
+| `POST /admin/role`            | an instance gets another role                                 |
 | `POST /admin/audit`           | every instance checks the invariants of its cache             |
 
 The one rule: every error of a client gets a response in OpenAI's format that says what was wrong.
@@ -33,19 +39,34 @@ from penstock.engine.defaults import Defaults
 from penstock.errors import shown
 from penstock.observe.statistics import InstanceStatistics
 from penstock.serve import errors
+from penstock.serve.admin_requests import (
+    read_empty,
+    read_pause,
+    read_role,
+    read_sleep,
+    read_tiers,
+    read_weights,
+)
+from penstock.serve.control import Control
 from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
-from penstock.serve.openai_requests import read_weights
-from penstock.serve.router import handoffs_of
+from penstock.serve.http import read_body
+from penstock.serve.instance_link import InstanceLost
+from penstock.serve.request_gate import ServerState
+from penstock.serve.router import is_usable
 from penstock.serve.text_endpoint import Admission, Encoder, TextEndpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp
 
     from penstock.engine.messages import What
     from penstock.engine.text import Text
     from penstock.observe.metrics import ServerMetrics
+    from penstock.serve.control import ControlResult
+    from penstock.serve.instance_link import InstanceLink
     from penstock.serve.router import Router
 
 TENANT_CHARACTERS_MAX = 128
@@ -78,6 +99,7 @@ class Server:
         defaults: Defaults | None = None,
     ) -> None:
         self._router = router
+        self._control = Control(router)
         self._metrics = metrics
         self._model = model
         self._settings = settings
@@ -104,8 +126,14 @@ class Server:
             Route("/cache", self.cache),
             Route("/cache/story", self.story),
             Route("/cache/timeline", self.timeline),
+            Route("/admin/pause", self.pause, methods=["POST"]),
+            Route("/admin/resume", self.resume, methods=["POST"]),
+            Route("/admin/sleep", self.sleep, methods=["POST"]),
+            Route("/admin/wake", self.wake, methods=["POST"]),
+            Route("/admin/tiers", self.tiers, methods=["POST"]),
             Route("/admin/reset", self.reset, methods=["POST"]),
             Route("/admin/weights", self.weights, methods=["POST"]),
+            Route("/admin/role", self.role, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
@@ -134,13 +162,14 @@ class Server:
 
     async def health(self, _http: HttpRequest) -> Response:
         """`GET /health`."""
-        instances = {
-            link.name: link.ready is not None and not link.leaving for link in self._router.links
-        }
+        instances = {link.name: is_usable(link) for link in self._router.links}
         ready = bool(self._router.answering)
+        status = "ok" if ready else "loading"
+        state = self._control.state
+        if state is not ServerState.RUNNING:
+            ready, status = False, state.value
         return JSONResponse(
-            {"status": "ok" if ready else "loading", "instances": instances},
-            status_code=200 if ready else 503,
+            {"status": status, "instances": instances}, status_code=200 if ready else 503
         )
 
     async def metrics(self, _http: HttpRequest) -> Response:
@@ -172,7 +201,7 @@ class Server:
         if not self._router.ready:
             return errors.unavailable("no instance is ready")
         # In a prefill instance, each attempt is a request of its own.
-        names = [name, *handoffs_of(name)]
+        names = [name, *self._router.handoffs_of(name)]
         found = [
             line
             for each in names
@@ -194,49 +223,88 @@ class Server:
         name = http.query_params.get("instance", "")
         return JSONResponse({"instances": await self._ask_all("timeline", only=name)})
 
+    async def pause(self, http: HttpRequest) -> Response:
+        """`POST /admin/pause` with `{"mode": "drain" or "abort", "timeout_s": …}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.pause(read_pause(await self._body(http))))
+
+    async def resume(self, http: HttpRequest) -> Response:
+        """`POST /admin/resume`."""
+        self._guard.require_admin(http)
+        read_empty(await self._body(http))
+        return _result(await self._control.resume())
+
+    async def sleep(self, http: HttpRequest) -> Response:
+        """`POST /admin/sleep` with `{"level": 1 or 2, "host": true or false}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.sleep(read_sleep(await self._body(http))))
+
+    async def wake(self, http: HttpRequest) -> Response:
+        """`POST /admin/wake`."""
+        self._guard.require_admin(http)
+        read_empty(await self._body(http))
+        return _result(await self._control.wake())
+
+    async def tiers(self, http: HttpRequest) -> Response:
+        """`POST /admin/tiers` with `{"host": {"gib": …}}`."""
+        self._guard.require_admin(http)
+        return _result(await self._control.resize_tiers(read_tiers(await self._body(http))))
+
     async def reset(self, http: HttpRequest) -> Response:
         """`POST /admin/reset`."""
         self._guard.require_admin(http)
         return JSONResponse({"reset": self._router.reset("an operator asked for it")})
 
     async def weights(self, http: HttpRequest) -> Response:
-        """`POST /admin/weights` with `{"version": "…"}`."""
+        """`POST /admin/weights` with `{"path": "…", "version": "…"}`, or the version alone."""
         self._guard.require_admin(http)
-        version = read_weights(await self._body(http))
-        if not 1 <= len(version.encode()) <= TENANT_CHARACTERS_MAX:
-            raise BadRequest(
-                f"version has {len(version.encode())} bytes, must have from 1 to "
-                f"{TENANT_CHARACTERS_MAX}",
-                param="version",
-            )
-        names = self._router.reset(f"weights are now {version}", weights_version=version)
-        return JSONResponse({"reset": names, "weights_version": version})
+        wanted = read_weights(await self._body(http))
+        if wanted.path:
+            return _result(await self._control.load_weights(wanted))
+        names = await self._control.rename_weights(wanted.version)
+        return JSONResponse({"reset": names, "weights_version": wanted.version})
+
+    async def role(self, http: HttpRequest) -> Response:
+        """`POST /admin/role` with `{"instance": "…", "role": "…"}`."""
+        self._guard.require_admin(http)
+        return JSONResponse(await self._control.change_role(read_role(await self._body(http))))
 
     async def audit(self, http: HttpRequest) -> Response:
         """`POST /admin/audit`: an instance that violates an invariant ends with a traceback."""
         self._guard.require_admin(http)
-        reported = await self._ask_all("audit")
+        asked = await asyncio.gather(*(link.ask("audit") for link in self._router.ready))
+        reported = [json.loads(each) for each in asked]
         return JSONResponse({"in_order": [each["instance"] for each in reported]})
 
     async def _ask_all(self, what: What, of: str = "", *, only: str = "") -> list[Any]:
-        asked = [link for link in self._router.ready if only in ("", link.name)]
-        return [json.loads(await link.ask(what, of)) for link in asked]
+        links = [link for link in self._router.ready if only in ("", link.name)]
+        return await ask_instances(links, what, of, required=bool(only))
 
     # For all paths.
 
     async def _body(self, http: HttpRequest) -> bytes:
         self._guard.require_key(http)
-        limit, within_s = self._settings.body_bytes_max, self._settings.body_s
-        body = bytearray()
-        try:
-            async with asyncio.timeout(within_s):
-                async for part in http.stream():
-                    body += part
-                    if len(body) > limit:
-                        raise BadRequest(f"the body has more than {limit} bytes", status=413)
-        except TimeoutError as error:
-            raise BadRequest(f"the body did not come within {within_s:g} s", status=408) from error
-        return bytes(body)
+        settings = self._settings
+        return await read_body(http, bytes_max=settings.body_bytes_max, within_s=settings.body_s)
+
+
+async def ask_instances(
+    links: Sequence[InstanceLink], what: What, of: str = "", *, required: bool = False
+) -> list[Any]:
+    """What instances say, all asked at once; those that are lost meanwhile are left out.
+
+    Raises:
+        InstanceLost: one that is `required` is lost.
+    """
+    asked = await asyncio.gather(*(link.ask(what, of) for link in links), return_exceptions=True)
+    for each in asked:
+        if isinstance(each, BaseException) and (required or not isinstance(each, InstanceLost)):
+            raise each
+    return [json.loads(each) for each in asked if isinstance(each, bytes)]
+
+
+def _result(result: ControlResult) -> Response:
+    return JSONResponse(result.content(), status_code=503 if result.failed else 200)
 
 
 def _tenant(http: HttpRequest) -> str:

@@ -11,7 +11,9 @@
 | 413    | `invalid_request_error` | the body is too large                                   |
 | 429    | `rate_limit_error`      | too many requests; `Retry-After` says when to retry     |
 | 500    | `server_error`          | a defect of ours                                        |
-| 503    | `service_unavailable`   | no instance is ready, or the one that answered was lost |
+| 409    | `invalid_request_error` | another `/admin/*` operation is under way               |
+| 503    | `service_unavailable`   | no instance is ready, or the one that answered was lost, |
+|        |                         | or the server is paused, with `Retry-After`             |
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
 RETRY_AFTER_S = 1
+PAUSED_RETRY_S = 5
+"""Pauses take from seconds to minutes."""
 KINDS = {401: "authentication_error", 403: "permission_error"}
 
 
@@ -43,6 +47,12 @@ def error(message: str, kind: str, status: int) -> Response:
 
 def unavailable(message: str) -> Response:
     return error(message, "service_unavailable", 503)
+
+
+def paused(message: str) -> Response:
+    headers = {"Retry-After": str(PAUSED_RETRY_S)}
+    content = {"error": shape(message, "service_unavailable")}
+    return JSONResponse(content, status_code=503, headers=headers)
 
 
 def busy(message: str) -> Response:

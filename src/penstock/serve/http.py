@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,14 +33,18 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.serve import errors
+from penstock.serve.fields import BadRequest
 from penstock.serve.server_socket import BACKLOG
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
-    from starlette.types import ASGIApp
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp, Receive
     from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+    from penstock.runtime.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -299,3 +304,66 @@ class HttpServer(uvicorn.Server):
 
 async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.wait(tasks)
+
+
+async def serve_until_stopped(server: HttpServer, bound: socket.socket, stop: StopSignal) -> None:
+    """Serves until a stop signal; a second one skips the rest of `drain_s`."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_failure)
+
+    def asked() -> None:
+        for _ in range(os.eventfd_read(stop.descriptor)):
+            server.stop()
+
+    loop.add_reader(stop.descriptor, asked)
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        loop.remove_reader(stop.descriptor)
+
+
+async def read_body(http: HttpRequest, *, bytes_max: int, within_s: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        BadRequest: it is too long, or does not come in time.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in http.stream():
+                body += part
+                if len(body) > bytes_max:
+                    raise BadRequest(f"the body has more than {bytes_max} bytes", status=413)
+    except TimeoutError as error:
+        raise BadRequest(f"the body did not come within {within_s:g} s", status=408) from error
+    return bytes(body)
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Runs `work`, and cancels it if the client disconnects; the body must have been read."""
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs in one line that no descriptor is left; other failures are defects of ours."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and "accept" in context["message"]:
+        logger.error("no connection taken: cause=%s", error.strerror)
+    else:
+        loop.default_exception_handler(context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.engine import messages as ms
@@ -15,7 +16,7 @@ from penstock.errors import PeerError, UnavailableError
 from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Collection
 
     from penstock.engine.messages import What
     from penstock.machine.kv_events import KvEvent
@@ -31,7 +32,7 @@ class InstanceLost(Exception):  # noqa: N818 - what happened to an instance
 
 
 class RequestRefusal(Exception):  # noqa: N818 - the instance's answer, not a failure
-    """An instance refused a request: `invalid` or `busy`."""
+    """A request was refused: it is `invalid`, its instance `busy`, or the server `paused`."""
 
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)
@@ -47,6 +48,8 @@ class InstanceLink:
         """What the instance can do; `None` until it is loaded."""
         self.leaving = False
         """Whether it finishes its requests and accepts no more."""
+        self.held_back = ""
+        """Why it gets no requests although it is ready: it has not the weights of the others."""
         self.lost = ""
         """Why it is gone, if it is."""
         self.loading: dict[int, ms.LoadProgress] = {}
@@ -55,11 +58,15 @@ class InstanceLink:
         """Called with changes of what the instance caches."""
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called before `on_change` when the instance accepts requests."""
+        self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = _ignore_failure
+        """Called when the instance could not open a pair."""
         self._channel = channel
         self._on_change = on_change
         self._requests: dict[
             str, asyncio.Queue[ms.TokenProgress | ms.Scored | ms.SubmitRefused | InstanceLost]
         ] = {}
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        """Those who wait for the end of a request."""
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._ask_next = 1
         self._outbox: deque[bytes] = deque()
@@ -75,6 +82,18 @@ class InstanceLink:
     def load(self) -> int:
         """Requests under way."""
         return len(self._requests)
+
+    @property
+    def requests(self) -> Collection[str]:
+        """The names of these requests."""
+        return self._requests.keys()
+
+    async def wait_ended(self, request: str) -> None:
+        """Waits until a request under way has ended."""
+        if request in self._requests:
+            ended: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.setdefault(request, []).append(ended)
+            await ended
 
     async def generate(
         self, submit: ms.Submit
@@ -107,6 +126,9 @@ class InstanceLink:
                 yield message
         finally:
             del self._requests[submit.id]
+            for waiting in self._waiting.pop(submit.id, ()):
+                if not waiting.done():
+                    waiting.set_result(None)
             if running and not self.lost:
                 # The caller stopped reading: the remaining tokens are not needed.
                 self.send(ms.Abort(id=submit.id))
@@ -117,19 +139,33 @@ class InstanceLink:
         Raises:
             InstanceLost: it is gone, or does not answer in time.
         """
+        return await self.order(partial(ms.Ask, what=what, of=of), timeout_s=ASK_S)
+
+    async def order(self, make: Callable[..., ms.Ask | ms.Order], *, timeout_s: float) -> bytes:
+        """Sends the message that `make` returns for an `id`; returns its answer, which is JSON.
+
+        Raises:
+            InstanceLost: the instance is gone, or does not answer in time.
+        """
         self._require_there()
         number, self._ask_next = self._ask_next, self._ask_next + 1
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._asked[number] = answer
         try:
-            self.send(ms.Ask(id=number, what=what, of=of))
-            return await asyncio.wait_for(answer, ASK_S)
+            self.send(make(id=number))
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
             raise InstanceLost(
-                f"instance {self.name!r} did not answer within {ASK_S:g} s"
+                f"instance {self.name!r} did not answer within {timeout_s:g} s"
             ) from error
         finally:
             del self._asked[number]
+
+    def refuse_all(self, kind: str, problem: str) -> None:
+        """Ends all requests under way with a refusal."""
+        for request, queue in self._requests.items():
+            self.send(ms.Abort(id=request))
+            queue.put_nowait(ms.SubmitRefused(id=request, kind=kind, problem=problem))
 
     def send(self, message: ms.InstanceMessage) -> None:
         """Sends a message, later if the channel has no room for it now."""
@@ -221,15 +257,20 @@ class InstanceLink:
             case ms.Leaving():
                 self.leaving = True
                 self._on_change(self)
+            case ms.PairFailed():
+                self.on_pair_failed(self, message)
             case ms.CacheChanged():
-                if self.ready is None:
-                    self._lose(f"instance {self.name!r} sent KV events before it was ready")
-                else:
-                    self.on_kv_events(self, [*message.events])
+                self._take_events(message)
             case ms.AskAnswer():
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message.json)
+
+    def _take_events(self, message: ms.CacheChanged) -> None:
+        if self.ready is None:
+            self._lose(f"instance {self.name!r} sent KV events before it was ready")
+        else:
+            self.on_kv_events(self, [*message.events])
 
     def _lose(self, why: str) -> None:
         if self.lost:
@@ -247,6 +288,10 @@ class InstanceLink:
 
 
 def _ignore_events(_link: InstanceLink, _events: list[KvEvent]) -> None:
+    pass
+
+
+def _ignore_failure(_link: InstanceLink, _failed: ms.PairFailed) -> None:
     pass
 
 

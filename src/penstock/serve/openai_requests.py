@@ -137,18 +137,6 @@ def read_chat(body: bytes) -> ChatRequest:
     return ChatRequest(**_common(found))
 
 
-def read_weights(body: bytes) -> str:
-    """The version in the body of `POST /admin/weights`.
-
-    Raises:
-        BadRequest: there is none.
-    """
-    found = read_fields(read_object(body), {"version": word})
-    if "version" not in found:
-        raise BadRequest("version is missing, must be a string", param="version")
-    return str(found["version"])
-
-
 def _common(found: dict[str, Any]) -> dict[str, Any]:
     """Reads the fields that depend on each other."""
     options = found.pop("stream_options", None) or {}

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.config import Config, parse_config
-from penstock.config.values import EngineTable, ServeTable, require_address
+from penstock.config.values import (
+    LOOPBACK,
+    STORED_KINDS,
+    EngineTable,
+    ServeTable,
+    rank_range,
+)
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import (
     config_of,
@@ -24,13 +31,14 @@ from penstock.engine.defaults import (
     with_host_tier,
 )
 from penstock.engine.sharding import share_of
-from penstock.engine.spec import EngineSpec, InstanceRole, InstanceSpec, PairSpec
-from penstock.errors import ConfigError
-from penstock.serve.role_secret import secret_between
+from penstock.engine.spec import InstanceRole, InstanceSpec
+from penstock.errors import ConfigError, UnavailableError
+from penstock.serve.role_secret import MAKE_KEYS, secret_between
+from penstock.transport.machine_keys import MachineKeys, is_loopback
 from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from penstock.cache.settings import CacheSettings
     from penstock.config import TierKind
@@ -39,6 +47,16 @@ if TYPE_CHECKING:
 
 ROUTER = "router"
 """The role of a command that starts no instances and accepts those of other commands."""
+RANK = "rank"
+"""The role of a command that starts ranks of another command's instance."""
+_ALONE = frozenset({InstanceRole.PREFILL.value, InstanceRole.DECODE.value})
+"""Roles of a command that starts instances of this role only."""
+_NAMES = {
+    InstanceRole.BOTH: "instance",
+    InstanceRole.PREFILL: "prefill",
+    InstanceRole.DECODE: "decode",
+}
+"""How instances are named, before their number."""
 TableT = TypeVar("TableT", EngineTable, ServeTable)
 
 
@@ -64,10 +82,13 @@ class ServeOptions:
     log_json: bool | None = None
     instances: int | None = None
     role: str | None = None
+    prefill: int | None = None
+    decode: int | None = None
     prefill_tp: int | None = None
     decode_tp: int | None = None
-    prefill_at: str | None = None
-    decode_at: str | None = None
+    handoff_host: str | None = None
+    ranks_at: str | None = None
+    ranks_here: str | None = None
     router: str | None = None
     number: int | None = None
     keys_file: str | None = None
@@ -80,9 +101,10 @@ def settle(config: Config | None, options: ServeOptions) -> Config:
         ConfigError: the model or a setting is wrong.
         UnavailableError: the default model is not installed.
     """
-    given = config.engine if config else None
-    engine = _changed(given or EngineTable(), options, _pair_of(options, given))
-    serve = _changed((config and config.serve) or ServeTable(), options, _key_of(options))
+    roles = _roles_of(config, options)
+    engine = _changed((config and config.engine) or EngineTable(), options, roles)
+    more = {**_key_of(options), **roles}
+    serve = _changed((config and config.serve) or ServeTable(), options, more)
     model = find_model(engine.model or None)
     architecture, checkpoint = model.open()
     checkpoint.close()
@@ -101,17 +123,24 @@ def serves_http(config: Config | None, options: ServeOptions) -> bool:
     engine, serve = (config and config.engine) or EngineTable(), (config and config.serve)
     role = engine.role if options.role is None else options.role
     router = (serve or ServeTable()).router if options.router is None else options.router
-    return role == ROUTER or not router
+    return role == ROUTER or (role != RANK and not router)
 
 
-def _pair_of(options: ServeOptions, table: EngineTable | None) -> dict[str, int | None]:
-    """The ranks of a pair: if one side or a role is given, the other side has one rank."""
-    role = options.role or (table.role if table else "")
-    alone = role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
-    given = alone or options.prefill_tp is not None or options.decode_tp is not None
+def _roles_of(config: Config | None, options: ServeOptions) -> dict[str, int | None]:
+    """Instances and ranks of both roles: where one of them is given, the other has one."""
+    engine = (config and config.engine) or EngineTable()
+    serve = (config and config.serve) or ServeTable()
+    prefill, decode = options.prefill or serve.prefill, options.decode or serve.decode
+    sizes = options.prefill_tp or engine.prefill_tp, options.decode_tp or engine.decode_tp
+    role = options.role or engine.role
+    if not (prefill or decode or any(sizes) or role in _ALONE):
+        return {}
+    counted = bool(prefill or decode)
     return {
-        "prefill_tp": options.prefill_tp or (table and table.prefill_tp) or (1 if given else None),
-        "decode_tp": options.decode_tp or (table and table.decode_tp) or (1 if given else None),
+        "prefill_tp": sizes[0] or 1,
+        "decode_tp": sizes[1] or 1,
+        "prefill": (prefill or 1) if counted else None,
+        "decode": (decode or 1) if counted else None,
     }
 
 
@@ -133,30 +162,90 @@ def _key_of(options: ServeOptions) -> dict[str, str | None]:
 
 
 def instances_of(config: Config) -> tuple[InstanceSpec, ...]:
-    """The instances that this command starts; their local addresses are filled in at the start."""
+    """The instances that this command starts."""
+    serve = config.serve
+    assert serve is not None
+    assert config.engine is not None
+    if config.engine.ranks_at:
+        return (_spread_instance(config),)
+    roles = _roles(config)
+    # If each of several processes had a thread on every core, they would slow each other down.
+    config = _threaded(config, sum(_ranks_of(config, role) for role in roles) or 1)
+    hands_over = len(roles) > 1 or bool(serve.router)
+    numbers = {role: count(serve.number) for role in InstanceRole}
+    gpus = _first_gpus(config, roles)
+    return tuple(
+        _instance(
+            config,
+            f"{_NAMES[role]}-{next(numbers[role])}",
+            role,
+            hands_over=hands_over or role is not InstanceRole.BOTH,
+            first_gpu=gpu,
+        )
+        for role, gpu in zip(roles, gpus, strict=True)
+    )
+
+
+def _roles(config: Config) -> list[InstanceRole]:
+    """The role of each instance that this command starts."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    if engine.role == ROUTER:
+        return []
+    if engine.role in _ALONE:
+        return [InstanceRole(engine.role)] * serve.instances
+    if not engine.prefill_tp:
+        return [InstanceRole.BOTH] * serve.instances
+    return [
+        *[InstanceRole.PREFILL] * (serve.prefill or serve.instances),
+        *[InstanceRole.DECODE] * (serve.decode or serve.instances),
+    ]
+
+
+def _spread_instance(config: Config) -> InstanceSpec:
+    """The instance whose ranks are on several machines, with those that are started here."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    here = rank_range(engine.ranks_here)
+    return msgspec.structs.replace(
+        _instance(
+            _threaded(config, len(here)),
+            f"instance-{serve.number}",
+            InstanceRole.BOTH,
+            hands_over=False,
+            first_gpu=0,
+        ),
+        scheduler=engine.ranks_at,
+        ranks_here=list(here),
+        rank_host=_rank_host(config),
+        starts_scheduler=engine.role != RANK,
+    )
+
+
+def _rank_host(config: Config) -> str:
+    """The host at which ranks of other machines reach those of this one."""
+    assert config.serve is not None
+    secret = rank_secret_of(config)
+    try:
+        return secret.own_host if isinstance(secret, MachineKeys) else LOOPBACK
+    except UnavailableError as error:
+        file = config.serve.keys_file
+        raise ConfigError("serve.keys_file", f"is {file!r}: {error}") from error
+
+
+def rank_secret_of(config: Config) -> Secret:
+    """What an instance shares with its ranks on other machines.
+
+    Raises:
+        ConfigError: `serve.keys_file` cannot be used.
+        UnavailableError: the secret of this user can be neither read nor created.
+    """
     assert config.engine is not None
     assert config.serve is not None
-    engine, serve = config.engine, config.serve
-    if engine.role == ROUTER:
-        return ()
-    if engine.role != InstanceRole.BOTH.value:
-        role = InstanceRole(engine.role)
-        config = _threaded(config, _ranks_of(engine, role))
-        pair = _pair_elsewhere(engine, serve.number)
-        name = (pair.prefill if role is InstanceRole.PREFILL else pair.decode).name
-        return (_instance(config, name, role, pair),)
-    # If each of several processes had a thread on every core, they would slow each other down.
-    ranks = (engine.prefill_tp + engine.decode_tp) or config.cache.rank_count
-    config = _threaded(config, ranks * serve.instances)
-    found: list[InstanceSpec] = []
-    for number in range(serve.number, serve.number + serve.instances):
-        if not engine.prefill_tp:
-            found.append(_instance(config, f"instance-{number}", InstanceRole.BOTH))
-            continue
-        pair = _pair(engine, number)
-        found.append(_instance(config, pair.prefill.name, InstanceRole.PREFILL, pair))
-        found.append(_instance(config, pair.decode.name, InstanceRole.DECODE, pair))
-    return tuple(found)
+    at = config.engine.ranks_at
+    return secret_between(config.serve, {"engine.ranks_at": at}) if at else b""
 
 
 def _threaded(config: Config, ranks: int) -> Config:
@@ -166,56 +255,38 @@ def _threaded(config: Config, ranks: int) -> Config:
     return replace(config, engine=replace(config.engine, threads=config.engine.threads or threads))
 
 
-def _ranks_of(engine: EngineTable, role: InstanceRole) -> int:
+def _ranks_of(config: Config, role: InstanceRole) -> int:
+    engine = config.engine
+    assert engine is not None
+    if role is InstanceRole.BOTH:
+        return config.cache.rank_count
     return engine.prefill_tp if role is InstanceRole.PREFILL else engine.decode_tp
 
 
-def _pair(engine: EngineTable, number: int) -> PairSpec:
-    return PairSpec(
-        prefill=EngineSpec(name=f"prefill-{number}", ranks=engine.prefill_tp, address=""),
-        decode=EngineSpec(name=f"decode-{number}", ranks=engine.decode_tp, address=""),
-    )
-
-
-def _pair_elsewhere(engine: EngineTable, number: int) -> PairSpec:
-    """The same with the addresses of both, which may be started by different commands."""
-    pair = _pair(engine, number)
-    host, port = require_address(
-        "engine.prefill_at", engine.prefill_at, ports=1 + pair.prefill.ranks
-    )
-    ranks = [f"tcp://{host}:{port + 1 + rank}" for rank in range(pair.prefill.ranks)]
-    change = msgspec.structs.replace
-    return PairSpec(
-        prefill=change(pair.prefill, address=engine.prefill_at, rank_addresses=ranks),
-        decode=change(pair.decode, address=engine.decode_at),
-    )
-
-
 def secrets_of(config: Config) -> tuple[Secret, Secret]:
-    """What this command shares with other ones: for the router and for the pair.
+    """What this command shares with other ones: for the router and for handoffs.
 
     Raises:
         ConfigError: `serve.keys_file` cannot be used.
         UnavailableError: the secret of this user can be neither read nor created.
     """
-    engine, serve = config.engine, config.serve
-    assert engine is not None
+    serve = config.serve
     assert serve is not None
-    places = {"engine.prefill_at": engine.prefill_at, "engine.decode_at": engine.decode_at}
-    router = secret_between(serve, {"serve.router": serve.router}) if serve.router else b""
-    return router, secret_between(serve, places) if engine.prefill_at else b""
+    if not serve.router:
+        return b"", b""
+    return secret_between(serve, {"serve.router": serve.router}), secret_between(serve, {})
 
 
 def _instance(
-    config: Config, name: str, role: InstanceRole, pair: PairSpec | None = None
+    config: Config, name: str, role: InstanceRole, *, hands_over: bool, first_gpu: int
 ) -> InstanceSpec:
     engine = config.engine
     assert engine is not None
     assert config.serve is not None
-    ranks = config.cache.rank_count if pair is None else _ranks_of(engine, role)
+    ranks = _ranks_of(config, role)
     # Without the API key, which instances do not need.
     cache = replace(config.cache, rank_count=ranks)
-    given = replace(config, engine=None, serve=None, cache=cache)
+    given = replace(config, engine=None, serve=None, routing=None, cache=cache)
     return InstanceSpec(
         name=name,
         model=engine.model or None,
@@ -227,12 +298,14 @@ def _instance(
         drain_s=config.serve.drain_s if config.serve.router else 0.0,
         ranks=ranks,
         role=role,
-        pair=pair,
+        hands_over=hands_over,
+        handoff_host=engine.handoff_host,
+        ports=config.serve.ports,
         dtype=engine.dtype,
         device=engine.device,
-        first_gpu=_first_gpu(engine, role),
+        first_gpu=first_gpu,
         graphs=engine.graphs,
-        step_tokens=engine.step_tokens,
+        step_tokens=engine.tokens_a_step,
         step_requests=engine.step_requests,
         waiting_max=engine.waiting_max,
         threads=engine.threads,
@@ -243,8 +316,10 @@ def _instance(
 
 def _changed(table: TableT, options: ServeOptions, more: Mapping[str, Any]) -> TableT:
     """The table with the options that have the names of its fields, and with `more`."""
-    named = {field.name: getattr(options, field.name, None) for field in fields(table)}
-    return replace(table, **{k: v for k, v in {**named, **more}.items() if v is not None})
+    names = {field.name for field in fields(table)}
+    named = {name: getattr(options, name, None) for name in names}
+    changed = {**named, **{name: value for name, value in more.items() if name in names}}
+    return replace(table, **{name: value for name, value in changed.items() if value is not None})
 
 
 def _sized(config: Config, options: ServeOptions) -> Config:
@@ -329,52 +404,106 @@ def _gpu_count() -> int:
     return int(torch.cuda.device_count())
 
 
-def _first_gpu(engine: EngineTable, role: InstanceRole) -> int:
-    """The decode instance of a pair has GPUs of its own, if there are enough."""
-    ranks = engine.prefill_tp + engine.decode_tp
-    if engine.device != "cuda" or engine.role != InstanceRole.BOTH.value:
-        return 0
-    return engine.prefill_tp if role is InstanceRole.DECODE and ranks <= _gpu_count() else 0
+def _first_gpus(config: Config, roles: Sequence[InstanceRole]) -> list[int]:
+    """The first GPU of each instance: GPUs of their own, if there are enough for all roles."""
+    engine = config.engine
+    assert engine is not None
+    ranks = [_ranks_of(config, role) for role in roles]
+    if engine.device != "cuda" or not engine.prefill_tp or sum(ranks) > _gpu_count():
+        return [0] * len(roles)
+    return [sum(ranks[:number]) for number in range(len(roles))]
 
 
 def _require_memory(config: Config, architecture: Architecture) -> None:
-    engine, serve = config.engine, config.serve
+    engine = config.engine
     assert engine is not None
-    assert serve is not None
     if engine.device != "cpu" or engine.role == ROUTER:
         return
-    roles = 2 if engine.prefill_tp and engine.role == InstanceRole.BOTH.value else 1
-    instances = roles * serve.instances
+    instances: float = len(_roles(config))
+    if engine.ranks_at:
+        instances = len(rank_range(engine.ranks_here)) / config.cache.rank_count
     require_memory(config, architecture, dtype=engine.dtype, instances=instances)
 
 
-def _require_role(config: Config) -> None:
-    """A command that does not start all roles needs the addresses of the others."""
+def _require_ranks(config: Config) -> None:
+    """Checks an instance whose ranks are on several machines."""
     engine, serve = config.engine, config.serve
     assert engine is not None
     assert serve is not None
-    alone = engine.role in {InstanceRole.PREFILL.value, InstanceRole.DECODE.value}
-    places = {"engine.prefill_at": engine.prefill_at, "engine.decode_at": engine.decode_at}
-    for key, place in places.items():
-        if alone and not place:
+    if not engine.ranks_at:
+        if engine.role == RANK:
             raise ConfigError(
-                key, f"is '', must be where that instance is found: engine.role is {engine.role!r}"
+                "engine.ranks_at",
+                "is '', must be where the instance lets its ranks in: engine.role is 'rank'",
             )
-        if place and not alone:
+        return
+    if engine.role not in {RANK, InstanceRole.BOTH.value} or engine.prefill_tp:
+        raise ConfigError(
+            "engine.ranks_at",
+            f"is {engine.ranks_at!r}, must be '' for prefill, decode and router",
+        )
+    if engine.handoff_host:
+        raise ConfigError(
+            "engine.handoff_host",
+            f"is {engine.handoff_host!r}, must be '' with engine.ranks_at: an instance whose ranks "
+            "are on several machines hands nothing over",
+        )
+    if engine.device != "cpu":
+        raise ConfigError(
+            "engine.device",
+            f"is {engine.device!r}, must be 'cpu' for ranks on several machines: those of GPUs are "
+            "on one machine",
+        )
+    if serve.instances != 1:
+        raise ConfigError(
+            "serve.instances", f"is {serve.instances}, must be 1: engine.ranks_at is one address"
+        )
+    for kind in config.tier_kinds:
+        if kind.name in STORED_KINDS:
             raise ConfigError(
-                key, f"is {place!r}, must be '' unless engine.role is 'prefill' or 'decode'"
+                "tiers",
+                f"has kind {kind.name!r}, must have only tiers in memory: the ranks are on several "
+                "machines, and one store cannot read the memory of all",
             )
-    if engine.role != InstanceRole.BOTH.value and not serve.router:
+    here, count = rank_range(engine.ranks_here), config.cache.rank_count
+    if count < 2 or here.stop > count:
+        raise ConfigError(
+            "engine.ranks_here",
+            f"is {engine.ranks_here!r}, must be of the ranks 0 to {count - 1}: cache.ranks is "
+            f"{count}, and must be at least 2",
+        )
+    _rank_host(config)
+
+
+def _require_role(config: Config) -> None:
+    """A command that does not start all roles needs the router of the others."""
+    engine, serve = config.engine, config.serve
+    assert engine is not None
+    assert serve is not None
+    _require_ranks(config)
+    if engine.role not in {InstanceRole.BOTH.value, RANK} and not serve.router:
         raise ConfigError(
             "serve.router",
             f"is '', must be where the router lets instances in: engine.role is {engine.role!r}",
         )
-    named = {**places, "serve.router": serve.router}
-    if any(named.values()):
-        secret_between(serve, {key: place for key, place in named.items() if place})
-    if alone and serve.instances != 1:
+    if engine.role != InstanceRole.BOTH.value and serve.prefill:
         raise ConfigError(
-            "serve.instances",
-            f"is {serve.instances}, must be 1: engine.role is {engine.role!r}, and each has an "
-            "address of its own",
+            "serve.prefill",
+            f"is {serve.prefill}, must be 0 where engine.role is {engine.role!r}: "
+            "serve.instances counts those of one role",
+        )
+    if not serve.router:
+        if engine.handoff_host:
+            raise ConfigError(
+                "engine.handoff_host",
+                f"is {engine.handoff_host!r}, must be '' without serve.router: all instances are "
+                "on this machine",
+            )
+        return
+    secret_between(serve, {"serve.router": serve.router})
+    if engine.handoff_host and not serve.keys_file and not is_loopback(engine.handoff_host):
+        raise ConfigError(
+            "serve.keys_file",
+            "is '', must be a file with the keys of the machines for engine.handoff_host "
+            f"{engine.handoff_host!r}, which is not on the loopback interface: {MAKE_KEYS}",
         )

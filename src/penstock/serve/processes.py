@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.engine.spec import InstanceRole, PairSpec, RankSpec, sealed
+from penstock.engine.spec import InstanceRole, RankSpec, sealed
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.supervisor.messages import ProcessExited, RestartsExhausted
 from penstock.supervisor.spec import OnFailure, ProcessSpec
@@ -44,12 +44,24 @@ class Processes:
     """The instances of one command, each with its ranks."""
 
     def __init__(
-        self, supervisor: Supervisor, specs: Sequence[InstanceSpec], *, pair_secret: Secret = b""
+        self,
+        supervisor: Supervisor,
+        specs: Sequence[InstanceSpec],
+        *,
+        handoff_secret: Secret = b"",
+        rank_secret: Secret = b"",
     ) -> None:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when no instance is left, with the reason."""
         self._supervisor = supervisor
-        self._specs = _addressed(specs, pair_secret)
+        # Without one of several commands, a new one that every restart reuses.
+        secret = handoff_secret or secrets.token_bytes(SECRET_BYTES)
+        self._specs = [
+            msgspec.structs.replace(
+                spec, handoff_secret=secret, secret=rank_secret if spec.scheduler else spec.secret
+            )
+            for spec in specs
+        ]
         answering = {spec.name for spec in specs if spec.role is not InstanceRole.PREFILL}
         self._needed = answering or {spec.name for spec in specs}
         """The instances of which at least one must be alive."""
@@ -116,7 +128,7 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
 
     They are stopped in reverse order, so the instance ends before its ranks.
     """
-    if spec.ranks > 1:
+    if spec.ranks > 1 and not spec.scheduler:
         spec = msgspec.structs.replace(
             spec, scheduler=private_address(IPC), secret=secrets.token_bytes(SECRET_BYTES)
         )
@@ -129,8 +141,9 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         restart=RESTART,
         stop_s=STOP_S + spec.drain_s,
     )
-    ranks = [_rank_of(spec, rank) for rank in range(spec.ranks if spec.ranks > 1 else 0)]
-    return [*ranks, (whole, spec)]
+    numbers = spec.ranks_here or range(spec.ranks if spec.ranks > 1 else 0)
+    ranks = [_rank_of(spec, rank) for rank in numbers]
+    return [*ranks, (whole, spec)] if spec.starts_scheduler else [*ranks]
 
 
 def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
@@ -147,28 +160,3 @@ def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
         ),
         RankSpec(instance=spec, rank=rank),
     )
-
-
-def _addressed(specs: Sequence[InstanceSpec], pair_secret: Secret) -> list[InstanceSpec]:
-    """The specs with the addresses and the secret of each pair, which every restart reuses."""
-    pairs: dict[str, PairSpec] = {}
-    change = msgspec.structs.replace
-    for spec in specs:
-        pair = spec.pair
-        if pair is None or pair.prefill.name in pairs:
-            continue
-        if pair.prefill.address:
-            pairs[pair.prefill.name] = change(pair, secret=pair_secret)
-            continue
-        ranks = [private_address(IPC) for _ in range(pair.prefill.ranks)]
-        pairs[pair.prefill.name] = PairSpec(
-            prefill=change(pair.prefill, address=private_address(IPC), rank_addresses=ranks),
-            decode=change(pair.decode, address=private_address(IPC)),
-            secret=secrets.token_bytes(SECRET_BYTES),
-        )
-    return [
-        spec
-        if spec.pair is None or spec.pair.prefill.name not in pairs
-        else msgspec.structs.replace(spec, pair=pairs[spec.pair.prefill.name])
-        for spec in specs
-    ]

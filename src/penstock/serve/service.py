@@ -8,6 +8,7 @@
 |-------------------------------------|-----------------|-------------------------------|
 | `both`, none                        | here            | here                          |
 | `router`, an address                | here            | those that dial the address   |
+| `rank`                              | there           | ranks of one, here            |
 | any other, an address               | there           | here                          |
 
 The one rule: everything that a command started ends with it, however it ends.
@@ -21,8 +22,9 @@ import os
 import secrets
 import signal
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from penstock.config.values import port_range
 from penstock.engine.checkpoints import find_model
 from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
@@ -31,15 +33,17 @@ from penstock.observe.metrics import ServerMetrics
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
-from penstock.serve.http import HttpServer
+from penstock.serve.http import HttpServer, serve_until_stopped
 from penstock.serve.instance_link import InstanceLink
-from penstock.serve.plan import instances_of, secrets_of
+from penstock.serve.plan import instances_of, rank_secret_of, secrets_of
 from penstock.serve.processes import Processes
+from penstock.serve.request_gate import PauseSettings, RequestGate
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.serve.router import Router
 from penstock.serve.server_socket import address_of, raise_descriptor_limit
 from penstock.supervisor.client import Supervisor
 from penstock.transport.zeromq import IPC, Listener
+from penstock.transport.zmq_link import ChannelSettings
 
 if TYPE_CHECKING:
     import socket
@@ -96,8 +100,11 @@ class Service:
         self._stopped = False
         self._alarm: asyncio.TimerHandle | None = None
         address_here = IPC if expected else config.serve.router
-        self._listener = Listener("server", address_here, secret=secret)
-        self.router = Router()
+        settings = ChannelSettings(ports=port_range(config.serve.ports))
+        self._listener = Listener("server", address_here, secret=secret, settings=settings)
+        waits = config.serve.when_paused == "wait"
+        pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
+        self.router = Router(config.routing, RequestGate(pauses))
         model = find_model(config.engine.model or None)
         self.server = Server(
             self.router,
@@ -138,6 +145,7 @@ class Service:
             self._alarm.cancel()
         for link in list(self.router.links):
             link.close()
+        self.router.pairs.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -187,8 +195,13 @@ async def _processes(
     config: Config, supervisor: Supervisor, address: str, secret: Secret
 ) -> AsyncIterator[Processes]:
     """The instances of this command, if it starts some; `secret` is that of their server."""
-    _, pair_secret = secrets_of(config)
-    found = Processes(supervisor, instances_of(config), pair_secret=pair_secret)
+    _, handoff_secret = secrets_of(config)
+    found = Processes(
+        supervisor,
+        instances_of(config),
+        handoff_secret=handoff_secret,
+        rank_secret=rank_secret_of(config),
+    )
     found.start(address, secret)
     try:
         yield found
@@ -290,27 +303,7 @@ async def _answer(
         drain_s=config.serve.drain_s,
         on_overtime=found.stop,
     )
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_failure)
-
-    def asked() -> None:
-        for _ in range(os.eventfd_read(stop.descriptor)):
-            server.stop()
-
-    loop.add_reader(stop.descriptor, asked)
     processes.failed.add_done_callback(lambda _: server.stop())
-    try:
-        await server.serve(sockets=[bound])
-    finally:
-        loop.remove_reader(stop.descriptor)
+    await serve_until_stopped(server, bound, stop)
     if processes.failed.done():
         raise UnavailableError(processes.failed.result())
-
-
-def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs in one line that no descriptor is left; other failures are defects of ours."""
-    error = context.get("exception")
-    if isinstance(error, OSError) and "accept" in context["message"]:
-        logger.error("no connection taken: cause=%s", error.strerror)
-    else:
-        loop.default_exception_handler(context)

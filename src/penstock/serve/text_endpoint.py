@@ -31,6 +31,7 @@ from penstock.serve import errors
 from penstock.serve.access_log import name_request, note_failure, note_tokens
 from penstock.serve.answers import AnswerFormat, AnswerOptions, AnswerPiece, AnswerReader, pieces_of
 from penstock.serve.fields import BadRequest
+from penstock.serve.http import while_connected
 from penstock.serve.instance_link import InstanceLost, RequestRefusal
 from penstock.serve.openai_requests import TOKENS_DEFAULT, TextRequest, read_chat, read_completion
 
@@ -122,6 +123,9 @@ class TextEndpoint:
         if refusal:
             self._metrics.requests.labels("refused").inc()
             return errors.busy(refusal)
+        if self._router.gate.refuses:
+            self._metrics.requests.labels("refused").inc()
+            return errors.paused(str(self._router.gate.refusal()))
         if not self._router.answering:
             return errors.unavailable("no instance is ready")
         return None
@@ -264,6 +268,10 @@ REFUSED_FIELDS = frozenset({"logit_bias", "stop_token_ids"})
 """Fields that only an instance can check; its refusal begins with the field's name."""
 
 
+REFUSED_KINDS = {"busy": "rate_limit_error", "paused": "service_unavailable"}
+"""OpenAI's name for each kind of refusal; any other is an invalid request."""
+
+
 class Admission:
     """Limits the number of prompts under way."""
 
@@ -309,7 +317,7 @@ class TextResponse:
             return
         self.admission.running += len(self.parts)
         try:
-            await self._while_connected(scope, receive, send)
+            await while_connected(self._answer(scope, receive, send), receive)
         finally:
             self.admission.running -= len(self.parts)
             note_tokens(
@@ -318,19 +326,6 @@ class TextResponse:
                 cached=[sum(reader.cached) for reader in self._readers],
                 completion=sum(reader.completion_tokens for reader in self._readers),
             )
-
-    async def _while_connected(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._answer(scope, receive, send))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if not work.cancelled():
-            work.result()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces()) as pieces:
@@ -356,7 +351,7 @@ class TextResponse:
         except InstanceLost as lost:
             return errors.unavailable(f"{lost}, in the middle of the answer")
         except RequestRefusal as refusal:
-            # By the instance of one of several prompts.
+            # Of one of several prompts, or of a request that was aborted by a pause.
             return _refused(refusal)
         return JSONResponse(self.form.whole(self._readers, found))
 
@@ -381,9 +376,9 @@ class TextResponse:
             message = f"{lost}, in the middle of the answer"
             await _event(send, {"error": errors.shape(message, "server_error")})
         except RequestRefusal as refusal:
-            # One of several prompts: the stream has begun with another.
+            # Of one of several prompts, or of a request that was aborted by a pause.
             note_failure(scope)
-            kind = "rate_limit_error" if refusal.kind == "busy" else "invalid_request_error"
+            kind = REFUSED_KINDS.get(refusal.kind, "invalid_request_error")
             await _event(send, {"error": errors.shape(str(refusal), kind)})
         else:
             if self.includes_usage:
@@ -434,6 +429,8 @@ class TextResponse:
 def _refused(refusal: RequestRefusal) -> Response:
     if refusal.kind == "busy":
         return errors.busy(str(refusal))
+    if refusal.kind == "paused":
+        return errors.paused(str(refusal))
     field = str(refusal).partition(" ")[0]
     raise BadRequest(str(refusal), param=field if field in REFUSED_FIELDS else None) from refusal
 
@@ -466,12 +463,6 @@ async def _merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns when the client disconnects; the body must have been read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _event(send: Send, content: dict[str, Any]) -> None:

@@ -97,6 +97,15 @@ class LoadJob(NamedTuple):
     salt: int
 
 
+class ResizeJob(NamedTuple):
+    """Change the room of the tier. It has ended when the tier takes no more than that."""
+
+    ticket: int
+    size_bytes: int
+    checks: bool = False
+    """Whether it is only checked that the tier could have this size."""
+
+
 class EndedJob(NamedTuple):
     """A job that the tier is through with."""
 
@@ -160,8 +169,16 @@ class StoreTier(Protocol):
         """Takes a job in; loads go before saves."""
         ...
 
+    def resize(self, job: ResizeJob) -> None:
+        """Takes a job in. Blocks that find no room any more are given up by policy.
+
+        It is reported with a failure, which begins with "is" and the size, if the tier cannot have
+        this size; nothing was changed then.
+        """
+        ...
+
     def cancel(self, ticket: int) -> None:
-        """Ends a job early, if it can; it is reported all the same."""
+        """Ends a save or a load early, if it can; it is reported all the same."""
         ...
 
     def collect(self) -> list[EndedJob]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from penstock.store.base import LoadJob
+    from penstock.store.base import LoadJob, ResizeJob
     from penstock.store.disk_cipher import DiskCipher
     from penstock.vocabulary.ids import Key
 
@@ -75,7 +75,7 @@ class DiskTier:
 
         Args:
             folder: Of this tier alone; made if it is not there.
-            size_bytes: What all segments may take.
+            size_bytes: What all segments may take; `resize` changes it.
             threads: For I/O.
             queue_bytes: Saves in hand beyond it are dropped.
             cipher: Encrypts blocks; segments of another key are left alone.
@@ -91,7 +91,7 @@ class DiskTier:
             ValueError: a number is out of range.
         """
         _require_numbers(threads, size_bytes, queue_bytes)
-        self.size_bytes = size_bytes
+        self._size_bytes = size_bytes
         self._queue_bytes = queue_bytes
         self._cipher = cipher
         self._ignore_other_versions = ignore_other_versions
@@ -138,7 +138,7 @@ class DiskTier:
             )
         pool = SegmentPool(
             self._folder,
-            self.size_bytes,
+            self._size_bytes,
             lock=self._lock,
             cipher=self._cipher,
             calls=self._calls,
@@ -175,6 +175,7 @@ class DiskTier:
             if segment.dirty and time.monotonic() < deadline:
                 self._threads.sync(segment)
         with board.lock:
+            board.end_resizes("is refused: the tier was closed")
             board.closed = True
         os.close(board.event)
         self._folder.close()
@@ -255,6 +256,12 @@ class DiskTier:
                 reads.append(RunToRead(load, segments[number], chunk[0][1], positions))
         return reads
 
+    def resize(self, job: ResizeJob) -> None:
+        with self._board.lock:
+            self._require_open(job.ticket)
+            self._board.resizes[job.ticket] = job
+            self._board.tell_keeper(job)
+
     def cancel(self, ticket: int) -> None:
         with self._board.lock:
             load, save = self._board.loads.get(ticket), self._board.saves.get(ticket)
@@ -271,7 +278,8 @@ class DiskTier:
     def _require_open(self, ticket: int) -> None:
         if self._board.closing:
             raise ValueError("the disk tier is closed")
-        if ticket in self._board.saves or ticket in self._board.loads:
+        board = self._board
+        if ticket in board.saves or ticket in board.loads or ticket in board.resizes:
             raise ValueError(f"ticket is {ticket}, which is in hand already")
 
     # Answers
@@ -326,7 +334,7 @@ class DiskTier:
                 recovered=pool.rows_known / pool.rows_found if pool.rows_found else 1.0,
                 blocks=len(pool.index),
                 block_bytes=pool.block_bytes,
-                capacity_bytes=self.size_bytes,
+                capacity_bytes=pool.size_bytes,
                 saves_dropped=self._board.saves_dropped,
                 blocks_corrupt=self._board.blocks_corrupt,
                 blocks_reclaimed=pool.reclaimed,

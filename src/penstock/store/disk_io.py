@@ -58,6 +58,7 @@ class DiskCalls:
     pwritev: Callable[[int, Sequence[memoryview], int], int] = os.pwritev
     fallocate: Callable[[int, int, int], None] = os.posix_fallocate
     sync: Callable[[int], None] = os.fdatasync
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     clock: Callable[[], float] = time.monotonic
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.store.base import LoadJob
+    from penstock.store.base import LoadJob, ResizeJob
     from penstock.store.disk_folder import DiskFolder
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
@@ -146,8 +146,12 @@ class JobBoard:
         self.idle = threading.Condition(lock)
         self.reads: deque[RunToRead] = deque()
         self.writes: deque[RunToWrite | SegmentToSync] = deque()
-        self.inbox: deque[SaveInHand | RunToWrite | RowToBury] = deque()
+        self.inbox: deque[SaveInHand | RunToWrite | RowToBury | ResizeJob] = deque()
         """Of the keeper."""
+        self.resizes: dict[int, ResizeJob] = {}
+        """Changes of the size that are in hand."""
+        self.trims = False
+        """Whether segments are being given up for one of them."""
         self.saves: dict[int, SaveInHand] = {}
         self.loads: dict[int, LoadInHand] = {}
         self.pending: dict[int, list[tuple[SaveInHand, int]]] = {}
@@ -208,7 +212,7 @@ class JobBoard:
             write.failure = "cancelled"
             self.tell_keeper(write)
 
-    def tell_keeper(self, message: SaveInHand | RunToWrite | RowToBury) -> None:
+    def tell_keeper(self, message: SaveInHand | RunToWrite | RowToBury | ResizeJob) -> None:
         self.inbox.append(message)
         self.keeper_ready.notify()
 
@@ -242,6 +246,22 @@ class JobBoard:
             self._report_load(save.load)
         self.idle.notify_all()
 
+    def end_resizes(self, failure: str = "") -> None:
+        """Reports all changes of the size that are in hand."""
+        self.trims = False
+        for ticket in list(self.resizes):
+            self.end_resize(ticket, failure)
+
+    def end_resize(self, ticket: int, failure: str = "") -> None:
+        del self.resizes[ticket]
+        self.report(ticket, {}, failure)
+
+    def end_use(self, segment: DiskSegment) -> None:
+        """An operation in a segment has ended: it may be given up now."""
+        segment.busy -= 1
+        if self.trims:
+            self.keeper_ready.notify()
+
     def end_blocks(self, save: SaveInHand, positions: Sequence[int], failure: str) -> None:
         """Blocks that this save was to write are written, or failed; others may wait for them."""
         for position in positions:
@@ -256,7 +276,7 @@ class JobBoard:
     def end_read(self, read: RunToRead, faults: dict[int, BlockFault]) -> None:
         """A read is done; `faults` are by position in it."""
         load, segment = read.load, read.segment
-        segment.busy -= 1
+        self.end_use(segment)
         for place, fault in faults.items():
             position = read.positions[place]
             load.faults[position] = fault

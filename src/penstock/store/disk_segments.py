@@ -114,7 +114,8 @@ class SegmentPool:
         self.flags = flags
         """With which files are opened for blocks: `O_DIRECT` where there is direct I/O."""
         self._folder = folder
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
+        """What segments are to take at most."""
         self._room_bytes = size_bytes
         """What segments may take: less than was wanted where the file system has less."""
         self._lock = lock
@@ -156,6 +157,15 @@ class SegmentPool:
     def opened(self) -> list[DiskSegment]:
         return list(self._open.values())
 
+    @property
+    def file_bytes(self) -> int:
+        """What all segments take."""
+        return sum(each.file_bytes for each in self.segments.values())
+
+    def can_trim(self) -> bool:
+        """Whether segments take no more than they may, or one of them can be given up now."""
+        return self.file_bytes <= self._room_bytes or self._coldest() is not None
+
     def take_gone(self) -> list[GoneBlocks]:
         gone, self._gone = self._gone, []
         return gone
@@ -166,6 +176,38 @@ class SegmentPool:
     def is_cold(self, segment: DiskSegment) -> bool:
         """Whether it is in the half that is given up next. While there is room, none is."""
         return segment.number in self._cold
+
+    # Another size; by the keeper alone
+
+    def resize(self, size_bytes: int) -> None:
+        """From now on segments may take this much; `trim` gives up what is too much."""
+        with self._lock:
+            self.size_bytes = self._room_bytes = size_bytes
+            self._cold = set()
+
+    def trim(self) -> int:
+        """Gives up segments, the coldest first, until the others fit; removes their files.
+
+        Returns:
+            How many bytes are still too many: segments in use, and those of another key, stay.
+
+        Raises:
+            OSError: a table cannot be read, or a file cannot be removed.
+        """
+        while True:
+            with self._lock:
+                left = self.file_bytes - self._room_bytes
+                victim = self._coldest() if left > 0 else None
+            if victim is None:
+                return max(0, left)
+            if self._give_up(victim):
+                self._remove(victim)
+
+    def _remove(self, segment: DiskSegment) -> None:
+        """Removes a segment that was given up, and its file."""
+        with self._lock:
+            del self.segments[segment.number]
+        os.unlink(segment.path)
 
     # Filling; by the keeper alone
 
@@ -245,27 +287,27 @@ class SegmentPool:
             Whether there are enough: with fewer than two, each save would give up the last one.
         """
         with self._lock:
-            total = sum(each.file_bytes for each in self.segments.values())
+            total = self.file_bytes
             idle = self._coldest() is not None
             if not idle or len(self.segments) < SHRUNK_SEGMENTS_MIN or total >= self._room_bytes:
                 return False
             self._room_bytes = total
         logger.warning(
             "the file system of %s is full: %d bytes are used for now, not %d",
-            *(self._folder.path, total, self._size_bytes),
+            *(self._folder.path, total, self.size_bytes),
         )
         return True
 
     def _segment_bytes(self, kind: BlockKind) -> int:
         """Of a new segment."""
         least = Geometry.least_bytes(block_bytes=kind.block_bytes, cell_count=kind.cell_count)
-        if 2 * least > self._size_bytes:
+        if 2 * least > self.size_bytes:
             raise ConfigError(
                 "gib",
-                f"gives the folder {self._size_bytes} bytes, must be at least {2 * least} for two "
+                f"gives the folder {self.size_bytes} bytes, must be at least {2 * least} for two "
                 f"segments with a block of {kind.block_bytes} bytes each",
             )
-        wanted = min(SEGMENT_BYTES, self._size_bytes // SEGMENTS_MIN)
+        wanted = min(SEGMENT_BYTES, self.size_bytes // SEGMENTS_MIN)
         return max(wanted - wanted % PAGE_BYTES, least)
 
     def _resumable(self, kind: BlockKind) -> DiskSegment | None:
@@ -290,8 +332,7 @@ class SegmentPool:
         """A file for a new segment of `size` bytes: one that was given up, or a new one."""
         while True:
             with self._lock:
-                total = sum(each.file_bytes for each in self.segments.values())
-                if total + size <= self._room_bytes:
+                if self.file_bytes + size <= self._room_bytes:
                     number = next(
                         n for n in range(len(self.segments) + 1) if n not in self.segments
                     )
@@ -301,15 +342,13 @@ class SegmentPool:
                 victim = self._coldest()
                 if victim is None:
                     # If it is less than it may be, the file system may have room by now.
-                    self._room_bytes = self._size_bytes
+                    self._room_bytes = self.size_bytes
                     raise NoRoomError
             if not self._give_up(victim):
                 continue
-            if victim.file_bytes == size:
+            if victim.file_bytes == size and self.file_bytes <= self._room_bytes:
                 return victim
-            with self._lock:
-                del self.segments[victim.number]
-            os.unlink(victim.path)
+            self._remove(victim)
 
     def _give_up(self, victim: DiskSegment) -> bool:
         """Drops the blocks of a segment and reports them, those not recovered yet as well.
@@ -343,9 +382,8 @@ class SegmentPool:
         for each in segments:
             each.hits /= 2
         newest = max(each.file_bytes for each in segments)
-        total = sum(each.file_bytes for each in self.segments.values())
         self._cold = set()
-        if total + newest > self._room_bytes:
+        if self.file_bytes + newest > self._room_bytes:
             ranked = sorted(segments, key=lambda each: each.coldness)
             self._cold = {each.number for each in islice(ranked, len(ranked) // 2)}
 
@@ -398,6 +436,8 @@ class SegmentPool:
         except OSError:
             with self._lock:
                 self._mark_known(segment)
+            if self._is_gone(segment):
+                return
             raise
         with self._lock:
             # Meanwhile it may have begun a new life, or `page` may have read it.
@@ -407,6 +447,11 @@ class SegmentPool:
             self.index.add_recovered(segment, slots, digests[slots])
             written = np.flatnonzero(sound)
             segment.next_slot = int(written[-1]) + 1 if len(written) else 0
+
+    def _is_gone(self, segment: DiskSegment) -> bool:
+        """Whether it was given up, and its file removed, since somebody began to read it."""
+        with self._lock:
+            return self.segments.get(segment.number) is not segment
 
     def _mark_known(self, segment: DiskSegment) -> bool:
         """Whether it was not known before."""
@@ -447,9 +492,14 @@ class SegmentPool:
         for tables, segment in enumerate(mine):
             if tables == PAGE_TABLES_MAX or len(keys) == limit:
                 return Page(keys, parents, segment.age << CURSOR_BITS | segment.slot_count)
-            self.recover(segment)
             end = slot_end if segment.age == age_max else segment.slot_count
-            rows, slots = self._live_rows(segment, space, end)
+            try:
+                self.recover(segment)
+                rows, slots = self._live_rows(segment, space, end)
+            except OSError:
+                if self._is_gone(segment):
+                    continue
+                raise
             taken = slots[::-1][: limit - len(keys)]
             keys += _keys_of(rows[taken])
             nothing = bytes(KEY_BYTES)

@@ -39,8 +39,6 @@ from penstock.store.messages import (
     MESSAGE_HEAD_BYTES,
     PAGE_KEYS_MAX,
     AbandonRequest,
-    ArenaMapped,
-    ArenaOffered,
     FindAnswer,
     FindRequest,
     GoneNotice,
@@ -51,13 +49,15 @@ from penstock.store.messages import (
     OwnerWelcome,
     PageAnswer,
     PageRequest,
+    ResizeAnswer,
+    ResizeNotice,
+    ResizeRequest,
     SaveRequest,
     StateNotice,
     StorePing,
     VoidNotice,
     VoidRequest,
     VoidSeen,
-    arena_name,
     join_parents,
     join_slots,
     requests,
@@ -80,8 +80,6 @@ if TYPE_CHECKING:
     from penstock.machine.effects import Abandon
     from penstock.store.messages import AnyStoreAnswer, AnyStoreRequest, JobRequest, StoreConfig
     from penstock.store.store_session import SessionNews
-    from penstock.tiers.host import HostTier
-    from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key, OperationId
 
 
@@ -157,8 +155,27 @@ class StoreBack(NamedTuple):
     """The tiers of the store can be used, each as its last `StoreState` says. Page anew."""
 
 
+class TierResized(NamedTuple):
+    """The answer to `StoreLink.resize` and `check_size`."""
+
+    tier: int
+    size_bytes: int
+    problem: str
+    """Why it cannot have this size; empty if it has it, or could."""
+    checked: bool
+    """Whether only that was asked."""
+
+
 StoreResult = (
-    CopyReport | FoundInStore | Paged | StoreGone | Voided | StoreState | StoreLost | StoreBack
+    CopyReport
+    | FoundInStore
+    | Paged
+    | StoreGone
+    | Voided
+    | StoreState
+    | TierResized
+    | StoreLost
+    | StoreBack
 )
 
 
@@ -222,12 +239,15 @@ class StoreLink:
         self._old_tickets_below = 1
         """Copies of earlier sessions have smaller tickets."""
         self._finds: dict[int, _FindInHand] = {}
-        self._find_number = 0
+        self._question_number = 0
         self._cursors: dict[int, int | None] = {}
         self._rests: dict[int, _PageRest] = {}
         self._rests_wanted: set[int] = set()
         self._voids: Counter[tuple[int, bytes]] = Counter()
         """Voids of a tier and a space that were not confirmed; the next session asks again."""
+        self._sizes: dict[int, int] = {}
+        """The size that this link gave each tier last; the next process is told it again."""
+        self._resizes: dict[int, ResizeRequest] = {}
         self._welcome = False
         self._silent = False
         self._told: StoreLost | StoreBack | None = None
@@ -241,6 +261,12 @@ class StoreLink:
     def is_up(self) -> bool:
         """Whether the tiers of the store can be used, as far as `collect` has said."""
         return isinstance(self._told, StoreBack)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether there is no process, and none that starts; another try follows."""
+        told = self._told
+        return isinstance(told, StoreLost) and told.fenced and told.why != STARTING
 
     def order(self, effect: Copy | Abandon) -> None:
         """Has the store start or abandon a copy; it leaves with the next `dispatch`."""
@@ -289,8 +315,8 @@ class StoreLink:
 
     def find(self, tier: int, keys: Sequence[Key]) -> int:
         """Asks which blocks are in a tier; returns the number of the `FoundInStore` to come."""
-        self._find_number += 1
-        number, count = self._find_number, len(keys)
+        self._question_number += 1
+        number, count = self._question_number, len(keys)
         if self._welcome and count <= BLOCKS_MAX and len(self._finds) < FINDS_MAX:
             self._finds[number] = _FindInHand(tier, count)
             request = FindRequest(number, self._numbers[tier], b"".join(keys))
@@ -316,6 +342,30 @@ class StoreLink:
         self._forget_pages(tier)
         if self._session.is_connected:
             self._put(VoidRequest(self._numbers[tier], self._hello.space), MESSAGE_HEAD_BYTES)
+
+    def resize(self, tier: int, size_bytes: int) -> None:
+        """Changes the room of a tier, for all engines, now or when the store is back.
+
+        `TierResized` says when it has it, or why not. A store process that is restarted is told
+        the size again, unless another engine has changed it since.
+        """
+        self._request_size(tier, size_bytes, checks=False)
+
+    def check_size(self, tier: int, size_bytes: int) -> None:
+        """Asks whether a tier could have this size; `TierResized` says so, or why not."""
+        if self._session.is_connected:
+            self._request_size(tier, size_bytes, checks=True)
+        else:
+            problem = f"cannot be checked: the store is away: {self._session.why}"
+            self._results.append(TierResized(tier, size_bytes, problem, checked=True))
+
+    def _request_size(self, tier: int, size_bytes: int, *, checks: bool) -> None:
+        self._question_number += 1
+        number = self._question_number
+        request = ResizeRequest(number, self._numbers[tier], size_bytes, checks)
+        self._resizes[number] = request
+        if self._session.is_connected:
+            self._put(request, MESSAGE_HEAD_BYTES)
 
     @property
     def unconfirmed_voids(self) -> set[int]:
@@ -376,7 +426,7 @@ class StoreLink:
             return at
         if self._pinged_at is not None:
             return None if self._silent else self._pinged_at + SILENT_S
-        return self._heard_at + PING_S if self._copies or self._finds else None
+        return self._heard_at + PING_S if self._awaits_answer else None
 
     def collect(self) -> list[StoreResult]:
         """Everything that has happened since the last call; never waits."""
@@ -430,7 +480,11 @@ class StoreLink:
         self._silent = False
         self._voids = Counter(dict.fromkeys(self._voids, 1))
         voids = [VoidRequest(self._numbers[tier], space) for tier, space in self._voids]
-        self._queue = [self._hello, *voids]
+        for tier, size_bytes in self._sizes.items():
+            number = self._numbers[tier]
+            if number not in {each.tier for each in self._resizes.values()}:
+                self._request_size(tier, size_bytes, checks=False)
+        self._queue = [self._hello, *voids, *self._resizes.values()]
         self._queue_bytes = 0
         self._old_tickets_below = self._ticket + 1
         self._send_batch()
@@ -444,6 +498,9 @@ class StoreLink:
         for number, find in self._finds.items():
             self._results.append(FoundInStore(number, find.tier, [False] * find.keys))
         self._finds.clear()
+        for number, request in list(self._resizes.items()):
+            if request.checks:
+                self._end_resize(number, f"cannot be checked: {lost.why}")
         if lost.dead:
             self._fail_copies_below(self._ticket + 1, lost.why)
         self._lose(lost.why, fenced=lost.dead)
@@ -457,6 +514,13 @@ class StoreLink:
             fenced = told.fenced
         self._told = StoreLost(why, fenced)
         self._results.append(self._told)
+
+    def _take_greeting(self, answer: OwnerWelcome | OwnerWaiting) -> None:
+        if isinstance(answer, OwnerWaiting):
+            self._welcome = False
+            self._lose(answer.why, fenced=False)
+        else:
+            self._take_welcome()
 
     def _take_welcome(self) -> None:
         self._session.keep_trying_soon()
@@ -476,13 +540,17 @@ class StoreLink:
         if not self._session.is_connected:
             return
         if self._pinged_at is None:
-            if (self._copies or self._finds) and now >= self._heard_at + PING_S:
+            if self._awaits_answer and now >= self._heard_at + PING_S:
                 self._pinged_at = now
                 self._put(StorePing(), MESSAGE_HEAD_BYTES)
                 self._send_batch()
         elif not self._silent and now >= self._pinged_at + SILENT_S:
             self._silent = True
             self._lose(f"the store process has not answered for {SILENT_S:g} s", fenced=False)
+
+    @property
+    def _awaits_answer(self) -> bool:
+        return bool(self._copies or self._finds or self._resizes)
 
     def _take_answer(self, answer: AnyStoreAnswer) -> None:
         match answer:
@@ -493,28 +561,46 @@ class StoreLink:
                 if find is not None and len(answer.present) == find.keys:
                     present = [bool(each) for each in answer.present]
                     self._results.append(FoundInStore(answer.number, find.tier, present))
-            case PageAnswer():
-                tier = self._tier(answer.tier)
-                keys = split_keys(answer.keys)
-                parents = split_parents(answer.parents, len(keys))
-                self._cursors[tier] = answer.cursor
-                page = _PageRest(keys, parents, answer.cursor)
-                self._results.append(self._next_page(tier, page))
-            case GoneNotice():
-                tier, keys = self._tier(answer.tier), split_keys(answer.keys)
-                self._drop_from_rest(tier, keys)
-                self._results.append(StoreGone(tier, keys))
+            case PageAnswer() | GoneNotice():
+                self._take_blocks(answer)
             case VoidNotice():
                 self._take_void(answer)
             case StateNotice():
                 self._results.append(StoreState(self._tier(answer.tier), _state_of(answer)))
-            case OwnerWelcome():
-                self._take_welcome()
-            case OwnerWaiting():
-                self._welcome = False
-                self._lose(answer.why, fenced=False)
+            case ResizeAnswer():
+                self._end_resize(answer.number, answer.problem)
+            case ResizeNotice():
+                self._forget_size(self._tier(answer.tier), answer.size_bytes)
+            case OwnerWelcome() | OwnerWaiting():
+                self._take_greeting(answer)
             case _:
                 pass  # The news that a process is there was all of it.
+
+    def _take_blocks(self, answer: PageAnswer | GoneNotice) -> None:
+        tier, keys = self._tier(answer.tier), split_keys(answer.keys)
+        if isinstance(answer, GoneNotice):
+            self._drop_from_rest(tier, keys)
+            self._results.append(StoreGone(tier, keys))
+        else:
+            parents = split_parents(answer.parents, len(keys))
+            self._cursors[tier] = answer.cursor
+            page = _PageRest(keys, parents, answer.cursor)
+            self._results.append(self._next_page(tier, page))
+
+    def _forget_size(self, tier: int, size_bytes: int) -> None:
+        """Another engine has resized a tier: its size is the one that lasts."""
+        if self._sizes.get(tier) != size_bytes:
+            self._sizes.pop(tier, None)
+
+    def _end_resize(self, number: int, problem: str) -> None:
+        request = self._resizes.pop(number, None)
+        if request is None:
+            return  # Of an earlier session.
+        tier = self._indexes[request.tier]
+        if not problem and not request.checks:
+            self._sizes[tier] = request.size_bytes
+        resized = TierResized(tier, request.size_bytes, problem, checked=request.checks)
+        self._results.append(resized)
 
     def _take_void(self, notice: VoidNotice) -> None:
         tier = self._tier(notice.tier)
@@ -590,68 +676,6 @@ class StoreLink:
         self._session.close()
         if self._host is not None:
             self._host.close(deadline)
-
-
-class ArenaOffer:
-    """Offers the hub of a rank to the store process, for as long as it is open.
-
-    It belongs to one thread, and nothing here waits: call `poll` whenever `descriptor` is
-    readable, and at `alarm`.
-    """
-
-    def __init__(
-        self,
-        socket: str,
-        host: HostTier,
-        *,
-        form: Form,
-        part: bytes,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = arena_name(host.arena.fd)
-        """What the owner calls it."""
-        self.mapped = False
-        """Whether the store process has mapped it, as far as `poll` has seen."""
-        self._fd = host.arena.fd
-        offered = ArenaOffered(self.name, host.slot_count, form.to_bytes(), part)
-        self._frame = requests.encode([offered])
-        self._session = StoreSession(Path(socket))
-        self._clock = clock
-        self._closed = False
-
-    @property
-    def why(self) -> str:
-        """Why it is not mapped; empty if it is, or will be in a moment."""
-        return self._session.why
-
-    @property
-    def descriptor(self) -> int:
-        return self._session.descriptor
-
-    @property
-    def alarm(self) -> float | None:
-        return self._session.alarm
-
-    def poll(self) -> None:
-        """Connects where that is due, and takes what the store process says."""
-        for news in self._session.poll(self._clock()):
-            match news:
-                case Connected():
-                    self._session.send(self._frame, self._fd)
-                case Disconnected():
-                    self.mapped = False
-                case NobodyListens() | CannotConnect():
-                    pass
-                case _:
-                    if any(isinstance(each, ArenaMapped) for each in news):
-                        self.mapped = True
-                        self._session.keep_trying_soon()
-
-    def close(self) -> None:
-        """Withdraws the arena; the process unmaps it once no job uses it."""
-        if not self._closed:
-            self._closed = True
-            self._session.close()
 
 
 def _state_of(notice: StateNotice) -> TierState:

@@ -24,14 +24,14 @@ import select
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
-from penstock.store.base import LoadJob, MappedArena, SaveJob, Space
+from penstock.store.base import LoadJob, MappedArena, ResizeJob, SaveJob, Space
 from penstock.store.messages import (
     PAGE_KEYS_MAX,
     AbandonRequest,
@@ -48,6 +48,9 @@ from penstock.store.messages import (
     OwnerWelcome,
     PageAnswer,
     PageRequest,
+    ResizeAnswer,
+    ResizeNotice,
+    ResizeRequest,
     SaveRequest,
     StateNotice,
     StorePing,
@@ -63,9 +66,9 @@ from penstock.store.messages import (
     split_parents,
     split_slots,
 )
-from penstock.store.sessions import ClientSession
+from penstock.store.sessions import ClientSession, OfferedArena, OwnerState
 from penstock.store.sockets import StoreBusyError, StoreListener
-from penstock.store.tier_slots import TIER_KINDS, TierSlot
+from penstock.store.tier_slots import NOBODY, TIER_KINDS, TierSlot
 from penstock.supervisor.descriptors import close_all
 from penstock.tiers.host import HostTier
 from penstock.transport.base import Empty
@@ -84,6 +87,8 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_MAX = 256
 """Every rank of a machine and its engines; each has a descriptor or three of 1,024."""
+RESIZES_MAX = 1024
+"""Changes of the size of tiers in hand, of all owners; an operator makes one at a time."""
 TICKETS_MAX = 4096
 """Jobs in hand of one owner; more are reported as failed at once."""
 JOB_S_MAX = 3600.0
@@ -123,39 +128,6 @@ def serve_store(
 
 
 @dataclass(slots=True, eq=False)
-class OfferedArena:
-    """An arena that a session has offered."""
-
-    name: str
-    mapped: MappedArena
-    jobs: set[int] = field(default_factory=set)
-    offered: bool = True
-
-    def close_if_idle(self) -> None:
-        if not self.offered and not self.jobs:
-            self.mapped.host.close()
-
-
-@dataclass(slots=True, eq=False)
-class OwnerState:
-    """What is known of an owner."""
-
-    hello: OwnerHello
-    tiers: list[TierSlot]
-    ranks: dict[str, list[int]]
-    """By the name of their arena."""
-    generations: list[int | None]
-    """Which generation its requests mean, by number of the tier; `None`: its tier is not open."""
-    ready: bool = False
-    why: str = ""
-    """Why it is not ready, as it was told."""
-    voids: Counter[tuple[int, bytes]] = field(default_factory=Counter)
-    """Requests to void a space in a tier that were not carried out yet."""
-    tickets: dict[int, set[int]] = field(default_factory=dict)
-    """The numbers of the jobs of each ticket that are under way."""
-
-
-@dataclass(slots=True, eq=False)
 class _Job:
     """One tier's job: a ticket of an owner, for the ranks that share an arena."""
 
@@ -169,6 +141,14 @@ class _Job:
     """Why it was cancelled, if it was."""
     void: bool = False
     """Whether it has failed, whatever its tier reports."""
+
+
+class _Resize(NamedTuple):
+    """A change of the size of a tier, as an owner has asked for it."""
+
+    session: ClientSession
+    slot: TierSlot
+    request: ResizeRequest
 
 
 class StoreServer:
@@ -192,6 +172,8 @@ class StoreServer:
         """By name; the last is used."""
         self._offers: dict[ClientSession, OfferedArena] = {}
         self._jobs: dict[int, _Job] = {}
+        self._resizes: dict[int, _Resize] = {}
+        """By the ticket of their jobs."""
         self._strays: Counter[int | str] = Counter()
         """Jobs under way of sessions that have ended: by the life of their owner, and by the
         name of their arena, which may have a new owner by now."""
@@ -321,9 +303,9 @@ class StoreServer:
             case VoidRequest():
                 self._void(owner, request)
             case VoidSeen():
-                slot = _slot(owner, request.tier)
-                if request.generation == slot.generation(owner.hello.space):
-                    owner.generations[request.tier] = request.generation
+                _note_generation(owner, request)
+            case ResizeRequest():
+                self._resize(session, _slot(owner, request.tier), request)
             case StorePing():
                 session.answer(StorePong())
             case _:
@@ -531,6 +513,13 @@ class StoreServer:
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
 
     def _report(self, ended: EndedJob) -> None:
+        resize = self._resizes.pop(ended.ticket, None)
+        if resize is not None:
+            self._report_resize(resize, ended.failure)
+        elif ended.ticket != NOBODY:
+            self._report_job(ended)
+
+    def _report_job(self, ended: EndedJob) -> None:
         job = self._jobs.pop(ended.ticket)
         job.arena.jobs.discard(ended.ticket)
         job.arena.close_if_idle()
@@ -627,6 +616,26 @@ class StoreServer:
             if asked or ours:
                 session.answer(VoidNotice(tier, space, generation, asked))
 
+    def _resize(self, session: ClientSession, slot: TierSlot, request: ResizeRequest) -> None:
+        if len(self._resizes) >= RESIZES_MAX:
+            raise PeerError(f"{RESIZES_MAX} changes of the size of tiers wait, which is the most")
+        self._number += 1
+        self._resizes[self._number] = _Resize(session, slot, request)
+        ended = slot.resize(ResizeJob(self._number, request.size_bytes, request.checks))
+        if ended is not None:
+            self._report(ended)
+
+    def _report_resize(self, resize: _Resize, problem: str) -> None:
+        """Answers who has asked. The others learn that theirs is not the last size any more."""
+        session, slot, request = resize
+        session.answer(ResizeAnswer(request.number, short(problem)))
+        if problem or request.checks:
+            return
+        logger.info("store tier resized: tier=%s bytes=%d", slot.name, request.size_bytes)
+        for other, owner in self._owners.items():
+            if other is not session and slot in owner.tiers:
+                other.answer(ResizeNotice(owner.tiers.index(slot), request.size_bytes))
+
     # Tiers.
 
     def _begin_tier(self, slot: TierSlot) -> None:
@@ -656,6 +665,11 @@ class StoreServer:
         for session in list(self._sessions.values()):
             self._flush(session)
             self._end(session, "")
+
+
+def _note_generation(owner: OwnerState, seen: VoidSeen) -> None:
+    if seen.generation == _slot(owner, seen.tier).generation(owner.hello.space):
+        owner.generations[seen.tier] = seen.generation
 
 
 def _slot(owner: OwnerState, tier: int) -> TierSlot:

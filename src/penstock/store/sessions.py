@@ -1,4 +1,4 @@
-"""One client of the store process: its connection, and the answers that wait for it.
+"""One client of the store process: its connection, what it said, and the answers that wait for it.
 
 Answers are collected while requests are carried out, and leave together, in frames of bounded
 size. The one rule: a client that does not read costs a bounded amount of memory, and then its
@@ -7,8 +7,9 @@ session.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import PeerError
@@ -18,7 +19,9 @@ from penstock.transport.packets import receive_packet, send_packet
 if TYPE_CHECKING:
     import socket
 
-    from penstock.store.messages import AnyStoreAnswer
+    from penstock.store.base import MappedArena
+    from penstock.store.messages import AnyStoreAnswer, OwnerHello
+    from penstock.store.tier_slots import TierSlot
     from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
     from penstock.transport.packets import Packet
 
@@ -85,3 +88,36 @@ class ClientSession:
         self._answers.clear()
         self._frames.clear()
         self._channel.close()
+
+
+@dataclass(slots=True, eq=False)
+class OfferedArena:
+    """An arena that a session has offered."""
+
+    name: str
+    mapped: MappedArena
+    jobs: set[int] = field(default_factory=set)
+    offered: bool = True
+
+    def close_if_idle(self) -> None:
+        if not self.offered and not self.jobs:
+            self.mapped.host.close()
+
+
+@dataclass(slots=True, eq=False)
+class OwnerState:
+    """What is known of an owner."""
+
+    hello: OwnerHello
+    tiers: list[TierSlot]
+    ranks: dict[str, list[int]]
+    """By the name of their arena."""
+    generations: list[int | None]
+    """Which generation its requests mean, by number of the tier; `None`: its tier is not open."""
+    ready: bool = False
+    why: str = ""
+    """Why it is not ready, as it was told."""
+    voids: Counter[tuple[int, bytes]] = field(default_factory=Counter)
+    """Requests to void a space in a tier that were not carried out yet."""
+    tickets: dict[int, set[int]] = field(default_factory=dict)
+    """The numbers of the jobs of each ticket that are under way."""

@@ -11,16 +11,22 @@ it reads one JSON object a line from its standard input, and answers each with o
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.errors import PenstockError
+from penstock.handoff.transports import Writer, transport_named
 from penstock.testing.peer_process import PeerProcess
-from penstock.transport.data import transport_named
 from penstock.transport.remote import Span, WriteDone
+from penstock.transport.waiting import wait_readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +40,8 @@ Where = tuple[int, int, int]
 Observed = tuple[list[tuple[int, str]], int]
 """Which writes have ended, each with its cause if it failed, and how many bytes moved."""
 
+UNLIMITED = 1 << 40
+OBSERVATIONS_MAX = 10_000
 PROGRAM = "from penstock.testing.writer_process import main; main()"
 
 
@@ -56,6 +64,21 @@ class SuiteWriter(ABC):
     @abstractmethod
     def observe(self, budget_bytes: int) -> Observed:
         """Moves some bytes."""
+
+    def settle(self, wait_s: float) -> list[tuple[int, str]]:
+        """Goes on until it has nothing to do; returns which writes have ended.
+
+        Args:
+            wait_s: how long to wait for writes that something else moves.
+        """
+        assert not wait_s, "a writer whose bytes something else moves has to wait for it"
+        ended: list[tuple[int, str]] = []
+        for _ in range(OBSERVATIONS_MAX):
+            ends, spent = self.observe(UNLIMITED)
+            ended += ends
+            if not spent and not ends:
+                return ended
+        raise AssertionError("the writer does not come to an end")
 
     @abstractmethod
     def stop(self) -> None:
@@ -95,6 +118,16 @@ class LocalWriter(SuiteWriter):
             (end.number, "" if isinstance(end, WriteDone) else end.cause) for end in ends
         ], spent
 
+    def settle(self, wait_s: float) -> list[tuple[int, str]]:
+        ended: list[tuple[int, str]] = super().settle(0.0)
+        deadline = time.monotonic() + wait_s
+        while wait_s and self.link.busy:
+            fd = self.link.descriptor
+            if fd is not None and not wait_readable(fd, deadline):
+                raise AssertionError("the writer does not come to an end")
+            ended += super().settle(0.0)
+        return ended
+
     def stop(self) -> None:
         """Nothing to do: it writes only when it is called."""
 
@@ -111,6 +144,7 @@ class ProcessWriter(SuiteWriter):
 
     def __init__(self, transport: str = "shared_memory") -> None:
         self.process = PeerProcess(PROGRAM, (transport,), ())
+        self._stopped: list[int] = []
 
     def connect(self, description: bytes) -> None:
         self._ask(do="connect", description=description.hex())
@@ -123,13 +157,26 @@ class ProcessWriter(SuiteWriter):
         answer = self._ask(do="observe", budget_bytes=budget_bytes)
         return [(number, cause) for number, cause in answer["ends"]], answer["spent"]
 
+    def settle(self, wait_s: float) -> list[tuple[int, str]]:
+        answer = self._ask(do="settle", wait_s=wait_s)
+        return [(number, cause) for number, cause in answer["ends"]]
+
     def stop(self) -> None:
+        """Stops it with the processes that it has started: one of them may be what writes."""
         self.process.stop()
+        self._stopped = children_of(self.process.pid)
+        for pid in self._stopped:
+            os.kill(pid, signal.SIGSTOP)
 
     def resume(self) -> None:
+        for pid in self._stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped = []
         self.process.resume()
 
     def end(self) -> None:
+        self.resume()  # A process that is stopped does not see that its parent is gone.
         self.process.close()
 
     def _ask(self, **command: object) -> dict[str, Any]:
@@ -140,9 +187,18 @@ class ProcessWriter(SuiteWriter):
         return answer
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # The thread has ended.
+            found += [int(each) for each in task.read_text().split()]
+    return [each for child in found for each in (child, *children_of(child))]
+
+
 def main() -> None:
     """What runs in the process of a `ProcessWriter`."""
-    writer = LocalWriter(transport_named(sys.argv[1]).connect)
+    writer = LocalWriter(Writer(transport_named(sys.argv[1])).connect)
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -163,5 +219,7 @@ def _obey(writer: LocalWriter, command: dict[str, Any]) -> dict[str, object]:
         case "observe":
             ends, spent = writer.observe(command["budget_bytes"])
             return {"ends": ends, "spent": spent}
+        case "settle":
+            return {"ends": writer.settle(command["wait_s"])}
         case other:
             raise ValueError(f"do is {other!r}, which is nothing to do")

@@ -29,8 +29,10 @@ import numpy as np
 
 from penstock.errors import ConfigError, UnavailableError
 from penstock.tiers.linux_memory import (
+    REMOVE,
     Pages,
     ReadText,
+    advise_memory,
     bind_memory,
     gib,
     huge_page_bytes,
@@ -209,6 +211,27 @@ class Arena:
         step = max_bytes - max_bytes % page
         starts = range(0, self.size, step)
         return [(self.address + start, min(step, self.size - start)) for start in starts]
+
+    def give_back(self, start: int, length: int) -> int:
+        """Returns the whole pages of a range to the system; returns how many bytes they have.
+
+        Every holder of the arena reads zeros there, until somebody writes. The arena keeps its
+        size, so nobody's access fails.
+
+        Raises:
+            UnavailableError: the system does not take them.
+        """
+        first = round_up(start, self.page_bytes)
+        last = (start + length) // self.page_bytes * self.page_bytes
+        if last <= first:
+            return 0
+        try:
+            advise_memory(self.address + first, last - first, REMOVE)
+        except OSError as error:
+            raise UnavailableError(
+                f"{gib(last - first)} of an arena cannot be given back: {error.strerror}"
+            ) from error
+        return last - first
 
     def close(self) -> None:
         """Gives descriptor and mapping back; the latter with the last view of its bytes."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.tiers.linux_memory import give_back_private
 from penstock.vocabulary.layout import Layout
 from penstock.vocabulary.packing import Blocks
 
@@ -42,6 +43,15 @@ class ArrayTier:
 
     def blocks(self, slots: Sequence[int]) -> Blocks:
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
+
+    def give_back(self, slots: Sequence[int] | None = None) -> int:
+        """Returns all pages to the system; blocks of a layer are zeros when they are read next."""
+        if slots is not None:
+            raise ValueError("slots: only all blocks of an engine are given back, must be None")
+        return sum(
+            give_back_private(buffer.ctypes.data, buffer.nbytes)
+            for buffer in self._buffers.values()
+        )
 
 
 def opaque_layout(arrays: Sequence[NDArray[np.generic]], *, block_tokens: int) -> Layout:

@@ -42,6 +42,15 @@ class SlotStore(Protocol):
 
 
 @runtime_checkable
+class GivesBack(Protocol):
+    """A tier whose memory can be returned to the system for a while."""
+
+    def give_back(self, slots: Sequence[int] | None = None) -> int:
+        """Returns the whole pages of some slots, or of all; returns how many bytes they have."""
+        ...
+
+
+@runtime_checkable
 class KeepsSums(Protocol):
     """A tier whose bytes left the device, and therefore carry checksums."""
 

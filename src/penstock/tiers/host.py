@@ -53,7 +53,7 @@ class HostTier:
         self.slot_bytes = slot_bytes(layout)
         """The distance from one block to the next."""
         self.layout = layout.packed(block_count=slot_count, slot_bytes=self.slot_bytes)
-        self.blocks_offset = _sums_bytes(layout, slot_count)
+        self.blocks_offset = _sums_bytes(len(layout.cells), slot_count)
         """Where in the arena the block of slot 0 starts."""
         self.arena = arena
         cells = len(layout.cells)
@@ -134,6 +134,18 @@ class HostTier:
         first = self.arena.address + self.blocks_offset
         return [(first + start, min(step, end - start)) for start in range(0, end, step)]
 
+    def give_back(self, slots: Sequence[int] | None = None) -> int:
+        """Returns the whole pages of some slots, or of all, to the system; they are zeros then.
+
+        Returns how many bytes that were. Nothing may touch these slots meanwhile, and no device
+        may have the memory registered.
+        """
+        given = 0
+        for first, count in runs_of(range(self.slot_count) if slots is None else slots):
+            start = self.blocks_offset + first * self.slot_bytes
+            given += self.arena.give_back(start, count * self.slot_bytes)
+        return given
+
     def close(self) -> None:
         self._sums = self._sums[:0].copy()
         self._buffers = {}
@@ -146,28 +158,50 @@ class HostTier:
         self.close()
 
 
+def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Slots as runs of neighbours: the first of each, and how many."""
+    numbers = np.sort(np.asarray(slots, dtype=np.int64))
+    if not len(numbers):
+        return []
+    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return [(int(run[0]), len(run)) for run in np.split(numbers, ends)]
+
+
 def slot_bytes(layout: Layout) -> int:
     """Bytes from the start of one block to the start of the next."""
-    small = layout.block_bytes < BLOCK_UNIT_BYTES
-    unit = SMALL_BLOCK_UNIT_BYTES if small else BLOCK_UNIT_BYTES
-    return round_up(layout.block_bytes, unit)
+    return _slot_bytes(layout.block_bytes)
+
+
+def _slot_bytes(block_bytes: int) -> int:
+    small = block_bytes < BLOCK_UNIT_BYTES
+    return round_up(block_bytes, SMALL_BLOCK_UNIT_BYTES if small else BLOCK_UNIT_BYTES)
 
 
 def tier_bytes(layout: Layout, slot_count: int) -> int:
     """Bytes of a tier of `slot_count` slots, with their sums."""
     if slot_count < 1:
         raise ValueError(f"slot_count is {slot_count}, must be at least 1")
-    return _sums_bytes(layout, slot_count) + slot_count * slot_bytes(layout)
+    return tier_size(slot_count, layout.block_bytes, len(layout.cells))
+
+
+def tier_size(slot_count: int, block_bytes: int, cell_count: int) -> int:
+    """The same, of blocks of which only the size and the number of sums are known."""
+    return _sums_bytes(cell_count, slot_count) + slot_count * _slot_bytes(block_bytes)
 
 
 def slots_within(layout: Layout, size_bytes: int) -> int:
     """How many slots fit into `size_bytes`, with their sums; 0 if not even one does."""
-    count = size_bytes // (slot_bytes(layout) + len(layout.cells) * SUM_BYTES)
+    return slots_in(size_bytes, layout.block_bytes, len(layout.cells))
+
+
+def slots_in(size_bytes: int, block_bytes: int, cell_count: int) -> int:
+    """The same, of blocks of which only the size and the number of sums are known."""
+    count = size_bytes // (_slot_bytes(block_bytes) + cell_count * SUM_BYTES)
     # The table of sums ends with a page, for which a slot or a few may have to go.
-    while count > 0 and tier_bytes(layout, count) > size_bytes:
+    while count > 0 and tier_size(count, block_bytes, cell_count) > size_bytes:
         count -= 1
     return count
 
 
-def _sums_bytes(layout: Layout, slot_count: int) -> int:
-    return round_up(slot_count * len(layout.cells) * SUM_BYTES, mmap.PAGESIZE)
+def _sums_bytes(cell_count: int, slot_count: int) -> int:
+    return round_up(slot_count * cell_count * SUM_BYTES, mmap.PAGESIZE)

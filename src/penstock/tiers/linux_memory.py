@@ -40,7 +40,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -268,6 +268,44 @@ def online_nodes(read: ReadText) -> list[int]:
         if first.isdigit():
             nodes += range(int(first), int(last or first) + 1)
     return nodes or [0]
+
+
+DONT_NEED = 4
+"""Private pages are dropped: next, zeros are read there, or the file they were mapped from."""
+REMOVE = 9
+"""Pages of shared memory are dropped for all who share it."""
+
+
+def advise_memory(address: int, length: int, advice: int) -> None:
+    """Tells the kernel what becomes of whole pages.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    system = ctypes.CDLL(None, use_errno=True)
+    failed = system.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(advice))
+    if failed:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def give_back_private(address: int, length: int) -> int:
+    """Returns the whole pages of this process's own memory; returns how many bytes they have.
+
+    Raises:
+        UnavailableError: the kernel does not take them.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + length) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last <= first:
+        return 0
+    try:
+        advise_memory(first, last - first, DONT_NEED)
+    except OSError as error:
+        raise UnavailableError(
+            f"{gib(last - first)} cannot be given back: {error.strerror}"
+        ) from error
+    return last - first
 
 
 def bind_memory(address: int, length: int, node: int) -> None:

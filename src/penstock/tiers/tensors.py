@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.tiers.linux_memory import give_back_private
 from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.layout import Layout
@@ -227,6 +228,10 @@ class TensorTier:
         )
         return cls(Layout(groups=found, block_tokens=block_tokens), storages)
 
+    def described_by(self, layout: Layout) -> TensorTier:
+        """The same tensors under another layout."""
+        return TensorTier(layout, self._storages)
+
     @property
     def addresses(self) -> Mapping[int, int]:
         """Where each buffer starts, in the address space that the process shares with its GPUs."""
@@ -242,6 +247,15 @@ class TensorTier:
         if not self._buffers:
             raise ValueError(f"kv lies on {self.device}, must be on the CPU to be read there")
         return Blocks(layout=self.layout, buffers=self._buffers, numbers=slots)
+
+    def give_back(self, slots: Sequence[int] | None = None) -> int:
+        """Returns all pages to the system; blocks are zeros when they are read next."""
+        if slots is not None or not self._buffers:
+            raise ValueError("only all blocks of an engine on the CPU are given back")
+        return sum(
+            give_back_private(buffer.ctypes.data, buffer.nbytes)
+            for buffer in self._buffers.values()
+        )
 
 
 def _dtype_of(tensor: torch.Tensor, given: DType | None) -> DType:

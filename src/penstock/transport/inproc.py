@@ -245,6 +245,9 @@ class InprocFabric:
 class InprocArea:
     """A piece of memory, with the notices that were given for it."""
 
+    ready = True
+    failure = ""
+
     def __init__(self, fabric: InprocFabric, peer: str, memory: Memory) -> None:
         self.peer = peer
         self.memory = memory
@@ -340,9 +343,14 @@ class InprocLink:
         self._posted = PostedWrites(area.peer, len(area.memory))
         self.closed = False
 
-    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+    def post(
+        self, spans: Sequence[Span], notice: bytes, *, packed: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        """Begins a write; what was packed is in the area already."""
         if self.closed:
             raise UnavailableError(f"link to {self._area.peer!r} was closed")
+        for offset, length in packed:
+            require_within(offset, length, len(self._area.memory))
         if spans and not isinstance(self._area.memory, np.ndarray):
             raise ValueError(f"spans are {len(spans)}, must be 0: pack into a window of this area")
         return self._posted.post(spans, notice)

@@ -1,4 +1,4 @@
-"""What the in-process and the shared-memory transport have in common.
+"""What data transports have in common.
 
 `PostedWrites` carries writes out by copying, some bytes at a time, then the notice. There is no
 thread: bytes move while somebody observes, in bounded pieces. A notice is given after the last
@@ -8,6 +8,8 @@ byte of its write, and a write is done after its notice.
 and is not freed before its fence holds:
 
     open ──retire──→ retired ──free, once fenced──→ (forgotten)
+
+`ArenaPool` makes the memory of areas that other processes map, and keeps some of it for later ones.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from penstock.errors import CapacityError
+from penstock.tiers.arena import Arena
 from penstock.transport.remote import (
     NOTICE_BYTES_MAX,
     POSTED_MAX,
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.transport.remote import PinMemory
+
+SPARE_MAX = 8
+"""How many freed arenas are kept for the next areas; the memory of others goes back."""
 PIECE_BYTES = 1 << 20
 """How many bytes are copied at a time: about a tenth of a millisecond."""
 
@@ -73,9 +80,12 @@ class _Posted:
 class PostedWrites:
     """The writes of one link, in the order in which they were posted."""
 
-    def __init__(self, link: str, area_bytes: int) -> None:
+    def __init__(
+        self, link: str, area_bytes: int, *, notice_bytes_max: int = NOTICE_BYTES_MAX
+    ) -> None:
         self._link = link
         self._area_bytes = area_bytes
+        self._notice_bytes_max = notice_bytes_max
         self._posted: deque[_Posted] = deque()
         self._next_number = 0
 
@@ -86,10 +96,7 @@ class PostedWrites:
         """Begins a write; see `WriterLink`."""
         for span in spans:
             self._require_within(span)
-        if len(notice) > NOTICE_BYTES_MAX:
-            raise ValueError(
-                f"notice has {len(notice)} bytes, must have at most {NOTICE_BYTES_MAX}"
-            )
+        require_notice_fits(notice, self._notice_bytes_max)
         if len(self._posted) >= POSTED_MAX:
             raise PostedFullError(link=self._link, posted=len(self._posted))
         number = self._next_number
@@ -138,6 +145,12 @@ class PostedWrites:
                 "one axis without gaps"
             )
         require_within(span.offset, len(source), self._area_bytes)
+
+
+def require_notice_fits(notice: bytes, bytes_max: int = NOTICE_BYTES_MAX) -> None:
+    """Refuses a notice that is too long."""
+    if len(notice) > bytes_max:
+        raise ValueError(f"notice has {len(notice)} bytes, must have at most {bytes_max}")
 
 
 def require_within(offset: int, length: int, area_bytes: int) -> None:
@@ -225,3 +238,54 @@ class Areas(Generic[SomeArea]):
 
 def _total(areas: Iterable[Area]) -> int:
     return sum(len(area.memory) for area in areas)
+
+
+class ArenaPool:
+    """Memory for the areas of one target.
+
+    Args:
+        huge_pages: whether to look for huge pages.
+        pin: makes the memory fit for a device; see `PinMemory`.
+    """
+
+    def __init__(self, *, huge_pages: bool, pin: PinMemory | None) -> None:
+        self._huge_pages = huge_pages
+        self._pin = pin
+        self._unpin: dict[int, Callable[[], None]] = {}
+        """How to undo it, by the descriptor of an arena."""
+        self._spare: list[Arena] = []
+
+    def take(self, size: int) -> Arena:
+        """An arena of at least `size` bytes; one that was given back, if one fits.
+
+        Raises:
+            ValueError: `size` is less than 1.
+        """
+        if size < 1:
+            raise ValueError(f"size is {size}, must be at least 1")
+        for arena in self._spare:
+            if size <= arena.size <= 2 * size:
+                self._spare.remove(arena)
+                return arena
+        arena = Arena.create(size, name="landing", huge_pages=self._huge_pages)
+        if self._pin is not None:
+            self._unpin[arena.fd] = self._pin(arena.bytes)
+        return arena
+
+    def give_back(self, arena: Arena) -> None:
+        """Keeps an arena that nobody can write to any more for `take`."""
+        self._spare.append(arena)
+        if len(self._spare) > SPARE_MAX:
+            self._close_arena(self._spare.pop(0))
+
+    def close(self, taken: Iterable[Arena]) -> None:
+        """Closes all arenas: those that are `taken`, too."""
+        for arena in (*taken, *self._spare):
+            self._close_arena(arena)
+        self._spare.clear()
+
+    def _close_arena(self, arena: Arena) -> None:
+        unpin = self._unpin.pop(arena.fd, None)
+        if unpin is not None:
+            unpin()
+        arena.close()

@@ -115,6 +115,16 @@ class Area(Protocol):
         ...
 
     @property
+    def ready(self) -> bool:
+        """Whether it has its description; some transports need a moment for that."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why it is of no use any more, where the transport knows; otherwise empty."""
+        ...
+
+    @property
     def description(self) -> bytes:
         """What its writer needs to connect; whoever has it can."""
         ...
@@ -160,7 +170,7 @@ class Target(Protocol):
 
     @property
     def descriptor(self) -> int | None:
-        """Readable while there are notices to take or writers to let in.
+        """Readable while there are notices to take or writers to let in, or an area became ready.
 
         Nothing where the transport has no such descriptor: then its owner has to ask `notices`.
         """
@@ -196,8 +206,15 @@ class Target(Protocol):
 class WriterLink(Protocol):
     """The way of one writer to one area."""
 
-    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+    def post(
+        self, spans: Sequence[Span], notice: bytes, *, packed: Sequence[tuple[int, int]] = ()
+    ) -> int:
         """Begins a write: the bytes of all spans, then the notice. Returns its number.
+
+        Args:
+            spans: bytes of the writer.
+            notice: what the target gets with them.
+            packed: offset and length of the windows that were packed for this write.
 
         Raises:
             ValueError: a span is not within the area, or the notice is too long.
@@ -207,7 +224,7 @@ class WriterLink(Protocol):
         ...
 
     def window(self, offset: int, length: int) -> Memory | None:
-        """These bytes of the area, for who packs into them and then posts a write without spans.
+        """These bytes of the area, for who packs into them and then posts a write of them.
 
         Nothing where the area cannot be reached like this, or not yet. The window is not to be
         used after `close`.
@@ -237,8 +254,9 @@ class WriterLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the way back: nothing is written after this returns.
+        """Gives the way back: this process writes nothing after this returns.
 
-        Writes that have not ended are given up.
+        Writes that have not ended are given up. Where something else moves their bytes, some may
+        still land; the target's fence is for that.
         """
         ...

@@ -39,7 +39,7 @@ import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.tiers.arena import Arena, populate_pages
-from penstock.transport.posted import Areas, Delivery, PostedWrites, require_within
+from penstock.transport.posted import Areas, ArenaPool, Delivery, PostedWrites, require_within
 from penstock.transport.private_folder import private_folder, socket_path
 from penstock.transport.remote import NOTICE_BYTES_MAX, Fenced, Notice, NotYet
 from penstock.transport.waiting import wait_readable
@@ -69,8 +69,6 @@ CALLERS_MAX = 64
 """How many connections without a token may be open; older ones are closed."""
 NOTICES_AT_ONCE = 256
 """How many notices of one area are taken before the others have their turn."""
-SPARE_MAX = 8
-"""How many freed arenas are kept for the next areas; the memory of others goes back."""
 
 _TRUNCATED = int(socket.MSG_TRUNC)
 
@@ -200,6 +198,9 @@ def is_hung_up(connection: socket.socket) -> bool:
 class SharedArea:
     """Memory for one writer process."""
 
+    ready = True
+    failure = ""
+
     def __init__(self, peer: str, size: int, arena: Arena, address: str) -> None:
         self.peer = peer
         self.arena = arena
@@ -243,27 +244,18 @@ class SharedTarget:
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Who called and what was said that does not belong, by reason."""
-        self._huge_pages = huge_pages
-        self._pin = pin
-        self._unpin: dict[int, Callable[[], None]] = {}
-        """How to undo it, by the descriptor of an arena."""
+        self._arenas = ArenaPool(huge_pages=huge_pages, pin=pin)
         self._listener, self._path = listen(folder)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, socket.socket] = {}
         self._areas: Areas[SharedArea] = Areas()
-        self._spare: list[Arena] = []
         self._room = bytearray(len(NOTICE) + NOTICE_BYTES_MAX)
         """What notices are received into: to take as much anew for each costs more than they."""
 
     def open_area(self, peer: str, size: int) -> SharedArea:
         """Memory for one writer process; that of an area that was freed, if there is any."""
-        if size < 1:
-            raise ValueError(f"size is {size}, must be at least 1")
-        fitting = [arena for arena in self._spare if size <= arena.size <= 2 * size]
-        arena = fitting[0] if fitting else self._make(size)
-        if fitting:
-            self._spare.remove(arena)
+        arena = self._arenas.take(size)
         return self._areas.add(SharedArea(peer, size, arena, str(self._path)))
 
     def notices(self) -> list[Notice]:
@@ -303,9 +295,7 @@ class SharedTarget:
     def free(self, area: Area) -> None:
         known = self._areas.free(area, self.fence(area))
         known.forget_writer()
-        self._spare.append(known.arena)
-        if len(self._spare) > SPARE_MAX:
-            self._give_up(self._spare.pop(0))
+        self._arenas.give_back(known.arena)
 
     @property
     def open_bytes(self) -> int:
@@ -318,31 +308,17 @@ class SharedTarget:
 
     def close(self) -> None:
         """Gives everything back. The memory of a living writer stays until it is gone, too."""
-        for area in (*self._areas.open, *self._areas.retired):
+        areas = (*self._areas.open, *self._areas.retired)
+        for area in areas:
             area.hang_up()
             area.forget_writer()
-            self._give_up(area.arena)
+        self._arenas.close(area.arena for area in areas)
         for caller in self._callers.values():
             caller.close()
-        for arena in self._spare:
-            self._give_up(arena)
         self._callers.clear()
-        self._spare.clear()
         self._listener.close()
         self._path.unlink(missing_ok=True)
         self._epoll.close()
-
-    def _make(self, size: int) -> Arena:
-        arena = Arena.create(size, name="landing", huge_pages=self._huge_pages)
-        if self._pin is not None:
-            self._unpin[arena.fd] = self._pin(arena.bytes)
-        return arena
-
-    def _give_up(self, arena: Arena) -> None:
-        unpin = self._unpin.pop(arena.fd, None)
-        if unpin is not None:
-            unpin()
-        arena.close()
 
     def _answer_callers(self) -> None:
         for _ in range(CALLERS_MAX):
@@ -443,9 +419,14 @@ class SharedLink:
         self.failure: str | None = None
         """Why nothing can be written any more, if so."""
 
-    def post(self, spans: Sequence[Span], notice: bytes) -> int:
+    def post(
+        self, spans: Sequence[Span], notice: bytes, *, packed: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        """Begins a write; what was packed is in the area already."""
         if self._closed:
             raise UnavailableError(f"link to {self._peer!r} was closed")
+        for offset, length in packed:
+            require_within(offset, length, self._size)
         return self._posted.post(spans, notice)
 
     def window(self, offset: int, length: int) -> NDArray[np.uint8] | None:

@@ -53,6 +53,8 @@ class RefusalReason(Enum):
     """Its name is that of a peer that is here and alive."""
     CROWDED = "crowded"
     """More peers are being let in at once than a listener is willing to remember."""
+    NO_PORT = "no_port"
+    """All ports that a listener may use are in use."""
     UNKNOWN_KEY = "unknown_key"
     """A peer whose key is not listed; its connection was broken off."""
 

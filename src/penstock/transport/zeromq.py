@@ -18,6 +18,7 @@ address, both ends must have keys (`MachineKeys`), and a listener lets in only k
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 import time
@@ -52,6 +53,7 @@ from penstock.transport.zmq_link import (
     ZmqLink,
     ZmqPulse,
     admit_only,
+    bind_within,
     keys_from,
     milliseconds,
     new_keys,
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from penstock.transport.machine_keys import Secret
+
+logger = logging.getLogger(__name__)
 
 IPC = "ipc://*"
 """Listen in the private folder of this process: for processes of one user on one machine."""
@@ -125,11 +129,11 @@ class Listener:
         if keys is not None:
             admit_only(self._lobby, keys)
         try:
-            self._lobby.bind(private_address(IPC) if address == IPC else address)
-        except zmq.ZMQError as error:
+            at = private_address(IPC) if address == IPC else address
+            self.address = bind_within(self._lobby, at, self._settings.ports)
+        except UnavailableError:
             self._close_lobby()
-            raise UnavailableError(f"cannot listen on {address}: {error.strerror}") from error
-        self.address = self._lobby.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise
         """What a peer has to dial."""
         self._epoll.register(self._lobby.fileno(), select.EPOLLIN)
         if self._check is not None:
@@ -249,10 +253,16 @@ class Listener:
             self._welcome(parts[0], hello)
 
     def _welcome(self, route: bytes, hello: ChannelHello) -> None:
+        try:
+            welcome = self._await_peer(hello)
+        except UnavailableError as error:
+            logger.warning("peer refused: name=%s at=%s cause=%s", hello.name, self.name, error)
+            self._refuse(route, WireError(RefusalReason.NO_PORT, str(error)))
+            return
         self._lives[hello.name, hello.incarnation] = None
         if len(self._lives) > LIVES_MAX:
             self._lives.popitem(last=False)
-        self._reply(route, self._await_peer(hello))
+        self._reply(route, welcome)
 
     def _is_taken(self, name: str) -> bool:
         earlier = self._latest.get(name)
@@ -305,12 +315,19 @@ class Listener:
         link = ZmqLink(settings, peer_window_frames=hello.window.frames)
         pulse = ZmqPulse(settings)
         keys = new_keys()
+        try:
+            link_address = link.bind(private_address(self.address), keys)
+            pulse_address = pulse.bind(private_address(self.address), keys)
+        except UnavailableError:
+            link.discard()
+            pulse.discard()
+            raise
         welcome = ChannelWelcome(
             name=self.name,
             incarnation=self.incarnation,
             window=Window(settings.window_frames, settings.window_bytes),
-            link=link.bind(private_address(self.address), keys),
-            pulse=pulse.bind(private_address(self.address), keys),
+            link=link_address,
+            pulse=pulse_address,
             key=keys.public.decode(),
         )
         channel = ZmqChannel(hello.name, incarnation=self.incarnation, settings=settings)

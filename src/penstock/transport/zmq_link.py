@@ -35,6 +35,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from penstock.errors import UnavailableError
 from penstock.transport.base import FRAME_BYTES_MAX
 from penstock.transport.machine_keys import MachineKeys, require_curve
 from penstock.transport.private_folder import private_folder, socket_path
@@ -65,6 +66,12 @@ SOCKETS_MAX = 4096
 CONTROL_FRAMES = 64
 """Room beside the window for what is not the caller's: opening, credit and closing."""
 SECRET_BYTES_MIN = 16
+RETRY_S, RETRY_MAX_S = 0.1, 2.0
+"""A listener that is not there, or breaks off, is tried again after the first, then after twice as
+long each time, up to the second."""
+CONNECT_S = 4.0
+"""The timeout of one attempt over tcp. The kernel's own is two minutes, with ever longer pauses:
+after a cut it would find the other end much later than it could."""
 CURVE_BYTES = 33
 """What encryption adds to a message on the wire."""
 
@@ -102,6 +109,8 @@ class ChannelSettings:
     """How many frames the other end may send before any of them is taken."""
     window_bytes: int = 4 * FRAME_BYTES_MAX
     """How many bytes these frames may have together."""
+    ports: range = range(0)
+    """Where a listener on tcp lets peers in, two ports for each; empty: the kernel chooses."""
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_s <= self.silence_s <= 3600:
@@ -217,6 +226,28 @@ def private_address(near: str) -> str:
     return f"ipc://{socket_path(folder)}"
 
 
+def bind_within(socket: Socket, address: str, ports: range) -> str:
+    """Binds a socket; returns its address. `*` for a port means one of `ports`, if there are any.
+
+    Raises:
+        UnavailableError: the address cannot be listened on, or all ports are in use.
+    """
+    host, colon, port = address.rpartition(":")
+    chosen = ports if address.startswith("tcp://") and port == "*" else ()
+    for each in [f"{host}{colon}{number}" for number in chosen] or [address]:
+        try:
+            socket.bind(each)
+        except zmq.ZMQError as error:
+            if not chosen or error.errno != zmq.EADDRINUSE:
+                raise UnavailableError(f"cannot listen on {each}: {error.strerror}") from error
+        else:
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    raise UnavailableError(
+        f"cannot listen on {host}: all of the ports {ports.start}-{ports.stop - 1} are in use; "
+        "each connection takes two"
+    )
+
+
 class MonitoredSocket:
     """A socket for one peer, with the monitor that says what became of the connection."""
 
@@ -225,6 +256,7 @@ class MonitoredSocket:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(settings.open_s))
         self._socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self._monitor: Socket = self._socket.get_monitor_socket(_EVENTS)
+        self._ports = settings.ports
         self.binds = False
         """Whether it is this end that waits for the connection."""
         self._connections: set[int] = set()
@@ -238,13 +270,17 @@ class MonitoredSocket:
         """Whether nobody was there to connect to."""
 
     def bind(self, address: str, keys: Keys) -> str:
-        """Waits for a peer at an address; returns it as the peer has to call it."""
+        """Waits for a peer at an address; returns it as the peer has to call it.
+
+        Raises:
+            UnavailableError: it cannot be listened on, or has no free port.
+        """
         if self._is_locked(address):
             admit_only(self._socket, keys)
         # It stays bound: ZeroMQ would end the connections of an address with it.
-        self._socket.bind(address)
+        bound = bind_within(self._socket, address, self._ports)
         self.binds = True
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return bound
 
     def connect(self, address: str, key: bytes) -> None:
         """Begins to connect to a peer that is bound, and that has the private half of `key`."""
@@ -284,6 +320,10 @@ class MonitoredSocket:
         """Gives the sockets back; what was sent is still delivered for a while if it lingers."""
         for socket in (self._socket, self._monitor):
             epoll.unregister(socket.fileno())
+        self.discard(linger_s=linger_s)
+
+    def discard(self, *, linger_s: float = 0.0) -> None:
+        """Gives the sockets back where no epoll watches them."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=milliseconds(linger_s))
@@ -345,6 +385,9 @@ class ZmqPulse(MonitoredSocket):
 
 
 def _receive(socket: Socket) -> list[bytes] | None:
+    # Most looks find nothing, and an exception of ZeroMQ costs four times as much as this question.
+    if not int(socket.getsockopt(_POLL_STATE)) & _HAS_MESSAGE:
+        return None
     try:
         return socket.recv_multipart(zmq.DONTWAIT)
     except zmq.Again:
@@ -356,6 +399,8 @@ def milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000)) if seconds > 0 else 0
 
 
+# As plain numbers: members of an enum take longer than the call.
+_POLL_STATE, _HAS_MESSAGE = int(zmq.EVENTS), int(zmq.POLLIN)
 _BROKEN_OFF = (
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -379,6 +424,11 @@ class Dialling:
             keys = keys_from(secret)
             knock_with(self._socket, key or keys.public, keys if key else None)
         self._monitor: Socket = self._socket.get_monitor_socket(_BROKEN_OFF)
+        if address.startswith("tcp://"):
+            self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(RETRY_S))
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, milliseconds(RETRY_MAX_S))
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(CONNECT_S))
+            self._socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(CONNECT_S))
         self._socket.connect(address)
         self._socket.send(encode_greeting(hello), zmq.DONTWAIT)
 

@@ -53,8 +53,10 @@ class World:
         seed: int = 0,
         sources: dict[str, LayerEvents] | None = None,
         clock: Callable[[], float] | None = None,
+        taker: type[ArrayTaker] = ArrayTaker,
     ) -> None:
         self.shape = shape or Shape()
+        self.taker = taker
         self.settings = settings
         self.rng = random.Random(seed)
         self.now = 100.0
@@ -97,7 +99,7 @@ class World:
         )
 
     def start_target(self, name: str) -> DecodeRankDriver:
-        taker = ArrayTaker(self.pools[name].tier, Algorithm.XXH3)
+        taker = self.taker(self.pools[name].tier, Algorithm.XXH3)
         return DecodeRankDriver(
             self.directory,
             name,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
+from penstock.handoff.driver import lines
 from penstock.handoff.driver.lines import LineFrame, ZmqLines
 from penstock.testing.channel_suite import soon
 from penstock.transport.waiting import wait_any
@@ -120,6 +122,29 @@ def test_who_answers_under_another_name_is_counted_and_not_heard(stack: ExitStac
     assert far.refused["answered under another name"] >= 1
     assert heard == []
     assert not far.send("scheduler", b"to whom?")
+
+
+def test_who_is_dialled_in_vain_is_dialled_less_and_less_often(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(lines, "time", clock)
+    other = stack.enter_context(Listener("somebody else"))
+    far = dialling(stack, other.address)
+    waits: list[float] = []
+
+    def dialled_often() -> bool:
+        other.accept()
+        if far.refused.total() > len(waits):
+            due = far.next_deadline()
+            assert due is not None
+            waits.append(due - clock.now)
+            clock.now = due
+        return len(waits) == 4
+
+    until(dialled_often, far)
+
+    assert waits == pytest.approx([0.2, 0.4, 0.8, 1.6])
 
 
 def test_a_line_that_ended_is_told_with_its_cause_and_dialled_again(

@@ -132,6 +132,9 @@ class World:
         self.fences = [(n, fence) for n, fence in self.fences if n != name]
         for key in [key for key in self.areas if key[0] == name]:
             del self.areas[key]
+        # Its next life counts its areas from 1 again.
+        self.given_back = {key for key in self.given_back if key[0] != name}
+        self.fenced = {key for key in self.fenced if key[0] != name}
         for other in self.colleagues(name):
             if other != name and name in self.parties[other].peers:
                 self.do(other, lambda p: p.suspect(name, self.now))
@@ -288,6 +291,8 @@ class World:
 
     def put(self, write: eff.Write) -> None:
         area = self.area_of(write)
+        if write.write.target in self.dead:
+            return  # The memory it was meant for went with the process.
         assert area not in self.given_back, "a write landed in memory that was given back"
         if area in self.areas:
             name = write.notice.sender.name

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
+from penstock.handoff.protocol.identity import Identity, Life
+from penstock.handoff.protocol.messages import Ping, Refused
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.handoff.protocol.effects import AnyEffect
+    from penstock.handoff.protocol.messages import AnyMessage
+    from penstock.handoff.protocol.party import Party
     from tests.handoff.protocol.conftest import World
 
 
@@ -73,3 +83,60 @@ def test_a_frozen_state_can_be_hashed(make_world: type[World]) -> None:
     world = begun(make_world(2, 2))
 
     assert len({party.freeze() for party in world.parties.values()}) == len(world.parties)
+
+
+def turned(party: Party) -> Party:
+    """A machine with the same state, to which everything happened in another order."""
+    twin = party.clone()
+    for book in party.books:
+        setattr(twin, book, dict(reversed(getattr(party, book).items())))
+    return twin
+
+
+def answers(party: Party, world: World, heard: list[AnyMessage]) -> dict[str, object]:
+    """What a machine does on each input that it may get, and the state after it."""
+    inputs: dict[str, Callable[[Party], list[AnyEffect]]] = {}
+    for peer in party.peers:
+        other = world.parties[peer].identity
+        later = Identity(Life(peer, 1000), other.role, other.facts)
+        inputs[f"suspect {peer}"] = lambda p, n=peer: p.suspect(n, world.now)
+        inputs[f"meet {peer}"] = lambda p, i=later: p.introduce(i, world.now)
+        inputs[f"hear {peer} again"] = lambda p, n=peer, i=other: [
+            *p.suspect(n, world.now),
+            *p.receive(Ping(sender=i.life, target=p.life), world.now),
+        ]
+        inputs[f"refuse {peer}"] = lambda p, i=other: p.receive(
+            Refused(sender=i.life, target=p.life, fact="model", ours="a", theirs="b"), world.now
+        )
+    for timer in party.armed():
+        inputs[f"timer {timer}"] = lambda p, t=timer: p.expire(t, world.now)
+    for number, message in enumerate(heard):
+        inputs[f"message {number}"] = lambda p, m=message: p.receive(m, world.now)
+    done: dict[str, object] = {}
+    for name, act in inputs.items():
+        twin = party.clone()
+        done[name] = (list(act(twin)), twin.freeze())
+    return done
+
+
+@pytest.mark.parametrize("step_count", [0, 10, 25, 45, 70, 100])
+def test_machines_that_freeze_alike_do_the_same_in_the_same_order(
+    make_world: type[World], step_count: int
+) -> None:
+    world = make_world(2, 2)
+    for handoff in ("b", "c", "a"):
+        world.submit_prefill(handoff)
+        world.submit_decode(handoff, wanted=world.everything())
+        world.run_messages()
+        world.compute(handoff)
+    for step in range(step_count):
+        if world.wire and step % 3:
+            world.deliver()
+        else:
+            world.progress_without_messages()
+
+    for name, party in world.parties.items():
+        heard = [message for message in world.wire if message.target.name == name]
+        twin = turned(party)
+        assert twin.freeze() == party.freeze()
+        assert answers(twin, world, heard) == answers(party, world, heard)

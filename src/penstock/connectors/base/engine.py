@@ -68,6 +68,8 @@ class ServedEngine:
     kv_dtype: str = "bfloat16"
     kv_heads: int = 1
     """KV heads of the whole model, for those layers that have heads."""
+    device: str = "cpu"
+    """Where its KV lies."""
     unsupported: tuple[str, ...] = ()
     """Options of the engine that the connector does not support."""
     asynchronous: tuple[str, ...] = ()
@@ -116,6 +118,18 @@ class ServedEngine:
             return f"is true, must be false, or: {'; '.join(self.asynchronous)}"
         return ""
 
+    def why_not_handoff(self) -> str:
+        """Why prompts of this engine cannot be handed over; empty if they can."""
+        if not self.blocks_stay:
+            kinds = ", ".join(group.kind.name.lower() for group in self.groups)
+            return (
+                f"this model has {len(self.groups)} KV groups ({kinds}): prompts are handed over "
+                "with one group only, of attention or latent KV"
+            )
+        if self.device != "cpu":
+            return f"KV lies on {self.device}: prompts are handed over on CPUs only"
+        return ""
+
     def fit_config(self, config: Config, *, layerwise: bool = False) -> Config:
         """The configuration with device blocks, block size, ranks and KV groups of this engine.
 
@@ -160,6 +174,22 @@ def tier_of(
         layouts.append(TensorTier.of([held], block_tokens=engine.block_tokens).layout)
         storages += _storages(held)
     return TensorTier(Layout.join(layouts[0], *layouts[1:]), storages)
+
+
+def handed_tier(engine: ServedEngine, tier: TensorTier) -> TensorTier:
+    """The same KV, as other engines must know it: blocks that are moved unread have heads, too.
+
+    Which ones decides which rank of another engine gets them. In the tiers below the device each
+    rank has its own, so there nobody asks.
+    """
+    if engine.rank_count == 1 or engine.equal_ranks:
+        return tier
+    heads = _heads(engine, max(1, engine.kv_heads // engine.rank_count))
+    groups = tuple(
+        replace(group, heads=heads) if group.kind is GroupKind.OPAQUE else group
+        for group in tier.layout.groups
+    )
+    return tier.described_by(Layout(groups=groups, block_tokens=tier.layout.block_tokens))
 
 
 def layer_numbers(engine: ServedEngine, caches: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -36,6 +36,8 @@ PARAMETER = "penstock"
 """The key of a request's `kv_transfer_params` that is meant for this connector."""
 SWITCHES = ("load", "save")
 """The keys of its value, where that is not just true or false."""
+HANDOFF_KEYS = ("handoff", "address")
+"""Further keys of it: which prompt of which engine, where prompts are handed over."""
 SHOWN_CHARACTERS = 60
 """How much of a client's value a log line shows."""
 
@@ -68,6 +70,7 @@ class EngineRequest(Protocol):
 
     request_id: str
     num_tokens: int
+    num_prompt_tokens: int
     num_computed_tokens: int
     cache_salt: str | None
     skip_reading_prefix_cache: bool
@@ -136,12 +139,22 @@ def _asked_for(parameters: object) -> RequestOptions:
         return RequestOptions(load=asked, save=asked)
     if not isinstance(asked, dict):
         return _wrong(f".{PARAMETER}", asked, "true, false, or an object of load and save")
+    return _switched(asked)
+
+
+def _switched(asked: Mapping[object, object]) -> RequestOptions:
+    switches: dict[str, bool] = {}
     for key, value in asked.items():
-        if key not in SWITCHES:
+        if key in HANDOFF_KEYS:
+            if not isinstance(value, str):
+                return _wrong(f".{PARAMETER}.{key}", value, "a text, as an engine gave it")
+        elif key not in SWITCHES:
             return _wrong(f".{PARAMETER}[{_short(key)}]", value, 'left out, or "load" or "save"')
-        if not isinstance(value, bool):
+        elif not isinstance(value, bool):
             return _wrong(f".{PARAMETER}.{key}", value, "true or false")
-    return replace(everything, **asked)
+        else:
+            switches[str(key)] = value
+    return RequestOptions(load=switches.get("load", True), save=switches.get("save", True))
 
 
 def _wrong(where: str, value: object, right: str) -> RequestOptions:

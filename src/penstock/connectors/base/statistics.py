@@ -60,6 +60,11 @@ COUNTERS: Mapping[str, str] = {
     "disk_blocks_dropped": "Blocks that the disk was too slow to take.",
     "disk_failures": "Copies from or to a disk that did not succeed as a whole.",
     "requests_refused": "Requests kept out because their kv_transfer_params were wrong.",
+    "prompts_sent": "Prompts whose KV a decode engine has received and verified.",
+    "prompts_not_sent": "Prompts that were offered and not taken, or whose handoff failed.",
+    "prompts_received": "Prompts whose KV was received from a prefill engine and verified.",
+    "prompts_not_received": "Prompts computed here because their handoff failed.",
+    "tokens_received": "Tokens whose KV was received from prefill engines.",
     "resets": "Times that everything below the device was voided.",
 }
 GAUGES: Mapping[str, str] = {

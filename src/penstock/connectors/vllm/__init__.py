@@ -13,9 +13,9 @@
 | `untested`    | the class for other versions of vLLM: does nothing            | any version      |
 | `settings`    | the keys of `kv_connector_extra_config`                       | no               |
 
-Everything else a connector needs is in `penstock.connectors.base`, which knows no vLLM. The one
-rule: if anything fails here, vLLM still computes the right tokens. A block that may be wrong is
-computed by vLLM.
+Everything else a connector needs is in `penstock.connectors.base`, which knows no vLLM, and prompts
+that are handed over in `penstock.connectors.handoff`. The one rule: if anything fails here, vLLM
+still computes the right tokens. A block that may be wrong is computed by vLLM.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from penstock.connectors.base.engine import layer_numbers, tier_of
+from penstock.connectors.base.engine import handed_tier, layer_numbers, tier_of
 from penstock.connectors.base.events import EventAnnouncer
 from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
 from penstock.connectors.base.pins import Pins
@@ -50,10 +50,14 @@ from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
 from penstock.connectors.base.statistics import BlockBytes, PrefillTimer, TransferCounts
 from penstock.connectors.base.worker import ReceivedLoads, WorkerConnector, copied_blocks
+from penstock.connectors.handoff.rank import RankSides
+from penstock.connectors.handoff.requests import HandoffRequests, HandoffStep
+from penstock.connectors.handoff.scheduler import SchedulerHandoffs
+from penstock.connectors.handoff.thread import HandoffThread
 from penstock.connectors.vllm import translation
 from penstock.connectors.vllm.settings import WHERE, read_settings
 from penstock.connectors.vllm.translation import PenstockMetrics, PenstockStats
-from penstock.connectors.vllm.versions import log, log_into_vllm, log_off
+from penstock.connectors.vllm.versions import found_version, log, log_into_vllm, log_off
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.open import WRITER, open_offload, open_rank
 from penstock.runtime.rank_facts import RankFacts
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.connectors.base.engine import ServedEngine
     from penstock.connectors.base.scheduler import StepPlan
+    from penstock.connectors.handoff.rank import RankAddresses
     from penstock.runtime.rank import Rank
     from penstock.tiers.tensors import TensorTier
 
@@ -76,6 +81,8 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     facts: bytes | None
     why_not: str = ""
+    handoff: RankAddresses | None = None
+    """Where the rank listens, if prompts are handed over."""
 
 
 @dataclass
@@ -83,6 +90,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler sends to every rank, once a step."""
 
     step: StepPlan | None
+    handoff: HandoffStep | None = None
 
 
 @dataclass
@@ -128,11 +136,20 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._take_events: Callable[[], list[Any]] = list
         """The KV events to publish: none, unless vLLM publishes events."""
         self._config: Config | None = None
+        self._settings = settings
+        self._handoffs: HandoffRequests | None = None
+        """The requests that are handed over, in the scheduler."""
+        self._rank_handoffs: RankSides | None = None
+        self._handoff_thread: HandoffThread | None = None
+        self._handed: HandoffStep | None = None
+        """What the scheduler's side says of handoffs in this step, in a worker."""
         if why_not := self._engine.why_not():
             self._run_without(why_not)
             return
         if self._layerwise and (refused := self._engine.why_not_layerwise()):
             raise ConfigError(f"{WHERE}.layerwise", refused)
+        if settings.hands_over and (refused := self._engine.why_not_handoff()):
+            raise ConfigError("kv_role", f"is {transfer.kv_role!r}, must be left out: {refused}")
         self._config = self._engine.fit_config(settings.config, layerwise=self._layerwise)
 
     def _run_without(self, why: str) -> None:
@@ -194,6 +211,40 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._config.equal_ranks,
             )
 
+        if self._settings.hands_over:
+            self._open_handoffs(self._config, metadata, self._scheduler)
+
+    def _open_handoffs(
+        self,
+        config: Config,
+        metadata: Mapping[int, RankHandshake],
+        scheduler: SchedulerConnector,
+    ) -> None:
+        ranks = [each.handoff for _, each in sorted(metadata.items()) if each.handoff is not None]
+        handoffs = SchedulerHandoffs(
+            self._engine.name,
+            ranks,
+            model=config.model.name,
+            weights=config.model.weights_version,
+            version=f"vllm {found_version()}",
+        )
+        self._handoffs = HandoffRequests(
+            HandoffThread(self._engine.name, handoffs),
+            handoffs,
+            self._pool,
+            counters=scheduler.counters,
+            block_tokens=self._engine.block_tokens,
+            address=handoffs.address,
+            answer=translation.answer_of(self._vllm_config, self._engine),
+            prefills=self._settings.prefills,
+            decodes=self._settings.decodes,
+        )
+        log.info(
+            "Penstock hands prompts over: role=%s address=%s",
+            self._vllm_config.kv_transfer_config.kv_role,
+            handoffs.address,
+        )
+
     def _make_joins(self, ranks: Sequence[RankFacts]) -> LayerwiseScheduler | None:
         if self._withhold is None:
             return None
@@ -213,6 +264,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Has blocks that lie on a disk brought up while the request waits for its turn."""
+        if self._handoffs is not None:
+            self._handoffs.expect(request)
         if self._scheduler is not None:
             manager = self._kv_cache_manager
             self._scheduler.expect_request(
@@ -225,13 +278,24 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """`None`, for a bounded time: blocks of the request are coming up from a disk."""
         if self._scheduler is None:
             return 0, False
+        if self._handoffs is not None:
+            received = self._handoffs.find_tokens(request, num_computed_tokens)
+            if received:
+                return received, True
         matched = self._scheduler.find_tokens(request, num_computed_tokens)
         if matched is None:
             return None, False
         return matched, matched > 0 and not self._scheduler.can_join(request, matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Starts the load that vLLM made room for."""
+        """Starts the load, or the handoff, that vLLM made room for."""
+        if (
+            num_external_tokens
+            and self._handoffs is not None
+            and self._handoffs.is_claimed(request)
+        ):
+            self._handoffs.start_claim(request, blocks.get_block_ids(), num_external_tokens)
+            return
         if self._scheduler is not None and num_external_tokens:
             self._scheduler.start_load(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -239,13 +303,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of this step."""
         if self._scheduler is None:
             return StepMetadata(None)
-        state = scheduler_output.kv_connector_block_state
+        step = (
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.kv_connector_block_state.get_block_ids,
+            scheduler_output.preempted_req_ids or (),
+        )
         return StepMetadata(
-            self._scheduler.plan_step(
-                scheduler_output.num_scheduled_tokens,
-                state.get_block_ids,
-                scheduler_output.preempted_req_ids or (),
-            )
+            self._scheduler.plan_step(*step),
+            None if self._handoffs is None else self._handoffs.plan_step(*step),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -254,28 +319,37 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             reported = connector_output.kv_connector_worker_meta
             self._scheduler.apply_reports(reported.reports if reported is not None else ())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Keeps no block for longer than vLLM needs it."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 - saves are pinned when they are planned
-    ) -> tuple[bool, None]:
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - what is still read is pinned
+    ) -> tuple[bool, dict[str, Any] | None]:
         """The same with several KV groups."""
         if self._scheduler is not None:
             self._scheduler.finish_request(request.request_id)
-        return False, None
+        if self._handoffs is None:
+            return False, None
+        completed = translation.is_completed(request)
+        return False, self._handoffs.finish(request, completed=completed)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step on for copies to end."""
+        if self._handoffs is not None and self._handoffs.pending:
+            return True
         return self._scheduler is not None and self._scheduler.pending
 
     def reset_cache(self) -> bool:
         """Drops everything below the device: the weights have changed, or a client asked for it."""
         if self._scheduler is not None:
             self._scheduler.reset("vLLM reset its connector")
+        if self._handoffs is not None:
+            self._handoffs.reset()
         return True
 
     def take_events(self) -> Iterable[Any]:
@@ -338,6 +412,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_gpu = self._tier.device.type == "cuda"
         self._worker = self._make_worker(rank, on_gpu=on_gpu)
         self._facts = RankHandshake(facts=rank.facts.to_bytes())
+        if self._settings.hands_over:
+            name = self._engine.name
+            tier = handed_tier(self._engine, self._tier)
+            handoffs = RankSides(name, self._engine.rank, tier)
+            self._facts.handoff = handoffs.addresses
+            self._rank_handoffs = handoffs
+            self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
         return rank
 
     def _rank_without(self, why: str) -> None:
@@ -358,6 +439,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             copies_itself=not on_gpu,
         )
 
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._handed = connector_metadata.handoff
+        if self._handed is not None and self._handed.restarted:
+            assert self._handoff_thread is not None
+            assert self._rank_handoffs is not None
+            self._handoff_thread.post(self._rank_handoffs.restart, self._handed.restarted)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """What the step computes on starts now, the rest when it was submitted."""
         self._at_layers = None
@@ -374,9 +464,19 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._at_layers.wait_layer(layer_name)
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,  # noqa: ARG002
+        attn_metadata: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Whole blocks are saved, when the step was submitted."""
+        """A layer of the prompts that are handed over is computed; the rest is saved later."""
+        if self._handed is not None and self._handed.computed:
+            assert self._handoff_thread is not None
+            assert self._rank_handoffs is not None
+            self._handoff_thread.post(
+                self._rank_handoffs.computed, self._handed.computed, self._layers[layer_name]
+            )
 
     def wait_for_save(self) -> None:
         """The step is submitted, drafts included. Nothing waits: sources are pinned."""
@@ -385,10 +485,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.after_forward(step, computes=self._computes)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Requests whose loads have ended on this rank."""
+        """Requests whose loads have ended on this rank, and whose handoffs have ended on all."""
         self._received = self._worker.take_received() if self._worker else ReceivedLoads()
+        handed, self._handed = self._handed or HandoffStep(), None
         return KVConnectorTransferResults(
-            finished_recving=self._received.requests, failed_recving=self._received.failed
+            finished_recving=self._received.requests | handed.received,
+            failed_recving=self._received.failed | handed.failed,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -402,6 +504,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Closes the rank and frees its memory; nothing touches vLLM's memory afterwards."""
+        # Before the memory goes that these threads read and write.
+        if self._handoff_thread is not None:
+            self._handoff_thread.close()
+        if self._handoffs is not None:
+            self._handoffs.close()
         working, self._worker = self._worker, None
         if working is not None:
             working.close()

@@ -6,9 +6,15 @@
 | `allow_fail`  | true: `kv_load_failure_policy` is meant to be "fail"                     |
 | `any_version` | true: run with a version of vLLM that this connector was not tested with |
 | `layerwise`   | true: steps compute on loads while they arrive, where vLLM allows it     |
+| `handoff`     | true: with `kv_both`, prompts are handed over in both directions         |
 
-The one rule: a key that is not known here is refused, never ignored. So is a `kv_role` other than
-`kv_both`: the connector both saves and loads, and would not keep to another role.
+| `kv_role`     | below the device     | prompts                                           |
+|---------------|----------------------|---------------------------------------------------|
+| `kv_both`     | saves and loads      | stay, unless `handoff` is true                    |
+| `kv_producer` | saves and loads      | are computed for other engines as well            |
+| `kv_consumer` | saves and loads      | are taken from other engines as well              |
+
+The one rule: a key that is not known here is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -27,9 +33,10 @@ if TYPE_CHECKING:
 WHERE = "kv_connector_extra_config"
 METRICS_PREFIX = "vllm:penstock_"
 """Comes before every name in `penstock.connectors.base.statistics` on vLLM's metrics page."""
-KNOWN = ("config", "allow_fail", "any_version", "layerwise")
+KNOWN = ("config", "allow_fail", "any_version", "layerwise", "handoff")
 ROLE = "kv_both"
-"""The only role of vLLM's that this connector has."""
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+ROLES = (ROLE, PRODUCER, CONSUMER)
 RECOMPUTE = "recompute"
 FAIL = "fail"
 """vLLM's policies for what could not be loaded; `FAIL` is its default."""
@@ -41,6 +48,15 @@ class ConnectorSettings:
 
     config: Config
     layerwise: bool = False
+    prefills: bool = False
+    """Whether it computes prompts for other engines."""
+    decodes: bool = False
+    """Whether it takes prompts that other engines compute."""
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it takes part in handoffs."""
+        return self.prefills or self.decodes
 
 
 def read_settings(
@@ -54,15 +70,11 @@ def read_settings(
         role: vLLM's `kv_role`.
 
     Raises:
-        ConfigError: a key is unknown or missing, the configuration is wrong, the role is another
-            one, or a failed load would fail its request without `allow_fail`.
+        ConfigError: a key is unknown or missing, the configuration or the role is wrong, or a
+            failed load would fail its request without `allow_fail`.
     """
-    if role != ROLE:
-        raise ConfigError(
-            "kv_role",
-            f'is {role!r}, must be "{ROLE}": every engine with this connector both saves and '
-            "loads; a single request stays out by its kv_transfer_params",
-        )
+    if role not in ROLES:
+        raise ConfigError("kv_role", f"is {role!r}, must be one of {', '.join(ROLES)}")
     for key in extra:
         if key not in KNOWN:
             raise ConfigError(f"{WHERE}.{key}", f"is unknown, must be one of {', '.join(KNOWN)}")
@@ -73,7 +85,13 @@ def read_settings(
             f'request; must be "{RECOMPUTE}", or {WHERE}.allow_fail must be true',
         )
     asks_any_version(extra)
-    return ConnectorSettings(config=_config(extra), layerwise=_flag(extra, "layerwise"))
+    both = _flag(extra, "handoff") and role == ROLE
+    return ConnectorSettings(
+        config=_config(extra),
+        layerwise=_flag(extra, "layerwise"),
+        prefills=both or role == PRODUCER,
+        decodes=both or role == CONSUMER,
+    )
 
 
 def asks_any_version(extra: Mapping[str, object]) -> bool:

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+from vllm.v1.request import RequestStatus
 
 from penstock.connectors.base.engine import LayerGroup, ServedEngine
 from penstock.connectors.base.events import AnnouncedBlock, RemovedEvent, StoredEvent
@@ -113,6 +114,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
         equal_ranks=latent and parallel.nnodes == 1,
         kv_dtype=str(specs[0].dtype).removeprefix("torch.") if groups else "",
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        device=vllm_config.device_config.device_type,
         unsupported=tuple(unsupported),
         asynchronous=_asynchronous(vllm_config),
     )
@@ -179,6 +181,29 @@ def encodings_of(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> Callab
         return f"vllm {backend} {written_for} {tensor.dtype} {shape}"
 
     return encoding_of
+
+
+def answer_of(vllm_config: Any, engine: ServedEngine) -> dict[str, Any]:
+    """What the answer of a prefill engine says of the engine, in the keys of NixlConnector.
+
+    A decode engine with Penstock reads none of them; proxies may.
+    """
+    parallel = vllm_config.parallel_config
+    return {
+        "remote_engine_id": engine.name,
+        "remote_block_ids": [],
+        "remote_host": "localhost",
+        "remote_port": 0,
+        "tp_size": parallel.tensor_parallel_size,
+        "dcp_size": parallel.decode_context_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+        "transfer_mode": "push",
+    }
+
+
+def is_completed(request: Any) -> bool:
+    """Whether a request that has ended was computed to its end."""
+    return request.status in {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 
 
 def current_stream() -> int:

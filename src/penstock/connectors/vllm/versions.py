@@ -35,7 +35,11 @@ def connector_class() -> Any:
     Raises:
         UnavailableError: this vLLM lacks what any connector needs.
     """
-    return connector_itself() if is_tested(_found()) else _from_vllm("untested").DisabledConnector
+    return (
+        connector_itself()
+        if is_tested(found_version())
+        else _from_vllm("untested").DisabledConnector
+    )
 
 
 def connector_itself() -> Any:
@@ -54,7 +58,7 @@ def connector_itself() -> Any:
 def which() -> str:
     """Which vLLM this is, and which one was tested."""
     major, minor = TESTED
-    return f"this is vLLM {_found()}, the connector is tested with {major}.{minor}"
+    return f"this is vLLM {found_version()}, the connector is tested with {major}.{minor}"
 
 
 def is_tested(version: str) -> bool:
@@ -62,7 +66,8 @@ def is_tested(version: str) -> bool:
     return version.partition("+")[0].split(".")[:2] == [str(part) for part in TESTED]
 
 
-def _found() -> str:
+def found_version() -> str:
+    """The version of vLLM that is installed."""
     # Imported late: the rest of this package works without vLLM.
     from vllm import __version__  # noqa: PLC0415
 

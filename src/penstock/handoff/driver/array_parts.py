@@ -6,7 +6,7 @@
 Compiled code does it in one pass, block by block (`movers/packing.py`). Where that cannot be had,
 and for blocks of different sizes, NumPy goes through a part in pieces of some megabytes.
 Consecutive slots are copied in one call, and no Python runs for a single cell. Both give the same
-bytes and sums.
+bytes and sums. Compiled code may run in a thread of its own (`open_array_taker`).
 
 Packed bytes lie in memory that other processes can write at any time. So a piece is packed and
 summed in memory of this process before it is copied there, and copied from there before it is
@@ -18,12 +18,14 @@ or read once; no byte is put away before the piece it is in was found intact.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from penstock.handoff.driver.parts import plane_pairs, windows_of
 from penstock.movers.packing import Packing, Scratch, load_parts_library, seeds_of
+from penstock.movers.put_away_thread import PutAwayThread
 from penstock.vocabulary.narrowing import narrow
 
 if TYPE_CHECKING:
@@ -184,10 +186,9 @@ class PartScatter:
         span, size = self._form.span, self._form.block_bytes
         if span is None:
             return not sums
-        cells = self._form.cell_count
-        if len(sums) != len(keys) * cells * 8:
+        given = self._table_of(sums, keys)
+        if given is None:
             return False
-        given = np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
         if self._packing is not None:
             seeds = seeds_of(tuple(keys))
             return self._packing.put_away(memory, seeds, given, slots) is None
@@ -202,6 +203,28 @@ class PartScatter:
             at = first // self._source_ratio * self._target_ratio
             self._put_away(piece, len(some), slots[at : at + targets])
         return True
+
+    def begin(
+        self,
+        thread: PutAwayThread,
+        memory: NDArray[np.uint8],
+        keys: Sequence[bytes],
+        sums: bytes,
+        slots: Sequence[int],
+    ) -> bool:
+        """Has a thread do what `scatter` does; `False` where that cannot be done by one."""
+        given = None if self._packing is None else self._table_of(sums, keys)
+        if self._packing is None or given is None:
+            return False
+        thread.submit(self._packing, memory, seeds_of(tuple(keys)), given, slots)
+        return True
+
+    def _table_of(self, sums: bytes, keys: Sequence[bytes]) -> NDArray[np.uint64] | None:
+        """The sums by block and cell; nothing if there are more or fewer."""
+        cells = self._form.cell_count
+        if len(sums) != len(keys) * cells * 8:
+            return None
+        return np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
 
     def _put_away(self, piece: NDArray[np.uint8], count: int, slots: Sequence[int]) -> None:
         ratio = len(self._windows)
@@ -264,14 +287,26 @@ class ArrayReader:
 
 
 class ArrayTaker:
-    """Takes parts on the CPU; each is done when `take` returns."""
+    """Takes parts on the CPU.
 
-    def __init__(self, tier: SlotStore, algorithm: Algorithm) -> None:
+    Args:
+        tier: where the slots are.
+        algorithm: of the sums.
+        thread: verifies parts and puts them away; the taker closes it. Without one, and for
+            parts that compiled code cannot do, each is done when `take` returns.
+    """
+
+    def __init__(
+        self, tier: SlotStore, algorithm: Algorithm, *, thread: PutAwayThread | None = None
+    ) -> None:
         self.slot_count = tier.slot_count
         self._tier = tier
         self._algorithm = algorithm
         self._scatters: dict[PartForm, PartScatter] = {}
         self._scratch = Scratch()
+        self._thread = thread
+        self._taking: deque[Take] = deque()
+        """What the thread has to do, in its order."""
 
     def take(
         self,
@@ -286,18 +321,39 @@ class ArrayTaker:
         if scatter is None:
             scatter = PartScatter(route, form, self._tier, self._algorithm, scratch=self._scratch)
             self._scatters[form] = scatter
+        if self._thread is not None and scatter.begin(self._thread, memory, keys, take.sums, slots):
+            self._taking.append(take)
+            return None
         return scatter.scatter(memory, keys, take.sums, slots)
 
     @property
     def has_room(self) -> bool:
-        return True
+        return self._thread is None or self._thread.has_room
 
     def ended(self) -> list[tuple[Take, bool]]:
-        return []
+        if self._thread is None:
+            return []
+        return [(self._taking.popleft(), intact) for intact in self._thread.ended()]
 
     @property
     def busy(self) -> bool:
-        return False
+        return bool(self._taking)
+
+    @property
+    def descriptor(self) -> int | None:
+        return None if self._thread is None else self._thread.descriptor
+
+    def close(self) -> None:
+        """Ends the thread: nothing touches areas or slots after this."""
+        if self._thread is not None:
+            self._thread.close()
+
+
+def open_array_taker(tier: SlotStore, algorithm: Algorithm) -> ArrayTaker:
+    """A taker with a thread of its own, where there is compiled code for one."""
+    library = load_parts_library()
+    thread = None if library is None else PutAwayThread(library)
+    return ArrayTaker(tier, algorithm, thread=thread)
 
 
 def _planes(packed: Layout, narrowed: Layout, tier: SlotStore) -> list[_ArrayPlane]:

@@ -1,6 +1,6 @@
 """The driver of a decode rank: landing areas, notices, and parts that are verified and put away.
 
-    notice ─→ machine ─→ Take ─→ verified in its berth ─→ into the slots ─→ machine
+    notice ─→ machine ─→ Take ─→ copied out of its berth, verified, into the slots ─→ machine
 
 The one rule: memory of an area goes back to the transport only when the machine asks for it, and
 the machine learns that a fence holds only from the transport.
@@ -18,6 +18,7 @@ from penstock.handoff.driver.party_driver import PartyDriver
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.decode_rank import DecodeRank
 from penstock.handoff.protocol.effects import Fence, FreeArea, OpenArea, Take
+from penstock.handoff.protocol.states import TargetState
 from penstock.transport.remote import Fenced
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ FENCE_S = 0.05
 """A fence that nothing wakes us for is looked at again after this."""
 TAKING_S = 0.001
 """The same for moves of a device."""
-CLAIM_S = 0.005
-"""A free berth may be kept back this long, to be returned with others in one claim."""
+CLAIM_S = 0.05
+"""The end of a part may wait this long for the next notice, and its berth for others to be returned
+in the same claim; but no longer than a quarter of the time after which its source asks again."""
 KEPT_BACK = 2
 """At most one in this many berths of a source is kept back: it has enough to go on with."""
 
@@ -102,6 +104,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         """Whose an area of the transport is, by its identity."""
         self._fences: list[Fence] = []
         self._takes: deque[Take] = deque()
+        self._taking_since = 0.0
+        """Since when no end of a part was collected, or none is under way."""
+        self._watches_taker = False
+        """Whether the end of a part wakes us up."""
+        self._claim_s = min(CLAIM_S, settings.times.resend_s / 4)
         self._kept_back: dict[str, _KeptBack] = {}
         self._unopened: deque[tuple[Life, int, str]] = deque()
         """Areas for which there was no memory, and why."""
@@ -118,24 +125,29 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
 
     def next_deadline(self) -> float | None:
         """When `step` should be called although nothing came."""
-        due = super().next_deadline()
+        dues = [super().next_deadline()]
+        now = self._clock()
         if self._taker.busy:
-            soon = self._clock() + TAKING_S
-        elif self._fences and not self._target.watches_fences:
-            soon = self._clock() + FENCE_S
-        elif self._held:
-            soon = CLAIM_S + min(each.since for each in self._kept_back.values())
-        else:
-            return due
-        return soon if due is None else min(soon, due)
+            if self._taker.descriptor is None:
+                dues.append(now + TAKING_S)
+            elif not self._watches_taker:
+                dues.append(self._taking_since + self._claim_s)
+        if self._fences and not self._target.watches_fences:
+            dues.append(now + FENCE_S)
+        if self._held and self._kept_back:
+            dues.append(self._claim_s + min(each.since for each in self._kept_back.values()))
+        return min((due for due in dues if due is not None), default=None)
 
     # A step.
 
     def _work(self, now: float) -> None:
         for notice in self._target.notices():
             self._on_notice(notice, now)
-        for take, intact in self._taker.ended():
+        ended = self._taker.ended()
+        for take, intact in ended:
             self._taken(take, intact=intact)
+        if ended or not self._taker.busy:
+            self._taking_since = now
         left_bytes = self._budget_bytes
         while self._takes and left_bytes > 0 and self._taker.has_room:
             left_bytes -= self._begin(self._takes.popleft())
@@ -185,11 +197,29 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         self.bytes_moved += place.size
         return max(place.size, 1)
 
+    def _waits_for_takes(self) -> bool:
+        """Whether something goes on when a part is put away.
+
+        While other parts of its handoff are on their way and their source has berths enough, its
+        end waits for the next of them, and the engine's thread is not woken up twice for each.
+        """
+        machine = self.machine
+        return (
+            bool(machine.retired)
+            or self._clock() >= self._taking_since + self._claim_s
+            or len(machine.takes) * KEPT_BACK >= machine.settings.bounds.berth_count
+            or any(
+                collection.is_moving
+                and not (collection.state is TargetState.COLLECTING and collection.is_arriving)
+                for collection in machine.collections.values()
+            )
+        )
+
     def _taken(self, take: Take, *, intact: bool) -> None:
         now = self._clock()
         if intact:
             self.parts_moved += 1
-            kept = self._kept_back.get(take.source.name, _KeptBack(0, now))
+            kept = self._kept_back.get(take.source.name, _KeptBack(0, self._taking_since))
             self._kept_back[take.source.name] = kept._replace(berths=kept.berths + 1)
             self._carry_out(self.machine.part_taken(take, now))
         else:
@@ -199,8 +229,12 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
     def _can_wait(self, claim: msg.Claim) -> bool:
         """Whether a claim does nothing but return some berths, of which the source has enough.
 
-        A claim that reports the last part does not wait, nor one that asks for something.
+        A claim that reports the last part does not wait, nor one that asks for something. All
+        claims wait for an area of which the transport has no description yet.
         """
+        area = self._areas.get((claim.target, claim.generation))
+        if area is not None and not area.ready:
+            return True
         name = claim.target.name
         kept = self._kept_back.get(name)
         collection = self.machine.collections.get((claim.handoff, claim.epoch))
@@ -210,10 +244,13 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             and source is not None
             and not source.is_complete
             and kept.berths * KEPT_BACK < claim.berth_count
-            and self._clock() < kept.since + CLAIM_S
+            and self._clock() < kept.since + self._claim_s
         )
 
     def _send_claims(self) -> None:
+        for key, broken in self._areas.items():
+            if broken.failure:
+                self._unopened.append((*key, broken.failure))
         while self._unopened:
             peer, generation, why = self._unopened.popleft()
             area = self.machine.areas.get(peer.name)
@@ -344,8 +381,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
 
     def _descriptors(self) -> Sequence[int]:
         """Notices that arrive, and writers that die."""
-        own = self._target.descriptor
+        own, taken = self._target.descriptor, self._taker.descriptor
         found = [] if own is None else [own]
+        self._watches_taker = self._taker.busy and self._waits_for_takes()
+        if taken is not None and self._watches_taker:
+            found.append(taken)
         for fence in self._fences:
             area = self._areas.get((fence.peer, fence.generation))
             pidfd = None if area is None else self._target.fence_descriptor(area)

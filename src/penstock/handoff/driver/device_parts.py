@@ -253,6 +253,10 @@ class DeviceTaker:
     def busy(self) -> bool:
         return bool(self._taking)
 
+    @property
+    def descriptor(self) -> None:
+        """Nothing: an event of the device wakes nobody."""
+
     def close(self) -> None:
         self._device.close()
 

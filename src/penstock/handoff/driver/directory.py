@@ -40,6 +40,9 @@ class EnginePlace:
     ranks: tuple[RankPlace, ...]
     address: str = ""
     """Where its scheduler listens."""
+    listener: str = ""
+    """The name under which its processes answer, where their pairs share a listener; empty: each
+    party answers under its own."""
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -97,6 +100,16 @@ class Directory:
         """All parties."""
         engines = (self.prefill, self.decode)
         return tuple(name for each in engines for name in (each.scheduler, *each.rank_names))
+
+    @property
+    def answer_names(self) -> dict[str, str]:
+        """Under which name a party answers who dials it, where that is not its own."""
+        return {
+            name: engine.listener
+            for engine in (self.prefill, self.decode)
+            if engine.listener
+            for name in (engine.scheduler, *engine.rank_names)
+        }
 
     def role_of(self, name: str) -> Role:
         """What a party is.

@@ -7,8 +7,9 @@
 | prefill rank      | yes     | its scheduler                     |
 | decode rank       |         | its scheduler, its source ranks   |
 
-The side that dialled a line dials again after `REDIAL_S` when it ends. Frames sent meanwhile are
-lost, and the protocol sends them again. A new life of a party is a new line that replaces the old.
+The side that dialled a line dials again after `REDIAL_S` when it ends, and after twice as long for
+each time in vain, up to `REDIAL_MAX_S`. Frames sent meanwhile are lost, and the protocol sends them
+again. A new life of a party is a new line that replaces the old.
 
 The one rule: a frame counts as sent by the party that its line leads to, and by no other.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from penstock.handoff.driver.directory import Directory
+    from penstock.handoff.driver.shared_listener import ListenerShare, SharedListener
     from penstock.transport.base import Waitable
     from penstock.transport.inproc import InprocChannel
     from penstock.transport.machine_keys import Secret
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-REDIAL_S = 0.1
+REDIAL_S, REDIAL_MAX_S = 0.1, 2.0
+REDIAL_DOUBLINGS_MAX = 10
 FRAMES_A_LINE = 64
 """Frames that are taken from one line before the others have their turn."""
 
@@ -120,6 +123,8 @@ class ZmqLines:
         secret: what all parties have in common, or the keys of their machines; nobody else is
             let in.
         settings: of the channels.
+        listener: in the place of one at `listen`, where all pairs of a process share one.
+        answer_names: of those who answer a dial under the name of their process, that name.
     """
 
     def __init__(
@@ -131,6 +136,8 @@ class ZmqLines:
         callers: Sequence[str] = (),
         secret: Secret = b"",
         settings: ChannelSettings | None = None,
+        listener: SharedListener | None = None,
+        answer_names: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.refused: Counter[str] = Counter()
@@ -139,9 +146,12 @@ class ZmqLines:
         self._settings = settings
         self._dials = dict(dials)
         self._callers = frozenset(callers)
-        self._listener = (
-            Listener(name, listen, secret=secret, settings=settings) if listen else None
-        )
+        self._answer_names = dict(answer_names or {})
+        self._listener: Listener | ListenerShare | None = None
+        if listen and listener is not None:
+            self._listener = listener.share(callers)
+        elif listen:
+            self._listener = Listener(name, listen, secret=secret, settings=settings)
         self._channels: dict[str, ZmqChannel] = {}
         self._reported: set[str] = set()
         """To whom the line is known to be open."""
@@ -149,6 +159,8 @@ class ZmqLines:
         self._causes: dict[str, tuple[str, str]] = {}
         """Why each line ended last: logged once, however often it is dialled in vain."""
         self._redial_at = dict.fromkeys(self._dials, 0.0)
+        self._vain: dict[str, int] = {}
+        """How often each party was dialled in vain since its line was open."""
         self._quiet: dict[str, int] = {}
         """Lines that were found empty and not used since, and their descriptors: asking one
         takes forty microseconds, and a poll over all of them two."""
@@ -217,7 +229,7 @@ class ZmqLines:
         for _ in range(FRAMES_A_LINE):
             answer = channel.receive()
             if channel.was_open and name not in self._reported:
-                if name in self._dials and channel.name != name:
+                if name in self._dials and channel.name != self._answer_names.get(name, name):
                     self.refused["answered under another name"] += 1
                     self._lose(name)
                     return
@@ -272,9 +284,13 @@ class ZmqLines:
 
     def _lose(self, name: str) -> None:
         """A line has ended; who dialled it dials again."""
+        channel = self._channels.get(name)
+        was_open = channel is not None and channel.was_open and channel.name == name
         self._drop(name)
         if name in self._dials:
-            self._redial_at[name] = time.monotonic() + REDIAL_S
+            vain = self._vain[name] = 0 if was_open else self._vain.get(name, 0) + 1
+            wait_s = min(REDIAL_S * 2.0 ** min(vain, REDIAL_DOUBLINGS_MAX), REDIAL_MAX_S)
+            self._redial_at[name] = time.monotonic() + wait_s
 
     def _drop(self, name: str) -> None:
         self._reported.discard(name)
@@ -298,6 +314,7 @@ def zmq_lines(
     *,
     secret: Secret = b"",
     settings: ChannelSettings | None = None,
+    listener: SharedListener | None = None,
 ) -> ZmqLines:
     """The lines of a party after the table above, at the addresses of a directory."""
     prefill, decode = directory.prefill, directory.decode
@@ -316,7 +333,14 @@ def zmq_lines(
             dials[decode.scheduler] = decode.address
     callers = [peer for peer in peers if peer not in dials]
     return ZmqLines(
-        name, listen=listen, dials=dials, callers=callers, secret=secret, settings=settings
+        name,
+        listen=listen,
+        dials=dials,
+        callers=callers,
+        secret=secret,
+        settings=settings,
+        listener=listener,
+        answer_names=directory.answer_names,
     )
 
 

@@ -230,6 +230,11 @@ class PartTaker(Protocol[Window_contra]):
         """Whether a part was begun and has not ended."""
         ...
 
+    @property
+    def descriptor(self) -> int | None:
+        """Readable while there are ends to take; nothing where one has to ask `ended`."""
+        ...
+
 
 def windows_of(packed: Layout, target: Layout) -> Iterator[tuple[Layout, Layout]]:
     """Which tokens of a packed block go to which of a target's, for each window of the coarser."""

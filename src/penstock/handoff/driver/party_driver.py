@@ -99,14 +99,14 @@ class PartyDriver(Generic[MachineT]):
         """
         if self.has_work:
             return
-        own = self._descriptors()
+        own, asked = self._descriptors(), self.lines.waitables
         # Asking the lines takes longer than this look, and `step` asks them anyway.
-        if own and wait_any((), own, deadline=None).descriptors:
+        if own and asked and wait_any((), own, deadline=None).descriptors:
             return
         until = self.next_deadline()
         until = deadline if until is None else min(until, deadline)
         watched = [*self.lines.descriptors, *own, *descriptors]
-        wait_any(self.lines.waitables, watched, deadline=until)
+        wait_any(asked, watched, deadline=until)
 
     @property
     def descriptors(self) -> list[int]:

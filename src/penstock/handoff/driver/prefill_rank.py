@@ -72,7 +72,8 @@ class _TargetArea:
         self.berth_bytes = claim.berth_bytes
         self.link = link
         self.queue: deque[Write] = deque()
-        self.reading: dict[WriteId, Write] = {}
+        self.reading: dict[WriteId, tuple[Write, int]] = {}
+        """Writes whose parts are being packed, and the bytes of each part."""
         self.posted: dict[int, tuple[WriteId, bytes]] = {}
         self.stuck = False
         """It is not connected yet, or takes no notices at the moment."""
@@ -296,7 +297,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         blocks = place.source_blocks
         slots = prompt.slots[blocks.start : blocks.stop]
         keys = prompt.keys[blocks.start : blocks.stop]
-        area.reading[name] = write
+        area.reading[name] = write, place.size
         try:
             sums = self._reader.read(name, place.form, slots, keys, window)
         except UnavailableError as error:  # Of a device that is lost, or cannot do it.
@@ -317,10 +318,10 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
     def _packed(self, name: WriteId, sums: bytes) -> None:
         """The bytes of a part are in its berth: its notice follows."""
         area = self._areas[name.target.name]
-        write = area.reading.pop(name)
+        write, size = area.reading.pop(name)
         notice = seal(msgspec.structs.replace(write.notice, sums=sums))
         try:
-            number = area.link.post((), notice)
+            number = area.link.post((), notice, packed=[(name.berth * area.berth_bytes, size)])
         except (UnavailableError, CapacityError):
             self._fail(name)
         else:

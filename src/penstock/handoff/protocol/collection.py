@@ -52,6 +52,11 @@ class SourceState(NamedTuple):
         """Whether every part is there."""
         return self.have == self.grid.everything
 
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the notice of a part is still to come."""
+        return self.have | self.under_way != self.grid.everything
+
     def has(self, part: int) -> bool:
         """Whether a part is there."""
         return bool(self.have >> part & 1)
@@ -91,6 +96,11 @@ class Collection(NamedTuple):
     def is_moving(self) -> bool:
         """Whether our mover is at work on a part of it."""
         return any(source.under_way for source in self.sources)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the notice of a part of any source is still to come."""
+        return any(source.is_arriving for source in self.sources)
 
     def source(self, name: str) -> SourceState | None:
         """One source, if it is one."""

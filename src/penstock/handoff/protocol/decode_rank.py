@@ -322,6 +322,7 @@ class DecodeRank(Party):
         key, name = (stopped.handoff, stopped.epoch), stopped.sender.name
         if stopped.poisoned and self._is_open_area(name, stopped.generation):
             self._poisoned(name, stopped.generation)
+        self._answered(name, ("stop", key))
         self._source_stopped(key, name)
 
     # Collecting.
@@ -425,6 +426,7 @@ class DecodeRank(Party):
                 self._source_stopped(key, source.name)
             else:
                 self._stop(key, source.name)
+                self._asked(source.name, ("stop", key))
         if not collection.sources:
             self._source_stopped(key, "")
         self._keep_asking(key)
@@ -551,10 +553,10 @@ class DecodeRank(Party):
                 self._claim(key, name)
 
     def _waiting_for(self, name: str) -> list[Key]:
-        """Handoffs that lack something from a source."""
+        """Handoffs that lack something from a source, in order."""
         return [
             key
-            for key, collection in self.collections.items()
+            for key, collection in sorted(self.collections.items())
             if collection.state is TargetState.COLLECTING and collection.lacks(name)
         ]
 
@@ -572,12 +574,12 @@ class DecodeRank(Party):
             # One that has not claimed anything of that life can wait for the next.
             if source is not None and source.claimed:
                 self._fail(key, why)
-        for key in [*self.collections]:
+        for key in sorted(self.collections):
             self._source_stopped(key, name)
 
     def _peer_gone(self, name: str) -> None:
         if name == self.scheduler:
-            for key, collection in list(self.collections.items()):
+            for key, collection in sorted(self.collections.items()):
                 self._remember_drop(key)
                 if collection.state not in (TargetState.DROPPING, TargetState.STOPPING):
                     self._drop(key)
@@ -597,9 +599,16 @@ class DecodeRank(Party):
             for source in collection.sources:
                 if source.claimed:
                     self._stop(key, source.name)
+                    self._asked_again(source.name, ("stop", key))
         else:
             self._claim_missing(key)
         self._keep_asking(key)
+
+    def _asked_by(self, timer: TimerKey) -> list[str]:
+        collection = self.collections[timer[1], int(timer[2])]
+        if collection.state is TargetState.STOPPING:
+            return [source.name for source in collection.sources if source.claimed]
+        return [source.name for source in collection.sources if not source.is_complete]
 
     def _keep_asking(self, key: Key) -> None:
         """Lets a timer run while a source owes us something."""

@@ -183,7 +183,11 @@ class DecodeScheduler(Party):
         )
 
     def _freeze(self) -> Frozen:
-        return (tuple(sorted(self.claimed.items(), key=_name)),)
+        return (tuple(self._by_name()),)
+
+    def _by_name(self) -> list[tuple[str, Claimed]]:
+        """All handoffs in the order of their names, as `freeze` has them."""
+        return sorted(self.claimed.items(), key=_name)
 
     def _require_new(self, handoff: str, epoch: int) -> None:
         last, _ = self.remembered.get((handoff,), (0, ""))
@@ -228,6 +232,7 @@ class DecodeScheduler(Party):
                     self._on_gone(message)
             case msg.CloseConfirmed():
                 if self._is_current(message) and self._is_from_prefill(message):
+                    self._answered(message.sender.name, ("close", message.handoff))
                     self._closed(message.handoff)
             case _:
                 self._refuse("not for this role")
@@ -261,6 +266,7 @@ class DecodeScheduler(Party):
             case ReportStatus.DROPPED if claimed.state is DecodeState.CLAIMING:
                 self._refuse("dropped, but nobody said so")
             case ReportStatus.DROPPED:
+                self._answered(report.sender.name, ("drop", handoff))
                 self._dropped(handoff, rank)
             case _:
                 self._count("reports too late")
@@ -290,7 +296,7 @@ class DecodeScheduler(Party):
         self._move(handoff, DecodeMove.DELIVER)
         self.claimed[handoff] = self.claimed[handoff]._replace(outcome=HandoffOutcome.DELIVERED)
         self._end(handoff)
-        self._let_ranks_drop(handoff)
+        self._begin_dropping(handoff)
         self._close(handoff)
         self._ask_again_later(handoff)
 
@@ -305,7 +311,7 @@ class DecodeScheduler(Party):
             outcome=outcome, why=why[:512], closed=closed, dropped=gone
         )
         self._disarm(("deadline", handoff))
-        self._let_ranks_drop(handoff)
+        self._begin_dropping(handoff)
         self._close(handoff)
         self._ask_again_later(handoff)
         self._dropped(handoff, 0)
@@ -359,6 +365,17 @@ class DecodeScheduler(Party):
 
     # Asking.
 
+    def _asked_by(self, timer: TimerKey) -> list[str]:
+        claimed = self.claimed[timer[1]]
+        names = self._unfinished(claimed)
+        return names if claimed.closed else [*names, claimed.prefill]
+
+    def _unfinished(self, claimed: Claimed) -> list[str]:
+        """The ranks that have not done what the handoff's state asks of them."""
+        claiming = claimed.state is DecodeState.CLAIMING
+        done = claimed.complete if claiming else claimed.dropped
+        return [name for n, name in enumerate(self.ranks) if not done >> n & 1]
+
     def _ask(self, handoff: str) -> None:
         """Sends again whatever has had no answer yet."""
         claimed = self.claimed[handoff]
@@ -369,6 +386,8 @@ class DecodeScheduler(Party):
             # Also when the token is there: it renews the lease of the blocks that are missing.
             self._await(handoff)
         else:
+            for name in self._unfinished(claimed):
+                self._asked_again(name, ("drop", handoff))
             self._let_ranks_drop(handoff)
             self._close(handoff)
         self._ask_again_later(handoff)
@@ -399,18 +418,22 @@ class DecodeScheduler(Party):
         else:
             self._greet(target)
 
+    def _begin_dropping(self, handoff: str) -> None:
+        for name in self._unfinished(self.claimed[handoff]):
+            self._asked(name, ("drop", handoff))
+        self._let_ranks_drop(handoff)
+
     def _let_ranks_drop(self, handoff: str) -> None:
         claimed = self.claimed[handoff]
-        for n, name in enumerate(self.ranks):
-            if not claimed.dropped >> n & 1:
-                self._send(
-                    msg.DropHandoff(
-                        sender=self.life,
-                        target=self.life_of(name),
-                        handoff=handoff,
-                        epoch=claimed.epoch,
-                    )
+        for name in self._unfinished(claimed):
+            self._send(
+                msg.DropHandoff(
+                    sender=self.life,
+                    target=self.life_of(name),
+                    handoff=handoff,
+                    epoch=claimed.epoch,
                 )
+            )
 
     def _close(self, handoff: str) -> None:
         """Sends the prefill side how it ended; if that is lost, its lease runs out."""
@@ -424,6 +447,10 @@ class DecodeScheduler(Party):
             self.claimed[handoff] = claimed._replace(closed=True)
             self._forget_if_over(handoff)
             return
+        if claimed.close_count:
+            self._asked_again(claimed.prefill, ("close", handoff))
+        else:
+            self._asked(claimed.prefill, ("close", handoff))
         self.claimed[handoff] = claimed._replace(close_count=claimed.close_count + 1)
         self._send(
             msg.Close(
@@ -448,7 +475,7 @@ class DecodeScheduler(Party):
                 raise InvariantViolation(f"timer {timer} is not one of a decode scheduler")
 
     def _peer_open(self, name: str) -> None:
-        for handoff, claimed in self.claimed.items():
+        for handoff, claimed in self._by_name():
             waits = claimed.state is DecodeState.CLAIMING and not claimed.tokens
             if claimed.prefill == name and waits:
                 self._await(handoff)
@@ -456,7 +483,7 @@ class DecodeScheduler(Party):
     def _peer_silent(self, name: str) -> None:
         """The prefill scheduler is silent: without the first token there is nothing to wait for."""
         why = f"{name} is silent"
-        for handoff, claimed in list(self.claimed.items()):
+        for handoff, claimed in self._by_name():
             if claimed.prefill != name:
                 continue
             if claimed.state is DecodeState.CLAIMING and not claimed.tokens:
@@ -467,20 +494,20 @@ class DecodeScheduler(Party):
     def _peer_gone(self, name: str) -> None:
         if name not in self.ranks:
             # Its ranks let go of everything when they saw it die, first token or not.
-            for handoff, claimed in list(self.claimed.items()):
+            for handoff, claimed in self._by_name():
                 if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
                     self._give_up(handoff, HandoffOutcome.FAILED_OVER, f"{name} is gone")
             self._peer_silent(name)
             return
         rank = 1 << self.ranks.index(name)
-        for handoff, claimed in list(self.claimed.items()):
+        for handoff, claimed in self._by_name():
             if claimed.state is DecodeState.CLAIMING:
                 self._give_up(handoff, HandoffOutcome.FAILED_OVER, f"{name} is lost")
             if handoff in self.claimed:
                 self._dropped(handoff, rank)
 
     def _peer_refused(self, name: str, *, why: str) -> None:
-        for handoff, claimed in list(self.claimed.items()):
+        for handoff, claimed in self._by_name():
             if claimed.prefill == name and claimed.state is DecodeState.CLAIMING:
                 self._give_up(handoff, HandoffOutcome.FAILED_OVER, why)
 

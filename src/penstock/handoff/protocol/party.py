@@ -15,10 +15,11 @@ import msgspec
 from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.effects import Send
 from penstock.handoff.protocol.identity import COLLEAGUES, Identity, Life, Misfit, misfit
+from penstock.handoff.protocol.round_trips import RoundTrip
 from penstock.handoff.protocol.states import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.settings import HandoffSettings
@@ -64,7 +65,14 @@ class Party(ABC):
     """One party of handoffs; the four machines are its children."""
 
     role: ClassVar[Role]
-    books: ClassVar[tuple[str, ...]] = ("peers", "timers", "tries", "remembered", "counts")
+    books: ClassVar[tuple[str, ...]] = (
+        "peers",
+        "timers",
+        "tries",
+        "round_trips",
+        "remembered",
+        "counts",
+    )
     """Names of the dictionaries that make up the state: `clone` copies them."""
 
     def __init__(self, identity: Identity, settings: HandoffSettings) -> None:
@@ -80,6 +88,8 @@ class Party(ABC):
         self.tries: dict[TimerKey, int] = {}
         """How often each timer expired, less what came meanwhile; it makes waits longer or shorter,
         and nothing else."""
+        self.round_trips: dict[str, RoundTrip] = {}
+        """How long each peer takes to answer; it makes waits longer, and nothing else."""
         self.remembered: dict[tuple[str, ...], tuple[int, str]] = {}
         """The ends of handoffs that are over: an epoch, and why."""
         self.counts: dict[str, int] = {}
@@ -243,6 +253,10 @@ class Party(ABC):
     def _on_timer(self, timer: TimerKey) -> None: ...
 
     @abstractmethod
+    def _asked_by(self, timer: TimerKey) -> Iterable[str]:
+        """The peers that a resend asks."""
+
+    @abstractmethod
     def _peer_open(self, name: str) -> None:
         """A peer was met, or answers again."""
 
@@ -398,13 +412,22 @@ class Party(ABC):
             self.timers[timer] = self.now + delay_s
 
     def _arm_resend(self, timer: TimerKey) -> None:
-        """Starts a timer that waits twice as long each time it expired."""
-        self._arm(timer, self._resend_wait_s(timer))
+        """Starts a timer that waits twice as long each time it expired.
+
+        It waits no less than the peers that it asks take to answer.
+        """
+        if timer not in self.timers:
+            self._arm(timer, self._resend_wait_s(timer))
 
     def _resend_wait_s(self, timer: TimerKey) -> float:
         times = self.settings.times
         doublings = min(self.tries.get(timer, 0), BACKOFF_DOUBLINGS_MAX)
-        return min(times.resend_s * 2.0**doublings, times.resend_cap_s)
+        wait_s = min(times.resend_s * 2.0**doublings, times.resend_cap_s)
+        for name in self._asked_by(timer):
+            trip = self.round_trips.get(name)
+            if trip is not None and trip.wait_s > wait_s:
+                wait_s = min(trip.wait_s, times.resend_limit_s)
+        return wait_s
 
     def _hasten(self, timer: TimerKey) -> None:
         """Something that a resend asks for has come: from now on it waits half as long.
@@ -419,6 +442,23 @@ class Party(ABC):
         due = self.timers.get(timer)
         if due is not None:
             self.timers[timer] = min(due, self.now + self._resend_wait_s(timer))
+
+    def _asked(self, name: str, question: Hashable) -> None:
+        """A peer was asked for the first time something that it answers at once."""
+        trip = self.round_trips.get(name) or RoundTrip()
+        self.round_trips[name] = trip.asked(
+            question, self.now, patience_s=self.settings.times.resend_limit_s
+        )
+
+    def _answered(self, name: str, question: Hashable) -> None:
+        trip = self.round_trips.get(name)
+        if trip is not None:
+            self.round_trips[name] = trip.answered(question, self.now, self.settings.times)
+
+    def _asked_again(self, name: str, question: Hashable) -> None:
+        """A peer that should have answered by now is asked once more."""
+        trip = self.round_trips.get(name) or RoundTrip()
+        self.round_trips[name] = trip.asked_again(question, self.now, self.settings.times)
 
     def _disarm(self, timer: TimerKey) -> None:
         self.timers.pop(timer, None)

@@ -170,6 +170,8 @@ class PrefillRank(Party):
         lane = self.lanes.get(write.target.name)
         if posted.settled or lane is None or not lane.holds(write):
             self._free(write)
+        else:
+            self._asked(write.target.name, write)
         self._after_end(write)
         return self.effects
 
@@ -381,7 +383,7 @@ class PrefillRank(Party):
 
     def _abandon_writes(self) -> None:
         """Nothing more is read of prompts that were let go: their blocks are given to others."""
-        for write, posted in self.writes.items():
+        for write, posted in sorted(self.writes.items()):
             if not posted.observed and write.handoff not in self.prompts:
                 self.effects.append(AbandonWrite(write=write))
 
@@ -497,6 +499,7 @@ class PrefillRank(Party):
     def _settle_write(self, write: WriteId) -> None:
         posted = self.writes[write]
         if posted.observed:
+            self._answered(write.target.name, write)
             self._free(write)
         else:
             self.writes[write] = posted._replace(settled=True)
@@ -581,8 +584,9 @@ class PrefillRank(Party):
             self.timers.pop(("notice", target), None)
 
     def _notice_again(self, target: str) -> None:
-        for write in self._unanswered(target):
+        for write in sorted(self._unanswered(target)):
             self._send(self._notice(write, self.writes[write].sums))
+            self._asked_again(target, write)
         lane = self.lanes.get(target)
         if lane is not None and lane.poisoned:
             self._send_poisoned(target)
@@ -606,6 +610,9 @@ class PrefillRank(Party):
                 self._forget(target, handoff, WantMove.FORGET)
             case _:
                 raise InvariantViolation(f"timer {timer} is not one of a prefill rank")
+
+    def _asked_by(self, timer: TimerKey) -> tuple[str, ...]:
+        return timer[1:2]
 
     def _peer_open(self, name: str) -> None:
         self._pump(name)

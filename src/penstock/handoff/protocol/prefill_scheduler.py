@@ -171,7 +171,11 @@ class PrefillScheduler(Party):
         )
 
     def _freeze(self) -> Frozen:
-        return (tuple(sorted(self.prefills.items(), key=_name)),)
+        return (tuple(self._by_name()),)
+
+    def _by_name(self) -> list[tuple[str, Prefill]]:
+        """All handoffs in the order of their names, as `freeze` has them."""
+        return sorted(self.prefills.items(), key=_name)
 
     # Messages.
 
@@ -242,6 +246,7 @@ class PrefillScheduler(Party):
         if prefill is None or prefill.state is not PrefillState.RELEASING:
             self._refuse("released, but nobody said so")
         else:
+            self._answered(released.sender.name, ("release", released.handoff))
             self._released(released.handoff, 1 << self.ranks.index(released.sender.name))
 
     def _park(self, handoff: str, prefill: Prefill) -> bool:
@@ -269,6 +274,8 @@ class PrefillScheduler(Party):
         gone = sum(1 << n for n, name in enumerate(self.ranks) if not self.is_open(name))
         prefill = self.prefills[handoff]._replace(outcome=outcome, why=why[:512], released=gone)
         self.prefills[handoff] = prefill
+        for name in self._unreleased(handoff):
+            self._asked(name, ("release", handoff))
         self._let_ranks_release(handoff)
         self._released(handoff, 0)
 
@@ -287,13 +294,16 @@ class PrefillScheduler(Party):
         self._end(handoff, outcome, why)
 
     def _let_ranks_release(self, handoff: str) -> None:
-        prefill = self.prefills[handoff]
-        for n, name in enumerate(self.ranks):
-            if not prefill.released >> n & 1:
-                self._send(
-                    msg.ReleaseBlocks(sender=self.life, target=self.life_of(name), handoff=handoff)
-                )
+        for name in self._unreleased(handoff):
+            self._send(
+                msg.ReleaseBlocks(sender=self.life, target=self.life_of(name), handoff=handoff)
+            )
         self._arm_resend(("resend", handoff))
+
+    def _unreleased(self, handoff: str) -> list[str]:
+        """The ranks that may still read its blocks."""
+        released = self.prefills[handoff].released
+        return [name for n, name in enumerate(self.ranks) if not released >> n & 1]
 
     def _released(self, handoff: str, ranks: int) -> None:
         """Some ranks read its blocks no more; after the last of them the handoff has ended."""
@@ -350,6 +360,8 @@ class PrefillScheduler(Party):
             case ("lease", handoff):
                 self._send_gone_and_end(handoff, HandoffOutcome.EXPIRED, "its lease is over")
             case ("resend", handoff):
+                for name in self._unreleased(handoff):
+                    self._asked_again(name, ("release", handoff))
                 self._let_ranks_release(handoff)
             case ("park", handoff):
                 self._count("questions forgotten")
@@ -357,6 +369,9 @@ class PrefillScheduler(Party):
                 del self.prefills[handoff]
             case _:
                 raise InvariantViolation(f"timer {timer} is not one of a prefill scheduler")
+
+    def _asked_by(self, timer: TimerKey) -> list[str]:
+        return self._unreleased(timer[1])
 
     def _peer_open(self, name: str) -> None:
         """Nothing to do: a decode scheduler asks again, and ranks are asked by the resend."""
@@ -366,7 +381,7 @@ class PrefillScheduler(Party):
 
     def _peer_silent(self, name: str) -> None:
         """A decode scheduler is silent: what it asked for is not kept for it any longer."""
-        for handoff, prefill in list(self.prefills.items()):
+        for handoff, prefill in self._by_name():
             if prefill.decode == name:
                 self._give_up(handoff, f"{name} is silent")
 
@@ -374,7 +389,7 @@ class PrefillScheduler(Party):
         if name not in self.ranks:
             self._peer_silent(name)
             return
-        for handoff, prefill in list(self.prefills.items()):
+        for handoff, prefill in self._by_name():
             if prefill.state in (PrefillState.COMPUTING, PrefillState.READY):
                 self._give_up(handoff, f"{name} is lost")
             if handoff in self.prefills and prefill.state is not PrefillState.AWAITED:

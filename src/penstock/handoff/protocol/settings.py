@@ -39,6 +39,9 @@ class HandoffTimes:
     """A message without an answer is sent again after this, then after twice as long, …"""
     resend_cap_s: float = 4.0
     """… but at least this often. A lease is renewed by resends, so it must last longer."""
+    resend_limit_s: float = 30.0
+    """A peer that takes longer than that to answer is asked no sooner than it answers, but at least
+    this often."""
     handoff_s: float = 60.0
     """Decode gives a handoff up after this, if it was submitted without a patience of its own."""
     lease_s: float = 120.0
@@ -57,6 +60,11 @@ class HandoffTimes:
                 "resend_cap_s",
                 f"is {self.resend_cap_s}, must be at least {RESEND_GROWTH_MIN} times resend_s "
                 f"{self.resend_s}, so that waits can grow",
+            )
+        if self.resend_limit_s < self.resend_cap_s:
+            raise ConfigError(
+                "resend_limit_s",
+                f"is {self.resend_limit_s}, must be at least resend_cap_s {self.resend_cap_s}",
             )
         if self.suspect_s <= self.ping_s:
             raise ConfigError(

@@ -1,0 +1,351 @@
+"""The router of a simulated world of pairs: chooses instances, introduces them, tries again.
+
+It keeps the rules of `penstock.serve.pairs`: a pair is opened when a request first needs it and
+closed when none has used it for `idle_s`, or to make room; a pair that a request uses is closed
+only when one of the two is gone or cannot open it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lab.sim.checkers import SimulationError
+from lab.sim.handoff_weather import AMPLE_S
+from lab.sim.pairs_weather import prompt_of
+from penstock.handoff.protocol.states import HandoffOutcome
+
+if TYPE_CHECKING:
+    from lab.sim.pairs import Couple, PairsSimulation
+    from lab.sim.pairs_weather import Asked
+
+TRY_COUNT_MAX = 3
+"""A request that was not handed over so often is computed by its decode instance."""
+DEADLINE_S = {False: 300.0, True: 8 * AMPLE_S}
+"""A request ends by this; in calm worlds everybody is patient."""
+_SERVED_S = 200.0
+"""A request for which a decode instance was there so long must not have to wait for its deadline:
+three patiences, and a few resends that were lost."""
+_AGAIN_S = 0.5
+_FAILED_S = 10.0
+"""How long a pair that could not be opened is not tried again."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request of a client."""
+
+    name: str
+    asked: Asked
+    try_count: int = 0
+    handoff: str = ""
+    """Of the present try; empty while there is none."""
+    couple: Couple | None = None
+    """The pair that it uses."""
+    alone: str = ""
+    """The decode instance that computes it itself."""
+    outcome: str = ""
+
+
+@dataclass(slots=True)
+class _Introduced:
+    uses: int
+    used_at: float
+
+
+class Router:
+    """Who knows all instances."""
+
+    def __init__(self, world: PairsSimulation) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._serving: dict[str, float] = {}
+        """Instances that get requests, and since when."""
+        self._present: set[str] = set()
+        """Instances that are there, those that drain too."""
+        self._open: dict[Couple, _Introduced] = {}
+        self._opened_count = 0
+        self._failed: dict[Couple, float] = {}
+        self._requests: dict[str, Request] = {}
+        self._handoffs: dict[str, Request] = {}
+
+    # ---------------------------------------------------------------- requests
+
+    def arrive(self, name: str, asked: Asked) -> None:
+        """A client asks for something."""
+        request = self._requests[name] = Request(name=name, asked=asked)
+        deadline_s = DEADLINE_S[self._world.weather.calm]
+        self._world.agenda.after(deadline_s, self._give_up, request)
+        self._route(request)
+
+    def _route(self, request: Request) -> None:
+        """Begins the next try, as soon as there are instances for it."""
+        if request.outcome or request.handoff or request.alone:
+            return
+        decodes = self._role("decode")
+        if decodes and request.try_count >= TRY_COUNT_MAX:
+            self._let_compute(request, self._rng.choice(decodes))
+            return
+        couples = [
+            (prefill, decode)
+            for prefill in self._role("prefill")
+            for decode in decodes
+            if self._can_use((prefill, decode))
+        ]
+        if not couples:
+            self._world.note("no pair for a request")
+            self._world.agenda.after(_AGAIN_S, self._route, request)
+            return
+        # The one that is used least: ties rotate by chance.
+        couple = min(couples, key=lambda each: (self._uses_of(each), self._rng.random()))
+        self._hand_over(request, couple)
+
+    def _hand_over(self, request: Request, couple: Couple) -> None:
+        world = self._world
+        request.try_count += 1
+        handoff = request.handoff = f"{request.name}.{request.try_count}"
+        self._handoffs[handoff] = request
+        if couple not in self._open:
+            self._introduce(couple)
+        request.couple = couple
+        self._open[couple].uses += 1
+        self._open[couple].used_at = world.agenda.now
+        prefill, decode = (world.instances[name] for name in couple)
+        world.pair_of(couple).prompts[handoff] = prompt_of(
+            request.asked, handoff, prefill_ranks=prefill.ranks, decode_ranks=decode.ranks
+        )
+        world.send(couple[0], self._begin_prefill, couple, handoff)
+        world.send(couple[1], self._begin_claim, couple, handoff)
+
+    def _begin_prefill(self, couple: Couple, handoff: str) -> None:
+        if couple in self._world.instances[couple[0]].open:
+            self._world.pairs[couple].world.engines.prefill(handoff)
+        else:
+            self._world.note("request for a closed pair")
+
+    def _begin_claim(self, couple: Couple, handoff: str) -> None:
+        if couple in self._world.instances[couple[1]].open:
+            self._world.pairs[couple].world.engines.claim(handoff, 1)
+        else:
+            self._world.note("request for a closed pair")
+            self._world.report(couple[1], self.handoff_ended, handoff, None)
+
+    def handoff_ended(self, handoff: str, outcome: HandoffOutcome | None) -> None:
+        """A decode instance reports the end of a handoff; of one whose pair was closed, none."""
+        request = self._handoffs[handoff]
+        if request.outcome or request.handoff != handoff:
+            return  # It was tried again meanwhile.
+        couple = self._release(request)
+        match outcome:
+            case HandoffOutcome.DELIVERED | HandoffOutcome.CANCELLED:
+                self._end(request, outcome.value)
+            case HandoffOutcome.FAILED_OVER | HandoffOutcome.EXPIRED if self._rng.random() < 0.5:
+                self._let_compute(request, couple[1])
+            case _:
+                self._world.note("tried again")
+                self._route(request)
+
+    def _let_compute(self, request: Request, decode: str) -> None:
+        """The decode instance computes a prompt itself."""
+        self._world.note("computed by decode")
+        request.alone = decode
+        self._world.send(decode, self._computed, request)
+
+    def _computed(self, request: Request) -> None:
+        if not request.outcome:
+            self._end(request, "computed")
+
+    def _end(self, request: Request, outcome: str) -> None:
+        self._world.tell(f"{request.name} ends: {outcome}")
+        request.outcome = outcome
+
+    def _give_up(self, request: Request) -> None:
+        """The deadline of a request."""
+        if request.outcome:
+            return
+        served = [
+            self._world.agenda.now - since for since in map(self._since, self._role("decode"))
+        ]
+        if max(served, default=0.0) > _SERVED_S:
+            raise SimulationError("liveness", f"{request.name} did not end by its deadline")
+        self._world.note("request given up")
+        self._release(request)
+        self._end(request, "deadline")
+
+    def _since(self, name: str) -> float:
+        return self._serving[name]
+
+    def _role(self, role: str) -> list[str]:
+        """The instances of a role that get requests."""
+        return [name for name in self._serving if self._world.instances[name].role == role]
+
+    def _release(self, request: Request) -> Couple:
+        """A try is over: its pair may be idle now."""
+        couple, request.couple, request.handoff = request.couple, None, ""
+        assert couple is not None or request.outcome == ""
+        introduced = self._open.get(couple) if couple is not None else None
+        if couple is not None and introduced is not None:
+            introduced.uses -= 1
+            introduced.used_at = self._world.agenda.now
+            if not introduced.uses:
+                idle_s = self._world.weather.idle_s
+                self._world.agenda.after(idle_s, self._close_idle, couple, introduced.used_at)
+        return couple or ("", "")
+
+    # ---------------------------------------------------------------- pairs
+
+    def _uses_of(self, couple: Couple) -> int:
+        return self._open[couple].uses if couple in self._open else 0
+
+    def _can_use(self, couple: Couple) -> bool:
+        if couple in self._open:
+            return True
+        failed_at = self._failed.get(couple)
+        if failed_at is not None and self._world.agenda.now < failed_at + _FAILED_S:
+            return False
+        return all(self._has_room(name) for name in couple)
+
+    def _pairs_of(self, name: str) -> list[Couple]:
+        """The open pairs of an instance, the least recently used first."""
+        found = [couple for couple in self._open if name in couple]
+        return sorted(found, key=lambda couple: self._open[couple].used_at)
+
+    def _has_room(self, name: str) -> bool:
+        pairs = self._pairs_of(name)
+        idle = any(not self._open[couple].uses for couple in pairs)
+        return idle or len(pairs) < self._world.weather.peers_max
+
+    def _introduce(self, couple: Couple) -> None:
+        for name in couple:
+            pairs = self._pairs_of(name)
+            if len(pairs) >= self._world.weather.peers_max:
+                self._world.note("pair closed to make room")
+                self._close(next(each for each in pairs if not self._open[each].uses))
+        self._world.note("pair opened")
+        self._opened_count += 1
+        self._open[couple] = _Introduced(0, self._world.agenda.now)
+        for name in couple:
+            self._world.send(name, self._world.open_side, name, couple, self._opened_count)
+
+    def _close(self, couple: Couple) -> None:
+        del self._open[couple]
+        for name in couple:
+            if name in self._present:
+                self._world.send(name, self._world.close_side, name, couple)
+
+    def _close_idle(self, couple: Couple, used_at: float) -> None:
+        introduced = self._open.get(couple)
+        if introduced is not None and not introduced.uses and introduced.used_at == used_at:
+            self._world.note("pair closed when idle")
+            self._world.check_idle(couple)
+            self._close(couple)
+
+    def pair_failed(self, couple: Couple) -> None:
+        """An instance could not open a pair: it is closed on the other side, too."""
+        if couple in self._open:
+            self._failed[couple] = self._world.agenda.now
+            self._close(couple)
+            self._try_elsewhere(couple)
+
+    def _try_elsewhere(self, couple: Couple) -> None:
+        """The requests of a pair that is closed go on in another one."""
+        for request in [each for each in self._requests.values() if each.couple == couple]:
+            self._world.note("another instance")
+            self._release(request)
+            self._route(request)
+
+    # ---------------------------------------------------------------- instances
+
+    def joined(self, name: str) -> None:
+        """An instance is there, for the first time or again."""
+        self._present.add(name)
+        self._serving[name] = self._world.agenda.now
+        self._failed = {each: at for each, at in self._failed.items() if name not in each}
+
+    def lost(self, name: str, life: int) -> None:
+        """An instance is gone: its requests go elsewhere, and then its peers close their pairs."""
+        if self._world.instances[name].life != life or name not in self._present:
+            return
+        self._present.discard(name)
+        self._serving.pop(name, None)
+        gone = self._pairs_of(name)
+        for couple in gone:
+            del self._open[couple]
+        for couple in gone:
+            self._try_elsewhere(couple)
+        for request in self._requests.values():
+            if request.alone == name and not request.outcome:
+                request.alone = ""
+                self._route(request)
+        for couple in gone:
+            for other in couple:
+                # Unless it was introduced anew: then it has closed it already.
+                if other in self._present and couple not in self._open:
+                    self._world.send(other, self._world.close_side, other, couple)
+
+    def leave(self) -> None:
+        """An instance that others can stand in for drains, and leaves for good."""
+        self._drain("leave")
+
+    def change_role(self) -> None:
+        """An instance that others can stand in for drains, and gets the other role."""
+        self._drain("role")
+
+    def _drain(self, then: str) -> None:
+        spare = [
+            name for name in self._serving if len(self._role(self._world.instances[name].role)) > 1
+        ]
+        if not spare:
+            return
+        name = self._rng.choice(spare)
+        self._world.note("instance drains")
+        del self._serving[name]
+        self._when_drained(name, self._world.instances[name].life, then)
+
+    def _when_drained(self, name: str, life: int, then: str) -> None:
+        world, instance = self._world, self._world.instances[name]
+        if name not in self._present or instance.life != life or name in self._serving:
+            return  # It died meanwhile, and begins again in its role.
+        busy = any(name in (*(each.couple or ()), each.alone) for each in self._unended())
+        if busy:
+            world.agenda.after(_AGAIN_S, self._when_drained, name, life, then)
+            return
+        for couple in self._pairs_of(name):
+            self._close(couple)
+        world.send(name, self._drained, name, then)
+
+    def _drained(self, name: str, then: str) -> None:
+        """All pairs of an instance are closed on its side."""
+        world, instance = self._world, self._world.instances[name]
+        if instance.open:
+            raise SimulationError("drain", f"{name} drained with pairs open: {instance.open}")
+        if then == "leave":
+            world.note("instance leaves")
+            instance.up = False
+            self._present.discard(name)
+            return
+        world.note("role changes")
+        instance.role = "decode" if instance.role == "prefill" else "prefill"
+        world.report(name, self.joined, name)
+
+    def _unended(self) -> list[Request]:
+        return [each for each in self._requests.values() if not each.outcome]
+
+    # ---------------------------------------------------------------- the end
+
+    def check_at_rest(self) -> None:
+        """Every request has ended, and no pair is open.
+
+        Raises:
+            SimulationError: one has not, or is; or in a calm world one was not handed over.
+        """
+        for request in self._requests.values():
+            if not request.outcome:
+                raise SimulationError("liveness", f"{request.name} has not ended")
+            if self._world.weather.calm and request.outcome != "delivered":
+                raise SimulationError(
+                    "usefulness",
+                    f"{request.name} is {request.outcome}, though nothing was in the way",
+                )
+        if self._open:
+            raise SimulationError("drain", f"pairs are open: {sorted(self._open)}")

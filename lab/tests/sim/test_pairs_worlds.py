@@ -1,0 +1,122 @@
+"""Worlds of several prefill and decode instances: a share of the seeds, and planted bugs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.explore import Violation
+from lab.sim import pairs
+from lab.sim.campaign import DEFECTS, run_campaign, run_seeds
+from lab.sim.checkers import SimulationError
+from lab.sim.pairs import PairsSimulation
+from lab.sim.pairs_router import Router
+from lab.sim.scenarios import Scenario
+from lab.tests.sim.test_handoff_bugs import plant_any_rank_will_do, plant_no_fence
+from penstock.handoff.protocol.decode_rank import DecodeRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BATCH = 75
+
+
+def story_of(seed: int) -> list[str]:
+    lines: list[str] = []
+    PairsSimulation(seed, teller=lines.append).run()
+    return lines
+
+
+def finder_of(seed: int) -> str:
+    """Who finds something in a world; nobody, if it comes to a good end."""
+    try:
+        PairsSimulation(seed).run()
+    except (SimulationError, Violation) as error:
+        return error.checker
+    except DEFECTS as error:
+        return type(error).__name__
+    return "nobody"
+
+
+@pytest.mark.parametrize("first", range(0, 4 * BATCH, BATCH))
+def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
+    outcome = run_seeds(range(first, first + BATCH), Scenario.PAIRS)
+
+    assert outcome.failures == []
+    assert outcome.coverage.events_mean > 100
+
+
+@pytest.mark.long
+def test_twenty_thousand_worlds_see_everything_and_find_nothing() -> None:
+    outcome = run_campaign(range(20_000), Scenario.PAIRS, jobs=2)
+
+    assert outcome.failures == []
+    assert outcome.coverage.shortfalls() == []
+
+
+@pytest.mark.parametrize("seed", [1, 5])
+def test_a_seed_tells_the_same_story_every_time(seed: int) -> None:
+    assert story_of(seed) == story_of(seed)
+
+
+def test_there_are_worlds_of_two_prefill_and_two_decode_instances_and_of_others() -> None:
+    weathers = [PairsSimulation(seed).weather for seed in range(200)]
+
+    shapes = {(len(each.prefill_ranks), len(each.decode_ranks)) for each in weathers}
+    assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert {rank for each in weathers for rank in each.decode_ranks} == {1, 2}
+    assert {each.peers_max for each in weathers} == {1, 2, 4}
+    assert any(each.calm and each.role_change_count and each.late_count for each in weathers)
+
+
+def plant_landing_memory_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance opens a pair, whatever its other pairs take of its landing memory."""
+    monkeypatch.setattr(PairsSimulation, "_share_of", lambda *_: 0)
+
+
+def plant_pairs_are_never_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router forgets to close pairs that are idle."""
+    monkeypatch.setattr(Router, "_close_idle", lambda *_: None)
+
+
+def plant_pairs_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the router nor an instance counts the pairs that are open."""
+    monkeypatch.setattr(Router, "_has_room", lambda *_: True)
+    monkeypatch.setattr(Router, "_pairs_of", lambda *_: [])
+    monkeypatch.setattr(PairsSimulation, "_has_room_for", lambda *_: True)
+
+
+def plant_lives_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair that is opened again has the lives of before."""
+    monkeypatch.setattr(pairs, "_next_life", lambda world, name: world.actors[name].identity)
+
+
+def plant_stopped_claims_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode rank keeps what it was told to drop, and asks for it for ever."""
+    monkeypatch.setattr(DecodeRank, "_source_stopped", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "seed_count", "finders"),
+    [
+        pytest.param(plant_any_rank_will_do, 20, {"content"}, id="any rank will do"),
+        pytest.param(plant_no_fence, 40, {"given back"}, id="no fence"),
+        pytest.param(plant_landing_memory_is_not_counted, 99, {"bounds"}, id="landing memory"),
+        pytest.param(plant_pairs_are_never_closed, 10, {"drain"}, id="pairs are never closed"),
+        pytest.param(plant_pairs_without_bound, 10, {"bounds"}, id="no bound on pairs"),
+        pytest.param(plant_lives_without_end, 20, {"given back"}, id="lives without end"),
+        pytest.param(plant_stopped_claims_are_kept, 40, {"drain"}, id="stopped claims are kept"),
+    ],
+)
+def test_a_bug_that_was_planted_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    seed_count: int,
+    finders: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+
+    found = next((each for each in map(finder_of, range(seed_count)) if each != "nobody"), "nobody")
+
+    assert found in finders

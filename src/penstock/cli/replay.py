@@ -1,0 +1,154 @@
+"""`penstock replay`: a trace of requests, played through the cache of a configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from penstock.cli.conventions import ConfigOption, JsonOption, write_json
+from penstock.config import load_config, parse_config
+from penstock.replay.best import BestPossible
+from penstock.replay.report import describe, report_on
+from penstock.replay.simulation import Replay, Speeds, sized_cache
+from penstock.replay.trace import SHIPPED, TraceReader, TraceRequest, natural_block_tokens
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+
+KV_BYTES = 131_072
+"""Of a token in an 8B model with 8 KV heads: 32 layers of keys and values of 1,024 × 2 bytes."""
+DEVICE_GIB, HOST_GIB = 40, 128
+"""What such a model leaves of a GPU of 80 GB, and a part of its host's memory."""
+
+TracesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="TRACE...",
+        help=f"Files of requests (.jsonl, also .gz or .xz), or one of {', '.join(SHIPPED)}.",
+    ),
+]
+KvBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-bytes",
+        metavar="N",
+        min=1,
+        max=1 << 30,
+        help=f"Bytes of KV a token, on one rank; {KV_BYTES} without --config.",
+    ),
+]
+PrefillOption = Annotated[
+    float | None,
+    typer.Option("--prefill-rate", metavar="N", help="Tokens a second that the engine prefills."),
+]
+OutputOption = Annotated[
+    float | None,
+    typer.Option("--output-rate", metavar="N", help="Tokens a second of each answer."),
+]
+BandwidthOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="TIER=GB/S",
+        help="GB a second to and from a tier, on one rank; may be given for each.",
+    ),
+]
+
+
+def replay(
+    traces: TracesArgument,
+    *,
+    config: ConfigOption = None,
+    json: JsonOption = None,
+    device_blocks: Annotated[
+        int | None,
+        typer.Option(
+            "--device-blocks",
+            metavar="N",
+            min=1,
+            max=1 << 30,
+            help="Blocks of the device, where the file leaves them to the engine.",
+        ),
+    ] = None,
+    kv_bytes: KvBytesOption = None,
+    prefill_rate: PrefillOption = None,
+    output_rate: OutputOption = None,
+    bandwidth: BandwidthOption = None,
+    best: Annotated[
+        bool,
+        typer.Option(help="Compare with the best that any eviction policy could do."),
+    ] = True,
+) -> None:
+    """Play a trace of requests through the cache of a configuration.
+
+    The cache is the one that serves; only time and copies are modelled. Without rates, every
+    request ends before the next one comes. Without --config: a device of 40 GiB over a host tier
+    of 128 GiB, for a model of 8B parameters.
+    """
+    settings = load_config(config) if config else _example(traces[0], kv_bytes or KV_BYTES)
+    token_bytes = kv_bytes or (0 if config else KV_BYTES)
+    cache = sized_cache(settings, token_bytes=token_bytes, device_blocks=device_blocks or 0)
+    speeds = Speeds(
+        prefill_tokens_per_s=require_rate("--prefill-rate", prefill_rate),
+        output_tokens_per_s=require_rate("--output-rate", output_rate),
+        tier_bytes_per_s=dict(map(read_bandwidth, bandwidth or [])),
+    )
+    player = Replay(cache, speeds)
+    bound = BestPossible() if best else None
+    requests = TraceReader(settings).read_all(traces)
+    player.run(requests if bound is None else _noted(requests, bound, cache.block_tokens))
+    report = report_on(player, traces=list(traces), best=bound)
+    if json is None or str(json) != "-":
+        print(describe(report))
+    if json is not None:
+        write_json(json, msgspec.to_builtins(report))
+
+
+def _noted(
+    requests: Iterator[TraceRequest], bound: BestPossible, block_tokens: int
+) -> Iterator[TraceRequest]:
+    for request in requests:
+        # As in the cache, at least one token is left to compute.
+        bound.add(request.keys, (request.token_count - 1) // block_tokens)
+        yield request
+
+
+def _example(trace: str, token_bytes: int) -> Config:
+    """A configuration for those who have none yet, with the blocks of the trace."""
+    block_tokens = natural_block_tokens(trace)
+    device, host = (
+        max(1, (gib << 30) // (token_bytes * block_tokens)) for gib in (DEVICE_GIB, HOST_GIB)
+    )
+    return parse_config(
+        f'version = 1\n[model]\nname = "example"\n'
+        f"[cache]\nblock_tokens = {block_tokens}\nblocks = {device}\n"
+        f'[[tiers]]\nname = "host"\nkind = "memory"\nblocks = {host}\n'
+    )
+
+
+def require_rate(option: str, given: float | None) -> float:
+    """A rate that was given, or infinity."""
+    if given is None:
+        return math.inf
+    if not 0 < given < math.inf:
+        raise typer.BadParameter(f"is {given:g}, must be a number above 0", param_hint=option)
+    return given
+
+
+def read_bandwidth(given: str) -> tuple[str, float]:
+    """A tier, and bytes a second."""
+    name, equals, number = given.partition("=")
+    try:
+        rate = float(number)
+    except ValueError:
+        rate = math.nan
+    if not (name and equals and 0 < rate < math.inf):
+        raise typer.BadParameter(
+            f"is {given!r}, must be the name of a tier and GB a second, such as host=50",
+            param_hint="--bandwidth",
+        )
+    return name, rate * 1e9

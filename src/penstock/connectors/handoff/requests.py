@@ -1,0 +1,361 @@
+"""Which of an engine's requests are handed over, and what becomes of their blocks.
+
+    expect       ─→ a request is queued: who computes its prompt, who answers it
+    find_tokens  ─→ how many tokens another engine computes for it
+    start_claim  ─→ the engine allocated blocks for them
+    plan_step    ─→ which prompts a step computes, which claims have ended
+    finish       ─→ what a client must pass on to the decode engine
+
+A request says what it is by its `kv_transfer_params`, with the names that vLLM's own connectors
+use, so proxies that know those need no change:
+
+| key                  | prefill engine              | decode engine                             |
+|----------------------|-----------------------------|-------------------------------------------|
+| `do_remote_decode`   | true: others answer it      |                                           |
+| `do_remote_prefill`  |                             | true: it was, or is being computed        |
+| `penstock.handoff`   | its name, if a router drew one | its name                               |
+| `penstock.address`   |                             | of the prefill engine                     |
+
+Everything here is called by the engine's own thread.
+
+The one rule: the engine is told of the end of a claim once, and does not use or free the blocks of
+the claim before.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.connectors.base.keys import PARAMETER
+from penstock.connectors.base.statistics import RateLimitedLog
+from penstock.connectors.handoff.scheduler import (
+    ClaimEnded,
+    GivenPrompt,
+    PromptClaim,
+    PromptReleased,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.connectors.base.keys import EngineRequest
+    from penstock.connectors.base.pins import BlockPool
+    from penstock.connectors.base.statistics import Counters
+    from penstock.connectors.handoff.scheduler import SchedulerHandoffs
+    from penstock.connectors.handoff.thread import HandoffThread
+
+    Tables = Sequence[Sequence[int]]
+
+NAME_CHARS_MAX = 200
+"""Of a handoff and of an address: longer ones are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStep:
+    """From the scheduler's side to every worker, once a step; pickled by the engine."""
+
+    computed: Mapping[str, int] = field(default_factory=dict)
+    """How many leading tokens of each prompt are computed when the step has ended."""
+    restarted: tuple[str, ...] = ()
+    """Prompts that have lost their blocks, before anything of this step is computed."""
+    received: frozenset[str] = frozenset()
+    """Requests whose claims have ended."""
+    failed: frozenset[str] = frozenset()
+    """Those of them whose prompts the engine must compute."""
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A request whose prompt this engine computes for another one."""
+
+    request: EngineRequest
+    handoff: str
+    given: bool = False
+    """Whether its blocks were given to the scheduler's thread."""
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """A request whose prompt another engine computes."""
+
+    request: EngineRequest
+    handoff: str
+    address: str
+    tokens: int = 0
+    """What is being handed over."""
+    open: bool = True
+    """Whether it may still be claimed."""
+    under_way: bool = False
+
+
+class HandoffRequests:
+    """The requests of one engine that are handed over."""
+
+    def __init__(
+        self,
+        thread: HandoffThread,
+        handoffs: SchedulerHandoffs,
+        pool: BlockPool,
+        *,
+        counters: Counters,
+        block_tokens: int,
+        address: str,
+        answer: Mapping[str, object],
+        prefills: bool,
+        decodes: bool,
+    ) -> None:
+        """Opens it.
+
+        Args:
+            thread: Runs `handoffs`.
+            handoffs: The scheduler's pairs.
+            pool: The engine's blocks.
+            counters: Where it counts.
+            block_tokens: Tokens of a block.
+            address: Where decode engines introduce themselves.
+            answer: What every answer of a prefill engine says of the engine itself.
+            prefills: Whether it computes prompts for others.
+            decodes: Whether it takes prompts from others.
+        """
+        self._thread = thread
+        self._handoffs = handoffs
+        self._pool = pool
+        self._counters = counters
+        self._tokens = block_tokens
+        self._address = address
+        self._answer = dict(answer)
+        self._prefills = prefills
+        self._decodes = decodes
+        self._offered: dict[str, _Offered] = {}
+        self._claimed: dict[str, _Claimed] = {}
+        self._claims: dict[str, _Claimed] = {}
+        """Claims under way, by handoff; their requests may have been aborted."""
+        self._pins: dict[str, list[int]] = {}
+        """Blocks of prompts that were given, by handoff."""
+        self._warnings = RateLimitedLog()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine must step for something that has ended."""
+        return bool(self._handoffs.events or self._received)
+
+    def expect(self, request: EngineRequest) -> None:
+        """A request is queued.
+
+        Wrong parameters are counted by whoever reads the other switches of `kv_transfer_params`.
+        """
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or request.prompt_embeds is not None or request.resumable:
+            return
+        own = params.get(PARAMETER)
+        handoff, address = (_text(own, key) for key in ("handoff", "address"))
+        if params.get("do_remote_decode") and self._prefills:
+            name = handoff or f"{request.request_id[:100]}-{secrets.token_hex(8)}"
+            self._offered[request.request_id] = _Offered(request, name)
+        elif params.get("do_remote_prefill") and self._decodes and handoff and address:
+            self._claimed[request.request_id] = _Claimed(request, handoff, address)
+            self._thread.post(self._handoffs.meet, address)
+
+    def find_tokens(self, request: EngineRequest, computed: int) -> int:
+        """How many tokens after the first `computed` another engine computes for a request."""
+        claimed = self._claimed.get(request.request_id)
+        if claimed is None or not claimed.open:
+            return 0
+        missing = request.num_prompt_tokens - computed
+        if missing > self._tokens:
+            return missing
+        # Computing a block is quicker than asking for it.
+        self._spare(claimed)
+        return 0
+
+    def start_claim(self, request: EngineRequest, tables: Tables, external: int) -> None:
+        """The engine has allocated blocks for the tokens that `find_tokens` promised."""
+        claimed = self._claimed[request.request_id]
+        claimed.open, claimed.under_way, claimed.tokens = False, True, external
+        count = request.num_prompt_tokens
+        first = (count - external) // self._tokens
+        self._claims[claimed.handoff] = claimed
+        self._thread.post(
+            self._handoffs.claim,
+            PromptClaim(
+                claimed.handoff,
+                claimed.address,
+                list(request.all_token_ids[:count]),
+                list(tables[0][first : self._blocks(count)]),
+                first * self._tokens,
+                _origin(request),
+            ),
+        )
+
+    def is_claimed(self, request: EngineRequest) -> bool:
+        """Whether the tokens that were promised for a request come from another engine."""
+        claimed = self._claimed.get(request.request_id)
+        return claimed is not None and claimed.open
+
+    def plan_step(
+        self,
+        scheduled: Mapping[str, int],
+        tables: Callable[[str], Tables],
+        preempted: Iterable[str] = (),
+    ) -> HandoffStep | None:
+        """What every worker has to know of handoffs in this step; `None` in most steps.
+
+        Args:
+            scheduled: How many tokens of each request the step computes.
+            tables: The block table of a request, one row a KV group.
+            preempted: Requests whose blocks the engine has taken since the last step.
+        """
+        self._collect()
+        if not self._offered and not self._received:
+            return None
+        restarted = self._restart(preempted)
+        computed: dict[str, int] = {}
+        for name, token_count in scheduled.items():
+            offered = self._offered.get(name)
+            if offered is None or offered.given:
+                continue
+            count = offered.request.num_prompt_tokens
+            known = min(offered.request.num_computed_tokens + token_count, count)
+            computed[offered.handoff] = known
+            if known == count:
+                self._give(offered, tables(name)[0][: self._blocks(count)])
+        received, self._received = frozenset(self._received), set()
+        failed, self._failed = frozenset(self._failed), set()
+        if not (computed or restarted or received):
+            return None
+        return HandoffStep(computed=computed, restarted=restarted, received=received, failed=failed)
+
+    def finish(self, request: EngineRequest, *, completed: bool) -> dict[str, object] | None:
+        """A request has ended; returns what the client must pass on to a decode engine.
+
+        Args:
+            request: The request.
+            completed: Whether it was computed to its end.
+        """
+        claimed = self._claimed.pop(request.request_id, None)
+        if claimed is not None and claimed.under_way:
+            self._thread.post(self._handoffs.cancel_claim, claimed.handoff)
+        elif claimed is not None and claimed.open:
+            self._spare(claimed)
+        offered = self._offered.pop(request.request_id, None)
+        if offered is None:
+            return None
+        if not (completed and offered.given and request.num_tokens > request.num_prompt_tokens):
+            self._thread.post(self._handoffs.drop, offered.handoff, "the request was aborted")
+            return None
+        first_token = request.all_token_ids[request.num_prompt_tokens]
+        self._thread.post(self._handoffs.first_token, offered.handoff, first_token)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": request.request_id,
+            "remote_num_tokens": request.num_prompt_tokens,
+            **self._answer,
+            PARAMETER: {"handoff": offered.handoff, "address": self._address},
+        }
+
+    def reset(self) -> None:
+        """What was computed is void: prompts are not handed over, claims fail."""
+        for handoff in self._pins:
+            self._thread.post(self._handoffs.drop, handoff, "the engine was reset")
+        for handoff in self._claims:
+            self._thread.post(self._handoffs.cancel_claim, handoff)
+
+    def close(self) -> None:
+        """Ends the scheduler's pairs."""
+        self._thread.close()
+
+    def _collect(self) -> None:
+        if self._claims:
+            self._thread.require()
+        events = self._handoffs.events
+        while events:
+            match events.popleft():
+                case PromptReleased(handoff=handoff, outcome=outcome):
+                    blocks = [self._pool.blocks[each] for each in self._pins.pop(handoff)]
+                    self._pool.free_blocks(blocks)
+                    delivered = outcome == "delivered"
+                    self._counters.add("prompts_sent" if delivered else "prompts_not_sent")
+                case ClaimEnded() as ended:
+                    self._end_claim(self._claims.pop(ended.handoff), ended)
+
+    def _end_claim(self, claimed: _Claimed, ended: ClaimEnded) -> None:
+        claimed.under_way = False
+        name = claimed.request.request_id
+        self._received.add(name)
+        if ended.delivered:
+            self._counters.add("prompts_received")
+            self._counters.add("tokens_received", claimed.tokens)
+            return
+        self._failed.add(name)
+        if name in self._claimed:
+            self._counters.add("prompts_not_received")
+            self._warnings.warn(
+                "handoff",
+                "a prompt is computed here, its handoff failed: request=%s handoff=%s cause=%s",
+                name,
+                ended.handoff,
+                ended.why,
+            )
+
+    def _give(self, offered: _Offered, slots: Sequence[int]) -> None:
+        if offered.handoff in self._pins:
+            # A router has used a name twice: the earlier prompt has it.
+            del self._offered[offered.request.request_id]
+            return
+        offered.given = True
+        self._pool.touch([self._pool.blocks[each] for each in slots])
+        self._pins[offered.handoff] = list(slots)
+        count = offered.request.num_prompt_tokens
+        prompt = GivenPrompt(
+            offered.handoff,
+            list(offered.request.all_token_ids[:count]),
+            list(slots),
+            _origin(offered.request),
+        )
+        self._thread.post(self._handoffs.give, prompt)
+
+    def _restart(self, preempted: Iterable[str]) -> tuple[str, ...]:
+        """Prompts that must be computed anew; one whose blocks were given is not handed over."""
+        found: list[str] = []
+        for name in preempted:
+            offered = self._offered.get(name)
+            if offered is None:
+                continue
+            if offered.given:
+                del self._offered[name]
+                self._thread.post(self._handoffs.drop, offered.handoff, "it was preempted")
+            else:
+                found.append(offered.handoff)
+        return tuple(found)
+
+    def _spare(self, claimed: _Claimed) -> None:
+        claimed.open = False
+        self._thread.post(self._handoffs.spare, claimed.address, claimed.handoff)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._tokens)
+
+
+def _text(own: object, key: str) -> str:
+    """A text of `kv_transfer_params.penstock`; empty if it is not there or makes no sense."""
+    value = own.get(key) if isinstance(own, dict) else None
+    return value if isinstance(value, str) and len(value) <= NAME_CHARS_MAX else ""
+
+
+def _origin(request: EngineRequest) -> str:
+    """What the KV of a prompt depends on besides model, weights and tokens."""
+    adapter = request.lora_request
+    facts = (
+        request.cache_salt or "",
+        () if adapter is None else (adapter.lora_name, adapter.lora_path),
+        [(item.modality, item.identifier, item.mm_position.offset) for item in request.mm_features],
+    )
+    return blake2b(msgspec.msgpack.encode(facts), digest_size=16).hexdigest()

@@ -1,0 +1,10 @@
+"""KV between machines by NIXL (UCX: RDMA, TCP), as the data transport `nixl`.
+
+    engine (prefill) ── mirror ──→ relay ══ NIXL write, notice ══→ relay ── area ──→ engine (decode)
+
+A rank has one relay for all its pairs: a process that shares memory with it and has the NIXL
+agents. `target.py` and `writer.py` are what engines call, `process.py` is the relay as they
+see it, `server.py` and `agents.py` are the relay itself.
+
+Public: `target.NixlTarget`, `writer.NixlWriter`, `process.hold_relay` and `agents.is_installed`.
+"""

@@ -1,0 +1,311 @@
+"""The relay of this process: started, watched, and asked for sessions.
+
+    relay = hold_relay()                       a supervisor and a relay; waits until it is there
+    session = relay.open_session(opened, fd)   one landing area or one link
+    relay.poll()                               whenever `descriptor` is readable
+    relay.release()                            the last who holds it ends it
+
+A relay that has ended is started again. Its sessions have failed then; what used them opens others.
+
+The one rule: a session counts as closed only when its relay said so after it had destroyed the
+agent, or when the relay's process is seen dead. A relay that does not close a session in time is
+killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.errors import ConfigError, UnavailableError
+from penstock.relay.agents import ENVIRONMENT, is_installed
+from penstock.relay.messages import CLOSED, FRAME_BYTES_MAX, NEW_SESSION
+from penstock.supervisor.embedded import EmbeddedProcess
+from penstock.supervisor.spec import ProcessSpec
+from penstock.transport.base import Empty
+from penstock.transport.packets import Packet, channel_pair, receive_packet, send_packet
+from penstock.transport.shared_memory import is_hung_up, listen, pidfd_of_peer, user_of_peer
+from penstock.transport.waiting import wait_readable
+
+if TYPE_CHECKING:
+    from penstock.relay.messages import OpenSession
+
+logger = logging.getLogger(__name__)
+
+MODULE = "penstock.relay"
+START_S = 60.0
+"""A relay takes two seconds to load NIXL; a busy machine takes longer."""
+STOP_S = 5.0
+CLOSE_S = 5.0
+"""An agent is destroyed in some milliseconds; a relay that takes longer is killed."""
+FRAMES_AT_ONCE = 256
+"""Frames of one session that are taken before the others have their turn."""
+
+
+def require_nixl(place: str = "transport") -> None:
+    """Refuses to go on where NIXL is not installed.
+
+    Raises:
+        ConfigError: it is not; `place` is the setting that asks for it.
+    """
+    if not is_installed():
+        raise ConfigError(
+            place, "is 'nixl', which needs NIXL on this machine: pip install 'penstock[nixl]'"
+        )
+
+
+class RelaySession:
+    """One landing area or one link, as this process sees it."""
+
+    def __init__(self, channel: socket.socket, pidfd: int) -> None:
+        self._channel = channel
+        self._pidfd = pidfd
+        """Of the relay's process, in this life of it."""
+        self._said_closed = False
+        self.lost = False
+        """Whether nothing more will come."""
+        self.close_deadline: float | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there are frames to take."""
+        return self._channel.fileno()
+
+    def send(self, frame: bytes, fd: int | None = None) -> bool:
+        """Sends a frame; false if there is no room now.
+
+        Raises:
+            OSError: the relay is gone.
+        """
+        return send_packet(self._channel, frame, fd)
+
+    def frames(self) -> list[bytes]:
+        """What the relay has sent, some of it at a time; never waits."""
+        found: list[bytes] = []
+        while not self.lost and len(found) < FRAMES_AT_ONCE:
+            packet = receive_packet(self._channel, FRAME_BYTES_MAX)
+            if isinstance(packet, Empty):
+                break
+            if not isinstance(packet, Packet) or not packet.frame:
+                self.lost = True
+            elif packet.frame == CLOSED:
+                self._said_closed = self.lost = True
+            else:
+                found.append(packet.frame)
+        return found
+
+    def begin_close(self) -> None:
+        """Asks the relay to destroy the agent; `is_closed` says when it has."""
+        if self.close_deadline is None:
+            self.close_deadline = time.monotonic() + CLOSE_S
+            with suppress(OSError):  # It is gone already.
+                self._channel.shutdown(socket.SHUT_WR)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can reach the memory any more through this session."""
+        if not self._said_closed:
+            while self.frames():
+                pass
+        return self._said_closed or wait_readable(self._pidfd, deadline=0.0)
+
+    def forget(self) -> None:
+        """Closes what this process has of it."""
+        if self._channel.fileno() >= 0:
+            self._channel.close()
+            os.close(self._pidfd)
+
+
+class RelayProcess:
+    """The relay of this process. It belongs to one thread.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+        UnavailableError: the relay does not start.
+    """
+
+    def __init__(self) -> None:
+        require_nixl()
+        self._listener, self._path = listen()
+        self._connection: socket.socket | None = None
+        self._pidfd = -1
+        self._closing: list[RelaySession] = []
+        self._holds = 1
+        self._owner = os.getpid()
+        self._epoll = select.epoll()
+        spec = ProcessSpec(
+            name="relay",
+            module=MODULE,
+            arguments=(str(self._path),),
+            environment=ENVIRONMENT,
+            stop_s=STOP_S,
+        )
+        try:
+            self._process = EmbeddedProcess(spec)
+        except UnavailableError:
+            self._give_up_sockets()
+            raise
+        for fd in (self._listener.fileno(), self._process.descriptor):
+            self._epoll.register(fd, select.EPOLLIN)
+        self._wait_started(time.monotonic() + START_S)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when `poll` has something to do; `sessions` have descriptors of their own."""
+        return self._epoll.fileno()
+
+    @property
+    def pid(self) -> int | None:
+        """The relay's process id, while there is one."""
+        if self._connection is None:
+            return None
+        raw = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int.from_bytes(raw[:4], "little")
+
+    def poll(self) -> None:
+        """Notices a relay that has come or gone, and starts one where there is none."""
+        now = time.monotonic()
+        # It is called for every part; nothing of this happens while the relay just works.
+        if self._connection is None or self._epoll.poll(0):
+            self._process.poll()
+            if self._connection is not None and is_hung_up(self._connection):
+                self._drop_connection()
+            self._accept()
+            if self._connection is None:
+                self._process.start(now)
+        for session in list(self._closing):
+            if session.is_closed:
+                self._closing.remove(session)
+                session.forget()
+        self.kill_overdue(self._closing, now)
+
+    def open_session(self, opened: OpenSession, fd: int) -> RelaySession:
+        """Begins a session over the memory behind `fd`.
+
+        Raises:
+            UnavailableError: there is no relay now.
+        """
+        self.poll()
+        if self._connection is None:
+            why = self._process.why or "it is starting"
+            raise UnavailableError(f"no relay for NIXL: {why}")
+        ours, theirs = channel_pair()
+        session = RelaySession(ours, os.dup(self._pidfd))
+        try:
+            with theirs:
+                taken = send_packet(self._connection, NEW_SESSION, theirs.fileno())
+            problem = "" if taken else "it takes nothing at the moment"
+            session.send(msgspec.msgpack.encode(opened), fd)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem:
+            session.forget()
+            raise UnavailableError(f"no relay for NIXL: {problem}")
+        return session
+
+    def close_later(self, session: RelaySession) -> None:
+        """Closes a session that nobody waits for."""
+        session.begin_close()
+        self._closing.append(session)
+
+    def kill_overdue(self, sessions: list[RelaySession], now: float) -> None:
+        """Kills the relay if it has not closed one of its sessions in time."""
+        late = [each.close_deadline for each in sessions if each.close_deadline is not None]
+        if late and min(late) <= now and self._pidfd >= 0:
+            logger.warning("relay killed: it has not closed a session in %s s", CLOSE_S)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def release(self) -> None:
+        """Ends the relay, if nobody else holds it."""
+        self._holds -= 1
+        if not self._holds:
+            _held.pop(self._owner, None)
+            self.close()
+
+    def hold(self) -> None:
+        """Another one uses it, and will release it."""
+        self._holds += 1
+
+    def close(self) -> None:
+        """Ends the relay and its supervisor."""
+        self._drop_connection()
+        self._process.close(time.monotonic() + 2 * STOP_S)
+        for session in self._closing:
+            session.forget()
+        self._closing.clear()
+        self._epoll.close()
+        self._give_up_sockets()
+
+    def _wait_started(self, deadline: float) -> None:
+        while True:
+            self.poll()
+            if self.pid is not None:
+                return
+            if self._process.why or time.monotonic() >= deadline:
+                why = self._process.why or f"it has not started in {START_S:g} s"
+                self.close()
+                raise UnavailableError(f"no relay for NIXL: {why}")
+            wait_readable(self.descriptor, deadline)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        connection.settimeout(0)
+        if user_of_peer(connection) != os.getuid():
+            connection.close()
+            return
+        try:
+            pidfd = pidfd_of_peer(connection)
+        except UnavailableError:
+            connection.close()
+            return
+        self._drop_connection()
+        self._connection, self._pidfd = connection, pidfd
+        self._epoll.register(connection, select.EPOLLIN)
+        self._process.note_success()
+
+    def _drop_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            os.close(self._pidfd)
+            self._connection, self._pidfd = None, -1
+
+    def _give_up_sockets(self) -> None:
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+
+_held: dict[int, RelayProcess] = {}
+"""The relay that targets and writers of this process share, by its id: a fork has none."""
+
+
+def hold_relay(given: RelayProcess | None = None) -> RelayProcess:
+    """The relay of this process, started if there is none; `release` gives it back.
+
+    Args:
+        given: one to use instead; the caller releases it as it would the other.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+        UnavailableError: the relay does not start.
+    """
+    if given is not None:
+        return given
+    held = _held.get(os.getpid())
+    if held is not None:
+        held.hold()
+        return held
+    relay = RelayProcess()
+    _held[os.getpid()] = relay
+    return relay

@@ -1,0 +1,338 @@
+"""A replay: the production cache machine, driven by a trace instead of an engine.
+
+    arrive → acquire → loads over links → prefill → commit → decode → release
+                 └── waits while there is no room
+
+Requests are admitted in the order in which they arrive, and computed one at a time, in the order in
+which their loads end. Each hop between two tiers is a link of its own, on which copies follow each
+other. A rate that is not given is infinite: without any, each request has ended before the next one
+comes, and the replay shows what the cache does and nothing of time.
+
+The answer of a request takes room while it is decoded, if that takes time. Its blocks are not
+published: a trace does not say their keys.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from penstock.cache.settings import TierSettings
+from penstock.cache.states import LeaseState
+from penstock.config.values import BLOCKS_MAX, DEVICE_NAME, UNSIZED_BLOCKS
+from penstock.errors import CapacityError, ConfigError, NeverFitsError
+from penstock.machine.effects import Copy, Granted, LeaseChanged, answer
+from penstock.machine.events import (
+    Acquire,
+    Commit,
+    Computed,
+    CopyReport,
+    Grow,
+    ReleaseLease,
+    Tick,
+)
+from penstock.machine.machine import CacheMachine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from penstock.cache.settings import CacheSettings
+    from penstock.config import Config, TierKind
+    from penstock.machine.effects import Effect
+    from penstock.replay.trace import TraceRequest
+    from penstock.vocabulary.ids import LeaseId, OperationId
+
+GIB = 1 << 30
+STEP_S = 0.02
+"""How often the cache is told of a step while copies are under way: what a GPU takes to decode a
+batch of an 8B model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What the modelled engine and its links do in a second."""
+
+    prefill_tokens_per_s: float = math.inf
+    output_tokens_per_s: float = math.inf
+    """Of each request; any number of them are decoded at a time."""
+    tier_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """By the name of a tier: on one rank, in each direction, to and from the tier above."""
+
+    @property
+    def instant(self) -> bool:
+        """Whether nothing takes time."""
+        rates = (self.prefill_tokens_per_s, self.output_tokens_per_s)
+        return not self.tier_bytes_per_s and all(map(math.isinf, rates))
+
+
+def sized_cache(config: Config, *, token_bytes: int = 0, device_blocks: int = 0) -> CacheSettings:
+    """The settings of the cache that a configuration describes, with every tier in blocks.
+
+    Args:
+        config: what `penstock serve` or a connector would be given.
+        token_bytes: the KV of a token on one rank; 0: not known.
+        device_blocks: the device's blocks, where the engine manages them itself.
+
+    Raises:
+        ConfigError: the size of a tier is not known, or has no room for a block.
+    """
+    cache = config.cache
+    block_bytes = token_bytes * cache.block_tokens
+    device = cache.device
+    if device_blocks and device is not None:
+        device = replace(device, slot_count=device_blocks)
+    elif device_blocks:
+        device = TierSettings(name=DEVICE_NAME, slot_count=device_blocks)
+    elif device is None:
+        raise ConfigError(
+            "cache.blocks", "is 0, must be given, or --device-blocks: how many the engine has"
+        )
+    parts = 1 if config.equal_ranks else cache.rank_count
+    tiers = tuple(
+        _sized_tier(index, tier, kind, block_bytes * (parts if tier.stored else 1))
+        for index, (tier, kind) in enumerate(zip(cache.tiers, config.tier_kinds, strict=True))
+    )
+    # All ranks copy and report alike, so that one stands for all.
+    return replace(cache, device=device, tiers=tiers, rank_count=1, block_bytes=block_bytes)
+
+
+def _sized_tier(index: int, tier: TierSettings, kind: TierKind, block_bytes: int) -> TierSettings:
+    if tier.slot_count != UNSIZED_BLOCKS or not kind.gib:
+        return tier
+    place = f"tiers[{index}].gib"
+    if not block_bytes:
+        raise ConfigError(place, f"is {kind.gib:g}, must come with --kv-bytes, those of a token")
+    slots = int(kind.gib * GIB) // block_bytes
+    if not 1 <= slots <= BLOCKS_MAX:
+        raise ConfigError(
+            place,
+            f"is {kind.gib:g}, must have room for 1 to {BLOCKS_MAX} blocks of {block_bytes} bytes",
+        )
+    return replace(tier, slot_count=slots)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that has a lease."""
+
+    request: TraceRequest
+    lease: LeaseId
+    cached_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class LinkUse:
+    """What went from one tier to another."""
+
+    blocks: int = 0
+    busy_s: float = 0.0
+    free_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What requests found, as they were admitted."""
+
+    requests: int = 0
+    refused: int = 0
+    """Requests that have more blocks than the device."""
+    lost: int = 0
+    """Requests that lost their room while they waited for a load."""
+    blocks: int = 0
+    """Full blocks of all prompts: the touches of the trace."""
+    tokens: int = 0
+    tokens_by_tier: list[int] = field(default_factory=list)
+    requests_by_tier: list[int] = field(default_factory=list)
+    """Requests that found something in a tier."""
+    misses: dict[str, list[int]] = field(default_factory=dict)
+    """By reason: requests, and the tokens that these had to compute."""
+    answers_without_room: int = 0
+    first_token_s: array[float] = field(default_factory=lambda: array("d"))
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+class Replay:
+    """Plays requests through a cache of its own.
+
+    Args:
+        settings: the cache; every tier has its size in blocks.
+        speeds: how long computing and copies take; nothing takes time if not given.
+    """
+
+    def __init__(self, settings: CacheSettings, speeds: Speeds | None = None) -> None:
+        self.settings = settings
+        self.speeds = speeds or Speeds()
+        self.machine = CacheMachine(settings, incarnation=1)
+        names = self.machine.tier_names
+        unknown = sorted(set(self.speeds.tier_bytes_per_s) - set(names[1:]))
+        if unknown:
+            known = ", ".join(names[1:]) or "none: there is no tier below the device"
+            raise ConfigError("--bandwidth", f"names {unknown[0]!r}, must be one of {known}")
+        if self.speeds.tier_bytes_per_s and not settings.block_bytes:
+            raise ConfigError("--bandwidth", "must come with --kv-bytes, those of a token")
+        self.tally = Tally(tokens_by_tier=[0] * len(names), requests_by_tier=[0] * len(names))
+        self.links: dict[tuple[int, int], LinkUse] = {}
+        self.compute_busy_s = 0.0
+        self._block_s = [
+            settings.block_bytes / self.speeds.tier_bytes_per_s.get(name, math.inf)
+            for name in names
+        ]
+        self._compute_free_at = 0.0
+        self._now = 0.0
+        self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = count()
+        self._waiting: deque[TraceRequest] = deque()
+        self._running: dict[LeaseId, _Running] = {}
+        self._copies = 0
+        """Copies under way."""
+        self._ticking = False
+        tiers = (settings.device, *settings.tiers)
+        self._keeps_watermarks = any(tier is not None and tier.low_slots for tier in tiers)
+
+    def run(self, requests: Iterable[TraceRequest]) -> None:
+        """Plays all requests to their end."""
+        first = True
+        for request in requests:
+            if first:
+                self.tally.first_s = request.at_s
+                first = False
+            self._advance(request.at_s)
+            self._now = request.at_s
+            self._waiting.append(request)
+            self._admit()
+        self._advance(math.inf)
+        self.tally.last_s = self._now
+
+    def _advance(self, until: float) -> None:
+        """Does everything that is due up to a time."""
+        agenda = self._agenda
+        while agenda and agenda[0][0] <= until:
+            self._now, _, action, subject = heappop(agenda)
+            action(subject)
+
+    def _at(self, time: float, action: Callable[[Any], None], subject: object) -> None:
+        heappush(self._agenda, (time, next(self._order), action, subject))
+
+    def _admit(self) -> None:
+        """Gives leases to requests that wait, in order, until one has to go on waiting."""
+        while self._waiting:
+            request = self._waiting[0]
+            acquire = Acquire(
+                request="",
+                keys=request.keys,
+                token_count=request.token_count,
+                tenant=request.tenant,
+            )
+            try:
+                effects = self.machine.handle(acquire, self._now)
+            except NeverFitsError:
+                self._waiting.popleft()
+                self.tally.refused += 1
+                continue
+            except CapacityError:
+                if self._running or self._copies:
+                    return
+                # Nobody will make room: a quota, for instance, leaves too little.
+                self._waiting.popleft()
+                self.tally.refused += 1
+                continue
+            self._waiting.popleft()
+            self._grant(request, answer(effects, Granted), effects)
+
+    def _grant(self, request: TraceRequest, granted: Granted, effects: Sequence[Effect]) -> None:
+        tally = self.tally
+        tally.requests += 1
+        tally.blocks += len(request.keys)
+        tally.tokens += request.token_count
+        for tier, tokens in enumerate(granted.cached_by_tier):
+            if tokens:
+                tally.tokens_by_tier[tier] += tokens
+                tally.requests_by_tier[tier] += 1
+        miss = tally.misses.setdefault(granted.miss.reason.value, [0, 0])
+        miss[0] += 1
+        miss[1] += request.token_count - granted.cached_tokens
+        running = _Running(request, granted.lease, granted.cached_tokens)
+        self._running[granted.lease] = running
+        self._carry_out(effects)
+        if granted.state is LeaseState.READY:
+            self._compute(running)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Copy):
+                self._copy(effect)
+            elif isinstance(effect, LeaseChanged):
+                running = self._running[effect.lease]
+                running.cached_tokens = effect.cached_tokens
+                if effect.state is LeaseState.READY:
+                    self._compute(running)
+                elif effect.state is LeaseState.LOST:
+                    self.tally.lost += 1
+                    self._at(self._now, self._release, running)
+
+    def _copy(self, copy: Copy) -> None:
+        link = self.links.setdefault((copy.source, copy.target), LinkUse())
+        blocks = len(copy.keys)
+        seconds = blocks * self._block_s[max(copy.source, copy.target)]
+        link.blocks += blocks
+        link.busy_s += seconds
+        link.free_at = max(self._now, link.free_at) + seconds
+        self._copies += 1
+        self._at(link.free_at, self._report, copy.operation)
+        if seconds and not self._ticking:
+            self._ticking = True
+            self._at(self._now + STEP_S, self._step, None)
+
+    def _step(self, _nothing: None) -> None:
+        """A step of the engine while copies are under way: deadlines, and rates of links."""
+        self._carry_out(self.machine.handle(Tick(), self._now))
+        self._ticking = self._copies > 0
+        if self._ticking:
+            self._at(self._now + STEP_S, self._step, None)
+
+    def _report(self, operation: OperationId) -> None:
+        self._copies -= 1
+        self._carry_out(self.machine.handle(CopyReport(operation=operation, rank=0), self._now))
+        self._admit()
+
+    def _compute(self, running: _Running) -> None:
+        tokens = running.request.token_count - running.cached_tokens
+        seconds = tokens / self.speeds.prefill_tokens_per_s
+        self.compute_busy_s += seconds
+        self._compute_free_at = max(self._now, self._compute_free_at) + seconds
+        self._at(self._compute_free_at, self._computed, (running, tokens, seconds))
+
+    def _computed(self, work: tuple[_Running, int, float]) -> None:
+        running, tokens, seconds = work
+        request, speeds = running.request, self.speeds
+        if seconds:
+            self.machine.handle(Computed(token_count=tokens, seconds=seconds), self._now)
+        found = running.cached_tokens // self.settings.block_tokens
+        commit = Commit(
+            lease=running.lease, token_count=request.token_count, keys=request.keys[found:]
+        )
+        self._carry_out(self.machine.handle(commit, self._now))
+        self.tally.first_token_s.append(self._now - request.at_s)
+        answer_s = request.output_tokens / speeds.output_tokens_per_s
+        if answer_s:
+            grow = Grow(
+                lease=running.lease, token_count=request.token_count + request.output_tokens
+            )
+            try:
+                self._carry_out(self.machine.handle(grow, self._now))
+            except CapacityError:
+                self.tally.answers_without_room += 1
+        self._at(self._now + answer_s, self._release, running)
+
+    def _release(self, running: _Running) -> None:
+        del self._running[running.lease]
+        self._carry_out(self.machine.handle(ReleaseLease(lease=running.lease), self._now))
+        if self._keeps_watermarks:
+            self._carry_out(self.machine.handle(Tick(), self._now))
+        self._admit()

@@ -1,0 +1,102 @@
+"""What the tests of NIXL need of the machine, and what they do with targets and writers."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.relay.agents import is_installed
+from penstock.transport.remote import Fenced
+from penstock.transport.waiting import wait_readable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.relay.process import RelayProcess
+    from penstock.relay.target import NixlArea, NixlTarget
+    from penstock.relay.writer import NixlLink
+    from penstock.transport.remote import WriteEnd
+
+needs_nixl = pytest.mark.skipif(
+    not is_installed(), reason="NIXL is not installed: pip install --no-deps nixl-cu12"
+)
+WAIT_S = 60.0
+"""A busy machine may be late; it takes this long only if something failed."""
+LOOK_S = 0.02
+
+
+def until(condition: Callable[[], bool], descriptor: int, why: str) -> None:
+    """Waits for something that a descriptor may show."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, why
+        wait_readable(descriptor, time.monotonic() + LOOK_S)
+
+
+def pause(seconds: float) -> None:
+    """Lets other processes go on for a while."""
+    select.select([], [], [], seconds)
+
+
+def open_ready(target: NixlTarget, size: int, peer: str = "rank 0") -> NixlArea:
+    """An area that can be connected to, full of zeros."""
+    area = target.open_area(peer, size)
+
+    def is_ready() -> bool:
+        target.notices()
+        assert not area.failure
+        return area.ready
+
+    until(is_ready, target.descriptor, "the area is not ready")
+    area.memory[:] = 0
+    return area
+
+
+def await_fence(target: NixlTarget, area: NixlArea) -> None:
+    """Waits for the fence of a retired area."""
+
+    def holds() -> bool:
+        target.notices()
+        return target.fence(area) == Fenced()
+
+    until(holds, target.descriptor, "the fence does not hold")
+
+
+def settle(link: NixlLink) -> list[WriteEnd]:
+    """Waits until all writes of a link have ended; returns how."""
+    ended: list[WriteEnd] = []
+
+    def is_idle() -> bool:
+        ended.extend(link.observe(budget_bytes=1 << 40)[0])
+        return not link.busy
+
+    until(is_idle, link.descriptor or 0, "the writes do not end")
+    return ended
+
+
+def pid_of(relay: RelayProcess, *, after: int | None = None) -> int:
+    """The process of a relay that runs; `after` is one that was killed."""
+
+    def runs() -> bool:
+        relay.poll()
+        return relay.pid not in {None, after}
+
+    until(runs, relay.descriptor, "there is no relay")
+    pid = relay.pid
+    assert pid is not None
+    return pid
+
+
+def received_bytes(pid: int) -> int:
+    """Bytes that wait in the kernel for the TCP sockets of a process."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        own.add(os.readlink(entry))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    queues = [row[4].split(":")[1] for row in rows if f"socket:[{row[9]}]" in own]
+    return sum(int(queue, 16) for queue in queues)

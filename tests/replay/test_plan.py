@@ -1,0 +1,154 @@
+"""A plan has a row for every combination, and recommends one of them for a reason that holds."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cli.app import run
+from penstock.errors import ConfigError
+from penstock.replay.page import page_of
+from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 1 / 1024
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Twelve conversations in turn, of six blocks each, which all come back."""
+    lines = [
+        {"timestamp": at * 1000, "tokens": [at % 12] * 100, "output_length": 2} for at in range(60)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def settings_for(trace: str, **others: object) -> PlanSettings:
+    # A block of 16 tokens takes 1 MiB.
+    known = {"device_gib": 10 * MIB, "host_gib": (0.0, 40 * MIB, 80 * MIB, 160 * MIB)}
+    return PlanSettings(trace=trace, token_bytes=1 << 16, **{**known, **others})  # type: ignore[arg-type]
+
+
+def plan_for(trace: str, *, jobs: int = 1, **others: object) -> CachePlan:
+    return Planner(settings_for(trace, **others), jobs=jobs, progress=lambda *_: None).run()
+
+
+def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -> None:
+    plan = plan_for(trace)
+
+    rates = {row.cell.host_gib: row.report.token_rate for row in plan.rows}
+    # LRU finds nothing of a loop that is larger than its room.
+    assert rates[0.0] == rates[40 * MIB] == 0.0
+    assert rates[80 * MIB] == rates[160 * MIB] == pytest.approx(48 * 96 / 6000)
+    assert plan.recommended.cell.host_gib == 80 * MIB
+    assert f"{ENOUGH:.0%}" in plan.recommended.reason
+    assert all(row.report.token_rate <= row.best_rate for row in plan.rows)
+    assert [row.tokens_per_gib for row in plan.rows] == [
+        None,
+        0.0,
+        pytest.approx(48 * 96 / (40 * MIB)),
+        0.0,
+    ]
+
+
+def test_the_bound_never_falls_with_more_room(trace: str) -> None:
+    plan = plan_for(trace)
+
+    rates = [rate for _, rate in plan.bound]
+    assert rates == sorted(rates)
+    assert {row.total_gib for row in plan.rows} <= {size for size, _ in plan.bound}
+
+
+def test_a_plan_is_the_same_with_several_processes(trace: str) -> None:
+    sizes = {"host_gib": (0.0, 80 * MIB), "policies": ("lru", "s3fifo")}
+
+    assert plan_for(trace, jobs=2, **sizes) == plan_for(trace, **sizes)
+
+
+def test_with_rates_the_recommended_sizes_are_tried_under_other_loads(trace: str) -> None:
+    seen: list[tuple[int, int]] = []
+    settings = settings_for(trace, host_gib=(80 * MIB,), prefill_tokens_per_s=100.0)
+
+    plan = Planner(settings, jobs=1, progress=lambda *each: seen.append(each)).run()
+
+    firsts = [row.report.first_token.mean_s for row in plan.loads if row.report.first_token]
+    assert [row.cell.stretch for row in plan.loads] == [0.5, 1.0, 2.0]
+    # A prompt arrives every second and takes one to compute: under twice the load, they queue.
+    assert firsts[0] > firsts[1] == pytest.approx(firsts[2])
+    assert seen == [(done, 4) for done in range(1, 5)]
+
+
+def test_a_disk_is_tried_below_a_host_tier_only(trace: str) -> None:
+    cells = cells_of(settings_for(trace, host_gib=(0.0, 1.0), disk_gib=(0.0, 2.0)))
+
+    assert [(cell.host_gib, cell.disk_gib) for cell in cells] == [(0, 0), (1, 0), (1, 2)]
+    with pytest.raises(ConfigError, match="--host-gib: is 0, must be more with a disk"):
+        cells_of(settings_for(trace, host_gib=(0.0,), disk_gib=(2.0,)))
+
+
+def test_a_size_without_room_for_a_block_is_refused(trace: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host-gib: is 0.0001, must be 0 or have room for a"):
+        plan_for(trace, host_gib=(0.0001,))
+
+
+class Tags(HTMLParser):
+    """Which elements a page has, and what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.references += [value or "" for name, value in attrs if name in {"src", "href"}]
+
+
+def test_the_page_has_curves_and_nothing_from_elsewhere(trace: str) -> None:
+    tags = Tags()
+
+    tags.feed(page_of(plan_for(trace, prefill_tokens_per_s=1000.0)))
+
+    assert tags.names.count("svg") == 2
+    assert tags.names.count("polyline") == 3
+    assert "script" not in tags.names
+    assert not tags.references
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_page(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--device-gib", "0.02", "--host-gib", "0,0.2", "--kv-bytes", "65536"]
+    written = ["--html", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")]
+
+    status = run(["plan", trace, *sizes, *written, "--jobs", "1"])
+
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "recommended: 0.2 GiB of host memory, 0 GiB of disk, lru" in printed
+    assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 2
+    assert "<svg" in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host-gib", "a"], "is 'a', must be numbers from 0"),
+        (["--policy", "best"], "--policy: is 'best', must be one of"),
+        (["--bandwidth", "tape=1"], "names 'tape', must be one of host, disk"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    trace: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["plan", trace, *options])
+
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())

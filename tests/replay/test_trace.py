@@ -1,0 +1,230 @@
+"""Files of requests are read as they are, or refused with the line that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.config import parse_config
+from penstock.errors import ConfigError
+from penstock.replay import trace
+from penstock.replay.trace import TraceReader, TraceRequest, natural_block_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOONCAKE = {"timestamp": 1500, "input_length": 1030, "output_length": 9, "hash_ids": [7, 8, 9]}
+
+
+def reader(block_tokens: int = 512) -> TraceReader:
+    text = f'version = 1\nmodel.name = "m"\ncache = {{ block_tokens = {block_tokens}, blocks = 9 }}'
+    return TraceReader(parse_config(text))
+
+
+def write(folder: Path, *lines: object, name: str = "t.jsonl") -> str:
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def read(path: str, block_tokens: int = 512) -> list[TraceRequest]:
+    return list(reader(block_tokens).read(path))
+
+
+def test_mooncakes_lines_have_a_key_for_every_full_block(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE, {**MOONCAKE, "hash_ids": [7, 8, 10]}, "")
+
+    first, second = read(path)
+
+    assert (first.at_s, first.token_count, first.output_tokens) == (1.5, 1030, 9)
+    assert len(first.keys) == 2
+    assert first.keys == second.keys
+
+
+def test_an_id_after_other_blocks_is_another_block(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE, {**MOONCAKE, "hash_ids": [8, 7, 9]})
+
+    first, second = read(path)
+
+    assert not set(first.keys) & set(second.keys)
+
+
+def test_an_id_is_divided_into_the_blocks_of_the_cache(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE)
+
+    (request,) = read(path, block_tokens=16)
+
+    assert len(request.keys) == len(set(request.keys)) == 1030 // 16
+
+
+def test_blocks_that_do_not_divide_an_id_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache.block_tokens: is 48, must divide 512"):
+        read(write(tmp_path, MOONCAKE), block_tokens=48)
+
+
+def test_lines_of_tokens_have_the_keys_of_production(tmp_path: Path) -> None:
+    path = write(tmp_path, {"timestamp": 2.5, "tokens": list(range(40)), "tenant": "a"})
+    config = parse_config(
+        'version = 1\nmodel.name = "m"\ncache.block_tokens = 16\ncache.blocks = 1'
+    )
+
+    (request,) = TraceReader(config).read(path)
+
+    chain = config.key_chain(tenant="a")
+    chain.extend(list(range(40)))
+    assert request == TraceRequest(0.0025, chain.keys, 40, 0, "a")
+
+
+def test_requests_to_openai_share_the_blocks_of_equal_beginnings(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "x" * 200}
+    path = write(
+        tmp_path,
+        {"created": 3, "messages": [system, {"role": "user", "content": "one"}]},
+        {
+            "created": 4,
+            "body": {"messages": [system, {"role": "user", "content": [{"text": "two"}]}]},
+            "usage": {"completion_tokens": 11},
+        },
+        {"timestamp": 5000, "prompt": "a text"},
+        {"timestamp": 6000, "prompt": list(range(33))},
+    )
+
+    first, second, third, fourth = read(path, block_tokens=16)
+
+    assert first.at_s == 3.0
+    assert second.output_tokens == 11
+    assert first.keys[:3] == second.keys[:3]
+    assert len(first.keys) == 3
+    assert third.token_count == 2
+    assert (fourth.token_count, len(fourth.keys)) == (33, 2)
+
+
+def test_compressed_files_are_read(tmp_path: Path) -> None:
+    text = json.dumps(MOONCAKE).encode()
+    (tmp_path / "t.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "t.xz").write_bytes(lzma.compress(text))
+
+    assert read(str(tmp_path / "t.gz")) == read(str(tmp_path / "t.xz")) != []
+
+
+def test_several_files_are_merged_by_time_and_their_ids_kept_apart(tmp_path: Path) -> None:
+    late = write(tmp_path, {**MOONCAKE, "timestamp": 9000}, name="late")
+    early = write(tmp_path, MOONCAKE, name="early")
+
+    first, second = reader().read_all([late, early])
+
+    assert (first.at_s, second.at_s) == (1.5, 9.0)
+    assert not set(first.keys) & set(second.keys)
+
+
+def test_the_shipped_traces_are_those_of_the_paper() -> None:
+    conversation = list(reader().read("conversation"))
+    synthetic = list(reader().read("synthetic"))
+
+    assert (len(conversation), len(synthetic)) == (12_031, 3_993)
+    assert sum(-(-each.token_count // 512) for each in conversation) == 288_500
+    assert natural_block_tokens("conversation") == 512
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", r"t.jsonl:2: is 'nonsense', must be JSON"),
+        ("[1]", r"t.jsonl:2: is \[1\], must be an object"),
+        ({**MOONCAKE, "input_length": "x"}, r":2: input_length is 'x', must be a whole number"),
+        ({**MOONCAKE, "input_length": 0}, r":2: input_length is 0, must be a whole number from 1"),
+        ({**MOONCAKE, "timestamp": -1}, r":2: timestamp is -1, must be milliseconds from 0"),
+        ({**MOONCAKE, "hash_ids": [1, -2, 3]}, r":2: hash_ids is \[1, -2, 3\], must be a list of"),
+        ({**MOONCAKE, "hash_ids": [1, 2**65, 3]}, r":2: hash_ids is .*, must be .* from 0 to"),
+        ({**MOONCAKE, "hash_ids": [1]}, r":2: hash_ids has 1 ids, must have 3: one for each 512"),
+        ({"timestamp": 1, "input_length": 5}, r":2: hash_ids is missing, must be a list of whole"),
+        ({**MOONCAKE, "timestamp": 1}, r":2: the time is 0.001 s, must be at least .* 1.5 s: sort"),
+    ],
+)
+def test_a_line_that_is_wrong_is_refused_by_its_place(
+    tmp_path: Path, line: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(write(tmp_path, MOONCAKE, line))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"timestamp": 1, "tokens": []}, r":1: tokens has 0 ids, must have 1 to"),
+        ({"timestamp": 1, "tokens": [1, -5]}, r":1: .*-5"),
+        ({"timestamp": 1, "tokens": "abc"}, r":1: tokens is 'abc', must be a list"),
+        ({"messages": [{"content": "x"}]}, r":1: timestamp is missing"),
+        ({"timestamp": 1, "prompt": ""}, r":1: messages and prompt are empty"),
+        ({"timestamp": 1, "messages": [{"content": 5}]}, r":1: content is 5, must be a text"),
+        ({"time": 1}, r":1: has the fields .*time.*, must have one of hash_ids, tokens, messages"),
+    ],
+)
+def test_a_first_line_that_is_wrong_is_refused_too(
+    tmp_path: Path, line: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(write(tmp_path, line), block_tokens=16)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 5000)[:20])
+    (tmp_path / "no.xz").write_bytes(b"not compressed")
+
+    with pytest.raises(ConfigError, match=r"nowhere: is not there, must be a file or one of"):
+        read("nowhere")
+    with pytest.raises(ConfigError, match=r"cut.gz:1: cannot be read"):
+        read(str(tmp_path / "cut.gz"))
+    with pytest.raises(ConfigError, match=r"no.xz:1: cannot be read"):
+        read(str(tmp_path / "no.xz"))
+    with pytest.raises(ConfigError, match=r"has no request"):
+        read(write(tmp_path, "", ""))
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "LINE_BYTES_MAX", 100)
+
+    with pytest.raises(ConfigError, match=r":1: is longer than 100 bytes"):
+        read(write(tmp_path, "x" * 200))
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+fields = st.sampled_from(
+    ["timestamp", "created", "input_length", "output_length", "hash_ids", "tokens", "tenant",
+     "messages", "prompt", "tools", "body", "usage"]
+)  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.binary(max_size=40)
+        | st.dictionaries(fields, values).map(lambda found: json.dumps(found).encode()),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_hostile_lines_are_read_or_refused_and_nothing_else(
+    tmp_path: Path, lines: list[bytes]
+) -> None:
+    path = tmp_path / "hostile.jsonl"
+    path.write_bytes(b"\n".join(lines))
+
+    try:
+        found = read(str(path), block_tokens=16)
+    except ConfigError as error:
+        assert str(path) in str(error)  # noqa: PT017
+    else:
+        assert all(len(each.keys) == each.token_count // 16 for each in found)

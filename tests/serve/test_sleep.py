@@ -1,0 +1,214 @@
+"""Servers that sleep, wake and change the size of their tiers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.runtime.stored_engine import processes_of
+from tests.serve.conftest import eventually, pids_of, serving
+from tests.serve.test_new_weights import cached
+from tests.serve.test_roles import STORY, reported, require_same
+
+if TYPE_CHECKING:
+    from tests.serve.conftest import Running
+
+MIB = 1 << 20
+# A block has 2 layers x 2 x 8 tokens x 3 heads x 16 channels x 4 bytes: 6 KiB.
+LARGE = ("--blocks", "8000", "--block-tokens", "8", "--host-gib", "0.05")
+
+
+def post(running: Running, what: str, body: Any = None) -> Any:
+    answer = running.client.post(f"/admin/{what}", json={} if body is None else body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def resident(running: Running, kind: str = "RssAnon|RssShmem") -> int:
+    """Memory of the processes of all instances."""
+    total = 0
+    for name in running.client.get("/health").json()["instances"]:
+        for pid in pids_of(name, running):
+            status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+            total += sum(int(each) << 10 for each in re.findall(rf"(?:{kind}):\s+(\d+)", status))
+    return total
+
+
+@pytest.mark.parametrize("options", [(), ("--tp", "2")])
+def test_a_server_gives_its_memory_back_and_answers_the_same_afterwards(
+    model_folder: Path, options: tuple[str, ...]
+) -> None:
+    with serving(model_folder, *LARGE, *options) as running:
+        first = reported(running, STORY, logprobs=5)
+        before = resident(running, "RssShmem")
+
+        assert post(running, "sleep", {"level": 2, "host": True})["state"] == "asleep"
+
+        assert before - resident(running, "RssShmem") > 35 * MIB
+        refused = running.client.post("/v1/completions", json={"prompt": STORY})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "the server is asleep" in refused.json()["error"]["message"]
+        assert running.client.get("/health").json()["status"] == "asleep"
+        assert running.client.post("/admin/resume").status_code == 409
+        assert running.client.post("/admin/weights", json={"path": "/"}).status_code == 409
+        post(running, "sleep", {"level": 2, "host": True})
+
+        assert post(running, "wake")["state"] == "running"
+        assert post(running, "wake")["state"] == "running"
+
+        again = reported(running, STORY, logprobs=5)
+        require_same(again, first)
+        assert cached(again) == 0
+        assert cached(reported(running, STORY)) > 0
+        post(running, "audit")
+
+
+def test_device_blocks_are_given_back_and_come_from_host_memory_afterwards(
+    model_folder: Path, always_load: tuple[str, str]
+) -> None:
+    with serving(model_folder, *LARGE, *always_load) as running:
+        first = reported(running, STORY, logprobs=5)
+        # About 450 blocks of 6 KiB are touched.
+        for number in range(9):
+            reported(running, f"{number} " * 200, max_tokens=1)
+        before = resident(running, "RssAnon")
+
+        post(running, "sleep")
+
+        assert before - resident(running, "RssAnon") > MIB
+        post(running, "wake")
+        again = reported(running, STORY, logprobs=5)
+        require_same(again, first)
+        assert cached(again) > 0
+        post(running, "audit")
+
+
+def test_a_disk_keeps_what_was_cached_through_a_sleep(
+    model_folder: Path, tmp_path: Path, always_load: tuple[str, str]
+) -> None:
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-gib", "0.25")
+    with serving(model_folder, *LARGE, *disk, *always_load) as running:
+        # What is computed while the store process starts is not saved there.
+        eventually(lambda: _disk(running)["on"], wanted=True)
+        first = reported(running, STORY, logprobs=5)
+        eventually(lambda: _disk(running)["ready"] > 0, wanted=True, within_s=180)
+
+        post(running, "sleep", {"host": True, "level": 2})
+        post(running, "wake")
+
+        again = reported(running, STORY, logprobs=5)
+        require_same(again, first)
+        assert cached(again) > 0
+
+
+def _disk(running: Running) -> Any:
+    return running.cache()["cache"]["tiers"][2]
+
+
+def test_an_instance_that_restarts_while_the_server_sleeps_sleeps_too(model_folder: Path) -> None:
+    with serving(model_folder, *LARGE) as running:
+        first = reported(running, STORY, logprobs=5)
+        post(running, "sleep")
+        [pid] = pids_of("instance-0", running)
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: pids_of("instance-0", running) not in ([], [pid]), wanted=True)
+        eventually(lambda: running.client.get("/cache").json()["instances"] != [], wanted=True)
+
+        eventually(lambda: running.cache()["state"], "asleep")
+
+        post(running, "wake")
+        require_same(reported(running, STORY, logprobs=5), first)
+
+
+@pytest.mark.parametrize("options", [(), ("--tp", "2")])
+def test_a_host_tier_is_resized_while_requests_are_answered(
+    model_folder: Path, options: tuple[str, ...]
+) -> None:
+    with serving(model_folder, *LARGE, *options) as running:
+        first = reported(running, STORY, logprobs=5)
+        before = resident(running, "RssShmem")
+        slots = running.cache()["cache"]["tiers"][1]["slots"]
+
+        result = post(running, "tiers", {"host": {"gib": 0.01}})
+
+        assert result["tiers"] == {"host": {"gib": 0.01}}
+        assert before - resident(running, "RssShmem") > 30 * MIB
+        host = running.cache()["cache"]["tiers"][1]
+        assert (host["closing"], host["slots"] < slots // 4) == (0, True)
+        require_same(reported(running, STORY, logprobs=5), first)
+        post(running, "tiers", {"host": {"blocks": slots}})
+        assert running.cache()["cache"]["tiers"][1]["slots"] == slots
+        post(running, "audit")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"host": {"gib": 64}}, "host.gib: is 64.0, must be from "),
+        ({"disk": {"gib": 1}}, "tier: is 'disk', must be one of: 'host'"),
+        ({"host": {}}, 'host is {}, must be its size: {"gib": 2}, or {"blocks": 100}'),
+        ({"host": {"gib": -1}}, "host.gib is -1, must be a number from 0 to"),
+        ({"host": 3}, "host is 3, must be its size"),
+        ({}, "the body is {}, must have a tier and its size"),
+    ],
+)
+def test_a_wrong_size_is_refused(server: Running, body: Any, message: str) -> None:
+    answer = server.client.post("/admin/tiers", json=body)
+
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("options", [(), ("--instances", "2")])
+def test_a_disk_is_resized_while_requests_are_answered(
+    model_folder: Path, tmp_path: Path, always_load: tuple[str, str], options: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "disk"
+    disk = ("--disk", str(folder), "--disk-gib", "0.05")
+    with serving(model_folder, *LARGE, *disk, *always_load, *options) as running:
+        eventually(lambda: [each["on"] for each in _disks(running)].count(False), wanted=0)
+        first = reported(running, STORY, logprobs=5)
+        for number in range(9):
+            reported(running, f"{number} " * 200, max_tokens=1)
+        eventually(lambda: _files_bytes(folder) > 2 * MIB, wanted=True, within_s=180)
+        [store] = processes_of(folder)
+
+        result = post(running, "tiers", {"disk": {"gib": 0.001}})
+
+        assert result["tiers"] == {"disk": {"gib": 0.001}}
+        assert _files_bytes(folder) <= 0.001 * 1024 * MIB
+        require_same(reported(running, STORY, logprobs=5), first)
+        os.kill(store, signal.SIGKILL)
+        eventually(lambda: bool(processes_of(folder) - {store}), wanted=True, within_s=180)
+        wanted = (True, int(0.001 * 1024 * MIB))
+        eventually(
+            lambda: {(each["on"], each["store"]["capacity_bytes"]) for each in _disks(running)},
+            wanted={wanted},
+            within_s=180,
+        )
+        eventually(
+            lambda: running.client.post("/admin/tiers", json={"disk": {"gib": 0.1}}).status_code,
+            wanted=200,
+            within_s=180,
+        )
+        refused = running.client.post("/admin/tiers", json={"disk": {"gib": 20_000}})
+        assert refused.status_code == 400
+        said = refused.json()["error"]
+        assert said["param"] == "disk.gib"
+        assert said["message"].startswith("disk.gib: is 20000, must be at most ")
+        assert "GiB free" in said["message"]
+        post(running, "audit")
+
+
+def _disks(running: Running) -> list[Any]:
+    instances = running.client.get("/cache").json()["instances"]
+    return [each["cache"]["tiers"][2] for each in instances]
+
+
+def _files_bytes(folder: Path) -> int:
+    return sum(each.stat().st_size for each in folder.glob("*.segment"))

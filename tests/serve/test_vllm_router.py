@@ -1,0 +1,645 @@
+"""The router in front of vLLM servers: who is asked for what, and what becomes of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from penstock.cli.app import run
+from penstock.serve import vllm_server
+from tests.serve.conftest import SOON_S, eventually
+from tests.serve.vllm_servers import (
+    LONG,
+    FakeVllm,
+    RunningRouter,
+    drop,
+    events_of,
+    fail,
+    hang,
+    hang_in_a_handoff,
+    once_asked,
+    reply,
+    running,
+    whole_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.serve.vllm_servers import Conversation
+
+
+@pytest.fixture
+def vllm() -> Iterator[Callable[[str], FakeVllm]]:
+    """Starts servers by their names."""
+    with ExitStack() as held:
+
+        def start(name: str) -> FakeVllm:
+            server = FakeVllm(name)
+            held.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def servers(vllm: Callable[[str], FakeVllm]) -> tuple[FakeVllm, FakeVllm]:
+    return vllm("prefill"), vllm("decode")
+
+
+@pytest.fixture
+def router(servers: tuple[FakeVllm, FakeVllm]) -> Iterator[RunningRouter]:
+    prefill, decode = servers
+    with running([prefill], [decode]) as found:
+        yield found
+
+
+# Requests and answers.
+
+
+def test_an_answer_is_as_vllm_said_it(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    answer = router.complete()
+
+    assert answer.status_code == 200
+    assert answer.json() == whole_of(servers[1])
+    assert answer.headers["x-of-vllm"] == "kept"
+    assert answer.headers["x-request-id"] == "cmpl-decode"
+
+
+def test_a_stream_is_as_vllm_said_it(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    assert router.stream() == "".join(events_of(servers[1]))
+
+
+def test_events_that_arrive_in_pieces_are_put_together(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    text = "".join(events_of(servers[1]))
+    servers[1].always = lambda asked: asked.stream(*(text[at : at + 7] for at in range(0, 200, 7)))
+
+    assert router.stream() == text[: len(range(0, 200, 7)) * 7]
+
+
+def test_the_first_prompt_is_handed_over_in_turn_and_the_next_ones_at_once(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+
+    router.complete()
+    router.complete("Another prompt. " + LONG)
+
+    first, second = (each["kv_transfer_params"] for each in decode.asked)
+    names = [each["kv_transfer_params"]["penstock"]["handoff"] for each in prefill.asked]
+    assert first["remote_host"] == "here"
+    assert [each["penstock"]["handoff"] for each in (first, second)] == names
+    assert second == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "penstock": {"handoff": names[1], "address": prefill.address},
+    }
+    assert len(set(names)) == 2
+    assert router.counted("prompts_total", by="prefill") == 2
+
+
+def test_the_prefill_server_computes_one_token_and_other_fields_pass_unread(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+    more = {"temperature": 0.5, "of_tomorrow": {"a": [1.0, 1e300]}, "cache_salt": "s"}
+
+    router.complete(max_tokens=50, min_tokens=5, logprobs=2, stream=True, **more)
+
+    (asked,), (answered,) = prefill.asked, decode.asked
+    assert asked.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert asked == {"prompt": LONG, "max_tokens": 1, "stream": False, **more}
+    del answered["kv_transfer_params"]
+    assert answered == {
+        "prompt": LONG,
+        "max_tokens": 50,
+        "min_tokens": 5,
+        "logprobs": 2,
+        "stream": True,
+        **more,
+    }
+
+
+def test_a_chat_is_handed_over(router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]) -> None:
+    prefill, _ = servers
+    messages = [{"role": "user", "content": LONG}]
+
+    answer = router.client.post(
+        "/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 9}
+    )
+
+    assert answer.status_code == 200
+    assert prefill.asked[0]["max_completion_tokens"] == 1
+    assert prefill.asked[0]["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"use_beam_search": True},
+        {"prompt_logprobs": 1},
+        {"echo": True, "logprobs": 1},
+        {"kv_transfer_params": {"penstock": False}},
+        {"prompt": [LONG, LONG]},
+        {"prompt": [[5] * 500, [6] * 500]},
+        {"prompt": "short"},
+        {"prompt": 5},
+        {"prompt": []},
+    ],
+)
+def test_what_cannot_be_handed_over_goes_to_decode_as_it_came(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm], more: dict[str, Any]
+) -> None:
+    prefill, decode = servers
+
+    answer = router.client.post("/v1/completions", json={"prompt": LONG, **more})
+
+    assert answer.status_code == 200
+    assert not prefill.asked
+    assert decode.asked == [{"prompt": LONG, **more}]
+    assert router.counted("prompts_total", by="decode") == 1
+
+
+@pytest.mark.parametrize("prompt", [[LONG], [7] * 500, [[7] * 500]])
+def test_one_prompt_is_handed_over_however_it_is_written(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm], prompt: Any
+) -> None:
+    router.complete(prompt)
+
+    assert [each["prompt"] for each in servers[0].asked] == [prompt]
+
+
+def test_a_body_that_is_no_json_is_left_to_vllm(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    servers[1].always = fail(400)
+
+    answer = router.client.post("/v1/completions", content=b'{"prompt": ')
+
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "400"}})
+    assert servers[1].bodies == [b'{"prompt": ']
+
+
+def test_models_are_those_of_a_decode_server(router: RunningRouter) -> None:
+    answer = router.client.get("/v1/models/a/b", headers={"authorization": "Bearer of-vllm"})
+
+    assert answer.json() == {"path": "/v1/models/a/b", "key": "Bearer of-vllm"}
+
+
+def test_the_key_of_a_client_goes_to_both_servers(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    router.client.post(
+        "/v1/completions", json={"prompt": LONG}, headers={"authorization": "Bearer of-vllm"}
+    )
+
+    assert [each.headers[0]["authorization"] for each in servers] == ["Bearer of-vllm"] * 2
+
+
+def test_a_router_with_a_key_refuses_other_clients(servers: tuple[FakeVllm, FakeVllm]) -> None:
+    prefill, decode = servers
+    with running([prefill], [decode], key="sesame") as router:
+        refused = [router.complete().status_code, router.client.get("/v1/models").status_code]
+        told = {"authorization": "Bearer sesame"}
+        answer = router.client.post("/v1/completions", json={"prompt": LONG}, headers=told)
+
+        assert refused == [401, 401]
+        assert answer.status_code == router.client.get("/health").status_code == 200
+
+
+# Failures of prefill servers.
+
+
+@pytest.mark.parametrize("failure", [fail(500), fail(503), fail(429), drop])
+@pytest.mark.parametrize("known", ["", "known"], ids=["in turn", "at once"])
+def test_another_prefill_server_computes_what_one_did_not(
+    vllm: Callable[[str], FakeVllm], failure: Callable[[Conversation], None], known: str
+) -> None:
+    bad, good, decode = vllm("bad"), vllm("good"), vllm("decode")
+    with running([bad, good], [decode]) as router:
+        if known:
+            for number in range(2):
+                router.complete(f"{number} {LONG}")
+            assert len(bad.asked) == len(good.asked) == 1
+        bad.always = once_asked(decode, failure) if known else failure
+        # It waits for the KV in vain, as vLLM does.
+        decode.always = lambda asked: (
+            hang_in_a_handoff if asked.handoff.get("address") == bad.address else reply
+        )(asked)
+
+        answer = router.complete(f"new {LONG}")
+
+        assert answer.json() == whole_of(decode)
+        assert decode.asked[-1]["kv_transfer_params"]["penstock"]["address"] == good.address
+        assert router.counted("requests_total", server=bad.url, outcome="failed") == 1
+        assert router.counted("retries_total", role="prefill") == 1
+
+
+def test_decode_computes_what_no_prefill_server_does(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+    router.complete()
+    prefill.always = once_asked(decode, fail(500))
+    decode.always = hang_in_a_handoff
+
+    answer = router.complete(f"new {LONG}")
+
+    assert answer.json() == whole_of(decode)
+    assert "kv_transfer_params" not in decode.asked[-1]
+    assert decode.left.acquire(timeout=SOON_S)
+
+
+def test_a_request_that_prefill_refuses_is_answered_by_decode(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    first, second, decode = vllm("first"), vllm("second"), vllm("decode")
+    first.always = second.always = fail(404)
+    decode.always = fail(404)
+    with running([first, second], [decode]) as router:
+        answer = router.complete()
+
+        assert (answer.status_code, answer.json()) == (404, {"error": {"message": "404"}})
+        assert len(first.asked) + len(second.asked) == 1
+        assert router.counted("requests_total", role="decode", outcome="refused") == 1
+
+
+def test_a_server_without_the_connector_is_not_asked_for_prompts(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+    prefill.always = lambda asked: asked.answer(200, {"id": "x", "kv_transfer_params": None})
+
+    answers = [router.complete(f"{number} {LONG}") for number in range(3)]
+
+    assert [each.json() for each in answers] == [whole_of(decode)] * 3
+    assert len(prefill.asked) == 1
+
+
+# Failures of decode servers.
+
+
+def error_event(asked: Conversation) -> None:
+    asked.stream('data: {"error": {"message": "engine dead"}}\n\n', "data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("failure", [fail(500), fail(503), drop, error_event])
+@pytest.mark.parametrize("stream", ["", "stream"], ids=["whole", "stream"])
+def test_another_decode_server_answers_what_one_did_not(
+    vllm: Callable[[str], FakeVllm], failure: Callable[[Conversation], None], stream: str
+) -> None:
+    prefill, bad, good = vllm("prefill"), vllm("bad"), vllm("good")
+    bad.always = failure
+    with running([prefill], [bad, good]) as router:
+        answer = router.complete(stream=bool(stream))
+
+        expected = "".join(events_of(good)) if stream else json.dumps(whole_of(good))
+        assert (answer.status_code, answer.text) == (200, expected)
+        assert len(bad.asked) == 1
+        assert router.counted("retries_total", role="decode") == 1
+
+
+def test_an_error_of_the_last_decode_server_is_what_the_client_gets(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    servers[1].always = fail(503)
+
+    answer = router.complete()
+
+    assert (answer.status_code, answer.json()) == (503, {"error": {"message": "503"}})
+
+
+def test_an_answer_that_breaks_off_before_it_is_whole_is_asked_for_elsewhere(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    bad, good = vllm("bad"), vllm("good")
+
+    def break_off(asked: Conversation) -> None:
+        asked.send_response(200)
+        asked.send_header("content-type", "application/json")
+        asked.send_header("content-length", "1000")
+        asked.end_headers()
+        asked.wfile.write(b'{"id": ')
+        asked.drop()
+
+    bad.always = break_off
+    with running([], [bad, good]) as router:
+        assert router.complete().json() == whole_of(good)
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    first, *_ = events_of(servers[1])
+
+    def break_off(asked: Conversation) -> None:
+        asked.stream(first, 'data: {"id": "half of an', ends=False)
+        asked.drop()
+
+    servers[1].always = break_off
+
+    begun, error, done, rest = router.stream().split("\n\n")
+
+    assert f"{begun}\n\n" == first
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert servers[1].url in told["message"]
+    assert told["type"] == "service_unavailable"
+    assert (done, rest) == ("data: [DONE]", "")
+    assert router.counted("requests_total", role="decode", outcome="broken") == 1
+
+
+# Clients that leave.
+
+
+def test_a_client_that_leaves_aborts_both_requests(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+    router.complete()
+    prefill.always = decode.always = hang
+    leave(router, decode)
+
+    assert prefill.left.acquire(timeout=SOON_S)
+    assert decode.left.acquire(timeout=SOON_S)
+    eventually(lambda: router.counted("requests_now"), 0)
+
+
+def leave(router: RunningRouter, decode: FakeVllm) -> None:
+    """Sends a request, and hangs up when the server has it."""
+    assert decode.came.acquire(timeout=SOON_S)  # That of an earlier request.
+    body = json.dumps({"prompt": f"another {LONG}"}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    url = httpx.URL(router.address)
+    assert url.port is not None
+    with socket.create_connection((url.host, url.port)) as plain:
+        plain.sendall(head.encode() + body)
+        assert decode.came.acquire(timeout=SOON_S)
+
+
+def test_a_client_that_leaves_a_stream_aborts_it(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    _, decode = servers
+
+    def stream_on(asked: Conversation) -> None:
+        asked.stream(events_of(decode)[0], ends=False)
+        asked.hang()
+
+    decode.always = stream_on
+    asked = {"prompt": LONG, "stream": True}
+    with router.client.stream("POST", "/v1/completions", json=asked) as answer:
+        next(answer.iter_lines())
+
+    assert decode.left.acquire(timeout=SOON_S)
+    eventually(lambda: router.counted("requests_total", outcome="aborted"), 1)
+
+
+# Health.
+
+
+def test_a_server_that_is_down_is_not_asked_and_comes_back(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    first, second = vllm("first"), vllm("second")
+    first.health = 503
+    with running([], [first, second]) as router:
+        for number in range(3):
+            router.complete(f"{number} {LONG}")
+        asked_while_down = len(first.asked)
+        state = router.servers()[first.url]
+        first.health = 200
+
+        eventually(lambda: router.servers()[first.url], {"up": True, "version": "0.32.0"})
+        for number in range(3, 6):
+            router.complete(f"{number} {LONG}")
+
+        assert asked_while_down == 0
+        assert state == {"up": False, "cause": "answered GET /health with status 503"}
+        assert first.asked
+
+
+def test_requests_at_a_server_that_goes_down_are_sent_to_another_one(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    first, second = vllm("first"), vllm("second")
+    with running([], [first, second]) as router:
+        first.always = hang
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(router.complete()))
+        asking.start()
+        assert first.came.acquire(timeout=SOON_S)
+
+        first.health = 500
+
+        asking.join(SOON_S)
+        assert answers[0].json() == whole_of(second)
+
+
+def test_a_server_that_hangs_is_down_after_three_checks(
+    vllm: Callable[[str], FakeVllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "CHECK_S", 0.5)
+    monkeypatch.setattr(vllm_server, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(vllm_server, "CHECK_EVERY_MAX_S", 0.01)
+    decode = vllm("decode")
+    with running([], [decode]) as router:
+        decode.misses, before = 2, decode.checks
+        eventually(lambda: decode.checks > before + 2, wanted=True)
+        after_two = router.servers()[decode.url]["up"]
+        decode.misses = 1_000_000
+        eventually(lambda: router.servers()[decode.url]["up"], wanted=False)
+        cause = router.servers()[decode.url]["cause"]
+
+        decode.misses = 0
+
+        eventually(lambda: router.servers()[decode.url]["up"], wanted=True)
+        assert after_two
+        assert cause == "did not answer GET /health within 0.5 s"
+
+
+def test_a_server_that_is_no_vllm_is_named_and_not_used(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    other, decode = vllm("other"), vllm("decode")
+    other.version = {"hello": "world"}
+    with running([other], [decode]) as router:
+        answer = router.complete()
+
+        assert answer.json() == whole_of(decode)
+        assert not other.asked
+        cause = "is no vLLM server: GET /version does not say vLLM's version"
+        assert router.servers()[other.url] == {"up": False, "cause": cause}
+
+
+@pytest.mark.parametrize("host", ["a..b", "nobody.invalid"])
+def test_a_server_whose_name_leads_nowhere_is_down(
+    vllm: Callable[[str], FakeVllm], host: str
+) -> None:
+    nowhere, decode = SimpleNamespace(url=f"http://{host}:80"), vllm("decode")
+    with running([nowhere], [decode]) as router:
+        state = router.servers()[nowhere.url]
+
+        assert not state["up"]
+        assert state["cause"].startswith("cannot be reached: ")
+        assert router.complete().json() == whole_of(decode)
+
+
+def test_without_a_decode_server_requests_get_503_with_the_cause(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    servers[1].health = 500
+    eventually(lambda: router.client.get("/health").status_code, 503)
+
+    answer = router.complete()
+
+    assert answer.status_code == 503
+    expected = f"no decode server is up: {servers[1].url} answered GET /health with status 500"
+    assert answer.json()["error"]["message"] == expected
+    assert router.counted("server_up", server=servers[1].url) == 0
+    assert router.client.get("/v1/models").status_code == 503
+
+
+# Choices.
+
+
+def test_prompts_that_begin_alike_go_to_one_server_and_others_take_turns(
+    vllm: Callable[[str], FakeVllm],
+) -> None:
+    prefills, decodes = [vllm("p0"), vllm("p1")], [vllm("d0"), vllm("d1")]
+    with running(prefills, decodes) as router:
+        for turn in range(3):
+            for chat in ("red", "blue"):
+                router.complete(f"{chat}: {LONG}" + f"turn {turn}. " * 40 * turn)
+
+    for server in (*prefills, *decodes):
+        assert len({each["prompt"].partition(":")[0] for each in server.asked}) == 1
+        assert len(server.asked) == 3
+
+
+def test_a_prompt_that_decode_has_is_not_computed_again(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    router.complete()
+    router.complete()
+
+    assert len(servers[0].asked) == 1
+    assert "kv_transfer_params" not in servers[1].asked[1]
+
+
+def test_a_busy_server_gets_no_further_prompt(vllm: Callable[[str], FakeVllm]) -> None:
+    busy, idle = vllm("busy"), vllm("idle")
+    with running([], [busy, idle]) as router:
+        busy.behaves = [hang]
+        asking = threading.Thread(target=lambda: router.complete(timeout=None))
+        asking.start()
+        assert busy.came.acquire(timeout=SOON_S)
+
+        for number in range(4):
+            router.complete(f"{number} {LONG}")
+
+        assert len(idle.asked) == 4
+        busy.health = 500
+        asking.join(SOON_S)
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--vllm-decode: is not given, must be the URL of a vLLM server"),
+        (
+            ["--vllm-decode", "localhost:8000"],
+            "--vllm-decode: is 'localhost:8000', must be a URL such as http://HOST:PORT, "
+            "without /v1",
+        ),
+        (
+            ["--vllm-decode", "http://h:99999"],
+            "--vllm-decode: is 'http://h:99999', must be a URL such as http://HOST:PORT, "
+            "without /v1",
+        ),
+        (
+            ["--vllm-decode", "http://h:1/v1"],
+            "--vllm-decode: is 'http://h:1/v1', must be a URL such as http://HOST:PORT, "
+            "without /v1",
+        ),
+        (
+            ["--vllm-decode", "http://h:1", "--vllm-prefill", "http://H:1/"],
+            "--vllm-decode: is 'http://h:1', which --vllm-prefill names already: give it once",
+        ),
+        (
+            ["--vllm-decode", "http://h:1", "--log-level", "loud"],
+            "--log-level: is 'loud', must be one of debug, info, warning, error",
+        ),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(["router", *given])
+
+    assert (status, capsys.readouterr().err) == (2, f"penstock: {message}\n")
+
+
+def test_a_router_that_is_asked_to_stop_lets_answers_end(
+    servers: tuple[FakeVllm, FakeVllm],
+) -> None:
+    prefill, decode = servers
+    go = threading.Event()
+
+    def stream_slowly(asked: Conversation) -> None:
+        first, *rest = events_of(decode)
+        asked.stream(first, ends=False)
+        assert go.wait(SOON_S)
+        for each in (*rest, ""):
+            data = each.encode()
+            asked.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    decode.always = stream_slowly
+    urls = ["--vllm-prefill", prefill.url, "--vllm-decode", decode.url]
+    command = [sys.executable, "-m", "penstock.cli.entry", "router", "--port", "0", *urls]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.partition("router at ")[2].partition("/v1")[0]
+        asked = {"prompt": LONG, "stream": True}
+        with httpx.stream(
+            "POST", f"{address}/v1/completions", json=asked, timeout=SOON_S
+        ) as answer:
+            lines = answer.iter_lines()
+            begun = next(lines)
+            process.send_signal(signal.SIGTERM)
+            go.set()
+            text = "\n".join([begun, *lines])
+        _, logged = process.communicate(timeout=SOON_S)
+    finally:
+        process.kill()
+
+    assert "up: 1 of 1 prefill servers, 1 of 1 decode servers" in line
+    assert text.rstrip() == "".join(events_of(decode)).rstrip()
+    assert process.returncode == 0
+    assert "request=cmpl-decode" in logged
+    assert "status=200 complete=true" in logged

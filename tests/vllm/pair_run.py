@@ -1,0 +1,152 @@
+"""Two vLLM engines, one that computes prompts and one that answers them, and what is done to them.
+
+As `engine_run.py`, for a pair: the script has a script for each engine, under `prefill` and
+`decode`. `fork_server.py` calls it. Both count into one page of metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from engine_run import metrics_of, open_engine, processes, prompts_of, row_of, until
+
+from penstock.connectors.handoff import scheduler
+from penstock.handoff import HandoffSettings, HandoffTimes
+from vllm import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+REMOTE_DECODE = {
+    # What vLLM's own proxy sends to the prefill engine.
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def main(model: str, script: dict[str, Any]) -> None:
+    # A peer that a busy machine keeps waiting is not taken for a lost one. Engines are forks.
+    scheduler.ANSWER_S, scheduler.OPEN_S, scheduler.CLAIM_S = 15.0, 60.0, 240.0
+    HandoffSettings.__init__.__kwdefaults__["times"] = HandoffTimes(suspect_s=20.0)
+    pair = Pair(model, script)
+    for act in script["acts"]:
+        began = time.monotonic()
+        results = getattr(pair, act["act"])(act)
+        results["seconds"] = round(time.monotonic() - began, 2)
+        results["metrics"] = metrics_of(pair.decode)
+        sys.stdout.write(f"ACT {json.dumps(results)}\n")
+        sys.stdout.flush()
+
+
+class Pair:
+    """The two engines. Each act is a method."""
+
+    def __init__(self, model: str, script: dict[str, Any]) -> None:
+        before = {pid for pid, _ in processes()}
+        both = script.get("both", {})
+        self.prefill = open_engine(model, {"role": "kv_producer", **both, **script["prefill"]})
+        self._prefilling = [pid for pid, _ in processes() if pid not in before]
+        self.decode = open_engine(model, {"role": "kv_consumer", **both, **script["decode"]})
+        self._address = ""
+        self._names = (f"handoff-{number}" for number in count())
+
+    def in_turn(self, act: dict[str, Any]) -> dict[str, Any]:
+        """As vLLM's own proxy asks: the prefill engine, then the decode engine with its answer."""
+        prompts = prompts_of(act)
+        asked = sampling_of(act, REMOTE_DECODE, max_tokens=1)
+        answers = self.prefill.generate(prompts, asked, use_tqdm=False)
+        params = [answer.kv_transfer_params for answer in answers]
+        self._address = params[0]["penstock"]["address"]
+        if act.get("passes") == "wrong address":
+            for each in params:
+                each["penstock"]["address"] = "ipc:///nobody/listens/here"
+        told = [sampling_of(act, each) for each in params]
+        out = self.decode.generate(prompts, told, use_tqdm=False)
+        return {"rows": [row_of(each) for each in out], "params": params}
+
+    def at_once(self, act: dict[str, Any]) -> dict[str, Any]:
+        """As our router asks: both engines, when the prefill engine's address is known."""
+        prompts = prompts_of(act)
+        names = self._ask_decode(prompts, act)
+        self._ask_prefill(prompts, names, act)
+        drain(self.prefill)
+        return {"rows": self._answers(names)}
+
+    def abort_decode(self, act: dict[str, Any]) -> dict[str, Any]:
+        """Requests are taken back while their prompts are awaited, which nobody computes."""
+        names = self._ask_decode(prompts_of(act), act)
+        self.decode.llm_engine.abort_request(names)
+        return {}
+
+    def abort_prefill(self, act: dict[str, Any]) -> dict[str, Any]:
+        """Prompts are taken back at the prefill engine before they are computed."""
+        prompts = prompts_of(act)
+        names = self._ask_decode(prompts, act)
+        self._ask_prefill(prompts, names, act)
+        self.prefill.llm_engine.abort_request(names)
+        drain(self.prefill)
+        return {"rows": self._answers(names)}
+
+    def kill_prefill(self, act: dict[str, Any]) -> dict[str, Any]:
+        """The prefill engine is killed while it computes prompts."""
+        prompts = prompts_of(act)
+        names = self._ask_decode(prompts, act)
+        self._ask_prefill(prompts, names, act)
+        for pid in self._prefilling:
+            os.kill(pid, signal.SIGKILL)
+        return {"rows": self._answers(names)}
+
+    def forget(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Both engines forget all KV: vLLM refuses while a block is in use."""
+        for llm in (self.prefill, self.decode):
+            until(lambda llm=llm: llm.reset_prefix_cache(reset_connector=True))
+        return {}
+
+    def _ask_decode(self, prompts: list[Any], act: dict[str, Any]) -> list[str]:
+        names = [next(self._names) for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            own = {"handoff": name, "address": self._address}
+            params = {"do_remote_prefill": True, "do_remote_decode": False, "penstock": own}
+            self.decode.llm_engine.add_request(name, prompt, sampling_of(act, params))
+        return names
+
+    def _ask_prefill(self, prompts: list[Any], names: list[str], act: dict[str, Any]) -> None:
+        for name, prompt in zip(names, prompts, strict=True):
+            params = {**REMOTE_DECODE, "penstock": {"handoff": name}}
+            asked = sampling_of(act, params, max_tokens=1)
+            self.prefill.llm_engine.add_request(name, prompt, asked)
+
+    def _answers(self, names: list[str]) -> list[dict[str, Any]]:
+        ended = drain(self.decode)
+        return [row_of(ended[name]) for name in names]
+
+
+def drain(llm: LLM) -> dict[str, Any]:
+    """Steps an engine until all its requests have ended: their answers."""
+    ended: dict[str, Any] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        ended |= {out.request_id: out for out in llm.llm_engine.step() if out.finished}
+    return ended
+
+
+def sampling_of(
+    act: dict[str, Any], params: dict[str, Any], max_tokens: int | None = None
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens or act.get("max_tokens", 24),
+        logprobs=1,
+        detokenize=False,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": params},
+    )

@@ -1,0 +1,115 @@
+"""Prompts that one vLLM computes and another one answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from comparing import BLOCK, LENGTHS, PENSTOCK, agree, counted
+
+if TYPE_CHECKING:
+    from conftest import Plain, Run
+
+pytestmark = pytest.mark.vllm
+
+Results = dict[str, dict[str, Any]]
+COUNT = len(LENGTHS)
+ACTS = {
+    "in turn": {"act": "in_turn"},
+    "again": {"act": "in_turn"},
+    "forgotten": {"act": "forget"},
+    "at once": {"act": "at_once"},
+    "forgotten 2": {"act": "forget"},
+    "nobody there": {"act": "in_turn", "passes": "wrong address"},
+    "forgotten 3": {"act": "forget"},
+    "decode aborted": {"act": "abort_decode"},
+    "forgotten 4": {"act": "forget"},
+    "prefill aborted": {"act": "abort_prefill"},
+    "forgotten 5": {"act": "forget"},
+    "after aborts": {"act": "at_once"},
+    "forgotten 6": {"act": "forget"},
+    "prefill killed": {"act": "kill_prefill"},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(run: Run) -> Results:
+    """What a pair answered in each act."""
+    acts = [{"lengths": LENGTHS, **act} for act in ACTS.values()]
+    # The prefill engine computes the prompts in pieces.
+    pieces = {"max_num_batched_tokens": 4 * BLOCK}
+    results, _ = run("llama", acts, both={"connector": PENSTOCK}, prefill=pieces, decode={})
+    return dict(zip(ACTS, results, strict=True))
+
+
+def received(pair: Results, act: str) -> tuple[int, int]:
+    """How many prompts an act handed over, and how many handoffs of it failed."""
+    results = list(pair.values())
+    at = list(ACTS).index(act)
+    before = results[at - 1] if at else None
+    names = ("prompts_received", "prompts_not_received")
+    return tuple(
+        int(counted(results[at], name) - (counted(before, name) if before else 0)) for name in names
+    )
+
+
+def test_a_prompt_that_one_engine_computes_is_answered_by_another(
+    pair: Results, plain_vllm: Plain
+) -> None:
+    assert received(pair, "in turn") == (COUNT, 0)
+    assert agree(pair["in turn"], plain_vllm("llama")["cold"])
+
+
+def test_the_answer_of_the_prefill_engine_has_the_keys_that_proxies_know(pair: Results) -> None:
+    params = pair["in turn"]["params"][0]
+
+    assert params["do_remote_prefill"] is True
+    assert params["remote_num_tokens"] == LENGTHS[0]
+    assert {"remote_engine_id", "remote_host", "remote_port", "tp_size"} <= set(params)
+
+
+def test_what_the_decode_engine_has_itself_is_not_handed_over(
+    pair: Results, plain_vllm: Plain
+) -> None:
+    assert received(pair, "again") == (0, 0)
+    assert agree(pair["again"], plain_vllm("llama")["cold"])
+
+
+def test_both_engines_can_be_asked_at_once(pair: Results, plain_vllm: Plain) -> None:
+    assert received(pair, "at once") == (COUNT, 0)
+    assert agree(pair["at once"], plain_vllm("llama")["cold"])
+
+
+def test_prompts_of_an_engine_that_is_not_there_are_computed(
+    pair: Results, plain_vllm: Plain
+) -> None:
+    assert received(pair, "nobody there") == (0, COUNT)
+    assert agree(pair["nobody there"], plain_vllm("llama")["cold"])
+
+
+def test_aborts_on_either_side_leave_no_block_behind(pair: Results, plain_vllm: Plain) -> None:
+    # Between these acts both engines were made to forget, which vLLM refuses while blocks are used.
+    assert agree(pair["prefill aborted"], plain_vllm("llama")["cold"])
+    assert received(pair, "after aborts") == (COUNT, 0)
+    assert agree(pair["after aborts"], plain_vllm("llama")["cold"])
+
+
+def test_prompts_of_an_engine_that_is_killed_are_computed(pair: Results, plain_vllm: Plain) -> None:
+    assert agree(pair["prefill killed"], plain_vllm("llama")["cold"])
+
+
+def test_each_of_two_ranks_takes_the_heads_of_its_peer(run: Run, plain_vllm: Plain) -> None:
+    acts = [
+        {"act": "in_turn", "lengths": LENGTHS},
+        {"act": "forget"},
+        {"act": "at_once", "lengths": LENGTHS},
+    ]
+    both = {"connector": PENSTOCK, "ranks": 2}
+
+    results, _ = run("llama", acts, both=both, ranks=2, prefill={}, decode={})
+
+    in_turn, _, at_once = results
+    assert counted(in_turn, "prompts_received") == COUNT
+    assert counted(at_once, "prompts_received") == 2 * COUNT
+    assert agree(in_turn, plain_vllm("llama")["cold"])
+    assert agree(at_once, plain_vllm("llama")["cold"])
