@@ -295,6 +295,25 @@ def test_a_folder_shrinks_when_the_reads_in_it_have_ended(tmp_path: Path) -> Non
         tier.close(deadline=time.monotonic() + WAIT_S)
 
 
+def test_a_size_that_is_asked_for_while_another_is_being_set_is_set_as_well(
+    make: Callable[..., DiskTier],
+) -> None:
+    tickets: list[int] = []
+
+    def ask_for_another(path: Path) -> os.statvfs_result:
+        if not tickets:
+            tickets.append(rig.resize(3 * SIZE_BYTES))
+        return os.statvfs(path)
+
+    rig = StoreRig(make(SIZE_BYTES, calls=DiskCalls(statvfs=ask_for_another)), LAYOUT)
+    rig.wait(rig.resize(2 * SIZE_BYTES))
+
+    [ended] = rig.wait(*tickets)
+
+    assert ended.failure == ""
+    assert rig.tier.state().capacity_bytes == 3 * SIZE_BYTES
+
+
 def test_a_larger_size_is_refused_with_the_free_space(
     make: Callable[..., DiskTier], tmp_path: Path
 ) -> None:

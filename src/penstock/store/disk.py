@@ -175,7 +175,8 @@ class DiskTier:
             if segment.dirty and time.monotonic() < deadline:
                 self._threads.sync(segment)
         with board.lock:
-            board.end_resizes("is refused: the tier was closed")
+            for ticket in list(board.resizes):
+                board.end_resize(ticket, "is refused: the tier was closed")
             board.closed = True
         os.close(board.event)
         self._folder.close()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.operations import BlockFault
-from penstock.store.base import EndedJob, SaveJob
+from penstock.store.base import EndedJob, ResizeJob, SaveJob
 from penstock.store.disk_io import RUN_BYTES_MAX, RUN_BYTES_MIN, RUN_SLOTS_MAX
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.store.base import LoadJob, ResizeJob
+    from penstock.store.base import LoadJob
     from penstock.store.disk_folder import DiskFolder
     from penstock.store.disk_index import DiskSegment
     from penstock.store.disk_segments import SegmentPool
@@ -247,9 +247,10 @@ class JobBoard:
         self.idle.notify_all()
 
     def end_resizes(self, failure: str = "") -> None:
-        """Reports all changes of the size that are in hand."""
+        """Reports all changes of the size that the keeper has come to."""
         self.trims = False
-        for ticket in list(self.resizes):
+        waiting = {each.ticket for each in self.inbox if isinstance(each, ResizeJob)}
+        for ticket in [each for each in self.resizes if each not in waiting]:
             self.end_resize(ticket, failure)
 
     def end_resize(self, ticket: int, failure: str = "") -> None:
