@@ -100,29 +100,57 @@ def test_on_the_cpu_blocks_are_opaque_and_the_kernels_are_in_the_form() -> None:
     assert layout.groups[0].kind is GroupKind.OPAQUE
 
 
-def handed_form(caches: dict[str, torch.Tensor], rank: int, ranks: int) -> Form:
+def handed_form(order: str, rank: int, ranks: int, *, by_head: bool = True) -> Form:
+    """What other engines know of a rank, whose share of the heads is its own."""
+    heads = max(1, HEADS // ranks)
+    caches = {name: each[:, :heads].clone() for name, each in views(order, "cpu").items()}
     served = replace(engine(list(caches)), rank=rank, rank_count=ranks)
     tier = tier_of(served, caches, encoding)
-    return Form(layout=handed_tier(served, tier).layout)
+    encodings = dict.fromkeys(range(LAYERS), "a head") if by_head else {}
+    return Form(layout=handed_tier(served, tier, encodings).layout)
 
 
-def test_opaque_blocks_of_several_ranks_go_to_the_rank_with_their_heads() -> None:
-    caches = views("LBHNC", "cpu")
-    two = [handed_form(caches, rank, 2) for rank in range(2)]
+@pytest.mark.parametrize("by_head", [True, False])
+def test_opaque_blocks_of_several_ranks_go_to_the_rank_with_their_heads(by_head: bool) -> None:  # noqa: FBT001
+    two = [handed_form("LBHNC", rank, 2, by_head=by_head) for rank in range(2)]
 
     routes = plan_reshard(two, two).routes
 
     assert sorted((route.source, route.target) for route in routes) == [(0, 0), (1, 1)]
 
 
-def test_opaque_blocks_are_not_cut_into_heads() -> None:
-    caches = views("LBHNC", "cpu")
-    two = [handed_form(caches, rank, 2) for rank in range(2)]
+@pytest.mark.parametrize(("sources", "targets"), [(2, 1), (1, 2), (4, 1), (1, 4)])
+def test_heads_that_lie_one_after_the_other_go_to_any_number_of_ranks(
+    sources: int, targets: int
+) -> None:
+    """With four ranks, two of them hold the same head."""
+    forms = {
+        count: [handed_form("LBHNC", rank, count) for rank in range(count)]
+        for count in (sources, targets)
+    }
 
-    with pytest.raises(ValueError, match="head"):
-        plan_reshard(two, [handed_form(caches, 0, 1)])
-    with pytest.raises(ValueError, match="head"):
-        plan_reshard([handed_form(caches, 0, 1)], two)
+    plan = plan_reshard(forms[sources], forms[targets])
+
+    sent = [piece.heads.count for route in plan.routes for piece in route.pieces if piece.heads]
+    assert sum(sent) == targets * max(1, HEADS // targets)
+
+
+def test_opaque_blocks_are_not_cut_into_heads() -> None:
+    two = [handed_form("LBHNC", rank, 2, by_head=False) for rank in range(2)]
+    one = [handed_form("LBHNC", 0, 1, by_head=False)]
+
+    for sources, targets in [(two, one), (one, two)]:
+        with pytest.raises(ValueError, match="plane opaque of layer 0 has no heads to cut"):
+            plan_reshard(sources, targets)
+
+
+def test_blocks_that_do_not_divide_into_their_heads_are_refused() -> None:
+    caches = {"layers.0": torch.zeros(BLOCKS, 3, TOKENS, 2, dtype=torch.uint8)}
+    odd = replace(engine(["layers.0"]), kv_heads=5)
+    tier = tier_of(odd, caches, encoding)
+
+    with pytest.raises(UnavailableError, match="24 bytes and 5 heads"):
+        handed_tier(odd, tier, {0: "a head"})
 
 
 def test_groups_of_a_hybrid_may_lie_over_each_other() -> None:

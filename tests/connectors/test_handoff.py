@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.connectors.base.engine import LayerGroup, ServedEngine, handed_tier, tier_of
 from penstock.connectors.base.statistics import Counters
 from penstock.connectors.handoff.rank import RankSides
 from penstock.connectors.handoff.requests import HandoffRequests
 from penstock.connectors.handoff.scheduler import SchedulerHandoffs
 from penstock.connectors.handoff.thread import HandoffThread
-from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.transport.waiting import wait_readable
 from penstock.vocabulary.layers import GroupKind
 from tests.connectors.conftest import TOKENS, FakePool, FakeRequest
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.connectors.handoff.requests import HandoffStep
+    from penstock.tiers.tensors import TensorTier
 
 torch = pytest.importorskip("torch")
 
-LAYERS, BLOCKS = 3, 16
+LAYERS, BLOCKS, HEADS = 3, 16, 4
 SOON_S = 120.0
 PROMPT = [100 + number for number in range(10)]
 """Two blocks and a half."""
@@ -34,18 +35,25 @@ PROMPT = [100 + number for number in range(10)]
 class Engine:
     """One engine: the requests of its scheduler, the KV of its rank, and both their threads."""
 
-    def __init__(self, name: str, *, weights: str = "v1") -> None:
-        self.kv = [torch.zeros((BLOCKS, TOKENS * 8), dtype=torch.uint8) for _ in range(LAYERS)]
-        layers = [
-            TensorLayer(number=number, planes=[Held.opaque(tensor, "toy")])
-            for number, tensor in enumerate(self.kv)
+    def __init__(
+        self, name: str, *, weights: str = "v1", ranks: int = 1, by_head: bool = True
+    ) -> None:
+        heads = HEADS // ranks
+        shape = (BLOCKS, heads, TOKENS, 8)
+        self.kv = [
+            [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(ranks)
         ]
-        group = TensorGroup(kind=GroupKind.OPAQUE, layers=layers, heads=None)
-        self.rank = RankSides(name, 0, TensorTier.of([group], block_tokens=TOKENS))
-        addresses = self.rank.addresses
-        self._rank_thread = HandoffThread(f"{name}/0", self.rank)
+        """A tensor for each rank and layer."""
+        self.ranks = [
+            RankSides(name, rank, _described(rank, self.kv, by_head=by_head))
+            for rank in range(ranks)
+        ]
+        addresses = [rank.addresses for rank in self.ranks]
+        self._rank_threads = [
+            HandoffThread(f"{name}/{number}", rank) for number, rank in enumerate(self.ranks)
+        ]
         handoffs = SchedulerHandoffs(
-            name, [addresses], model="toy", weights=weights, version="test 1"
+            name, addresses, model="toy", weights=weights, version="test 1"
         )
         self._handoffs = handoffs
         self.address = handoffs.address
@@ -71,11 +79,12 @@ class Engine:
     ) -> HandoffStep | None:
         """A step of the engine, as every worker of it sees it."""
         step = self.requests.plan_step(scheduled or {}, lambda _: [list(blocks)], preempted)
-        if step is not None and step.restarted:
-            self._rank_thread.post(self.rank.restart, step.restarted)
-        if step is not None and step.computed:
-            for layer in range(LAYERS):
-                self._rank_thread.post(self.rank.computed, step.computed, layer)
+        for thread, rank in zip(self._rank_threads, self.ranks, strict=True):
+            if step is not None and step.restarted:
+                thread.post(rank.restart, step.restarted)
+            if step is not None and step.computed:
+                for layer in range(LAYERS):
+                    thread.post(rank.computed, step.computed, layer)
         return step
 
     def prefill(self, request: FakeRequest, blocks: Sequence[int]) -> dict[str, Any]:
@@ -92,11 +101,15 @@ class Engine:
         return params
 
     def fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """What a model would write: something of each token and layer."""
-        for layer, tensor in enumerate(self.kv):
-            for position, token in enumerate(tokens):
-                block, place = divmod(position, TOKENS)
-                tensor[blocks[block], place * 8 : place * 8 + 8] = (token + layer) % 251
+        """What a model would write: something of each token, layer and head."""
+        own = HEADS // len(self.kv)
+        for rank, layers in enumerate(self.kv):
+            for layer, tensor in enumerate(layers):
+                for position, token in enumerate(tokens):
+                    block, place = divmod(position, TOKENS)
+                    for head in range(own):
+                        number = (token + layer + 50 * (rank * own + head)) % 251
+                        tensor[blocks[block], head, place] = number
 
     def claim(self, request: FakeRequest, blocks: Sequence[int], *, computed: int = 0) -> None:
         """A request is queued and gets blocks for what another engine computes."""
@@ -115,7 +128,27 @@ class Engine:
 
     def close(self) -> None:
         self.requests.close()
-        self._rank_thread.close()
+        for thread in self._rank_threads:
+            thread.close()
+
+
+def _described(rank: int, kv: list[list[Any]], *, by_head: bool) -> TensorTier:
+    """The KV of a rank, as the connector of an engine on a CPU describes it."""
+    names = [f"layers.{number}" for number in range(LAYERS)]
+    group = LayerGroup(
+        kind=GroupKind.ATTENTION, layer_names=tuple(names), block_tokens=TOKENS, channels=0
+    )
+    served = ServedEngine(
+        name="e",
+        groups=(group,),
+        block_count=BLOCKS,
+        rank_count=len(kv),
+        rank=rank,
+        kv_heads=HEADS,
+    )
+    tier = tier_of(served, dict(zip(names, kv[rank], strict=True)), lambda _: "toy blocks")
+    heads = dict.fromkeys(range(LAYERS), "toy heads") if by_head else {}
+    return handed_tier(served, tier, heads)
 
 
 def until(done: Callable[[], Any]) -> Any:
@@ -165,7 +198,12 @@ def answered(prefill: Engine, handoff: str) -> FakeRequest:
 
 
 def kv_of(engine: Engine, blocks: Sequence[int]) -> list[list[int]]:
-    return [tensor[list(blocks)].flatten()[: len(PROMPT) * 8].tolist() for tensor in engine.kv]
+    """Of each layer what all ranks together have of a prompt, token after token."""
+    found = []
+    for layers in zip(*engine.kv, strict=True):
+        whole = torch.cat([tensor[list(blocks)] for tensor in layers], dim=1)
+        found.append(whole.transpose(1, 2).flatten()[: len(PROMPT) * HEADS * 8].tolist())
+    return found
 
 
 def test_a_prompt_is_handed_over_after_it_was_answered(prefill: Engine, decode: Engine) -> None:
@@ -202,8 +240,8 @@ def test_only_what_the_decode_engine_lacks_is_handed_over(prefill: Engine, decod
     decode.claim(request, [7, 8, 9], computed=TOKENS)
 
     assert decode.ended().failed == frozenset()
-    assert kv_of(decode, [8, 9, 0])[0][: TOKENS * 8] == kv_of(prefill, [1, 2, 0])[0][: TOKENS * 8]
-    assert not any(int(tensor[7].sum()) for tensor in decode.kv)
+    assert kv_of(decode, [8, 9]) == kv_of(prefill, [1, 2])
+    assert not any(int(tensor[7].sum()) for tensor in decode.kv[0])
 
 
 def test_a_prompt_of_which_a_block_is_missing_is_computed(prefill: Engine, decode: Engine) -> None:
@@ -230,6 +268,46 @@ def test_the_blocks_of_a_prompt_that_is_not_needed_are_free(
     decode.requests.finish(second, completed=False)
 
     assert prefill.released()
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2), (4, 2), (2, 4)])
+def test_ranks_of_engines_with_other_numbers_of_them_get_their_heads(
+    opened: Callable[..., Engine], prefilling: int, decoding: int
+) -> None:
+    prefill, decode = opened("prefill", ranks=prefilling), opened("decode", ranks=decoding)
+    params = prefill.prefill(asked(), [3, 1, 2])
+    second = asked("second", handoff="h-2")
+    prefill.requests.expect(second)
+    second.all_token_ids = second.all_token_ids[::-1]
+    prefill.fill(second.all_token_ids, [4, 5, 6])
+
+    decode.claim(FakeRequest("answered", PROMPT, kv_transfer_params=params), [7, 8, 9])
+    assert decode.ended().failed == frozenset()
+    at_once = answered(prefill, "h-2")
+    at_once.all_token_ids = [*second.all_token_ids]
+    decode.claim(at_once, [10, 11, 12])
+    prefill.step({"second": len(PROMPT)}, [4, 5, 6])
+    prefill.answer(second)
+
+    assert decode.ended().failed == frozenset()
+    assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
+    assert kv_of(decode, [10, 11, 12]) == kv_of(prefill, [4, 5, 6])
+    assert prefill.released()
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_engines_whose_blocks_cannot_be_cut_into_heads_refuse_each_other(
+    opened: Callable[..., Engine], caplog: pytest.LogCaptureFixture, ranks: tuple[int, int]
+) -> None:
+    prefill, decode = (
+        opened(name, ranks=count, by_head=False)
+        for name, count in zip(("prefill", "decode"), ranks, strict=True)
+    )
+
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9])
+
+    assert decode.ended().failed == {"answered"}
+    assert "plane opaque of layer 0 has no heads to cut" in caplog.text
 
 
 def test_engines_with_other_weights_refuse_each_other(

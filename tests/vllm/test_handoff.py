@@ -113,3 +113,25 @@ def test_each_of_two_ranks_takes_the_heads_of_its_peer(run: Run, plain_vllm: Pla
     assert counted(at_once, "prompts_received") == 2 * COUNT
     assert agree(in_turn, plain_vllm("llama")["cold"])
     assert agree(at_once, plain_vllm("llama")["cold"])
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2)])
+def test_ranks_take_their_heads_from_an_engine_with_another_number_of_ranks(
+    run: Run, plain_vllm: Plain, prefilling: int, decoding: int
+) -> None:
+    acts = [
+        {"act": "in_turn", "lengths": LENGTHS},
+        {"act": "forget"},
+        {"act": "at_once", "lengths": LENGTHS},
+    ]
+    prefill, decode = {"ranks": prefilling}, {"ranks": decoding}
+
+    results, _ = run(
+        "llama", acts, both={"connector": PENSTOCK}, ranks=2, prefill=prefill, decode=decode
+    )
+
+    in_turn, _, at_once = results
+    assert counted(in_turn, "prompts_received") == COUNT
+    assert counted(at_once, "prompts_received") == 2 * COUNT
+    assert agree(in_turn, plain_vllm("llama")["cold"])
+    assert agree(at_once, plain_vllm("llama")["cold"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.connectors.base.engine import ServedEngine
 from penstock.errors import UnavailableError
 from tests.connectors.orders import ORDERS
 
@@ -46,6 +47,64 @@ def test_kernels_of_the_cpu_that_do_not_say_how_they_pack_are_refused() -> None:
         encoded("CPU_ATTN")
     with pytest.raises(UnavailableError, match=r"layers\.0 is computed on the CPU by CPU_NEW"):
         encoded("CPU_NEW", isa="vec")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "isa"),
+    [(torch.float32, ""), (torch.bfloat16, ""), (torch.float32, "vec16"), (torch.float32, "vec")],
+)
+def test_kernels_write_each_head_of_a_block_as_if_it_were_alone(
+    dtype: torch.dtype, isa: str
+) -> None:
+    """With `isa` left out, with the instructions that vLLM uses here."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
+
+    from vllm import _custom_ops as ops  # noqa: PLC0415
+
+    heads, tokens, channels = 4, 32, 64
+    torch.manual_seed(3)
+    key, value = (torch.randn(tokens, heads, channels).to(dtype) for _ in range(2))
+    # Blocks are not filled from their first token on, nor in one go.
+    slots = torch.randperm(2 * tokens)[:tokens]
+
+    def written(first: int, count: int) -> torch.Tensor:
+        cache = torch.zeros(2, count, 2 * tokens, channels, dtype=dtype)
+        of = slice(first, first + count)
+        # Contiguous, as the model's own projections are.
+        ops.cpu_attn_reshape_and_cache(
+            key[:, of].contiguous(),
+            value[:, of].contiguous(),
+            *cache.chunk(2, dim=2),
+            slots,
+            isa or _get_attn_isa(dtype, tokens, channels),
+        )
+        return cache
+
+    whole = written(0, heads)
+
+    assert whole.count_nonzero() == 2 * tokens * heads * channels
+    assert torch.equal(whole, torch.cat([written(0, 1), written(1, 2), written(3, 1)], dim=1))
+
+
+def test_the_encoding_of_a_head_does_not_depend_on_how_many_there_are() -> None:
+    from penstock.connectors.vllm.translation import head_encodings_of  # noqa: PLC0415
+
+    def encodings(backend: str, kv_heads: int, ranks: int) -> dict[str, str]:
+        name = SimpleNamespace(get_name=lambda: backend)
+        layer = SimpleNamespace(get_attn_backend=lambda: name, isa="vec")
+        compiled = SimpleNamespace(static_forward_context={"layers.0": layer})
+        config = SimpleNamespace(compilation_config=compiled)
+        caches = {"layers.0": torch.zeros(4, 2, 32, 128)}
+        engine = ServedEngine(
+            name="e", groups=(), block_count=4, rank_count=ranks, kv_heads=kv_heads
+        )
+        return head_encodings_of(config, caches, engine)
+
+    expected = {"layers.0": "vllm CPU_ATTN vec torch.float32 head 32x128"}
+    assert encodings("CPU_ATTN", 2, 1) == encodings("CPU_ATTN", 4, 2) == expected
+    # Other kernels, and layers that do not have the heads that the model says: not cut.
+    assert encodings("CPU_MLA", 2, 1) == {}
+    assert encodings("CPU_ATTN", 8, 2) == {}
 
 
 def test_the_kernels_that_are_known_are_those_that_vllm_has_for_the_cpu() -> None:

@@ -160,6 +160,20 @@ def test_an_opaque_plane_knows_bytes_and_nothing_else() -> None:
     assert plane.end == 356
 
 
+def test_an_opaque_plane_may_know_the_bytes_of_each_head() -> None:
+    plane = Plane(
+        role=PlaneRole.OPAQUE,
+        dtype=DType.UINT8,
+        dims=dims((Axis.BLOCK, 3, 64), (Axis.HEAD, 4, 16), (Axis.CHANNEL, 16, 1)),
+        encoding="tiles",
+    )
+
+    offsets, run_bytes = plane.runs(2, head=3)
+
+    assert (offsets.tolist(), run_bytes) == ([176], 16)
+    assert plane.block_bytes == 64
+
+
 def dims(*axes: tuple[Axis, int, int]) -> tuple[Dim, ...]:
     return tuple(Dim(axis=axis, size=size, stride=stride) for axis, size, stride in axes)
 
@@ -184,7 +198,7 @@ def dims(*axes: tuple[Axis, int, int]) -> tuple[Dim, ...]:
         ),
         (
             {"dims": dims((Axis.BLOCK, 2, 64), (Axis.TOKEN, 2, 8)), "encoding": "tiles"},
-            "plane k has encoding 'tiles' and yet head or token axes",
+            "plane k has encoding 'tiles' and yet token axes",
         ),
         (
             {"dims": dims((Axis.BLOCK, 2, 64)), "role": PlaneRole.OPAQUE},

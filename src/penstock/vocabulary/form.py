@@ -392,5 +392,6 @@ def _kind(plane: Plane) -> tuple[object, ...]:
 
 def _describe_plane(plane: Plane) -> str:
     if plane.is_opaque:
-        return f"{plane.encoding} of {plane.block_bytes} bytes"
+        heads = f"{plane.heads} heads × " if plane.has_heads else ""
+        return f"{heads}{plane.encoding} of {plane.segment_bytes} bytes"
     return " × ".join(f"{dim.size} {dim.axis}s" for dim in plane.dims[1:])

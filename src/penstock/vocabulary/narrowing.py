@@ -8,7 +8,7 @@ other, so it can be packed, copied, summed and moved like one. A cell has the na
 has everywhere, and so, over all of its tokens, the same checksum.
 
 The one rule: a cut goes along heads, layers and tokens, never through a number whose parts
-nobody knows. An opaque block is taken whole or not at all.
+nobody knows. An opaque block, or each head of it, is taken whole or not at all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ channel. Each axis has a byte stride, in any order of nesting:
 
 K and V packed into one tensor are two planes whose bytes interleave: the axis that tells
 them apart becomes a difference in offset. An *opaque* plane says only how many bytes a
-block has; its `encoding` names what the engine made of them.
+block has, or each head of a block; its `encoding` names what the engine made of them.
 
 The one rule: strides are what the tensor said. Nothing here derives a stride from a shape
 unless the caller states that the array is dense.
@@ -124,7 +124,8 @@ class Plane:
     offset: int = 0
     """Bytes from the start of the buffer to the plane's first number."""
     encoding: str = ""
-    """Empty: numbers in the order the axes say. Otherwise the name of an opaque encoding."""
+    """Empty: numbers in the order the axes say. Otherwise the name of an opaque encoding, of the
+    whole block or, where there is a head axis, of each head by itself."""
 
     def __post_init__(self) -> None:
         if self.buffer < 0:
@@ -152,10 +153,10 @@ class Plane:
             )
         if self.role is PlaneRole.OPAQUE and not self.encoding:
             raise ValueError("encoding of an opaque plane is empty, must name what wrote it")
-        if self.encoding and (counts[Axis.HEAD] or counts[Axis.TOKEN]):
+        if self.encoding and counts[Axis.TOKEN]:
             raise ValueError(
-                f"plane {self.role.label} has encoding {self.encoding!r} and yet head or token "
-                "axes; an opaque plane has blocks of bytes alone"
+                f"plane {self.role.label} has encoding {self.encoding!r} and yet token axes; an "
+                "opaque plane has bytes of a block, or of a block and head, alone"
             )
 
     def _along(self, axis: Axis) -> tuple[Dim, ...]:
@@ -201,7 +202,7 @@ class Plane:
 
     @property
     def channels(self) -> int:
-        """Numbers per head and token; for an opaque plane, the bytes of a block."""
+        """Numbers per head and token; for an opaque plane, the bytes of a block, or of one head."""
         return self._count(Axis.CHANNEL)
 
     @property

@@ -214,7 +214,12 @@ def _needs(
         if not holdings:
             raise ValueError(_nowhere(wanted, layer, holders))
         for holding in holdings:
-            _require_same(wanted, layer, holding, target_tokens, source_tokens)
+            _require_same_group(wanted, layer, holding)
+        if layer.headless and wanted.group.heads is not None:
+            # Before bytes are compared, which differ because the heads do.
+            _whole_candidates(wanted, layer, holdings)
+        for holding in holdings:
+            _require_same_planes(wanted, layer, holding, target_tokens, source_tokens)
         runs = list(_runs(wanted, layer, holdings))
         if runs != runs_before:
             yield from found
@@ -244,10 +249,8 @@ def _nowhere(wanted: _Wanted, layer: Layer, holders: _Holders) -> str:
     )
 
 
-def _require_same(
-    wanted: _Wanted, layer: Layer, holding: _Holding, target_tokens: int, source_tokens: int
-) -> None:
-    """Refuses bytes that would mean something else at the target."""
+def _require_same_group(wanted: _Wanted, layer: Layer, holding: _Holding) -> None:
+    """Refuses a layer that would mean something else at the target."""
     where = f"layer {layer.number}"
     _require_equal(
         f"kind of the group of {where}", holding.group.kind.value, wanted.group.kind.value, wanted
@@ -260,6 +263,13 @@ def _require_same(
         None if ours is None else ours.total,
         wanted,
     )
+
+
+def _require_same_planes(
+    wanted: _Wanted, layer: Layer, holding: _Holding, target_tokens: int, source_tokens: int
+) -> None:
+    """Refuses bytes that would mean something else at the target."""
+    where = f"layer {layer.number}"
     for there, here in zip(holding.layer.planes, layer.planes, strict=True):
         plane = f"plane {here.role.label} of {where}"
         for fact, value, other in (

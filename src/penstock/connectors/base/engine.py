@@ -10,7 +10,8 @@ reads strides and never guesses them.
 | on a GPU: latent KV, [block, 1, token, channel]    | a latent plane                           |
 | K and V apart within a block, [block, 2, token, …] | opaque blocks, one a layer               |
 | content that only its kernels can read             | opaque blocks, one a layer               |
-| on the CPU: blocks packed for an instruction set   | opaque blocks; the set is in the form    |
+| on the CPU: blocks packed for an instruction set   | opaque blocks; the set is in the form.   |
+|                                                    | For other engines: opaque heads          |
 
 The tensors are views in logical order; the physical order shows in their strides alone. Groups of
 a hybrid model share one pool of pages: their tensors overlap, and block ids keep them apart.
@@ -28,7 +29,7 @@ from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 from penstock.vocabulary.layout import Layout
-from penstock.vocabulary.planes import Axis, PlaneRole
+from penstock.vocabulary.planes import Axis, Dim, PlaneRole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.config import Config
+    from penstock.vocabulary.layers import Group
+    from penstock.vocabulary.planes import Plane
 
 HEADS = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
 LATENT = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
@@ -79,6 +82,11 @@ class ServedEngine:
     def block_tokens(self) -> int:
         """Tokens of a block, the same in every group."""
         return self.groups[0].block_tokens
+
+    @property
+    def rank_heads(self) -> int:
+        """KV heads of one rank; where the model has fewer than ranks, several hold the same."""
+        return max(1, self.kv_heads // self.rank_count)
 
     @property
     def window_groups(self) -> tuple[int, ...]:
@@ -176,20 +184,54 @@ def tier_of(
     return TensorTier(Layout.join(layouts[0], *layouts[1:]), storages)
 
 
-def handed_tier(engine: ServedEngine, tier: TensorTier) -> TensorTier:
+def handed_tier(
+    engine: ServedEngine, tier: TensorTier, head_encodings: Mapping[int, str]
+) -> TensorTier:
     """The same KV, as other engines must know it: blocks that are moved unread have heads, too.
 
     Which ones decides which rank of another engine gets them. In the tiers below the device each
     rank has its own, so there nobody asks.
+
+    Args:
+        engine: The engine, as this rank sees it.
+        tier: Its KV as `tier_of` describes it.
+        head_encodings: For layers whose blocks are the heads of this rank one after the other, by
+            number, what a head is written in. Other blocks cannot be cut: they go whole, to a rank
+            with the same heads.
     """
-    if engine.rank_count == 1 or engine.equal_ranks:
+    if engine.equal_ranks:
         return tier
-    heads = _heads(engine, max(1, engine.kv_heads // engine.rank_count))
-    groups = tuple(
-        replace(group, heads=heads) if group.kind is GroupKind.OPAQUE else group
-        for group in tier.layout.groups
-    )
+    heads = _heads(engine, engine.rank_heads)
+    groups = tuple(_handed_group(group, heads, head_encodings) for group in tier.layout.groups)
     return tier.described_by(Layout(groups=groups, block_tokens=tier.layout.block_tokens))
+
+
+def _handed_group(group: Group, heads: HeadRange, head_encodings: Mapping[int, str]) -> Group:
+    if group.kind is not GroupKind.OPAQUE:
+        return group
+    if all(layer.number in head_encodings for layer in group.layers):
+        layers = tuple(
+            replace(layer, planes=(_by_head(layer.planes[0], heads, head_encodings[layer.number]),))
+            for layer in group.layers
+        )
+        return replace(group, layers=layers, heads=heads)
+    return replace(group, heads=heads)
+
+
+def _by_head(plane: Plane, heads: HeadRange, encoding: str) -> Plane:
+    """A plane of opaque blocks, each of which is opaque heads one after the other."""
+    head_bytes, rest = divmod(plane.block_bytes, heads.count)
+    if rest:
+        raise UnavailableError(
+            f"a block has {plane.block_bytes} bytes and {heads.count} heads: heads of one block "
+            "must have equally many bytes"
+        )
+    dims = (
+        plane.dims[0],
+        Dim(axis=Axis.HEAD, size=heads.count, stride=head_bytes),
+        Dim(axis=Axis.CHANNEL, size=head_bytes, stride=1),
+    )
+    return replace(plane, dims=dims, encoding=encoding)
 
 
 def layer_numbers(engine: ServedEngine, caches: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -123,6 +123,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerConnector | None = None
         self._facts = RankHandshake(facts=None)
         self._tier: TensorTier | None = None
+        self._handed_tier: TensorTier | None = None
+        """The same KV as other engines know it, if prompts are handed over."""
         self._hand_out: Callable[[], None] | None = None
         self._received = ReceivedLoads()
         self._pool: Any = None
@@ -385,6 +387,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             encodings = translation.encodings_of(self._vllm_config, kv_caches)
             self._tier = tier_of(self._engine, kv_caches, encodings)
             self._layers = layer_numbers(self._engine, kv_caches)
+            if self._settings.hands_over:
+                self._handed_tier = self._describe_handed(kv_caches, self._tier)
             if not self._config.equal_ranks:
                 self._open_rank(self._config, arenas=None)
             elif self._engine.rank == WRITER:
@@ -393,6 +397,11 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._hand_out = lambda: host.hand_out(rank.arenas)
         except (UnavailableError, ValueError) as error:
             self._rank_without(str(error))
+
+    def _describe_handed(self, caches: dict[str, torch.Tensor], tier: TensorTier) -> TensorTier:
+        heads = translation.head_encodings_of(self._vllm_config, caches, self._engine)
+        numbered = {self._layers[name]: encoding for name, encoding in heads.items()}
+        return handed_tier(self._engine, tier, numbered)
 
     def get_handshake_metadata(self) -> RankHandshake:
         """What the scheduler must know of this rank; by now every rank has its memory."""
@@ -412,10 +421,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_gpu = self._tier.device.type == "cuda"
         self._worker = self._make_worker(rank, on_gpu=on_gpu)
         self._facts = RankHandshake(facts=rank.facts.to_bytes())
-        if self._settings.hands_over:
+        if self._handed_tier is not None:
             name = self._engine.name
-            tier = handed_tier(self._engine, self._tier)
-            handoffs = RankSides(name, self._engine.rank, tier)
+            handoffs = RankSides(name, self._engine.rank, self._handed_tier)
             self._facts.handoff = handoffs.addresses
             self._rank_handoffs = handoffs
             self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
@@ -423,7 +431,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _rank_without(self, why: str) -> None:
         self._run_without(f"rank {self._engine.rank}: {why}")
-        self._tier = None
+        self._tier = self._handed_tier = None
         self.shutdown()
 
     def _make_worker(self, rank: Rank, *, on_gpu: bool) -> WorkerConnector:

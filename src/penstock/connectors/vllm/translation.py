@@ -183,6 +183,29 @@ def encodings_of(vllm_config: Any, caches: Mapping[str, torch.Tensor]) -> Callab
     return encoding_of
 
 
+def head_encodings_of(
+    vllm_config: Any, caches: Mapping[str, torch.Tensor], engine: ServedEngine
+) -> dict[str, str]:
+    """What each head of a block is written in, for layers whose blocks are heads in a row.
+
+    The kernels that pack blocks do so for each head by itself, whatever the number of heads: K of
+    all tokens of the block, then V of all. So a head means the same on a rank with more of them.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found: dict[str, str] = {}
+    for name, tensor in caches.items():
+        is_packed = (
+            tensor.device.type == "cpu"
+            and layers[name].get_attn_backend().get_name() == PACKING
+            # Block, head, token, K and V; kernels may have smaller blocks than the engine.
+            and tensor.shape[:-2] == (engine.block_count, engine.rank_heads)
+        )
+        if is_packed:
+            shape = "x".join(map(str, tensor.shape[-2:]))
+            found[name] = f"vllm {PACKING} {layers[name].isa} {tensor.dtype} head {shape}"
+    return found
+
+
 def answer_of(vllm_config: Any, engine: ServedEngine) -> dict[str, Any]:
     """What the answer of a prefill engine says of the engine, in the keys of NixlConnector.
 
