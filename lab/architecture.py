@@ -31,6 +31,7 @@ CAPTIONS = {
     "demo": "penstock demo",
     "engine": "reference engine",
     "handoff": "prefill to decode",
+    "loadtest": "penstock load",
     "machine": "events in, effects out",
     "movers": "copy blocks",
     "observe": "logs, metrics",

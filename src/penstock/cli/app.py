@@ -87,6 +87,18 @@ COMMANDS = {
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
     ),
+    "load": Command(
+        module="load",
+        function="load",
+        help="Ask a server with OpenAI's API as many users would, and measure its answers.",
+        panel=PROVE,
+    ),
+    "load-compare": Command(
+        module="load",
+        function="compare_loads",
+        help="Lay runs of `penstock load` side by side; others are compared with the first one.",
+        panel=PROVE,
+    ),
     "plan": Command(
         module="plan",
         function="plan",

@@ -7,7 +7,7 @@
 | `--seeds`   | how many seeds, counted from `--start`                           |
 | `--seed`    | this one seed                                                    |
 | `--jobs`    | how many processes                                               |
-| `--trace`   | print every event                                                |
+| `--trace`   | print every event; of `penstock load`: the trace to ask          |
 
 The one rule: a command takes these options from here, with this meaning. `docs/cli.md` describes
 them for users.

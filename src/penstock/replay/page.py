@@ -27,7 +27,7 @@ svg { width: 100%; height: auto; }
 """
 
 
-class _Chart:
+class LineChart:
     """Lines over sizes, which are drawn on a logarithmic scale."""
 
     def __init__(self, sizes: Sequence[float], highest: float) -> None:
@@ -59,19 +59,26 @@ class _Chart:
         self._parts.append(f'<text x="{LEFT}" y="{HEIGHT - 4}">{escape(label)}</text>')
 
     def add_line(
-        self, points: Sequence[tuple[float, float]], name: str, colour: str, row: int, dash: str
+        self,
+        points: Sequence[tuple[float, float]],
+        name: str,
+        colour: str,
+        row: int,
+        dash: str,
+        *,
+        marks: bool = True,
     ) -> None:
         spots = [self.place(*point) for point in points]
         drawn = " ".join(f"{x},{y}" for x, y in spots)
-        marks = (
+        circles = (
             ""
-            if dash
+            if dash or not marks
             else "".join(f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in spots)
         )
         y = TOP + 16 + 20 * row
         self._parts.append(
             f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2"'
-            f' stroke-dasharray="{dash}"/>{marks}'
+            f' stroke-dasharray="{dash}"/>{circles}'
             f'<line x1="{WIDTH - RIGHT + 12}" x2="{WIDTH - RIGHT + 32}" y1="{y - 4}" y2="{y - 4}"'
             f' stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>'
             f'<text x="{WIDTH - RIGHT + 38}" y="{y}">{escape(name)}</text>'
@@ -95,7 +102,7 @@ def _series(plan: CachePlan) -> dict[str, list[PlanRow]]:
 
 def _hit_rates(plan: CachePlan) -> str:
     sizes = sorted({row.total_gib for row in plan.rows})
-    chart = _Chart(sizes, max(rate for _, rate in plan.bound) * 1.05)
+    chart = LineChart(sizes, max(rate for _, rate in plan.bound) * 1.05)
     chart.add_axes(sizes, "GiB of device, host and disk", percent=True)
     for number, (name, rows) in enumerate(_series(plan).items()):
         points = [(row.total_gib, row.report.token_rate) for row in rows]
@@ -109,7 +116,7 @@ def _gains(plan: CachePlan) -> str:
     if not gains:
         return ""
     sizes = sorted({row.total_gib for row in gains})
-    chart = _Chart(sizes, max(1.0, *(row.tokens_per_gib or 0.0 for row in gains)) * 1.05)
+    chart = LineChart(sizes, max(1.0, *(row.tokens_per_gib or 0.0 for row in gains)) * 1.05)
     chart.add_axes(sizes, "GiB of device, host and disk", percent=False)
     for number, (name, rows) in enumerate(_series(plan).items()):
         points = [

@@ -22,6 +22,7 @@ import ssl
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -123,12 +124,19 @@ class WholeAnswer:
     body: bytes
 
 
+@cache
+def _trusted() -> ssl.SSLContext:
+    """The machine's certificates, which take milliseconds to read."""
+    return ssl.create_default_context()
+
+
 class VllmAnswer:
     """A request under way: first its head, then the parts of its body."""
 
-    def __init__(self, server: str, timeout_s: float) -> None:
+    def __init__(self, server: str, timeout_s: float, *, connect_s: float = CONNECT_S) -> None:
         self._server = server
         self._timeout_s = timeout_s
+        self._connect_s = connect_s
         self._http = h11.Connection(h11.CLIENT)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -143,9 +151,9 @@ class VllmAnswer:
             VllmFailure: the server did not answer.
         """
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(self._connect_s):
                 # The name that is verified is the host's.
-                secure = ssl.create_default_context() if url.scheme == "https" else None
+                secure = _trusted() if url.scheme == "https" else None
                 opened = asyncio.open_connection(url.host, url.port, ssl=secure)
                 self._reader, self._writer = await opened
             if self._aborted:
