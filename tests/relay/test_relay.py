@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.errors import UnavailableError
 from penstock.relay import process
+from penstock.relay.agents import ENVIRONMENT
+from penstock.relay.messages import FRAME_BYTES_MAX, NEW_SESSION, READY, OpenSession
 from penstock.relay.process import RelayProcess
 from penstock.relay.target import NixlTarget
 from penstock.relay.writer import NixlWriter
+from penstock.supervisor.client import Supervisor
+from penstock.supervisor.messages import ProcessExited, ProcessStarted
+from penstock.supervisor.spec import ProcessSpec
+from penstock.tiers.arena import Arena
+from penstock.transport.packets import channel_pair, send_packet
 from penstock.transport.remote import Fenced, NotYet, Span, WriteDone, WriteFailed
+from penstock.transport.shared_memory import listen
 from penstock.transport.waiting import wait_readable
 from tests.descriptors import open_descriptors
 from tests.relay.relays import (
+    WAIT_S,
     await_fence,
     needs_nixl,
     open_ready,
@@ -286,3 +297,31 @@ def test_an_area_that_never_had_a_writer_is_fenced(target: NixlTarget) -> None:
     await_fence(target, area)
 
     assert target.fence(area) == Fenced()
+
+
+@pytest.mark.parametrize("end", ["its engine closes", "SIGTERM"])
+def test_a_relay_that_had_an_agent_ends_with_status_0_and_is_no_crash(end: str) -> None:
+    listener, path = listen()
+    arena = Arena.create(10_000, name="area", huge_pages=False)
+    ours, theirs = channel_pair()
+    with Supervisor.start() as supervisor, listener, ours:
+        spec = ProcessSpec(
+            name="relay", module=process.MODULE, arguments=(str(path),), environment=ENVIRONMENT
+        )
+        pid = supervisor.start_process(spec)
+        assert wait_readable(listener.fileno(), time.monotonic() + WAIT_S)
+        connection, _ = listener.accept()
+        with connection, theirs:
+            send_packet(connection, NEW_SESSION, theirs.fileno())
+            send_packet(ours, msgspec.msgpack.encode(OpenSession("target", arena.size)), arena.fd)
+            assert wait_readable(ours.fileno(), time.monotonic() + WAIT_S)
+            assert ours.recv(FRAME_BYTES_MAX)[:1] == READY  # UCX has its threads and sockets now.
+            if end == "SIGTERM":
+                supervisor.stop_process("relay")
+        started = supervisor.receive(deadline=time.monotonic() + WAIT_S)
+        ended = supervisor.receive(deadline=time.monotonic() + WAIT_S)
+    arena.close()
+    path.unlink()
+
+    assert started == ProcessStarted(name="relay", pid=pid)
+    assert ended == ProcessExited(name="relay", pid=pid, code=0)
