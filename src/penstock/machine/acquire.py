@@ -61,7 +61,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
     table = np.empty(block_count, dtype=np.int32)
     matched = len(found.nodes)
     table[:matched][here] = held
-    arriving = np.flatnonzero(~here)
+    arriving = (~here).nonzero()[0]
     table[arriving] = slots[: len(arriving)]
     table[matched:] = slots[len(arriving) :]
     lease = LeaseRecord(
@@ -131,7 +131,7 @@ def _why(books: Books, event: Acquire, useful: Sequence[Key], found: int) -> Mis
 
 def _fit_into_hub(books: Books, found: Finding, miss: Miss) -> tuple[Finding, Miss]:
     """Blocks below the hub travel through it; without room there, the match ends earlier."""
-    below = np.flatnonzero(found.source > HUB)
+    below = (found.source > HUB).nonzero()[0]
     if not len(below):
         return found, miss
     hub = books.tier(HUB)

@@ -51,7 +51,7 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
         # for one that would rather compute than wait.
         source[_usable(device, nodes, filling=deepest > DEVICE)] = DEVICE
     for tier in books.lower_tiers()[:deepest]:
-        missing = np.flatnonzero(source == _NOT_FOUND)
+        missing = (source == _NOT_FOUND).nonzero()[0]
         if not len(missing):
             break
         if _reachable(books, tier):

@@ -35,19 +35,22 @@ def after_fill(books: Books, feeder: int, nodes: NDArray[np.int32], now: float, 
     for tier in books.fed_by(feeder):
         write = tier.settings.write
         if write.kind is WriteKind.WRITE_THROUGH:
-            save(books, feeder, tier, _with_those_before(books, nodes), now, cause)
+            save(books, feeder, tier, _with_those_before(books, tier, nodes), now, cause)
         elif write.kind is WriteKind.SELECTIVE:
             save(books, feeder, tier, nodes[books.nodes.hits[nodes] >= write.hits], now, cause)
 
 
-def _with_those_before(books: Books, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The blocks and all before the first: what the tier lost of them is written once more.
+def _with_those_before(books: Books, tier: Tier, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The blocks and what the tier lost of those before the first: it is written once more.
 
     A block in a lower tier is of no use there without the blocks before it.
     """
     if not len(nodes):
         return nodes
     before = books.nodes.path_to(int(books.nodes.parent[nodes[0]]))
+    before = before[tier.slot_of[before] == NOWHERE]
+    if not len(before):
+        return nodes
     return np.concatenate((before[~np.isin(before, nodes)], nodes))
 
 
@@ -173,7 +176,9 @@ def _once_each(nodes: NDArray[np.int32]) -> NDArray[np.int32]:
     if len(nodes) < 2:
         return nodes
     ordered = np.sort(nodes)
-    once: NDArray[np.int32] = ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    once: NDArray[np.int32] = ordered[first]
     return once
 
 
