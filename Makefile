@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu clean ip
+    bench-vllm sim explore gpu clean ip browser
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +32,10 @@ help: ## list these targets
 demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
 
-test: $(READY) $(NIXL) ip ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) ip browser ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) ip ## run all tests that need no GPU
+test-long: $(READY) $(NIXL) ip browser ## run all tests that need no GPU
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
@@ -80,6 +80,12 @@ ip:
 	@command -v ip > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
 	    || { apt-get update && apt-get install -y --no-install-recommends iproute2; } > /dev/null 2>&1 \
 	    || echo "make: iproute2 could not be installed; tests of several machines are skipped" >&2
+
+# The live page is looked at in Debian's browser; where it cannot be installed, that test is skipped.
+browser:
+	@command -v chromium > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
+	    || { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null 2>&1 \
+	    || echo "make: chromium could not be installed; the test of the live page in a browser is skipped" >&2
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.

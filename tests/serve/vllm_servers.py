@@ -264,11 +264,13 @@ class RunningRouter:
         self._loop = asyncio.get_running_loop()
         metrics = RouterMetrics()
         router = VllmRouter(*self._urls, metrics, timeout_s=SOON_S)
+        app = RouterApp(router, metrics, self._key)
         self._http = HttpServer(
-            AccessLog(RouterApp(router, metrics, self._key).app()),
+            AccessLog(app.app()),
             connections_max=100,
             header_s=10.0,
             drain_s=1.0,
+            on_stop=app.live.close,
             on_overtime=router.stop,
         )
         await router.start()

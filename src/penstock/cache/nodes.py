@@ -290,8 +290,8 @@ class NodeTable:
 
     def hollow_count(self) -> int:
         """How many known blocks have no copy anywhere."""
-        nodes = np.fromiter(self.ids.values(), dtype=np.int32, count=len(self.ids))
-        return int(np.count_nonzero(self.copy_count[nodes] == 0))
+        # Numbers that no block has count no copies either: blocks leave without any.
+        return len(self.ids) - int(np.count_nonzero(self.copy_count))
 
     def _grow(self) -> None:
         old = self.capacity

@@ -97,6 +97,7 @@ class HopMeter:
         "_overdue",
         "_since",
         "bound",
+        "copied",
         "seen",
     )
 
@@ -105,6 +106,8 @@ class HopMeter:
         """Blocks a second, of all stretches."""
         self.bound = MovingMedian(age_s=age_s)
         """Blocks a second, of those that the hop and not the engine's steps held up."""
+        self.copied = 0
+        """Blocks that ever arrived, in copies that did not fail."""
         self._asked = 0
         """Blocks that were ever asked for, and, next, those of them that nobody copies any more."""
         self._over = 0
@@ -131,6 +134,7 @@ class HopMeter:
         overdue = self._asked_by_tick[0] > self._over
         self._over += block_count
         if whole:
+            self.copied += block_count
             self._arrived += block_count
             self._last = now
             self._overdue |= overdue

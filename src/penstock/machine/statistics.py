@@ -68,6 +68,10 @@ class HopStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """The same on each rank; `None` also where the size of a block is not known."""
     blocks_queued: int
     """Blocks that were asked for and have not arrived."""
+    blocks_copied: int
+    """Blocks that have arrived, since the beginning."""
+    bytes_copied: int | None
+    """Their bytes on each rank; `None` where the size of a block is not known."""
 
 
 class HubCounts(NamedTuple):
@@ -200,6 +204,8 @@ def _hop(books: Books, source: int, target: int, meter: HopMeter) -> HopStatisti
         tokens_per_s=None if blocks_per_s is None else blocks_per_s * settings.block_tokens,
         bytes_per_s=blocks_per_s * block_bytes if blocks_per_s and block_bytes else None,
         blocks_queued=meter.queued,
+        blocks_copied=meter.copied,
+        bytes_copied=meter.copied * block_bytes if block_bytes else None,
     )
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from penstock.observe.traffic import Traffic
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -302,6 +304,20 @@ METRICS = (
         by_hop(lambda hop: hop.blocks_queued),
         _HOP,
     ),
+    MetricRow(
+        "hop_blocks_copied",
+        COUNTER,
+        "Blocks that have arrived",
+        by_hop(lambda hop: hop.blocks_copied),
+        _HOP,
+    ),
+    MetricRow(
+        "hop_bytes_copied",
+        COUNTER,
+        "Their bytes, on each rank",
+        by_hop(lambda hop: hop.bytes_copied),
+        _HOP,
+    ),
     # Tiers.
     MetricRow("tier_on", GAUGE, "1 if the tier is used", by_tier(lambda tier: tier.on), _TIER),
     MetricRow("tier_slots", GAUGE, "Slots of a tier", by_tier(lambda tier: tier.slots), _TIER),
@@ -423,6 +439,8 @@ class ServerMetrics:
     """What a server has seen itself, and the page of all metrics."""
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
+        """The last requests, for those who look at the server; on no page of metrics."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_requests",

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 
 from penstock.observe.metrics import FIRST_TOKEN_S
+from penstock.observe.traffic import Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ class RouterMetrics:
     """What a router has seen, and the page of all its metrics."""
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
+        """The last requests, for those who look at the router; on no page of metrics."""
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "penstock_router_requests",
@@ -62,11 +65,31 @@ class RouterMetrics:
         """A request to a server has ended."""
         self.requests.labels(server, role, outcome).inc()
 
+    @property
+    def prompts_by_role(self) -> dict[str, int]:
+        """Answers that began, by the role that computed the prompt."""
+        return _values(self.prompts, "by")
+
+    @property
+    def retry_count(self) -> int:
+        """Requests that were sent to another server of a role."""
+        return sum(_values(self.retries, "role").values())
+
     def text(self, servers: Sequence[ServerNumbers]) -> bytes:
         """All metrics in Prometheus' text format."""
         now = CollectorRegistry()
         now.register(_Servers(servers))
         return generate_latest(self._registry) + generate_latest(now)
+
+
+def _values(counter: Counter, label: str) -> dict[str, int]:
+    """The values of a counter with one label."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    return {
+        sample.labels[label]: int(sample.value)
+        for sample in samples
+        if sample.name.endswith("_total")
+    }
 
 
 class _Servers:

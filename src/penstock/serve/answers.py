@@ -75,6 +75,8 @@ class AnswerReader:
         self.prompt_tokens = len(options.prompt)
         self.completion_tokens = 0
         self.cached: list[int] = []
+        self.handed = False
+        """Whether another instance computed the rest of the prompt."""
         self._text = text
         self._options = options
         self._scored: dict[int, tuple[float, list[tuple[int, float]]]] = {}
@@ -99,6 +101,7 @@ class AnswerReader:
             return None
         if progress.cached:
             self.cached = progress.cached
+        self.handed |= progress.handed
         if self._options.generates:
             if progress.token is not None:
                 self.completion_tokens += 1

@@ -7,6 +7,8 @@
 | `GET  /v1/models`             | the one model                                                 |
 | `GET  /health`                | 200 when an instance accepts requests, else 503               |
 | `GET  /metrics`               | for Prometheus                                                |
+| `GET  /`                      | the live page                                                 |
+| `GET  /live`, `/live/events`  | what it shows: as JSON, and as it changes                     |
 | `GET  /cache`                 | statistics of every instance, and why requests missed         |
 | `GET  /cache/story?request=`  | what happened to a request's blocks                           |
 | `GET  /cache/timeline`        | when the last copies and handoffs began and ended             |
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +55,8 @@ from penstock.serve.fields import BadRequest
 from penstock.serve.guard import Guard
 from penstock.serve.http import read_body
 from penstock.serve.instance_link import InstanceLost
+from penstock.serve.live_feed import LiveFeed
+from penstock.serve.live_report import LiveReport
 from penstock.serve.request_gate import ServerState
 from penstock.serve.router import is_usable
 from penstock.serve.text_endpoint import Admission, Encoder, TextEndpoint
@@ -83,6 +88,8 @@ class ServerSettings:
     """Requests under way; more are answered with 429."""
     body_s: float = 60.0
     """Timeout of a request's body."""
+    instances: int = 0
+    """How many there should be; 0: other commands start them."""
 
 
 class Server:
@@ -104,12 +111,15 @@ class Server:
         self._model = model
         self._settings = settings
         self._guard = Guard(settings.api_key)
+        admission = Admission(settings.requests_max)
+        report = LiveReport(router, metrics, admission, model=model, expected=settings.instances)
+        self.live = LiveFeed(report.gather, self._guard)
         self._asking = TextEndpoint(
             router,
             Encoder(text),
             text,
             metrics,
-            Admission(settings.requests_max),
+            admission,
             model=model,
             defaults=defaults or Defaults(),
         )
@@ -126,6 +136,7 @@ class Server:
             Route("/cache", self.cache),
             Route("/cache/story", self.story),
             Route("/cache/timeline", self.timeline),
+            *self.live.routes(),
             Route("/admin/pause", self.pause, methods=["POST"]),
             Route("/admin/resume", self.resume, methods=["POST"]),
             Route("/admin/sleep", self.sleep, methods=["POST"]),
@@ -221,7 +232,9 @@ class Server:
         """`GET /cache/timeline`, or `GET /cache/timeline?instance=NAME`."""
         self._guard.require_key(http)
         name = http.query_params.get("instance", "")
-        return JSONResponse({"instances": await self._ask_all("timeline", only=name)})
+        reported = await self._ask_all("timeline", only=name)
+        # Instances on other machines have another clock: each says what it reads `now`.
+        return JSONResponse({"now": time.monotonic(), "instances": reported})
 
     async def pause(self, http: HttpRequest) -> Response:
         """`POST /admin/pause` with `{"mode": "drain" or "abort", "timeout_s": …}`."""

@@ -42,6 +42,11 @@ class Guard:
     def __init__(self, api_key: str) -> None:
         self._digest = _digest(api_key.encode()) if api_key else b""
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send one."""
+        return bool(self._digest)
+
     def require_key(self, http: HttpRequest) -> None:
         """Refuses a request without the key, if there is one."""
         given = http.headers.get("authorization", "")

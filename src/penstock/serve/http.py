@@ -11,8 +11,9 @@
 Beyond `connections_max`, a new connection replaces the one that has been idle longest; if none is
 idle, it gets status 503.
 
-`HttpServer.stop` closes idle connections and accepts no new ones. Requests under way have
-`drain_s` to finish; then `on_overtime` must end them. A second `stop` skips that time.
+`HttpServer.stop` closes idle connections and accepts no new ones, and `on_stop` ends streams that
+would never end. Requests under way have `drain_s` to finish; then `on_overtime` must end them. A
+second `stop` skips that time.
 
 The one rule: whatever a client does or fails to do, it affects only its own connection.
 """
@@ -210,10 +211,12 @@ class HttpServer(uvicorn.Server):
         header_s: float,
         drain_s: float,
         on_overtime: Callable[[], None],
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = Limits(connections_max=connections_max, header_s=header_s)
         self._drain_s = drain_s
         self._on_overtime = on_overtime
+        self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         super().__init__(
@@ -268,6 +271,7 @@ class HttpServer(uvicorn.Server):
             each.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+        self._on_stop()
         under_way = len(self.server_state.tasks)
         logger.info("stopping: under_way=%d drain_s=%g", under_way, self._drain_s)
         if not await self._ended(self._drain_s, self._hurry):

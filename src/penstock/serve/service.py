@@ -117,6 +117,7 @@ class Service:
                 body_bytes_max=config.serve.body_bytes_max,
                 body_s=config.serve.body_s,
                 requests_max=config.serve.requests_max,
+                instances=expected,
             ),
         )
 
@@ -301,6 +302,7 @@ async def _answer(
         connections_max=raise_descriptor_limit(config.serve.connections_max),
         header_s=config.serve.header_s,
         drain_s=config.serve.drain_s,
+        on_stop=found.server.live.close,
         on_overtime=found.stop,
     )
     processes.failed.add_done_callback(lambda _: server.stop())

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.engine import messages as ms
 from penstock.engine.text import TextTooLong
 from penstock.errors import shown
+from penstock.observe.traffic import HANDED
 from penstock.serve import errors
 from penstock.serve.access_log import name_request, note_failure, note_tokens
 from penstock.serve.answers import AnswerFormat, AnswerOptions, AnswerPiece, AnswerReader, pieces_of
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine.defaults import Defaults
     from penstock.engine.text import Text
     from penstock.observe.metrics import ServerMetrics
+    from penstock.observe.traffic import RequestRecord
     from penstock.serve.router import Router
 
 
@@ -402,6 +404,7 @@ class TextResponse:
         metrics, submit = self.metrics, part.submit
         metrics.prompt_tokens.inc(len(submit.prompt))
         began = last = time.monotonic()
+        record = metrics.traffic.begin(submit.id, prompt_tokens=len(submit.prompt), now=began)
         outcome = "aborted"
         stop = partial(self.router.stop, submit.id)
         try:
@@ -412,6 +415,8 @@ class TextResponse:
                     is_first = last == began
                     seen = metrics.first_token_s if is_first else metrics.between_tokens_s
                     seen.observe(now - last)
+                    if is_first:
+                        self._note_first_token(record, part.reader, now)
                     last = now
                     metrics.generated_tokens.inc(piece.generated)
                     yield piece
@@ -424,6 +429,17 @@ class TextResponse:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
+            tokens_out = part.reader.completion_tokens
+            metrics.traffic.end(record, outcome=outcome, generated=tokens_out, now=time.monotonic())
+
+    def _note_first_token(self, record: RequestRecord, reader: AnswerReader, now: float) -> None:
+        cached = sum(reader.cached)
+        found = {tier: n for tier, n in zip(self.form.tiers, reader.cached, strict=False) if n}
+        if reader.handed:
+            found[HANDED] = reader.prompt_tokens - cached
+        # A system prompt that all requests share makes none of them much quicker.
+        is_warm = 2 * cached >= reader.prompt_tokens
+        self.metrics.traffic.first_token(record, found=found, is_warm=is_warm, now=now)
 
 
 def _refused(refusal: RequestRefusal) -> Response:

@@ -6,6 +6,7 @@
 | `GET  /v1/models`                              | asked of a decode server                  |
 | `GET  /health`                                 | 200 when a decode server is up, else 503  |
 | `GET  /metrics`                                | for Prometheus                            |
+| `GET  /`, `/live`, `/live/events`              | the live page, and what it shows          |
 
 Answers of vLLM pass unread, with their status and headers. A stream that breaks off ends with an
 error event and `[DONE]`, as vLLM's own streams do.
@@ -23,16 +24,21 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from penstock import __version__
+from penstock.observe.live import RoutedServer, RouterLive, health_of
 from penstock.observe.router_metrics import RouterMetrics, ServerNumbers
+from penstock.observe.traffic import HANDED
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve import errors
 from penstock.serve.access_log import AccessLog, name_request, note_failure, note_tokens
 from penstock.serve.guard import Guard
 from penstock.serve.http import HttpServer, read_body, serve_until_stopped, while_connected
+from penstock.serve.live_feed import LiveFeed
 from penstock.serve.server_socket import raise_descriptor_limit
 from penstock.serve.vllm_requests import AnswerHead, PromptRequest, relayed
 from penstock.serve.vllm_router import EVENT_END, NoServer, VllmRouter
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from penstock.observe.traffic import RequestRecord
     from penstock.serve.vllm_router import BegunAnswer
     from penstock.serve.vllm_server import ServerUrl, WholeAnswer
 
@@ -79,6 +86,7 @@ class RouterApp:
         self._router = router
         self._metrics = metrics
         self._guard = Guard(api_key)
+        self.live = LiveFeed(self._gather, self._guard)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -89,6 +97,7 @@ class RouterApp:
             Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            *self.live.routes(),
         ]
         return Starlette(routes=routes, exception_handlers=errors.HANDLERS)
 
@@ -136,6 +145,39 @@ class RouterApp:
         ]
         return Response(self._metrics.text(numbers), media_type="text/plain; version=0.0.4")
 
+    async def _gather(self) -> bytes:
+        """The document of the live page."""
+        now = time.monotonic()
+        roles = {"prefill": self._router.prefill, "decode": self._router.decode}
+        servers = [
+            RoutedServer(
+                name=each.name,
+                role=role,
+                up=each.is_up,
+                version=each.version,
+                cause=each.cause,
+                load=each.load,
+            )
+            for role, found in roles.items()
+            for each in found
+        ]
+        is_ready = any(server.is_up for server in self._router.decode)
+        down = [
+            f"{each.name} ({each.role}) is down: {each.cause}" for each in servers if not each.up
+        ]
+        status = "ok" if is_ready else "no decode server is up"
+        return msgspec.json.encode(
+            RouterLive(
+                version=__version__,
+                now=now,
+                health=health_of(is_ready=is_ready, status=status, why=down),
+                servers=servers,
+                prompts=self._metrics.prompts_by_role,
+                retries=self._metrics.retry_count,
+                traffic=self._metrics.traffic.report(now),
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RelayedAnswer:
@@ -150,23 +192,42 @@ class RelayedAnswer:
         await while_connected(self._answer(scope, receive, send), receive)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        traffic = self.metrics.traffic
+        record = traffic.begin("", prompt_tokens=None, now=self.began)
+        outcome = "aborted"
+        try:
+            outcome = await self._answer_recorded(record, scope, receive, send)
+        finally:
+            traffic.end(record, outcome=outcome, generated=record.generated, now=time.monotonic())
+
+    async def _answer_recorded(
+        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> str:
         try:
             begun = await self.router.answer(self.request)
         except NoServer as problem:
             said = problem.answer
             response = errors.unavailable(str(problem)) if said is None else _response(said)
             await response(scope, receive, send)
-            return
+            return "failed"
         outcome = "aborted"
         try:
-            outcome = await self._relay(begun, scope, send)
+            outcome = await self._relay(begun, record, scope, send)
         finally:
             begun.close()
             self.metrics.count(begun.server.name, "decode", outcome)
+        return outcome
 
-    async def _relay(self, begun: BegunAnswer, scope: Scope, send: Send) -> str:
-        self.metrics.first_token_s.observe(time.monotonic() - self.began)
-        _note_head(scope, begun)
+    async def _relay(
+        self, begun: BegunAnswer, record: RequestRecord, scope: Scope, send: Send
+    ) -> str:
+        now = time.monotonic()
+        self.metrics.first_token_s.observe(now - self.began)
+        _note_head(scope, record, begun)
+        if begun.status == 200:
+            is_handed = begun.prefill is not None
+            found = {HANDED: record.prompt_tokens} if is_handed and record.prompt_tokens else {}
+            self.metrics.traffic.first_token(record, found=found, is_warm=is_handed, now=now)
         head = {"type": "http.response.start", "status": begun.status, "headers": begun.headers}
         if begun.rest is None:
             length = (b"content-length", str(len(begun.first)).encode())
@@ -209,12 +270,16 @@ async def _send_part(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _note_head(scope: Scope, begun: BegunAnswer) -> None:
-    """Has the access log name the request as its answer does, and count its tokens."""
+def _note_head(scope: Scope, record: RequestRecord, begun: BegunAnswer) -> None:
+    """Has log and live page name the request as its answer does, and count its tokens."""
     head = AnswerHead.read(begun.first.partition(EVENT_END)[0] if begun.rest else begun.first)
+    record.by = begun.server.name
     if head.id:
+        record.request = head.id
         name_request(scope, head.id)
     if head.usage is not None:
+        record.prompt_tokens = head.usage.prompt_tokens
+        record.generated = head.usage.completion_tokens or 0
         details = head.usage.prompt_tokens_details
         note_tokens(
             scope,
@@ -253,11 +318,13 @@ async def _run(
     metrics = RouterMetrics()
     router = VllmRouter(settings.prefill, settings.decode, metrics, timeout_s=settings.timeout_s)
     fit = raise_descriptor_limit(DESCRIPTORS_A_REQUEST * CONNECTIONS_MAX)
+    app = RouterApp(router, metrics, settings.api_key)
     server = HttpServer(
-        AccessLog(RouterApp(router, metrics, settings.api_key).app()),
+        AccessLog(app.app()),
         connections_max=max(1, fit // DESCRIPTORS_A_REQUEST),
         header_s=HEADER_S,
         drain_s=settings.drain_s,
+        on_stop=app.live.close,
         on_overtime=router.stop,
     )
     try:

@@ -1,0 +1,148 @@
+"""Chromium without a window, driven over its DevTools protocol by a pair of pipes.
+
+Messages are JSON with a zero byte at the end, so nothing but the browser itself is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.serve.conftest import SOON_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+ARGUMENTS = (
+    *("--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu"),
+    *("--disable-dev-shm-usage", "--disable-extensions", "--hide-scrollbars", "--mute-audio"),
+    # Whoever runs tests in a container is root there, for whom the sandbox does not work.
+    *("--no-sandbox", "--disable-background-networking", "--disable-component-update"),
+)
+
+
+class BrowserPage:
+    """One tab."""
+
+    def __init__(self, to_browser: int, from_browser: int) -> None:
+        self._to, self._from = to_browser, from_browser
+        self._held = b""
+        self._number = 0
+        self._session = ""
+        self._loaded = False
+        self.errors: list[str] = []
+        """What the page wrote to its console as an error, and exceptions that nobody caught."""
+
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def open(self, url: str) -> None:
+        """Opens an address, and waits until the page is loaded."""
+        self._loaded = False
+        self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + SOON_S
+        while not self._loaded:
+            self._note(self._receive(deadline))
+
+    def call(self, method: str, **params: Any) -> Any:
+        """One command, and its result."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + SOON_S
+        while True:
+            answer = self._receive(deadline)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self._note(answer)
+
+    def run(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, script: str) -> None:
+        """Waits until an expression is true in the page."""
+        deadline = time.monotonic() + SOON_S
+        while not self.run(f"Boolean({script})"):
+            assert time.monotonic() < deadline, f"{script} is not true"
+            select.select([], [], [], 0.05)
+
+    def show(self, *, width: int, height: int = 900, scheme: str = "light") -> None:
+        """Sets the size of the screen, and light or dark."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self) -> bytes:
+        """The whole page as PNG."""
+        taken = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(taken["data"])
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._held:
+            ready, _, _ = select.select([self._from], [], [], max(0, deadline - time.monotonic()))
+            assert ready, "the browser does not answer"
+            part = os.read(self._from, 1 << 20)
+            assert part, "the browser ended"
+            self._held += part
+        message, _, self._held = self._held.partition(b"\0")
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+    def _note(self, event: dict[str, Any]) -> None:
+        params = event.get("params", {})
+        match event.get("method"):
+            case "Page.loadEventFired":
+                self._loaded = True
+            case "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(params["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if params["type"] in {"error", "warning", "assert"}:
+                self.errors.append(json.dumps(params["args"]))
+            case "Log.entryAdded" if params["entry"]["level"] in {"error", "warning"}:
+                self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+
+
+@contextlib.contextmanager
+def browsing(profile: Path) -> Iterator[BrowserPage]:
+    """A browser with an empty profile, gone at the end of the `with`."""
+    ours_in, theirs_out = os.pipe()
+    theirs_in, ours_out = os.pipe()
+    # The browser reads from 3 and writes to 4. The shell puts them there: what Python passes on
+    # keeps its number.
+    script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+    arguments = [PROGRAM, *ARGUMENTS, f"--user-data-dir={profile}", "about:blank"]
+    process = subprocess.Popen(
+        ["bash", "-c", script, *arguments],
+        pass_fds=(theirs_in, theirs_out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(theirs_in)
+    os.close(theirs_out)
+    try:
+        yield BrowserPage(ours_out, ours_in)
+    finally:
+        process.kill()
+        process.wait(timeout=SOON_S)
+        os.close(ours_in)
+        os.close(ours_out)
