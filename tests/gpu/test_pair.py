@@ -15,6 +15,7 @@ for needed in ("httpx", "uvicorn", "starlette", "transformers"):
 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from tests.relay.relays import needs_nixl  # noqa: E402
 from tests.serve.conftest import eventually, make_tokenizer, pids_of, serving  # noqa: E402
 
 if TYPE_CHECKING:
@@ -91,6 +92,21 @@ def test_a_prompt_that_was_handed_over_gets_the_same_answer(one: Running, pair: 
     assert handoffs(pair) == {"delivered": 8}
     audited = pair.client.post("/admin/audit").json()["in_order"]
     assert sorted(audited) == ["decode-0", "prefill-0"]
+
+
+@needs_nixl
+def test_prompts_go_over_nixl_as_well(one: Running, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "penstock.toml"
+    config.write_text('version = 1\n[handoff]\ntransport = "nixl"\n')
+    roles = ("--prefill-tp", "1", "--decode-tp", "1", "--config", str(config))
+    with serving(model, *OPTIONS, *roles) as pair:
+        for number in range(4):
+            prompt = f"Over NIXL, {number}. " + STORY[: 90 * number + 40]
+            expected, found = told(one, prompt), told(pair, prompt)
+
+            assert found["tokens"] == expected["tokens"]
+            assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=BOUND)
+        assert handoffs(pair) == {"delivered": 4}
 
 
 def test_a_prefill_instance_that_is_killed_on_a_gpu_is_not_missed(

@@ -87,6 +87,10 @@ class Workers(Protocol):
         """Has ranks in other processes return memory of tiers, and every rank its weights."""
         ...
 
+    def take_again(self) -> None:
+        """Has ranks in other processes take memory of tiers again."""
+        ...
+
     def close(self) -> None:
         """Ends the ranks gracefully."""
         ...
@@ -139,6 +143,10 @@ class LocalWorkers:
         if weights:
             self.worker.give_back_weights()
 
+    def take_again(self) -> None:
+        # The cache takes it itself.
+        pass
+
     def close(self) -> None:
         pass
 
@@ -187,7 +195,6 @@ class Engine:
         self._step_timeout_s = step_timeout_s
         self._paused = False
         self._unloaded = False
-        self.device = "cpu"
         self.checkpoint: tuple[str, str] | None = None
         """Where its weights came from: a path, and the digest of its files."""
         self._weights_away = False
@@ -326,15 +333,11 @@ class Engine:
             weights: That of the weights, too; `wake` loads them again.
 
         Raises:
-            UnavailableError: the memory is that of a GPU, or a rank is lost.
+            UnavailableError: the memory is that of a GPU without virtual memory, or a rank is lost.
             ValueError: requests or copies are under way: see `can_sleep`.
         """
         if not self.settled:
             raise ValueError(f"{self.unfinished} requests are under way, must be none")
-        if self.device != "cpu":
-            raise UnavailableError(
-                f"the engine runs on {self.device!r}: memory of a GPU is not given back"
-            )
         away = weights and not self._weights_away
         if away and self.checkpoint is None:
             raise UnavailableError("it is not known where the weights came from")
@@ -354,6 +357,8 @@ class Engine:
             assert self.checkpoint is not None
             self.workers.load_weights(*self.checkpoint)
             self._weights_away = False
+        if self.cache.asleep:
+            self.workers.take_again()
         self.cache.wake()
 
     def resize_tiers(

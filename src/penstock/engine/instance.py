@@ -495,9 +495,8 @@ def build_engine(
 
 
 def _started(engine: Engine, spec: InstanceSpec) -> Engine:
-    """The engine, which knows its device and where its weights came from; its disk is open."""
+    """The engine, which knows where its weights came from; its disk is open."""
     model = find_model(spec.model)
-    engine.device = spec.device
     engine.checkpoint = (str(model.path), spec.digest or model.weights_version())
     _await_disk(engine.cache)
     return engine

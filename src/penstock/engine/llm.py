@@ -252,7 +252,7 @@ class LLM:
 
         Raises:
             ValueError: an argument is wrong.
-            UnavailableError: the model runs on a GPU, or blocks are still being written.
+            UnavailableError: the GPU cannot give memory back, or blocks are still being written.
         """
         self._require_open()
         weights = as_int("level", level, 1, 2) == WEIGHTS_LEVEL

@@ -8,6 +8,7 @@
     rank ←── Step     scheduler            to all ranks; rank 0 answers with a StepResult
     rank ←── LoadRank scheduler            other weights; every rank answers with RankDone
     rank ←── FreeRank scheduler            memory to give back; the same
+    rank ←── WakeRank scheduler            memory to take again; the same
 
 Two rules. A rank never meets ranks of an earlier life: it dials its scheduler first, which names a
 meeting place that disappears with the scheduler's process. And when one rank is lost, all are: a
@@ -133,7 +134,17 @@ class RemoteWorkers:
         if problem:
             raise UnavailableError(problem)
 
-    def _order(self, order: LoadRank | FreeRank) -> str:
+    def take_again(self) -> None:
+        """Every rank takes memory of a GPU again that it gave back.
+
+        Raises:
+            UnavailableError: a rank could not, or is lost.
+        """
+        problem = self._order(WakeRank())
+        if problem:
+            raise UnavailableError(problem)
+
+    def _order(self, order: LoadRank | FreeRank | WakeRank) -> str:
         """Gives every rank an order; returns why it was not carried out, if it was not."""
         self._done.clear()
         for channel in self.channels:
@@ -242,6 +253,8 @@ def _carry_out(
             channel.send(encode(RankDone(_load(message, worker))))
         case FreeRank():
             channel.send(encode(RankDone(_give_back(message, worker, rank))))
+        case WakeRank():
+            channel.send(encode(RankDone(_take_again(rank))))
         case _:
             raise PeerError(f"the scheduler said {message}, must be a step or the end")
 
@@ -278,6 +291,15 @@ def _give_back(message: FreeRank, worker: Worker, rank: Rank) -> str:
         if message.weights:
             worker.give_back_weights()
     except (UnavailableError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _take_again(rank: Rank) -> str:
+    """Why memory was not taken again; empty if it was."""
+    try:
+        rank.take_again()
+    except UnavailableError as error:
         return str(error)
     return ""
 
@@ -324,7 +346,7 @@ def _computed(step: Step, worker: Worker, rank: Rank, handed: RankHandoffs | Non
     return msgspec.structs.replace(result, reports=reports, handed=counts)
 
 
-VERSION = 2
+VERSION = 3
 DIAL_S = 300.0
 """A rank may be started long before its scheduler, which may have to be restarted."""
 DIAL_AGAIN_S = 20.0
@@ -405,6 +427,10 @@ class FreeRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weights: bool
 
 
+class WakeRank(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take memory of a GPU again that was given back."""
+
+
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank's answer to an order."""
 
@@ -413,7 +439,17 @@ class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 FromRank = RankCame | RankLoading | RankLoaded | StepResult | RankDone
-ToRank = MeetAt | RankRefused | Step | OpenRankPair | CloseRankPair | LoadRank | FreeRank | End
+ToRank = (
+    MeetAt
+    | RankRefused
+    | Step
+    | OpenRankPair
+    | CloseRankPair
+    | LoadRank
+    | FreeRank
+    | WakeRank
+    | End
+)
 
 _from_rank: FrameCodec[FromRank] = FrameCodec(
     msgspec.msgpack.Decoder(FromRank), version=VERSION, bytes_max=FRAME_BYTES_MAX

@@ -35,13 +35,14 @@ from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
 from penstock.vocabulary.layers import GroupKind, HeadRange
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from penstock.config import Config
     from penstock.engine.architecture import Architecture
     from penstock.engine.batch import Sheet, StepBatch
     from penstock.engine.checkpoints import ModelFiles
+    from penstock.engine.cuda.memory import GpuMemory
     from penstock.engine.handoffs import RankHandoffs
     from penstock.engine.model import Attention
     from penstock.engine.rank_exchange import RankExchange
@@ -59,14 +60,23 @@ def allocate_kv(
     block_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    memory: GpuMemory | None = None,
 ) -> list[torch.Tensor]:
-    """The device blocks of one rank: a tensor a layer."""
+    """The device blocks of one rank: a tensor a layer, in `memory` if that is given."""
     shape = (2, block_count, block_tokens, len(share.kv_heads), architecture.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(architecture.layers)]
+    layers = range(architecture.layers)
+    if memory is not None:
+        return [memory.zeros(shape, dtype) for _ in layers]
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
 
 
 def kv_tier(
-    architecture: Architecture, share: Share, kv: Sequence[torch.Tensor], *, block_tokens: int
+    architecture: Architecture,
+    share: Share,
+    kv: Sequence[torch.Tensor],
+    *,
+    block_tokens: int,
+    memory: GpuMemory | None = None,
 ) -> TensorTier:
     """The same blocks as a tier of the cache, with the layer and heads of each tensor."""
     heads = HeadRange(
@@ -80,7 +90,7 @@ def kv_tier(
             for number, tensor in enumerate(kv)
         ],
     )
-    return TensorTier.of([group], block_tokens=block_tokens)
+    return TensorTier.of([group], block_tokens=block_tokens, memory=memory)
 
 
 DRIVE_S = 100e-6
@@ -195,9 +205,12 @@ class Worker:
         *,
         block_tokens: int,
         lane: StepLane | None = None,
+        memory: GpuMemory | None = None,
     ) -> None:
         self.decoder = decoder
         self.kv = kv
+        self._memory = memory
+        """That of the weights on a GPU, if it can be given back."""
         self._block_tokens = block_tokens
         self._lane: StepLane = lane or CpuLane()
         self._chosen: torch.Tensor | None = None
@@ -250,11 +263,14 @@ class Worker:
         Returns how many bytes that were.
 
         Raises:
-            ValueError: they are in memory of a GPU.
             UnavailableError: the system does not take it.
         """
+        if self._memory is not None:
+            return self._memory.give_back()
         if self.decoder.device.type != "cpu":
-            raise ValueError(f"the weights are on {self.decoder.device}, must be on the CPU")
+            raise UnavailableError(
+                f"the weights are on {self.decoder.device}, which cannot give memory back"
+            )
         return sum(
             give_back_private(tensor.data_ptr(), tensor.nbytes) for tensor in self.decoder.tensors()
         )
@@ -265,6 +281,11 @@ class Worker:
         Raises:
             WeightsNotLoaded: the weights may be mixed now: another load must succeed first.
         """
+        if self._memory is not None:
+            try:
+                self._memory.take_again()
+            except UnavailableError as error:
+                raise WeightsNotLoaded(str(error)) from error
         with self._lane.computing():
             load_weights(self.decoder, path, digest)
             mark = self._lane.mark()
@@ -320,6 +341,22 @@ def attention_on(device: torch.device) -> Attention | None:
     return CudaAttention()
 
 
+def memory_on(device: torch.device, adopted: Iterable[torch.Tensor] = ()) -> GpuMemory | None:
+    """Memory of a GPU that can be given back; `None` on the CPU, and where there is none.
+
+    Tensors of that device that are `adopted` are moved there.
+    """
+    if device.type != "cuda":
+        return None
+    from penstock.engine.cuda.memory import GpuMemory, has_virtual_memory  # noqa: PLC0415 - CUDA
+
+    if not has_virtual_memory(device):
+        return None
+    memory = GpuMemory(device)
+    memory.adopt(adopted)
+    return memory
+
+
 def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
     """The lane of a GPU; `None` on the CPU. Blocks and weights must be on the device."""
     if device.type != "cuda":
@@ -373,14 +410,13 @@ def load_rank(
         UnavailableError: the default model is not installed, there is no such device, or the
             model's files are no longer those that were named.
     """
-    config = spec.config
+    config, dtype = spec.config, spec.torch_dtype
     if config.cache.device is None:
         raise ConfigError("cache.blocks", "is 0, must be the blocks that the device has room for")
     model = find_model(spec.model)
     architecture, checkpoint = model.open()
-    share = share_of(architecture, rank=rank, ranks=spec.ranks)
+    share, head_dim = share_of(architecture, rank=rank, ranks=spec.ranks), architecture.head_dim
     device = device_of(spec.device, spec.first_gpu + rank)
-    head_dim, dtype = architecture.head_dim, spec.torch_dtype
     weights = RankWeights(checkpoint, share, head_dim=head_dim, dtype=dtype, device=device)
     decoder = Decoder(
         architecture,
@@ -392,6 +428,7 @@ def load_rank(
     checkpoint.close()
     _require_same_files(spec, model)
     block_tokens, block_count = config.cache.block_tokens, config.cache.device.slot_count
+    weights_memory, kv_memory = memory_on(device, decoder.tensors()), memory_on(device)
     kv = allocate_kv(
         architecture,
         share,
@@ -399,6 +436,7 @@ def load_rank(
         block_tokens=block_tokens,
         dtype=dtype,
         device=device,
+        memory=kv_memory,
     )
     return LoadedRank(
         worker=Worker(
@@ -406,8 +444,9 @@ def load_rank(
             kv,
             block_tokens=block_tokens,
             lane=lane_on(device, graphs=spec.graphs and spec.ranks == 1),
+            memory=weights_memory,
         ),
-        tier=kv_tier(architecture, share, kv, block_tokens=block_tokens),
+        tier=kv_tier(architecture, share, kv, block_tokens=block_tokens, memory=kv_memory),
         config=config,
         architecture=architecture,
     )

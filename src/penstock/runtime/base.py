@@ -292,7 +292,7 @@ class BaseCache:
             host: Whether the first tier below the device is given back, too.
 
         Raises:
-            UnavailableError: the KV is in memory of a GPU.
+            UnavailableError: the KV is in memory of a GPU, and the engine cannot give it back.
             ValueError: leases are open, or copies are under way.
         """
         host = as_flag("host", host)
@@ -303,7 +303,7 @@ class BaseCache:
         """Ends `sleep`: the cache can be used again. May be called twice.
 
         Raises:
-            UnavailableError: there is no memory for the host tier.
+            UnavailableError: there is no memory for the host tier, or on the GPU.
         """
         with self._access:
             self._memory.wake()

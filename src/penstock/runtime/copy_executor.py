@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 DEVICE_SHARE = 16
 """How much less a byte that a device copies counts in a step's budget: 64 MiB of it are 1 GiB
 for a GPU, which PCIe 5 moves in 20 ms. The movers bound what is in flight themselves."""
+NOT_GIVEN_BACK = (
+    "the KV is in memory of a GPU that belongs to the engine, which must be able to give it back: "
+    "see TensorTier.memory"
+)
 
 
 @runtime_checkable
@@ -49,6 +53,19 @@ class RegistersHosts(Protocol):
 
     def forget(self, host: object) -> None:
         """Ends the registration of one tier, if it has any; its movers are closed before."""
+        ...
+
+    def release(self, host: object) -> None:
+        """Ends the registration of one tier until `take_again`; no copy may use it."""
+        ...
+
+    @property
+    def can_give_back(self) -> bool:
+        """Whether its own memory can be given back for a while."""
+        ...
+
+    def take_again(self) -> None:
+        """Takes its own memory again, and registers what was released."""
         ...
 
 
@@ -187,19 +204,38 @@ class CopyExecutor:
 
     @property
     def can_give_back(self) -> bool:
-        """Whether memory can be returned while the tiers are open: no device has it registered."""
-        device = self.stores[DEVICE]
-        return device is not None and device.medium == "arrays"
+        """Whether memory can be returned while the tiers are open."""
+        store = self.stores[DEVICE]
+        device: object = store
+        if isinstance(device, RegistersHosts):
+            return device.can_give_back
+        return store is not None and store.medium == "arrays"
 
     def give_back(self, tier: int, slots: Sequence[int] | None = None) -> int:
         """Returns the pages of slots that no copy touches, or of a whole tier, to the system.
 
-        Returns how many bytes that were; 0 where the memory is of another kind.
+        Returns how many bytes that were; 0 where the memory is of another kind. Of memory that a
+        device has registered, only a whole tier is returned, until `take_again`.
         """
         store: object = self.stores[tier] if tier < len(self.stores) else None
+        device: object = self.stores[DEVICE]
         if not self.can_give_back or not isinstance(store, GivesBack):
             return 0
+        if isinstance(device, RegistersHosts) and tier != DEVICE:
+            if slots is not None:
+                return 0
+            device.release(store)
         return store.give_back(slots)
+
+    def take_again(self) -> None:
+        """Takes memory again that a device gave back; other memory comes when it is used.
+
+        Raises:
+            UnavailableError: there is none; may be called again.
+        """
+        device: object = self.stores[DEVICE]
+        if isinstance(device, RegistersHosts):
+            device.take_again()
 
     def close(self) -> None:
         """Fences, then gives movers and tiers back. Once closed it stays so.

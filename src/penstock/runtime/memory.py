@@ -8,8 +8,9 @@
 | `sleep(host=True)`            | are forgotten | is forgotten           | none may be open   |
 
 Addresses stay: pages go back to the kernel, which makes new ones, full of zeros, when they are used
-again. Memory of a GPU, and host memory that is registered for one, cannot be returned like this:
-there a smaller tier lets its blocks leave and keeps its memory, and `sleep` is refused.
+again. Memory of a GPU is taken again by `wake`, and host memory registered for it again; it is the
+engine's, so `sleep` is refused unless the engine can give it back (`TensorTier.memory`). There a
+smaller host tier lets its blocks leave and keeps its memory.
 
 The store process changes the room of a stored tier; `resize_status` says when it has, or why not.
 
@@ -25,6 +26,7 @@ from penstock.cache.settings import DEVICE, HUB
 from penstock.errors import ConfigError, UnavailableError
 from penstock.machine.events import EmptyDevice, ResizeTier
 from penstock.machine.faults import SLOTS_MAX
+from penstock.runtime.copy_executor import NOT_GIVEN_BACK
 from penstock.runtime.lower_tiers import stored_sizes
 from penstock.runtime.rank_links import LocalLink
 from penstock.tiers.host import slots_in, tier_size
@@ -235,7 +237,7 @@ class CacheMemory:
         """Forgets the device's blocks, and the hub's if `host`, and returns their memory.
 
         Raises:
-            UnavailableError: the memory is that of a GPU.
+            UnavailableError: the memory is that of a GPU, and the engine cannot give it back.
             ValueError: leases are open, or copies are under way.
         """
         machine, links = self._driver.machine, self._driver.links
@@ -247,9 +249,7 @@ class CacheMemory:
             )
         executor = links.executor if isinstance(links, LocalLink) else None
         if executor is not None and not executor.can_give_back:
-            raise UnavailableError(
-                "the KV is in memory of a GPU, which is not given back while the process lives"
-            )
+            raise UnavailableError(NOT_GIVEN_BACK)
         if machine.manages_device:
             self._deliver(self._driver.handle(EmptyDevice(why=ASLEEP)))
         if host and not self._host_asleep and len(machine.tier_names) > HUB:
@@ -269,13 +269,17 @@ class CacheMemory:
         """
         if not self.asleep:
             return
-        if self._host_asleep:
-            name = self._driver.machine.tier_names[HUB]
-            slots = self._driver.machine.tier_sizes()[name]
-            try:
+        links = self._driver.links
+        try:
+            if self._host_asleep:
+                name = self._driver.machine.tier_names[HUB]
+                slots = self._driver.machine.tier_sizes()[name]
                 require_room(tier_size(slots, *self._block), read_text, setting=f"tier {name}")
-            except ConfigError as error:
-                raise UnavailableError(f"the cache cannot wake: {error}") from error
+            if isinstance(links, LocalLink):
+                links.executor.take_again()
+        except (ConfigError, UnavailableError) as error:
+            raise UnavailableError(f"the cache cannot wake: {error}") from error
+        if self._host_asleep:
             self._deliver(self._driver.switch_tier_on(HUB, kept=False))
             self._host_asleep = False
         self.asleep = False

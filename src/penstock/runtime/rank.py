@@ -25,6 +25,7 @@ from penstock.cache.settings import DEVICE
 from penstock.errors import PeerError, UnavailableError
 from penstock.movers.base import Moved
 from penstock.runtime.access import Access
+from penstock.runtime.copy_executor import NOT_GIVEN_BACK
 from penstock.runtime.messages import RankReport, decode_plan, encode_report
 from penstock.runtime.rank_links import RETRY_S, send_all
 from penstock.runtime.status import Drained
@@ -200,10 +201,11 @@ class Rank:
             slots: Of that tier; without it all.
 
         Returns:
-            How many bytes; 0 where a GPU has the memory registered.
+            How many bytes; 0 for slots that a GPU has registered.
 
         Raises:
-            UnavailableError: the system does not take it.
+            UnavailableError: the system does not take it, or the memory of a GPU belongs to the
+                engine, which cannot give it back.
             ValueError: there is no such tier, or copies are under way.
         """
         names = ["", *(each.name for each in self.facts.tiers)]
@@ -222,7 +224,18 @@ class Rank:
                     f"{self.executor.copy_count} copies are under way, must be none while a whole "
                     "tier is given back"
                 )
+            if slots is None and not self.executor.can_give_back:
+                raise UnavailableError(NOT_GIVEN_BACK)
             return self.executor.give_back(names.index(tier), slots)
+
+    def take_again(self) -> None:
+        """Takes memory again that a GPU gave back; after `give_back`, before the next copy.
+
+        Raises:
+            UnavailableError: there is not enough; may be called again.
+        """
+        with self._access:
+            self.executor.take_again()
 
     def finish(self, timeout_s: float = 0.0) -> bytes | None:
         """Drains and fences: copies may end within the timeout, the rest is cut short.

@@ -51,6 +51,23 @@ class GivesBack(Protocol):
 
 
 @runtime_checkable
+class TakesAgain(Protocol):
+    """Memory that has to be taken again after it was given back: that of a GPU."""
+
+    def give_back(self) -> int:
+        """Gives all of it back; returns how many bytes."""
+        ...
+
+    def take_again(self) -> None:
+        """Takes it again, at the same addresses.
+
+        Raises:
+            UnavailableError: there is not enough; it is away as before.
+        """
+        ...
+
+
+@runtime_checkable
 class KeepsSums(Protocol):
     """A tier whose bytes left the device, and therefore carry checksums."""
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.tiers.base import TakesAgain
+
 PART_FIRST = (Axis.PART, Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
 """K and V in one tensor, as most engines have it."""
 
@@ -169,8 +171,20 @@ class TensorTier:
     only a mover that runs there can touch them.
     """
 
-    def __init__(self, layout: Layout, storages: Sequence[torch.UntypedStorage]) -> None:
-        """A tier whose buffers are these storages, in the order of the layout's buffers."""
+    def __init__(
+        self,
+        layout: Layout,
+        storages: Sequence[torch.UntypedStorage],
+        *,
+        memory: TakesAgain | None = None,
+    ) -> None:
+        """A tier whose buffers are these storages, in the order of the layout's buffers.
+
+        Args:
+            layout: How blocks lie in them.
+            storages: The engine's memory.
+            memory: The same, if it is that of a GPU and can be given back while the tier is open.
+        """
         if layout.buffer_bytes.keys() != set(range(len(storages))):
             raise ValueError(
                 f"kv has {len(storages)} storages, the layout needs one for each of its buffers "
@@ -190,12 +204,19 @@ class TensorTier:
         self.medium = "arrays" if self.device.type == "cpu" else self.device.type
         # Kept, so that no storage is freed while its address is in use.
         self._storages = list(storages)
+        self.memory = memory
         self._buffers: dict[int, NDArray[np.uint8]] = {}
         if self.device.type == "cpu":
             self._buffers = {n: _bytes_of(storage) for n, storage in enumerate(storages)}
 
     @classmethod
-    def of(cls, groups: Iterable[TensorGroup], *, block_tokens: int) -> TensorTier:
+    def of(
+        cls,
+        groups: Iterable[TensorGroup],
+        *,
+        block_tokens: int,
+        memory: TakesAgain | None = None,
+    ) -> TensorTier:
         """The tier of these tensors; their layout is read from them."""
         storages: list[torch.UntypedStorage] = []
         numbers: dict[int, int] = {}
@@ -226,11 +247,11 @@ class TensorTier:
             )
             for group in groups
         )
-        return cls(Layout(groups=found, block_tokens=block_tokens), storages)
+        return cls(Layout(groups=found, block_tokens=block_tokens), storages, memory=memory)
 
     def described_by(self, layout: Layout) -> TensorTier:
         """The same tensors under another layout."""
-        return TensorTier(layout, self._storages)
+        return TensorTier(layout, self._storages, memory=self.memory)
 
     @property
     def addresses(self) -> Mapping[int, int]:

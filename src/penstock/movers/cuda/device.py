@@ -100,6 +100,35 @@ class CudaTier:
         _log_staging("duplicates", mover.staging_bytes)
         return mover
 
+    @property
+    def can_give_back(self) -> bool:
+        """Whether the engine has its memory where it can be given back for a while."""
+        return self._tier.memory is not None
+
+    def give_back(self, slots: Sequence[int] | None = None) -> int:
+        """Gives the memory of all blocks back, until `take_again`; returns how many bytes."""
+        memory = self._tier.memory
+        if slots is not None or memory is None:
+            raise ValueError("only all blocks are given back, of an engine whose memory can be")
+        return memory.give_back()
+
+    def release(self, host: object) -> None:
+        """Ends the registration of one host tier until `take_again`; no copy may use it."""
+        area = self._areas.get(id(host))
+        if area is not None:
+            area.release()
+
+    def take_again(self) -> None:
+        """Takes the memory of the blocks again, and registers host tiers that were released.
+
+        Raises:
+            UnavailableError: there is no memory, or it cannot be pinned; may be called again.
+        """
+        if self._tier.memory is not None:
+            self._tier.memory.take_again()
+        for area in self._areas.values():
+            area.register_again()
+
     def forget(self, host: object) -> None:
         """Ends the registration of one host tier, if it has any; its movers are closed before."""
         area = self._areas.pop(id(host), None)

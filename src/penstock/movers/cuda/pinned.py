@@ -5,7 +5,7 @@ a table of their sums. `register` registers memory of any origin: `RegisteredHos
 arena, `PinnedTier` that of a tier in this process.
 
 The one rule: memory stays registered as long as a copy may use it, so it is unregistered only by
-`close`, after the movers are closed.
+`close`, after the movers are closed, or by `release`, while there are no copies.
 """
 
 from __future__ import annotations
@@ -102,13 +102,27 @@ class RegisteredHost:
         self.sums_address = tier.arena.address
         sums = _in_extents(self.sums_address, tier.blocks_offset)
         # A rank that shares the arena without writing has it mapped for reading alone.
-        writable = bool(tier.arena.bytes.flags.writeable)
-        self._registered = register([*extents, *sums], writable=writable)
+        self._writable = bool(tier.arena.bytes.flags.writeable)
+        self._extents = [*extents, *sums]
+        self._registered = register(self._extents, writable=self._writable)
+
+    def release(self) -> None:
+        """Ends the registration, until `register_again`; no copy may use it meanwhile."""
+        unregister(self._registered)
+        self._registered = []
+
+    def register_again(self) -> None:
+        """Registers the memory that was released.
+
+        Raises:
+            UnavailableError: it cannot be pinned; it is released as before.
+        """
+        if not self._registered:
+            self._registered = register(self._extents, writable=self._writable)
 
     def close(self) -> None:
         """Ends the registration; the tier stays."""
-        unregister(self._registered)
-        self._registered = []
+        self.release()
 
 
 def _in_extents(address: int, length: int) -> list[tuple[int, int]]:
