@@ -29,6 +29,7 @@ CAPTIONS = {
     "config": "the TOML file",
     "connectors": "vLLM",
     "demo": "penstock demo",
+    "doctor": "penstock doctor",
     "engine": "reference engine",
     "handoff": "prefill to decode",
     "loadtest": "penstock load",

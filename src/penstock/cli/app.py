@@ -87,6 +87,12 @@ COMMANDS = {
         help="Serve a model by a pair of instances, talk to it, and check every answer.",
         panel=PROVE,
     ),
+    "doctor": Command(
+        module="doctor",
+        function="doctor",
+        help="Check this machine and a configuration, and say what to change.",
+        panel=SET_UP,
+    ),
     "load": Command(
         module="load",
         function="load",

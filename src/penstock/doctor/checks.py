@@ -1,0 +1,480 @@
+"""The checks of `penstock doctor`: from facts about a machine to findings with remedies.
+
+A check is one function and one row of `CHECKS`. It returns one finding or several:
+
+| status    | means                                                                              |
+|-----------|------------------------------------------------------------------------------------|
+| `ok`      | nothing to do                                                                      |
+| `warning` | it works, but slower or less surely than it could                                  |
+| `problem` | Penstock, or what the configuration asks for, will not work here                   |
+
+The one rule: a finding that is not `ok` says what to change.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.config.values import port_range
+from penstock.connectors.vllm.versions import TESTED, is_tested
+from penstock.tiers.linux_memory import (
+    Pages,
+    gib,
+    huge_page_bytes,
+    huge_pages_missing,
+    memory_limits,
+    online_nodes,
+    pages_to_try,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from penstock.config import TierKind
+    from penstock.doctor.facts import MachineFacts
+
+MEMORY_BYTES_MIN = 2 << 30
+"""Python, torch and the smallest model take about as much."""
+FILES_MIN = 4096
+"""The default 1,024 connections of a server, its processes, and the files of a disk tier."""
+SHM_BYTES_MIN = 1 << 30
+"""Penstock needs none, but torch, NCCL and vLLM do; containers have 64 MiB unless told."""
+DISK_BYTES_PER_S_MIN = 500e6
+"""4,000 tokens a second of a model of 8B parameters (128 KiB a token): most GPUs compute faster."""
+LINK_SHARE_MIN = 0.7
+"""Of the raw rate. One large pinned copy of an H200 reaches 55 of 63 GB/s, 0.87."""
+LANE_BYTES_PER_S = {2.5: 0.25e9, 5: 0.5e9, 8: 0.985e9, 16: 1.969e9, 32: 3.938e9, 64: 7.563e9}
+"""Of one PCIe lane, by its transfers a second in 1e9."""
+SLOW_CLOCKS = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
+"""Reading these takes a call into the kernel, microseconds each time."""
+TESTED_TORCH = (2, 13)
+TESTED_NIXL = (1, 5)
+PORTS_TRIED_MAX = 256
+
+
+class FindingStatus(Enum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check found."""
+
+    check: str
+    status: FindingStatus
+    seen: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.status is FindingStatus.OK) == bool(self.remedy):
+            raise ValueError(f"remedy: a finding that is {self.status.value} has {self.remedy!r}")
+
+
+def _ok(check: str, seen: str) -> DoctorFinding:
+    return DoctorFinding(check=check, status=FindingStatus.OK, seen=seen)
+
+
+def _warning(check: str, seen: str, remedy: str) -> DoctorFinding:
+    return DoctorFinding(check=check, status=FindingStatus.WARNING, seen=seen, remedy=remedy)
+
+
+def _problem(check: str, seen: str, remedy: str) -> DoctorFinding:
+    return DoctorFinding(check=check, status=FindingStatus.PROBLEM, seen=seen, remedy=remedy)
+
+
+def _tiers(facts: MachineFacts, kind: str) -> list[tuple[str, TierKind]]:
+    if facts.config is None:
+        return []
+    pairs = zip(facts.config.cache.tiers, facts.config.tier_kinds, strict=True)
+    return [(tier.name, found) for tier, found in pairs if found.name == kind]
+
+
+def _host_bytes(facts: MachineFacts) -> int:
+    """The memory of all host tiers whose size is given in GiB."""
+    return sum(round(kind.gib * (1 << 30)) for _, kind in _tiers(facts, "host") if kind.gib)
+
+
+def _check_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    limits = memory_limits(facts.read)
+    if not limits:
+        yield _ok("memory", "the machine does not say how much there is")
+        return
+    tightest = min(limits, key=lambda limit: limit.available_bytes)
+    seen = f"{gib(tightest.available_bytes)} are available: {tightest.source}"
+    wanted = _host_bytes(facts)
+    if wanted > tightest.available_bytes:
+        yield _problem(
+            "memory",
+            f"{seen}; host tiers need {gib(wanted)}",
+            "make the host tiers smaller (gib), end other programs, or raise the limit "
+            "(memory.max, docker --memory, resources.limits.memory)",
+        )
+    elif tightest.available_bytes < MEMORY_BYTES_MIN:
+        yield _warning(
+            "memory", seen, f"free some: a server needs {gib(MEMORY_BYTES_MIN)} and its model"
+        )
+    else:
+        yield _ok("memory", f"{seen}; host tiers need {gib(wanted)}" if wanted else seen)
+
+
+def _check_locked_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    soft, _ = facts.limit(resource.RLIMIT_MEMLOCK)
+    limited = soft != resource.RLIM_INFINITY
+    seen = f"RLIMIT_MEMLOCK is {gib(soft) if limited else 'unlimited'}"
+    adapters = facts.names_in("/sys/class/infiniband")
+    if limited and adapters and soft < max(_host_bytes(facts), 1 << 30):
+        yield _warning(
+            "locked memory",
+            f"{seen}, and there are RDMA adapters ({', '.join(adapters)})",
+            "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1): "
+            "NIXL registers memory with them, which counts as locked",
+        )
+    else:
+        yield _ok("locked memory", seen)
+
+
+def _check_open_files(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    soft, hard = facts.limit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FILES_MIN:
+        yield _ok("open files", f"RLIMIT_NOFILE is {'unlimited' if soft < 0 else soft}")
+        return
+    yield _warning(
+        "open files",
+        f"RLIMIT_NOFILE is {soft} of at most {'any number' if hard < 0 else hard}",
+        f"ulimit -n {FILES_MIN} or more (systemd: LimitNOFILE=, docker: --ulimit nofile=)",
+    )
+
+
+def _check_huge_pages(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    wanted = _host_bytes(facts)
+    if not wanted:
+        yield _ok("huge pages", "no host tier asks for them")
+        return
+    best = pages_to_try(wanted, facts.read)[0]
+    if best is not Pages.PLAIN:
+        yield _ok("huge pages", f"host tiers get {best.value} pages")
+        return
+    missing = huge_pages_missing(wanted, facts.read)
+    yield _warning(
+        "huge pages",
+        f"host tiers of {gib(wanted)} get plain pages",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, or set "
+        f"{missing} more of {gib(huge_page_bytes(facts.read))} aside (sysctl vm.nr_hugepages)",
+    )
+
+
+def _check_numa(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    nodes = online_nodes(facts.read)
+    if len(nodes) == 1:
+        yield _ok("numa", "the machine has one node")
+        return
+    of_gpus = sorted({gpu.numa_node for gpu in facts.gpus() if gpu.numa_node >= 0})
+    seen = f"nodes {nodes}, GPUs on {of_gpus or 'no known one'}"
+    strays = [
+        f"{name} on node {node}" if node >= 0 else f"{name} on any node"
+        for name, kind in _tiers(facts, "host")
+        if of_gpus and (node := int(kind.options.get("numa_node", -1))) not in of_gpus
+    ]
+    if strays:
+        yield _warning(
+            "numa",
+            f"{seen}; host tiers: {', '.join(strays)}",
+            f"numa_node = {of_gpus[0]} for the tier, so that copies do not cross sockets; an "
+            "engine for each node where GPUs are on several",
+        )
+    else:
+        yield _ok("numa", seen)
+
+
+def _check_cpus(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    cores, quota = facts.cores(), _cpu_quota(facts)
+    if quota is not None and quota < cores:
+        yield _warning(
+            "cpu limit",
+            f"{cores} cores can be used, but only {quota:.2g} of them at a time (cgroup quota)",
+            f"engine.threads = {max(1, math.floor(quota))}, or raise the quota (docker --cpus, "
+            "resources.limits.cpu): threads beyond it are stopped within steps",
+        )
+    elif cores < 2:
+        yield _warning(
+            "cpu limit",
+            "1 core can be used",
+            "give it two or more: the engine and the server's processes take turns otherwise",
+        )
+    else:
+        yield _ok("cpu limit", f"{cores} cores can be used")
+
+
+def _cpu_quota(facts: MachineFacts) -> float | None:
+    """How many cores' time the control group gets; `None`: no limit."""
+    words = facts.read("/sys/fs/cgroup/cpu.max").split()
+    if not words:
+        folder = "/sys/fs/cgroup/cpu"
+        words = [facts.read(f"{folder}/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+        return int(words[0]) / int(words[1])
+    return None
+
+
+def _check_shared_memory(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    room = facts.room("/dev/shm")
+    if room is None or room.total_bytes >= SHM_BYTES_MIN:
+        yield _ok("/dev/shm", "not found" if room is None else f"{gib(room.total_bytes)}")
+        return
+    yield _warning(
+        "/dev/shm",
+        f"{gib(room.total_bytes)}",
+        "docker --shm-size=8g or --ipc=host (Kubernetes: an emptyDir of medium Memory): ranks of "
+        "vLLM and NCCL exchange data there",
+    )
+
+
+def _check_compiler(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    found = facts.compiler()
+    says = facts.compiler_says(found) if found else ""
+    if says:
+        yield _ok("compiler", says)
+        return
+    yield _warning(
+        "compiler",
+        f"{found} does not run" if found else "no C compiler: neither CC is set nor gcc found",
+        "apt-get install gcc, or set CC: copies and checksums are computed by slower code without",
+    )
+
+
+def _check_cuda(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    gpus = list(facts.gpus())
+    engine = facts.config.engine if facts.config else None
+    wanted = engine is not None and engine.device.startswith("cuda")
+    driver = facts.read("/proc/driver/nvidia/version").partition("\n")[0].strip()
+    if gpus and driver:
+        yield _ok("cuda", f"{len(gpus)} GPUs; {driver}")
+    elif gpus:
+        yield _problem(
+            "cuda",
+            f"{len(gpus)} GPUs on the bus, but no driver (/proc/driver/nvidia is missing)",
+            "install NVIDIA's driver; in a container, start it with --gpus all",
+        )
+    elif wanted:
+        yield _problem(
+            "cuda",
+            "engine.device is 'cuda', and there is no NVIDIA GPU",
+            "engine.device = 'cpu', or start the container with --gpus all",
+        )
+    else:
+        yield _ok("cuda", "there is no NVIDIA GPU: the CPU computes")
+
+
+def _check_links(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    gpus = list(facts.gpus())
+    if not gpus:
+        return
+    rates = facts.gpu_rates()
+    if isinstance(rates, str):
+        yield _warning(
+            "pcie", f"not measured: {rates}", 'pip install "penstock[torch]" with CUDA, and retry'
+        )
+    measured = {} if isinstance(rates, str) else {rate.address: rate for rate in rates}
+    for gpu in gpus:
+        full = link_bytes_per_s(gpu.speed_max, gpu.width_max)
+        name = f"{gpu.address}: PCIe {gpu.speed_max} × {gpu.width_max}"
+        if gpu.width and gpu.width != gpu.width_max:
+            yield _warning(
+                "pcie",
+                f"{name}, of which {gpu.width} lanes are in use",
+                "seat the GPU in a slot with all its lanes, or look for a faulty riser",
+            )
+        rate = measured.get(gpu.address)
+        if rate is not None:
+            yield _link_finding(name, full, rate.to_device_bytes_per_s, rate.to_host_bytes_per_s)
+
+
+def _link_finding(name: str, full: float | None, down: float, up: float) -> DoctorFinding:
+    seen = f"{name}: {down / 1e9:.1f} GB/s to the GPU, {up / 1e9:.1f} GB/s to the host"
+    if full is None:
+        return _ok("pcie", f"{seen}; the bus does not say what the link should give")
+    seen = f"{seen}, {min(down, up) / full:.0%} of the link's {full / 1e9:.1f} GB/s"
+    if min(down, up) >= LINK_SHARE_MIN * full:
+        return _ok("pcie", seen)
+    return _warning(
+        "pcie",
+        seen,
+        "look whether other programs use the GPU, whether memory is on its NUMA node, and in the "
+        "BIOS at ACS, IOMMU and the link's speed",
+    )
+
+
+def link_bytes_per_s(speed: str, width: str) -> float | None:
+    """What a PCIe link should give in one direction, as /sys spells its speed and width."""
+    transfers = re.match(r"([\d.]+) GT/s", speed)
+    lane = LANE_BYTES_PER_S.get(float(transfers[1])) if transfers else None
+    return lane * int(width) if lane and width.isdigit() and int(width) else None
+
+
+def _check_disks(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    for name, kind in _tiers(facts, "disk"):
+        path = str(kind.options["path"])
+        rate = facts.disk_rate(path)
+        if isinstance(rate, str):
+            yield _problem(
+                "disk",
+                f"tier {name!r}: nothing can be written: {rate}",
+                f"make {path} a folder that the user of the server can write to, with room",
+            )
+            continue
+        yield from _disk_findings(facts, name, kind)
+        seen = (
+            f"tier {name!r}: {rate.write_bytes_per_s / 1e9:.2f} GB/s written, "
+            f"{rate.read_bytes_per_s / 1e9:.2f} GB/s read"
+        )
+        if not rate.direct:
+            yield _warning(
+                "disk",
+                f"{seen}, through the file cache",
+                f"put {path} on a local disk (ext4, xfs): its file system has no direct I/O, so "
+                "the tier takes memory from others",
+            )
+        elif min(rate[:2]) < DISK_BYTES_PER_S_MIN:
+            yield _warning(
+                "disk",
+                seen,
+                "use an NVMe disk; where loading is slower than computing, Penstock computes. "
+                "`penstock bench disk` measures longer",
+            )
+        else:
+            yield _ok("disk", seen)
+
+
+def _disk_findings(facts: MachineFacts, name: str, kind: TierKind) -> Iterator[DoctorFinding]:
+    """Whether a tier has the room that it may fill."""
+    path = str(kind.options["path"])
+    room = facts.room(path)
+    wanted = round((kind.gib or 0) * (1 << 30))
+    if room is None or not wanted:
+        return
+    seen = f"tier {name!r}: {gib(room.free_bytes)} are free at {path}, it may take {gib(wanted)}"
+    if wanted <= room.free_bytes:
+        yield _ok("disk room", seen)
+    elif wanted <= room.total_bytes:
+        yield _warning(
+            "disk room",
+            seen,
+            "free the rest, or make the tier smaller (gib); what it has already is part of it",
+        )
+    else:
+        yield _problem(
+            "disk room",
+            f"{seen}, and the disk has only {gib(room.total_bytes)}",
+            "make the tier smaller (gib), or take a larger disk",
+        )
+
+
+def _check_ports(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    serve = facts.config.serve if facts.config else None
+    if facts.config is not None and serve is None:
+        return
+    host, port = (serve.host, serve.port) if serve else ("127.0.0.1", 8000)
+    why = facts.port(host, port) if port else ""
+    if why:
+        yield DoctorFinding(
+            check="ports",
+            # Without a configuration nobody has asked for this one.
+            status=FindingStatus.PROBLEM if serve else FindingStatus.WARNING,
+            seen=f"{host}:{port}: {why}",
+            remedy="end the program that listens there (ss -ltnp), or choose another serve.port",
+        )
+    else:
+        yield _ok("ports", f"{host}:{port} is free" if port else "any free port is taken")
+    ports = port_range(serve.ports) if serve else range(0)
+    tried = ports[:PORTS_TRIED_MAX]
+    taken = [each for each in tried if facts.port("0.0.0.0", each)]
+    if len(taken) * 2 > len(tried):
+        yield _warning(
+            "ports",
+            f"{len(taken)} of {len(tried)} ports of serve.ports are in use",
+            "a wider range: each connection takes two",
+        )
+
+
+def _check_versions(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    vllm = facts.package("vllm")
+    if vllm is not None and not is_tested(vllm):
+        yield _warning(
+            "versions",
+            f"vllm {vllm}; the connector is tested with {_dotted(TESTED)} and off with others",
+            f'pip install "vllm=={_dotted(TESTED)}.*", or penstock vllm-config --any-version',
+        )
+    elif vllm is not None:
+        yield _ok("versions", f"vllm {vllm}, as tested")
+    for name, tested in (("torch", TESTED_TORCH), ("nixl", TESTED_NIXL)):
+        found = facts.package(name)
+        # vLLM brings the torch that it was built for.
+        if found is None or (name == "torch" and vllm is not None):
+            continue
+        if found.split(".")[:2] == [str(part) for part in tested]:
+            yield _ok("versions", f"{name} {found}, as tested")
+        else:
+            yield _warning(
+                "versions",
+                f"{name} {found}; Penstock is tested with {_dotted(tested)}",
+                f'if something is wrong, pip install "{name}=={_dotted(tested)}.*" first',
+            )
+    for name in ("sglang", "mooncake-transfer-engine"):
+        if (found := facts.package(name)) is not None:
+            yield _ok("versions", f"{name} {found}; Penstock does not use it")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _check_clock(facts: MachineFacts) -> Iterator[DoctorFinding]:
+    folder = "/sys/devices/system/clocksource/clocksource0"
+    source = facts.read(f"{folder}/current_clocksource").strip()
+    if source in SLOW_CLOCKS:
+        yield _warning(
+            "clock",
+            f"the clock source is {source}, which is slow to read",
+            f"echo tsc > {folder}/current_clocksource, or boot with clocksource=tsc",
+        )
+    else:
+        yield _ok("clock", f"the clock source is {source or 'not known'}")
+    if facts.clock() is False:
+        yield _warning(
+            "clock",
+            "the clock is not synchronised",
+            "start chrony or systemd-timesyncd: logs of several machines cannot be compared "
+            "otherwise; Penstock's own deadlines do not depend on it",
+        )
+
+
+CHECKS: dict[str, Callable[[MachineFacts], Iterable[DoctorFinding]]] = {
+    "memory": _check_memory,
+    "locked memory": _check_locked_memory,
+    "open files": _check_open_files,
+    "huge pages": _check_huge_pages,
+    "numa": _check_numa,
+    "cpu limit": _check_cpus,
+    "/dev/shm": _check_shared_memory,
+    "compiler": _check_compiler,
+    "cuda": _check_cuda,
+    "pcie": _check_links,
+    "disk": _check_disks,
+    "ports": _check_ports,
+    "versions": _check_versions,
+    "clock": _check_clock,
+}
+
+
+def examine(facts: MachineFacts) -> list[DoctorFinding]:
+    """The findings of all checks."""
+    return [finding for check in CHECKS.values() for finding in check(facts)]
