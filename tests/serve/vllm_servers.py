@@ -138,6 +138,10 @@ class FakeVllm(ThreadingHTTPServer):
         self.asked.append(conversation.asked)
         self.bodies.append(body)
         self.headers.append({k.lower(): v for k, v in conversation.headers.items()})
+        with _computed_changed:
+            if (conversation.asked.get("kv_transfer_params") or {}).get("do_remote_decode"):
+                _computed.add(conversation.handoff.get("handoff"))
+                _computed_changed.notify_all()
         self.came.release()
 
     def behave(self, conversation: Conversation) -> None:
@@ -157,10 +161,19 @@ class FakeVllm(ThreadingHTTPServer):
         self.server_close()
 
 
+_computed: set[Any] = set()
+"""The names of handoffs whose prompts prefill servers were asked to compute."""
+_computed_changed = threading.Condition()
+
+
 def reply(conversation: Conversation) -> None:
-    """As a prefill or decode server with Penstock's connector."""
+    """As a prefill or decode server with Penstock's connector; decode waits for the KV."""
     vllm, asked = conversation.server, conversation.asked
     params = asked.get("kv_transfer_params") or {}
+    if params.get("do_remote_prefill"):
+        with _computed_changed:
+            name = conversation.handoff.get("handoff")
+            assert _computed_changed.wait_for(lambda: name in _computed, SOON_S)
     if params.get("do_remote_decode"):
         own = {"handoff": conversation.handoff.get("handoff"), "address": vllm.address}
         told = {"do_remote_prefill": True, "do_remote_decode": False, "remote_host": "here"}
