@@ -66,6 +66,18 @@ COMMANDS = {
         help="Route requests to vLLM servers: one computes the prompt, another one answers.",
         panel=RUN,
     ),
+    "status": Command(
+        module="status",
+        function="show_status",
+        help="Say how a running server is: its health, requests, tiers and misses.",
+        panel=RUN,
+    ),
+    "top": Command(
+        module="top",
+        function="show_top",
+        help="Watch a running server in the terminal.",
+        panel=RUN,
+    ),
     "config": Command(
         module="config",
         help="Check a configuration file, or show what it comes to.",

@@ -1,0 +1,220 @@
+"""`penstock status URL`: how a running `penstock serve` or `penstock router` is, in a few lines.
+
+`LiveClient` asks a server for the document that its live page shows; `penstock top` uses it, too.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections import Counter
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from penstock.cache.explain import MissReason
+from penstock.cli.conventions import ExitStatus, JsonOption, write_json
+from penstock.cli.serve import ApiKeyFileOption
+from penstock.config.values import KEY_VARIABLE, ServeTable
+from penstock.errors import ConfigError, UnavailableError, shown
+from penstock.observe.miss_reasons import MISS_ADVICE
+from penstock.observe.traffic import HANDED
+from penstock.serve.guard import find_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ANSWER_S = 20.0
+"""A server waits up to 5 s for its instances."""
+DOCUMENT_BYTES_MAX = 16 << 20
+MISSES_SHOWN = 5
+
+LiveUrlArgument = Annotated[
+    str,
+    typer.Argument(metavar="URL", help="A running server, such as http://127.0.0.1:8000."),
+]
+
+
+class LiveClient:
+    """Asks one server about itself."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """Makes it; nothing is sent yet.
+
+        Args:
+            url: The address of a `penstock serve` or `penstock router`.
+            api_key: Its key, empty if it has none.
+
+        Raises:
+            ConfigError: `url` is not one.
+        """
+        parts = urlsplit(url)
+        try:
+            self._port = parts.port
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.path.strip("/"):
+            raise ConfigError(
+                "URL", f"is {shown(url)}, must be the address of a server: http://HOST:PORT"
+            )
+        self.url = url.rstrip("/")
+        self._host = parts.hostname
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def ask(self) -> dict[str, Any]:
+        """The document of `GET /live`.
+
+        Raises:
+            UnavailableError: nobody answers, or something that is no server of Penstock.
+            ConfigError: the server has a key, and this is another one.
+        """
+        connection = self._kind(self._host, self._port, timeout=ANSWER_S)
+        try:
+            connection.request("GET", "/live", headers=self._headers)
+            response = connection.getresponse()
+            status, body = response.status, response.read(DOCUMENT_BYTES_MAX)
+        except (OSError, HTTPException) as error:
+            cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise UnavailableError(f"nobody answers at {self.url}: {cause}") from error
+        finally:
+            connection.close()
+        if status == 401:
+            raise ConfigError(
+                "API key",
+                f"is missing or wrong for {self.url}, must be in --api-key-file FILE or "
+                f"{KEY_VARIABLE}",
+            )
+        try:
+            found = json_module.loads(body) if status == 200 else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("kind") not in {"server", "router"}:
+            raise UnavailableError(
+                f"{self.url} is no penstock serve or penstock router: GET /live has status {status}"
+            )
+        return found
+
+
+def live_client(url: str, api_key_file: str | None) -> LiveClient:
+    """A client with the key of a file or of the environment."""
+    return LiveClient(url, find_key(ServeTable(api_key_file=api_key_file or "")))
+
+
+def show_status(
+    url: LiveUrlArgument, *, api_key_file: ApiKeyFileOption = None, json: JsonOption = None
+) -> None:
+    """Say how a running server is: its health, requests, tiers and misses.
+
+    The status is 0 if nothing is wrong, 1 if something is or requests are not answered, 2 if the
+    key is wrong, 3 if nobody answers.
+    """
+    client = live_client(url, api_key_file)
+    live = client.ask()
+    if json is not None:
+        write_json(json, live)
+    if str(json) != "-":
+        print("\n".join(describe_live(client.url, live)))
+    if live["health"]["state"] != "ok":
+        raise typer.Exit(ExitStatus.FINDING)
+
+
+def describe_live(url: str, live: dict[str, Any]) -> Iterator[str]:
+    """A document in a few lines."""
+    health, name = live["health"], live.get("model") or "router of vLLM servers"
+    yield f"{url}: {health['state']} ({name}, penstock {live['version']})"
+    for reason in health["why"]:
+        yield f"  {reason}"
+    rows = _router_rows(live) if live["kind"] == "router" else _server_rows(live)
+    for title, text in rows:
+        yield f"{title:<14} {text}"
+
+
+def _server_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    instances = live["instances"]
+    phases = {"running": "running", "waiting": "waiting", "loading": "loading"}
+    phases["claiming"] = "being handed over"
+    counts = {name: sum(each[name] for each in instances) for name in phases}
+    yield "requests", ", ".join(f"{counts[name]} {text}" for name, text in phases.items())
+    yield "prompt tokens", prompt_tokens_text(live)
+    yield from _first_token_rows(live, "mostly cached", "mostly computed")
+    yield from tier_texts(live).items()
+    handoffs: Counter[str] = Counter()
+    for each in instances:
+        if each["role"] != "prefill":
+            handoffs.update(each["handoffs"])
+    if handoffs.total():
+        yield "handoffs", ", ".join(f"{n} {name}" for name, n in handoffs.items() if n)
+    for reason, count in missed(live)[:MISSES_SHOWN]:
+        yield "missed", miss_text(reason, count)
+
+
+def _router_rows(live: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    prompts = live["prompts"]
+    yield "prompts", ", ".join(f"{n} by {role}" for role, n in prompts.items()) or "none yet"
+    yield from _first_token_rows(live, "handed over", "decode alone")
+    for each in live["servers"]:
+        state = "up" if each["up"] else f"down: {each['cause']}"
+        yield each["role"], f"{each['name']} {state}, {each['load']} requests"
+
+
+def _first_token_rows(live: dict[str, Any], warm: str, cold: str) -> Iterator[tuple[str, str]]:
+    for name, times in ((warm, live["traffic"]["warm"]), (cold, live["traffic"]["cold"])):
+        if times["count"]:
+            late = seconds_text(times["p95_s"])
+            text = f"{seconds_text(times['p50_s'])} median, 95 % within {late}"
+            yield "first token", f"{text}, {name}"
+
+
+def prompt_tokens_text(live: dict[str, Any]) -> str:
+    """Where the prompt tokens of the last ten minutes came from."""
+    slices = live["traffic"]["slices"]
+    asked = sum(each["prompt_tokens"] for each in slices)
+    found: Counter[str] = Counter()
+    for each in slices:
+        found.update(each["found"])
+    if not asked:
+        return "none in the last 10 min"
+    names = [name for name in found if name != HANDED] + [HANDED] * (HANDED in found)
+    parts = [f"{100 * found[name] / asked:.0f} % {name}" for name in names]
+    computed = max(0, asked - found.total())
+    return f"{asked:,} in 10 min: {', '.join([*parts, f'{100 * computed / asked:.0f} % computed'])}"
+
+
+def tier_texts(live: dict[str, Any]) -> dict[str, str]:
+    """How full each tier is, over all instances."""
+    sums: dict[str, Counter[str]] = {}
+    for each in live["instances"]:
+        for tier in each["cache"]["tiers"]:
+            used = tier["slots"] - tier["free"]
+            numbers = {"slots": tier["slots"], "used": used, "held": tier["held"]}
+            sums.setdefault(tier["name"], Counter()).update({**numbers, "off": int(not tier["on"])})
+    return {
+        name: f"{n['used']:,} of {n['slots']:,} blocks, {n['held']:,} in use"
+        + (f", off in {n['off']} instances" if n["off"] else "")
+        for name, n in sums.items()
+    }
+
+
+def missed(live: dict[str, Any]) -> list[tuple[str, int]]:
+    """Requests by why they found no more, most frequent first, since the start."""
+    found: Counter[str] = Counter()
+    for each in live["instances"]:
+        found.update(each["cache"]["misses"])
+    del found[MissReason.NONE.value]
+    return [(reason, count) for reason, count in found.most_common() if count]
+
+
+def miss_text(reason: str, count: int) -> str:
+    """One reason, and what helps."""
+    known = {each.value: advice for each, advice in MISS_ADVICE.items()}
+    helps = known[reason].helps if reason in known else ""
+    return f"{count:,} {reason}" + (f": {helps}" if helps else "")
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A time as people read it; `–` where there is none."""
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

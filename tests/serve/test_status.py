@@ -1,0 +1,207 @@
+"""`penstock status` and `penstock top` against running servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from penstock.cli.app import run
+from penstock.cli.top import TopView, draw
+from tests.serve.conftest import SOON_S, eventually
+from tests.serve.vllm_servers import FakeVllm, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.serve.conftest import Running
+    from tests.serve.vllm_servers import RunningRouter
+
+
+@pytest.fixture
+def decode() -> Iterator[FakeVllm]:
+    found = FakeVllm("decode")
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture
+def router(decode: FakeVllm) -> Iterator[RunningRouter]:
+    with running([], [decode]) as found:
+        yield found
+
+
+def test_the_status_of_a_server_says_how_it_is(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.complete("a prompt for the status, of which some blocks are stored")
+
+    assert run(["status", server.address]) == 0
+
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{server.address}: ok (small-model, penstock ")
+    titles = [line[:14].strip() for line in lines]
+    for title in ("requests", "prompt tokens", "first token", "device", "host", "missed"):
+        assert title in titles
+    assert re.search(r"^prompt tokens  [\d,]+ in 10 min: .*% computed$", "\n".join(lines), re.M)
+
+
+def test_the_status_is_1_and_says_why_if_requests_are_not_answered(
+    server: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.client.post("/admin/pause", json={}).raise_for_status()
+    try:
+        eventually(lambda: run(["status", server.address]), 1)
+        assert ": down (" in capsys.readouterr().out
+        assert run(["status", server.address]) == 1
+        assert "\n  the server is paused\n" in capsys.readouterr().out
+    finally:
+        server.client.post("/admin/resume", json={}).raise_for_status()
+    eventually(lambda: run(["status", server.address]), 0)
+
+
+def test_the_status_of_a_router_names_its_servers(
+    router: RunningRouter, decode: FakeVllm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.complete()
+
+    assert run(["status", router.address]) == 0
+    assert f"{decode.url} up" in capsys.readouterr().out
+    decode.health = 500
+    eventually(lambda: run(["status", router.address]), 1)
+    assert "is down" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("status",), ("top",)])
+def test_json_alone_is_written_to_standard_output(
+    command: tuple[str, ...], router: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, router.address, "--json", "-"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["kind"] == "router"
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_what_is_wrong_is_said_in_one_line(
+    command: str, decode: FakeVllm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    key = tmp_path / "key"
+    key.write_text("right")
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong")
+
+    def ended(*arguments: str) -> tuple[int, str]:
+        status = run([command, *arguments])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return status, error
+
+    assert ended(f"http://127.0.0.1:{port}") == (
+        3,
+        f"penstock: nobody answers at http://127.0.0.1:{port}: Connection refused\n",
+    )
+    assert ended("localhost:8000")[0] == ended("http://127.0.0.1:99999")[0] == 2
+    status, error = ended(decode.url)
+    assert status == 3
+    assert "is no penstock serve or penstock router" in error
+    with running([], [decode], key="right") as locked:
+        for given in ((), ("--api-key-file", str(wrong))):
+            status, error = ended(locked.address, *given)
+            assert status == 2
+            assert error.startswith("penstock: API key: is missing or wrong for http://")
+        once = ("--once",) if command == "top" else ()
+        assert run([command, locked.address, "--api-key-file", str(key), *once]) == 0
+
+
+def test_top_shows_every_view_once(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = server.complete("a prompt for top")
+    eventually(lambda: answer["id"] in run_once(server, capsys), wanted=True)
+
+    shown = run_once(server, capsys)
+    for text in ("overview", "instance-0", "first token s", "prompt tokens"):
+        assert text in shown
+
+
+def run_once(server: Running, capsys: pytest.CaptureFixture[str]) -> str:
+    assert run(["top", server.address, "--once"]) == 0
+    return capsys.readouterr().out
+
+
+def test_top_without_a_terminal_says_what_to_use(
+    router: RunningRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["top", router.address]) == 3
+    assert "--once" in capsys.readouterr().err
+
+
+def test_rows_are_sorted_by_the_column_that_was_chosen() -> None:
+    servers = [
+        {"name": name, "role": "decode", "up": True, "cause": "", "load": load}
+        for name, load in (("b", 1), ("a", 3), ("c", 2))
+    ]
+    live: dict[str, Any] = {
+        "kind": "router",
+        "health": {"state": "ok", "why": []},
+        "servers": servers,
+    }
+    view = TopView()
+
+    def order() -> str:
+        console = Console(width=80)
+        with console.capture() as captured:
+            console.print(draw("http://here", live, view))
+        return "".join(re.findall(r"^([abc]) ", captured.get(), re.MULTILINE))
+
+    assert view.press("2")
+    assert order() == "bac"
+    assert view.press("s")
+    assert order() == "abc"
+    assert view.press("r")
+    assert order() == "cba"
+    assert all(view.press(key) for key in "sss")
+    assert order() == "acb"
+    assert not view.press("q")
+
+
+def test_top_is_driven_by_keys_and_leaves_the_terminal_as_it_was(router: RunningRouter) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "penstock.cli.entry", "top", router.address]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    try:
+        seen = wait_for(ours, b"overview", b"")
+        os.write(ours, b"3")
+        seen = wait_for(ours, b"first token s", seen)
+        os.write(ours, b"q")
+        assert process.wait(SOON_S) == 0
+        # The screen that was there before is shown again.
+        assert b"\x1b[?1049l" in wait_for(ours, b"\x1b[?1049l", seen)
+    finally:
+        process.kill()
+        process.wait(SOON_S)
+        os.close(ours)
+        os.close(theirs)
+
+
+def wait_for(descriptor: int, text: bytes, seen: bytes) -> bytes:
+    """Reads from a terminal until it showed something; returns all that it showed."""
+    deadline = time.monotonic() + SOON_S
+    while text not in seen:
+        ready, _, _ = select.select([descriptor], [], [], max(0, deadline - time.monotonic()))
+        assert ready, seen
+        seen += os.read(descriptor, 1 << 16)
+    return seen
