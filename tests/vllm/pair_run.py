@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
 from itertools import count
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from engine_run import metrics_of, open_engine, processes, prompts_of, row_of, until
@@ -96,6 +98,32 @@ class Pair:
         self.prefill.llm_engine.abort_request(names)
         drain(self.prefill)
         return {"rows": self._answers(names)}
+
+    def abort_anywhere(self, act: dict[str, Any]) -> dict[str, Any]:
+        """One prompt after the other is taken back on either side, or on none, at any moment.
+
+        The rows are those of requests that the decode engine had to answer, and their `prompts` say
+        to which prompt. Both engines forget all KV in between: no block may be left in use.
+        """
+        draw, prompts = random.Random(act["draws"]), prompts_of(act)
+        rows, asked, aborted = [], [], 0
+        for number in range(act["count"]):
+            which = number % len(prompts)
+            names = self._ask_decode([prompts[which]], act)
+            self._ask_prefill([prompts[which]], names, act)
+            # Both engines go on meanwhile; a prompt takes them some hundredths of a second.
+            Event().wait(draw.uniform(0.0, act["within_s"]))
+            sides = draw.choice([[], [self.prefill], [self.decode], [self.prefill, self.decode]])
+            for llm in sides:
+                llm.llm_engine.abort_request(names)
+            aborted += bool(sides)
+            drain(self.prefill)
+            answers = drain(self.decode)
+            if self.decode not in sides:
+                rows.append(row_of(answers[names[0]]))
+                asked.append(which)
+            self.forget(act)
+        return {"rows": rows, "prompts": asked, "aborted": aborted}
 
     def kill_prefill(self, act: dict[str, Any]) -> dict[str, Any]:
         """The prefill engine is killed while it computes prompts."""

@@ -26,6 +26,7 @@ ACTS = {
     "forgotten 4": {"act": "forget"},
     "prefill aborted": {"act": "abort_prefill"},
     "forgotten 5": {"act": "forget"},
+    "aborted anywhere": {"act": "abort_anywhere", "draws": 1, "count": 12, "within_s": 0.2},
     "after aborts": {"act": "at_once"},
     "forgotten 6": {"act": "forget"},
     "prefill killed": {"act": "kill_prefill"},
@@ -92,6 +93,38 @@ def test_aborts_on_either_side_leave_no_block_behind(pair: Results, plain_vllm: 
     assert agree(pair["prefill aborted"], plain_vllm("llama")["cold"])
     assert received(pair, "after aborts") == (COUNT, 0)
     assert agree(pair["after aborts"], plain_vllm("llama")["cold"])
+
+
+def test_requests_that_are_aborted_at_any_moment_leave_no_block_behind(
+    pair: Results, plain_vllm: Plain
+) -> None:
+    assert_answered_in_spite_of_aborts(pair["aborted anywhere"], plain_vllm)
+
+
+@pytest.mark.long
+def test_a_hundred_requests_that_are_aborted_at_any_moment_leave_no_block_behind(
+    run: Run, plain_vllm: Plain
+) -> None:
+    within = {"act": "abort_anywhere", "lengths": LENGTHS, "within_s": 0.2}
+    acts = [
+        {"act": "in_turn", "lengths": LENGTHS},
+        {"act": "forget"},
+        *({**within, "draws": draws, "count": 34} for draws in range(4)),
+        {"act": "at_once", "lengths": LENGTHS},
+    ]
+
+    results, _ = run("llama", acts, both={"connector": PENSTOCK}, prefill={}, decode={})
+
+    assert sum(result.get("aborted", 0) for result in results) >= 100
+    for result in results[2:-1]:
+        assert_answered_in_spite_of_aborts(result, plain_vllm)
+    assert agree(results[-1], plain_vllm("llama")["cold"])
+
+
+def assert_answered_in_spite_of_aborts(act: dict[str, Any], plain_vllm: Plain) -> None:
+    expected = plain_vllm("llama")["cold"]["rows"]
+    assert act["aborted"] > 0
+    assert agree(act, {"rows": [expected[number] for number in act["prompts"]]})
 
 
 def test_prompts_of_an_engine_that_is_killed_are_computed(pair: Results, plain_vllm: Plain) -> None:
