@@ -108,6 +108,7 @@ class FakeEngine:
         counts: Any = None,
         disk: Path | None = None,
         weights: str = "v1",
+        record: Path | None = None,
     ) -> None:
         text = f"""
             version = 1
@@ -115,6 +116,8 @@ class FakeEngine:
             cache.block_tokens = {TOKENS}
             cache.groups = {groups}
             """
+        if record is not None:
+            text += f'serve.record = "{record}"\n'
         if disk is None:
             text += f'tiers = [{{ name = "host", kind = "memory", blocks = {host} }}]'
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from penstock.connectors.base.scheduler import LOAD_ATTEMPTS
 from penstock.connectors.base.worker import WorkerConnector
 from penstock.machine import events as ev
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOKENS = 4
 PROMPT = list(range(100, 126))  # six blocks and two tokens
@@ -306,3 +310,27 @@ def test_statistics_say_what_was_added(engine: Any, make_request: Any) -> None:
     assert (taken["lookups"], taken["blocks_saved"]) == (1, 6)
     assert (taken["host_slots"], taken["host_slots_ready"]) == (64, 6)
     assert "blocks_saved" not in engine.scheduler.take_statistics()
+
+
+def test_requests_are_recorded_once_and_in_the_order_they_came(
+    make_engine: Any, make_request: Any, tmp_path: Path
+) -> None:
+    trace = tmp_path / "day.jsonl"
+    engine = make_engine(record=trace)
+    first, hidden = make_request("first", PROMPT), make_request("hidden", PROMPT)
+    hidden.kv_transfer_params = {"penstock": False}
+
+    engine.run(first)
+    engine.scheduler.find_tokens(hidden, 0)
+    again = make_request("again", PROMPT[:9])
+    engine.scheduler.find_tokens(again, 0)
+    engine.scheduler.find_tokens(again, 0)
+    again.all_token_ids.append(7)
+    for name in ("again", "hidden", "first"):
+        engine.scheduler.finish_request(name)
+    engine.scheduler.close()
+
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert [(each["input_length"], each["output_length"]) for each in lines] == [(26, 0), (9, 1)]
+    assert [len(each["blocks"]) // 16 for each in lines] == [6, 2]
+    assert lines[0]["blocks"].startswith(lines[1]["blocks"])

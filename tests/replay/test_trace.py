@@ -163,7 +163,7 @@ def test_a_line_that_is_wrong_is_refused_by_its_place(
         ({"messages": [{"content": "x"}]}, r":1: timestamp is missing"),
         ({"timestamp": 1, "prompt": ""}, r":1: messages and prompt are empty"),
         ({"timestamp": 1, "messages": [{"content": 5}]}, r":1: content is 5, must be a text"),
-        ({"time": 1}, r":1: has the fields .*time.*, must have one of hash_ids, tokens, messages"),
+        ({"time": 1}, r":1: has the fields .*time.*, must have one of hash_ids, tokens, blocks"),
     ],
 )
 def test_a_first_line_that_is_wrong_is_refused_too(
@@ -201,6 +201,7 @@ values = st.recursive(
 )
 fields = st.sampled_from(
     ["timestamp", "created", "input_length", "output_length", "hash_ids", "tokens", "tenant",
+     "blocks", "block_tokens",
      "messages", "prompt", "tools", "body", "usage"]
 )  # fmt: skip
 

@@ -203,6 +203,8 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     router=String(),
     number=Whole(minimum=0, maximum=1_023),
     keys_file=String(),
+    record=String(),
+    record_mib=Whole(minimum=1, maximum=1 << 20),
 )
 
 ROUTING_KEYS: Mapping[str, Setting] = _settings(

@@ -416,6 +416,10 @@ class ServeTable:
     settings of their own: a port, or a range such as `5200-5299`; 0: any."""
     keys_file: str = ""
     """The keys of this machine and its peers, for roles on several machines."""
+    record: str = ""
+    """A file that requests are recorded in, for `penstock replay`; empty: none."""
+    record_mib: int = 1024
+    """Where recording ends: a GiB names 67 million blocks."""
 
     def __post_init__(self) -> None:
         require_host("serve.host", self.host)

@@ -2,7 +2,8 @@
 
 | module       | holds                                                                         |
 |--------------|-------------------------------------------------------------------------------|
-| `trace`      | files of requests, read as a stream: four formats, and the traces of `traces/` |
+| `trace`      | files of requests, read as a stream: five formats, and the traces of `traces/` |
+| `recording`  | `Recorder`: a trace of live traffic, with salted names of blocks               |
 | `simulation` | `Replay`: a cache machine, a clock and modelled copies, driven by a trace      |
 | `best`       | the most that any eviction policy could find (Belady's bound)                  |
 | `report`     | what a replay found, as a value and as text                                    |

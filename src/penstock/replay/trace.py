@@ -5,6 +5,7 @@
 | Mooncake  | `timestamp`, `input_length`, `output_length`, `hash_ids` (one for 512 tokens)      |
 | tokens    | `timestamp`, `tokens` (ids), and perhaps `output_length`, `tenant`                 |
 | OpenAI    | `timestamp` or `created` (in seconds), `messages` or `prompt`, perhaps in a `body` |
+| recording | what `recording` writes: names of blocks; a last line that is cut is left out      |
 
 `timestamp` is in milliseconds. The first line of a file says which format the file has. Text is not
 tokenized: four bytes of it count as a token, so that equal texts have equal blocks.
@@ -28,6 +29,7 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 from penstock.errors import ConfigError, shown
+from penstock.replay.recording import NAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -45,6 +47,8 @@ LINE_BYTES_MAX = 64 << 20
 TOKENS_MAX = 1 << 27
 """Of one request: more than any model takes, and a bound on the memory of one line."""
 ID_MAX = 2**63 - 1
+BLOCK_TOKENS_MAX = 65_536
+"""As in a configuration."""
 MILLISECONDS_MAX = 1e15
 """Beyond any calendar; a time above it is a mistake of units."""
 SHIPPED = ("conversation", "synthetic")
@@ -86,6 +90,16 @@ class TokensLine(msgspec.Struct):
     tenant: str = ""
 
 
+class RecordingLine(msgspec.Struct):
+    """A line with names of blocks."""
+
+    timestamp: _Milliseconds
+    input_length: _Tokens
+    blocks: str
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS_MAX)]
+    output_length: _Output = 0
+
+
 class OpenAiBody(msgspec.Struct):
     """What a client sends to `/v1/chat/completions` or `/v1/completions`."""
 
@@ -119,6 +133,8 @@ _RIGHT = {
     "output_length": _WHOLE.format(0, TOKENS_MAX),
     "hash_ids": f"a list of whole numbers from 0 to {ID_MAX}",
     "tokens": "a list of whole numbers",
+    "blocks": f"{2 * NAME_BYTES} hexadecimal digits for every full block",
+    "block_tokens": _WHOLE.format(1, BLOCK_TOKENS_MAX),
     "tenant": "a text",
     "messages": "a list of objects with role and content",
     "prompt": "a text or a list of tokens",
@@ -137,6 +153,7 @@ class TraceReader:
         self._formats: dict[str, tuple[type, Callable[[Any, bytes], TraceRequest]]] = {
             "hash_ids": (MooncakeLine, self._from_mooncake),
             "tokens": (TokensLine, self._from_tokens),
+            "blocks": (RecordingLine, self._from_recording),
             "messages": (OpenAiLine, self._from_openai),
             "prompt": (OpenAiLine, self._from_openai),
             "body": (OpenAiLine, self._from_openai),
@@ -169,6 +186,8 @@ class TraceReader:
                 if line_type is MooncakeLine:
                     require_block_size(self._block_tokens)
                 decoder = msgspec.json.Decoder(line_type)
+            if line_type is RecordingLine and not line.endswith(b"\n"):
+                return  # Its process was killed as it wrote: the lines before are whole.
             try:
                 request = convert(decoder.decode(line), seed)
             except (ValueError, RecursionError) as error:
@@ -227,6 +246,26 @@ class TraceReader:
             line.timestamp / 1000, keys, len(line.tokens), line.output_length, line.tenant
         )
 
+    def _from_recording(self, line: RecordingLine, _seed: bytes) -> TraceRequest:
+        times, rest = divmod(self._block_tokens, line.block_tokens)
+        if rest:
+            raise ValueError(
+                f"block_tokens is {line.block_tokens}, must divide cache.block_tokens, "
+                f"{self._block_tokens}: a recording names blocks of one size"
+            )
+        names = bytes.fromhex(line.blocks)
+        wanted = line.input_length // line.block_tokens * NAME_BYTES
+        if len(names) != wanted:
+            raise ValueError(
+                f"blocks has {2 * len(names)} digits, must have {2 * wanted}: {2 * NAME_BYTES} "
+                f"for each full block of {line.input_length} tokens"
+            )
+        keys = [names[at : at + NAME_BYTES] for at in range(0, wanted, NAME_BYTES)]
+        # A name stands for all before it as well: the last of several names them all.
+        return TraceRequest(
+            line.timestamp / 1000, keys[times - 1 :: times], line.input_length, line.output_length
+        )
+
     def _from_openai(self, line: OpenAiLine, _seed: bytes) -> TraceRequest:
         if line.timestamp is None and line.created is None:
             raise ValueError("timestamp is missing, must be milliseconds; or created, in seconds")
@@ -260,7 +299,11 @@ def natural_block_tokens(name: str) -> int:
     with closing(_lines(name)) as lines:
         for number, line in lines:
             fields = _object_in(line, f"{name}:{number}")
-            return MOONCAKE_BLOCK_TOKENS if "hash_ids" in fields else 16
+            if "hash_ids" in fields:
+                return MOONCAKE_BLOCK_TOKENS
+            recorded = fields.get("block_tokens", 16)
+            known = type(recorded) is int and 1 <= recorded <= BLOCK_TOKENS_MAX
+            return recorded if "blocks" in fields and known else 16
     raise ConfigError(name, "has no request, must have at least one line")
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.engine import messages as ms
     from penstock.engine.messages import RoleName
     from penstock.machine.kv_events import KvEvent
+    from penstock.replay.recording import Recorder
 
 PREFILLS_MAX = 2
 """How many instances are tried for the prompt of one attempt; then the one that answers it
@@ -161,10 +162,14 @@ class Router:
     """The connected instances, and which of them gets a request."""
 
     def __init__(
-        self, settings: RoutingTable | None = None, gate: RequestGate | None = None
+        self,
+        settings: RoutingTable | None = None,
+        gate: RequestGate | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
+        self._recorder = recorder
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called when an instance is ready, before it gets any request."""
         self.links: list[InstanceLink] = []
@@ -244,15 +249,45 @@ class Router:
         self._roles[link.name] = role
         link.send(SetRole(role=role))
 
-    async def generate(
-        self, submit: ms.Submit
-    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+    def generate(self, submit: ms.Submit) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         """Sends a request to the best instance, and to another if that is lost before a token.
 
         Raises:
             InstanceLost: no instance is ready, or the one that had begun to answer is gone.
             RequestRefusal: the instance refused the request, or the server is paused.
         """
+        answered = self._answered(submit)
+        return answered if self._recorder is None else self._recorded(submit, answered)
+
+    async def _recorded(
+        self, submit: ms.Submit, answered: AsyncGenerator[ms.TokenProgress | ms.Scored, None]
+    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
+        """The same, and the length of the answer is recorded."""
+        assert self._recorder is not None
+        output_tokens = 0
+        try:
+            async with aclosing(answered) as tokens:
+                async for progress in tokens:
+                    if isinstance(progress, TokenProgress) and progress.token is not None:
+                        output_tokens += 1
+                    yield progress
+        finally:
+            self._recorder.end(submit.id, output_tokens)
+
+    def _record(self, submit: ms.Submit, prompt: PromptKeys, link: InstanceLink) -> None:
+        """Records a request, unless it keeps out of the cache."""
+        if self._recorder is not None and prompt.reuses and submit.store:
+            config = self._holdings_of(link).config
+            self._recorder.begin(
+                submit.id,
+                prompt.under(config),
+                token_count=prompt.token_count,
+                block_tokens=config.cache.block_tokens,
+            )
+
+    async def _answered(
+        self, submit: ms.Submit
+    ) -> AsyncGenerator[ms.TokenProgress | ms.Scored, None]:
         await self.gate.enter()
         tried: set[InstanceLink] = set()
         handoffs = iter(self.handoffs_of(submit.id))
@@ -260,6 +295,8 @@ class Router:
             prompt = PromptKeys(submit)
             route = self._choose(prompt, tried)
             link = route.decode
+            if not tried:
+                self._record(submit, prompt, link)
             tried.add(link)
             begun = False
             self.gate.begin()

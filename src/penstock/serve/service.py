@@ -30,6 +30,7 @@ from penstock.engine.defaults import defaults_of
 from penstock.engine.text import Text
 from penstock.errors import UnavailableError
 from penstock.observe.metrics import ServerMetrics
+from penstock.replay.recording import recorder_of
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
@@ -104,7 +105,8 @@ class Service:
         self._listener = Listener("server", address_here, secret=secret, settings=settings)
         waits = config.serve.when_paused == "wait"
         pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
-        self.router = Router(config.routing, RequestGate(pauses))
+        self._recorder = recorder_of(config)
+        self.router = Router(config.routing, RequestGate(pauses), self._recorder)
         model = find_model(config.engine.model or None)
         self.server = Server(
             self.router,
@@ -148,6 +150,8 @@ class Service:
             link.close()
         self.router.pairs.close()
         self._listener.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _accept(self) -> None:
         if self._alarm is not None:

@@ -32,6 +32,7 @@ from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, 
 from penstock.connectors.base.statistics import TransferCounts
 from penstock.connectors.base.store_prefetch import StorePrefetch, StoreWait
 from penstock.machine.effects import Ended
+from penstock.replay.recording import recorder_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,6 +106,7 @@ class TrackedRequest:
     joins: bool = False
     """Whether it computes on its loads in the step that starts them."""
     failures: int = 0
+    recorded: bool = False
     voided: bool = False
     """Whether it runs on blocks from before a reset: what it computes from them is not saved."""
 
@@ -170,6 +172,7 @@ class SchedulerConnector:
         self._joins = joins
         self._speed = speed
         self._counts = counts or TransferCounts()
+        self._recorder = recorder_of(config)
         self.counters = self._counts.counters
         self._store = StorePrefetch(offload, self._counts) if offload.persists else None
         self._quotas = {name: 1.0 for tier in config.cache.tiers for name in tier.quotas}
@@ -234,6 +237,7 @@ class SchedulerConnector:
                 self._has_work = True
                 self._step_tiers()
             self._store.begin_turn(tracked.wait)
+        self._record(tracked)
         found = self._look_up(tracked, blocks)
         tracked.saved = found.ready
         if not tracked.load:
@@ -243,6 +247,20 @@ class SchedulerConnector:
         ):
             return None
         return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
+
+    def _record(self, tracked: TrackedRequest) -> None:
+        """Records a request once, unless it keeps out of the cache."""
+        recorder, request = self._recorder, tracked.request
+        if recorder is None or tracked.recorded or not (tracked.load and tracked.save):
+            return
+        tracked.recorded = True
+        full = request.num_prompt_tokens // self._tokens
+        recorder.begin(
+            request.request_id,
+            tracked.keys.upto(full)[:full],
+            token_count=request.num_prompt_tokens,
+            block_tokens=self._tokens,
+        )
 
     def _look_up(self, tracked: TrackedRequest, blocks: int) -> Found:
         """Looks a request's blocks up, and has those on a disk brought up."""
@@ -328,6 +346,9 @@ class SchedulerConnector:
         tracked = self._requests.pop(name, None)
         if tracked is None:
             return
+        if self._recorder is not None:
+            request = tracked.request
+            self._recorder.end(name, request.num_tokens - request.num_prompt_tokens)
         if self._store is not None:
             self._store.begin_turn(tracked.wait)
         for operation in () if tracked.joins else sorted(tracked.loads):
@@ -359,6 +380,8 @@ class SchedulerConnector:
         # An engine in its user's process may be ended by a thread that did not run it.
         self._offload.adopt_thread()
         self._offload.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # ---------------------------------------------------------------- steps go by
 

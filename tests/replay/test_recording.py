@@ -1,0 +1,160 @@
+"""A recording is a trace of what came, says nothing else, and never holds anybody up."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from penstock.config import parse_config
+from penstock.errors import ConfigError
+from penstock.replay import recording
+from penstock.replay.recording import Recorder
+from penstock.replay.trace import TraceReader, TraceRequest, natural_block_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MIB = 1 << 20
+
+
+def keys_of(*names: str) -> list[bytes]:
+    return [name.encode() * 8 for name in names]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "day.jsonl"
+
+
+@pytest.fixture
+def recorder(file: Path) -> Iterator[Recorder]:
+    times = iter(range(1000))
+    made = Recorder(str(file), bytes_max=MIB, clock=lambda: float(next(times)))
+    yield made
+    made.close()
+
+
+def read(file: Path, block_tokens: int = 4) -> list[TraceRequest]:
+    text = f'version = 1\nmodel.name = "m"\ncache = {{ block_tokens = {block_tokens}, blocks = 9 }}'
+    return list(TraceReader(parse_config(text)).read(str(file)))
+
+
+def test_requests_are_read_as_they_came(recorder: Recorder, file: Path) -> None:
+    recorder.begin("a", keys_of("1", "2"), token_count=9, block_tokens=4)
+    recorder.begin("b", keys_of("1", "3"), token_count=8, block_tokens=4)
+    recorder.end("b", 5)
+    recorder.end("a", 7)
+    recorder.close()
+
+    first, second = read(file)
+
+    assert (first.at_s, first.token_count, first.output_tokens) == (1.0, 9, 7)
+    assert (second.at_s, second.token_count, second.output_tokens) == (2.0, 8, 5)
+    assert first.keys[0] == second.keys[0]
+    assert first.keys[1] != second.keys[1]
+    assert natural_block_tokens(str(file)) == 4
+
+
+def test_larger_blocks_are_named_by_their_last_part(recorder: Recorder, file: Path) -> None:
+    recorder.begin("a", keys_of(*"12345"), token_count=21, block_tokens=4)
+    recorder.close()
+
+    (small,) = read(file)
+    (large,) = read(file, block_tokens=8)
+
+    assert large.keys == small.keys[1::2]
+    with pytest.raises(ConfigError, match=r":1: block_tokens is 4, must divide .* 6"):
+        read(file, block_tokens=6)
+
+
+def test_neither_keys_nor_names_of_requests_are_written(tmp_path: Path) -> None:
+    keys = keys_of("k")
+    for name in ("one", "two"):
+        recorder = Recorder(str(tmp_path / name), bytes_max=MIB)
+        recorder.begin("client-7", keys, token_count=4, block_tokens=4)
+        recorder.close()
+
+    one, two = (msgspec.json.decode((tmp_path / name).read_bytes()) for name in ("one", "two"))
+
+    assert set(one) == {"timestamp", "block_tokens", "input_length", "output_length", "blocks"}
+    assert one["blocks"] != two["blocks"]
+    assert keys[0].hex() not in one["blocks"]
+    assert (tmp_path / "one").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("kept", [1, 40, 90, 117])
+def test_a_file_that_was_cut_is_read_to_its_last_whole_line(
+    recorder: Recorder, file: Path, kept: int
+) -> None:
+    for name in ("a", "b"):
+        recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
+        recorder.end(name, 1)
+    recorder.close()
+    whole = file.read_bytes()
+    first = whole.index(b"\n") + 1
+
+    file.write_bytes(whole[: first + min(kept, len(whole) - first - 1)])
+
+    assert [each.at_s for each in read(file)] == [1.0]
+
+
+def test_a_full_file_ends_the_recording_and_says_so_once(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(str(file), bytes_max=400)
+
+    with caplog.at_level(logging.WARNING):
+        for name in map(str, range(20)):
+            recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
+            recorder.end(name, 1)
+        recorder.close()
+
+    assert len(caplog.messages) == 1
+    assert "it is full (serve.record_mib)" in caplog.messages[0]
+    assert file.stat().st_size <= 400
+    assert 1 <= len(read(file)) < 20
+
+
+def test_a_request_that_does_not_end_holds_a_bounded_number_back(
+    recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "OPEN_MAX", 3)
+    recorder.begin("endless", keys_of("1"), token_count=5, block_tokens=4)
+    for name in "abcd":
+        recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
+        recorder.end(name, 9)
+    recorder.end("endless", 100)
+    recorder.close()
+
+    assert [each.output_tokens for each in read(file)] == [0, 9, 9, 9, 9]
+
+
+def test_a_file_that_is_there_is_not_written_over(file: Path) -> None:
+    file.write_text("what was recorded yesterday", encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"serve.record: is '.*', must be a file that is not"):
+        Recorder(str(file), bytes_max=MIB)
+    with pytest.raises(ConfigError, match=r"serve.record: is '.*', cannot be written: Not a dir"):
+        Recorder(str(file / "x"), bytes_max=MIB)
+    assert file.read_text(encoding="utf-8") == "what was recorded yesterday"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"blocks": "zz"}, r":1: non-hexadecimal"),
+        ({"blocks": "00"}, r":1: blocks has 2 digits, must have 16: 16 for each full block of 5"),
+        ({"block_tokens": 0}, r":1: block_tokens is 0, must be a whole number from 1 to 65536"),
+        ({"block_tokens": 1.5}, r":1: block_tokens is 1.5, must be a whole number"),
+    ],
+)
+def test_a_line_that_is_wrong_is_refused(file: Path, line: dict[str, object], message: str) -> None:
+    good = {"timestamp": 1, "block_tokens": 4, "input_length": 5, "blocks": "0" * 16}
+    file.write_bytes(msgspec.json.encode({**good, **line}) + b"\n")
+
+    with pytest.raises(ConfigError, match=message):
+        read(file)
