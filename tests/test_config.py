@@ -247,7 +247,10 @@ def test_an_unknown_key_that_is_near_to_none_is_refused_with_all_known_ones() ->
             "hash = 'xxh3'",
             "hash: is 'xxh3', must be one of sha256, xxh3_128; did you mean xxh3_128?",
         ),
-        ("eviction = 'fifo'", "eviction: is 'fifo', must be one of lru, s3fifo; did you mean"),
+        (
+            "eviction = 'fifo'",
+            "eviction: is 'fifo', must be one of lru, s3fifo, learned; did you mean",
+        ),
         ("quotas = 1", "quotas: is 1, must be a table of tenants, each with a number from 0 to 1"),
         ("quotas.batch = 2", "quotas.batch: is 2, must be a number from 0 to 1"),
     ],
@@ -407,7 +410,7 @@ def tiers(draw: st.DrawFn, name: str) -> TierSettings:
         slot_count=draw(st.integers(1, 2**31 - 1)),
         # The device ignores how blocks enter it, so a file does not say it.
         write=WritePolicy() if name == "device" else WritePolicy(kind=kind, hits=hits),
-        eviction=draw(st.sampled_from(["lru", "s3fifo"])),
+        eviction=draw(st.sampled_from(["lru", "s3fifo", "learned"])),
         low_watermark=low,
         high_watermark=high,
         quotas=draw(quotas.filter(lambda shares: "*" not in shares)),

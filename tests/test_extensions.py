@@ -237,7 +237,10 @@ def test_engines_with_different_transports_refuse_each_other() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("cache.eviction = 'fif'", "cache.eviction: is 'fif', must be one of lru, s3fifo, fifo; "),
+        (
+            "cache.eviction = 'fif'",
+            "cache.eviction: is 'fif', must be one of lru, s3fifo, learned, fifo; ",
+        ),
         (
             "tiers = [{name = 'a', kind = 'p'}]",
             "'p', must be one of memory, host, disk, pool",

@@ -63,7 +63,7 @@ def test_every_named_eviction_policy_exists() -> None:
         ({"name": "a/b"}, "name: is 'a/b', must be letters, digits"),
         ({"slot_count": 0}, "slot_count: is 0: the tier could never hold a block"),
         ({"slot_count": -3}, "slot_count: is -3"),
-        ({"eviction": "fifo"}, "eviction: is 'fifo', must be one of lru, s3fifo"),
+        ({"eviction": "fifo"}, "eviction: is 'fifo', must be one of lru, s3fifo, learned"),
         ({"low_watermark": -0.1}, "low_watermark: is -0.1"),
         ({"low_watermark": 0.5, "high_watermark": 0.4}, "low_watermark <= high_watermark"),
         ({"high_watermark": 1.0}, "high_watermark 1.0"),

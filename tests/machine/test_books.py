@@ -95,7 +95,8 @@ def test_prompts_seen_once_do_not_wash_out_what_is_reused(make_driver: MakeDrive
             driver.store(letter)
         lasted[eviction] = driver.cached_in("device") & {"a", "b"}
 
-    assert lasted == {"lru": set(), "s3fifo": {"a", "b"}}
+    # Nothing was learned in so short a time: `learned` does as LRU.
+    assert lasted == {"lru": set(), "s3fifo": {"a", "b"}, "learned": set()}
 
 
 def test_a_prompt_that_returns_soon_after_it_left_is_kept_by_s3fifo(
@@ -315,7 +316,7 @@ def test_tenants_with_quotas_share_the_arrays_of_their_policies(
         if isinstance(value, np.ndarray)
     }
     assert len(policies) == 40
-    assert len(arrays) <= 3
+    assert len(arrays) <= 5
 
 
 def test_the_namespaces_of_a_content_are_bounded(make_driver: MakeDriver) -> None:

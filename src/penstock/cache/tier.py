@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.cache.eviction import EvictionPolicy, SharesArrays, policy_named
+from penstock.cache.eviction import EvictionPolicy, FollowsRequests, SharesArrays, policy_named
 from penstock.cache.nodes import NOWHERE, NodeTable, grown
 from penstock.cache.states import LEAVING, READY, SLOT_TABLE, SlotMove, SlotState
 from penstock.errors import InvariantViolation
@@ -70,6 +70,10 @@ class Tier:
         self.used_by: dict[int, int] = {}
         """Tenant to the number of its blocks here."""
         self.policy = self._make_policy()
+        self.followers: list[FollowsRequests] = []
+        """The policies that are told the time; the first one, if there is any, is `policy`."""
+        if isinstance(self.policy, FollowsRequests):
+            self.followers.append(self.policy)
         self._quota_shares: dict[int, float] = {}
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
@@ -176,6 +180,23 @@ class Tier:
                 own.touch(nodes[self.nodes.tenant[nodes] == tenant], tick=tick)
         # Their place in the order is another one now.
         self.offer(nodes)
+
+    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """A request that used the copies here has ended."""
+        if not self.followers:
+            self.touch(nodes, tick=tick)
+            return
+        self.followers[0].release(nodes, tick=tick)
+        for tenant, _ in self._tenants_of(nodes) if self._quota_policies else ():
+            own: object = self._quota_policies.get(tenant)
+            if isinstance(own, FollowsRequests):
+                own.release(nodes[self.nodes.tenant[nodes] == tenant], tick=tick)
+        self.offer(nodes)
+
+    def advance(self, now: float) -> None:
+        """It is `now`: for policies that follow the time."""
+        for policy in self.followers:
+            policy.advance(now)
 
     def offer(self, nodes: NDArray[np.int32]) -> None:
         """Queues those of `nodes` that may leave."""
@@ -412,6 +433,8 @@ class Tier:
     def _make_quota_policy(self, tenant: int) -> EvictionPolicy:
         if self._quota_arrays is None:
             self._quota_arrays = self._make_policy()
+            if isinstance(self._quota_arrays, FollowsRequests):
+                self.followers.append(self._quota_arrays)
         if not isinstance(self._quota_arrays, SharesArrays):
             return self._make_policy()
         owners, standing = self.nodes, self.standing

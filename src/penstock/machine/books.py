@@ -148,6 +148,8 @@ class Books:
             for index, tier in enumerate((settings.device, *settings.tiers))
         ]
         """By index; the device is `None` when the engine manages its own slots."""
+        self.tiers_in_time = [tier for tier in self.owned_tiers() if tier.followers]
+        """Those whose policy is told the time of every event."""
         self.ledger = Ledger(incarnation)
         self.rates = Rates(settings)
         self.leases: dict[LeaseId, LeaseRecord] = {}

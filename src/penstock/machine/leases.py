@@ -320,7 +320,7 @@ def drop_slots(books: Books, device: Tier, slots: NDArray[np.int32]) -> None:
     quiet = pool.unhold(slots)
     nodes = pool.node[slots]
     cached = nodes[nodes != NOWHERE]
-    device.touch(cached, tick=books.tick)
+    device.release(cached, tick=books.tick)
     own = slots[(nodes == NOWHERE) & (pool.state[slots] == FILLING)]
     if len(own):
         free = pool.holders[own] == 0

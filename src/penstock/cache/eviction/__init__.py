@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cache.eviction.base import EvictionPolicy, SharesArrays, Standing
+from penstock.cache.eviction.base import EvictionPolicy, FollowsRequests, SharesArrays, Standing
+from penstock.cache.eviction.learned import LearnedPolicy
 from penstock.cache.eviction.lru import LruPolicy
 from penstock.cache.eviction.s3fifo import S3FifoPolicy
 from penstock.errors import ConfigError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 POLICIES: dict[str, MakePolicy] = {
     "lru": LruPolicy,
     "s3fifo": S3FifoPolicy,
+    "learned": LearnedPolicy,
 }
 
 
@@ -41,6 +43,8 @@ def policy_named(name: str, *, place: str = "eviction") -> MakePolicy:
 __all__ = [
     "POLICIES",
     "EvictionPolicy",
+    "FollowsRequests",
+    "LearnedPolicy",
     "LruPolicy",
     "S3FifoPolicy",
     "SharesArrays",

@@ -98,3 +98,19 @@ class SharesArrays(Protocol):
         `standing` is `None` for nodes of another: entries of theirs in a queue no longer hold.
         """
         ...
+
+
+@runtime_checkable
+class FollowsRequests(Protocol):
+    """A policy that learns when blocks are used again, in seconds.
+
+    For others, the end of a request is a `touch` of its blocks.
+    """
+
+    def advance(self, now: float) -> None:
+        """It is `now`, in seconds; called before everything else that an event brings."""
+        ...
+
+    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """A request that used these blocks has ended: a use, but not a hit."""
+        ...

@@ -1,0 +1,269 @@
+"""Blocks leave in the order of what they are worth, as learned from the traffic.
+
+A block is worth its Gittins index (`curves.py`): the hits per second of occupancy that it can be
+expected to bring, by its class and its age. Blocks that may leave are kept by class and age, so the
+least valuable one is found without looking at the others. While a shadow of LRU finds more than one
+of this order, blocks leave by last use alone.
+
+Of blocks that were evicted a bounded number is remembered by key, so that what comes back too late
+is learned from as well.
+"""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from penstock.cache.eviction.curves import (
+    COUNT_MAX,
+    NO_COHORT,
+    RankedCells,
+    ReuseCurves,
+    class_of,
+    classes_of,
+    pause_of,
+)
+from penstock.cache.nodes import grown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.cache.eviction.base import Standing
+    from penstock.vocabulary.ids import Key
+
+IntT = TypeVar("IntT", bound=np.integer[Any])
+
+_STALE_MIN = 64
+"""A queue with fewer entries than this is not cleaned up."""
+_GHOSTS_MIN, _GHOSTS_MAX = 1 << 16, 1 << 20
+"""Evicted blocks that are remembered: as many as there are slots, within these bounds."""
+
+
+class _Shared:
+    """What is learned and kept by node, for one policy or for several with different nodes."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.curves = ReuseCurves(slot_count)
+        self.ghosts: dict[Key, int] = {}
+        """Key to cohort and hit count, of blocks that were evicted."""
+        self.used = np.zeros(0, dtype=np.int64)
+        self.since = np.zeros(0)
+        self.cohort = np.zeros(0, dtype=np.int64)
+        self.count = np.zeros(0, dtype=np.uint8)
+        self.pause = np.zeros(0, dtype=np.uint8)
+
+    def resize(self, node_capacity: int) -> None:
+        if len(self.used) < node_capacity:
+            self.used = grown(self.used, node_capacity)
+            self.since = grown(self.since, node_capacity)
+            self.cohort = grown(self.cohort, node_capacity, fill=NO_COHORT)
+            self.count = grown(self.count, node_capacity)
+            self.pause = grown(self.pause, node_capacity)
+
+
+class LearnedPolicy:
+    """The block that is worth least leaves first."""
+
+    name = "learned"
+
+    def __init__(
+        self, slot_count: int, standing: Standing, *, shared: _Shared | None = None
+    ) -> None:
+        self._slot_count = slot_count
+        self._standing = standing
+        self._shared = shared or _Shared(slot_count)
+        self._curves = self._shared.curves
+        self._ghosts = self._shared.ghosts
+        self._ghost_limit = min(max(slot_count, _GHOSTS_MIN), _GHOSTS_MAX)
+        self._queues: dict[int, RankedCells] = {}
+        """By priority."""
+        self._queue_limit = _STALE_MIN
+        self._last: tuple[int, int, int] | None = None
+        """Priority, cohort and node of what was popped last, if nothing was offered since."""
+        self._look_at_arrays()
+
+    def sharing(self, standing: Standing) -> LearnedPolicy:
+        """Another order of other nodes, in the same arrays; all learn together."""
+        return LearnedPolicy(self._slot_count, standing, shared=self._shared)
+
+    def advance(self, now: float) -> None:
+        """Ages count from here."""
+        self._curves.now = now
+
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:
+        """New blocks; those that were evicted not long ago count as hit."""
+        if not len(nodes):
+            return
+        self._count[nodes] = 0
+        self._pause[nodes] = 0
+        if self._ghosts and keys[0] in self._ghosts:
+            self._recognize(nodes, keys)
+        self._use(nodes, tick)
+        self._curves.turn()
+
+    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """A hit shows at what age such blocks are used again."""
+        if not len(nodes):
+            return
+        for part, cohort in _parts(nodes, self._cohort[nodes]):
+            self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
+        self._count[nodes] = np.minimum(self._count[nodes] + 1, COUNT_MAX)
+        self._use(nodes, tick)
+        self._curves.turn()
+
+    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+        """Their age counts from the end of the request."""
+        if not len(nodes):
+            return
+        for part, cohort in _parts(nodes, self._cohort[nodes]):
+            self._curves.withdraw(cohort, len(part))
+        self._use(nodes, tick)
+
+    def offer(self, nodes: Iterable[int]) -> None:
+        """Queues blocks by class and age."""
+        self._last = None
+        for node in nodes:
+            self._enqueue(node)
+        if sum(queue.count for queue in self._queues.values()) > self._queue_limit:
+            self._drop_stale()
+
+    def pop(self) -> int | None:
+        """The block of the lowest priority that is worth least."""
+        for priority in sorted(self._queues):
+            queue = self._queues[priority]
+            queue.settle(self._curves.ranking, self._curves.now)
+            while (found := queue.first()) is not None:
+                cell, (used, node, _) = found
+                queue.take(cell)
+                if self._used_view[node] == used and self._standing(node) == priority:
+                    self._last = (priority, self._cohort_view[node], node)
+                    return node
+            del self._queues[priority]
+        return None
+
+    def mark(self) -> None:
+        """Popping changes no order."""
+
+    def rollback(self) -> None:
+        """Popping changed no order."""
+
+    def offer_and_pop(self, node: int) -> int | None:
+        """The same as both; a block of the cohort that the last one was of comes next."""
+        if self._last is not None:
+            priority, cohort, last = self._last
+            same = self._cohort_view[node] == cohort and node < last
+            if same and self._standing(node) == priority:
+                self._last = (priority, cohort, node)
+                return node
+        self._enqueue(node)
+        return self.pop()
+
+    def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Blocks of one cohort: they are worth the same."""
+        same: NDArray[np.bool_] = self._cohort[others] == self._cohort[node]
+        same &= self._used[others] == self._used[node]
+        return same
+
+    def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
+        """An evicted block leaves a ghost; of others nothing more is learned."""
+        numbers = np.array(nodes, dtype=np.int32)
+        self._used[numbers] = -1
+        if evicted:
+            packed = self._cohort[numbers] * (COUNT_MAX + 1) + self._count[numbers]
+            self._ghosts.update(zip(keys, packed.tolist(), strict=True))
+            self._drop_ghosts()
+        else:
+            for part, cohort in _parts(numbers, self._cohort[numbers]):
+                self._curves.withdraw(cohort, len(part))
+
+    def candidates(self) -> set[int]:
+        return {
+            node
+            for priority, queue in self._queues.items()
+            for used, node, _ in queue.entries()
+            if self._used[node] == used and self._standing(node) == priority
+        }
+
+    def resize(self, node_capacity: int) -> None:
+        self._shared.resize(node_capacity)
+        self._look_at_arrays()
+
+    def _look_at_arrays(self) -> None:
+        shared = self._shared
+        self._used, self._since, self._cohort = shared.used, shared.since, shared.cohort
+        self._count, self._pause = shared.count, shared.pause
+        self._used_view = self._used.data
+        self._cohort_view = self._cohort.data
+        self._since_view = self._since.data
+        self._count_view, self._pause_view = self._count.data, self._pause.data
+
+    def _use(self, nodes: NDArray[np.int32], tick: int) -> None:
+        self._used[nodes] = tick
+        self._since[nodes] = self._curves.now
+        classes = classes_of(self._count[nodes], self._pause[nodes])
+        for part, block_class in _parts(nodes, classes):
+            self._cohort[part] = self._curves.begin(block_class, len(part))
+
+    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> None:
+        """Takes over what is known of leading blocks that were evicted.
+
+        A chain leaves from its end, so that the ghosts of its end are dropped first.
+        """
+        found: list[int] = []
+        for key in keys:
+            packed = self._ghosts.pop(key, None)
+            if packed is None:
+                break
+            found.append(packed)
+        again = nodes[: len(found)]
+        cohorts, counts = np.divmod(np.array(found, dtype=np.int64), COUNT_MAX + 1)
+        self._count[again] = np.minimum(counts + 1, COUNT_MAX)
+        for part, cohort in _parts(again, cohorts):
+            self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
+
+    def _enqueue(self, node: int) -> None:
+        priority = self._standing(node)
+        if priority is not None:
+            queue = self._queues.get(priority)
+            if queue is None:
+                queue = self._queues[priority] = RankedCells(self._curves.ranking, self._curves.now)
+            queue.settle(self._curves.ranking, self._curves.now)
+            block_class = class_of(self._count_view[node], self._pause_view[node])
+            queue.push(block_class, self._used_view[node], node, self._since_view[node])
+
+    def _drop_ghosts(self) -> None:
+        excess = len(self._ghosts) - self._ghost_limit
+        if excess > 0:
+            gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
+            cohorts = np.array(gone, dtype=np.int64) // (COUNT_MAX + 1)
+            for part, cohort in _parts(cohorts, cohorts):
+                self._curves.withdraw(cohort, len(part))
+
+    def _drop_stale(self) -> None:
+        held_count = 0
+        for priority, queue in self._queues.items():
+            held = {
+                entry
+                for entry in queue.entries()
+                if self._used[entry[1]] == entry[0] and self._standing(entry[1]) == priority
+            }
+            held_count += len(held)
+            queue.keep_only(held)
+        self._queue_limit = 2 * held_count + _STALE_MIN
+
+
+def _parts(
+    nodes: NDArray[IntT], labels: NDArray[np.integer[Any]]
+) -> list[tuple[NDArray[IntT], int]]:
+    """Neighbours with the same label, each with it."""
+    if len(nodes) == 1:
+        return [(nodes, int(labels[0]))]
+    ends = np.flatnonzero(labels[1:] != labels[:-1])
+    if not len(ends):
+        return [(nodes, int(labels[0]))]
+    bounds = [0, *(ends + 1).tolist(), len(nodes)]
+    return [(nodes[first:end], int(labels[first])) for first, end in pairwise(bounds)]
