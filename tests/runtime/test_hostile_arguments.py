@@ -265,6 +265,7 @@ CASES: dict[str, Case] = {
     "Rank.give_back": case(
         lambda s: s.rank.give_back, tier=lambda s: s.rank.facts.tiers[0].name, slots=lambda _: ()
     ),
+    "Rank.take_again": case(lambda s: s.rank.take_again),
     "Rank.finish": case(lambda s: s.rank.finish, timeout_s=lambda _: -1.0),
     "Rank.close": case(lambda s: s.rank.close, timeout_s=lambda _: -1.0),
     "Rank.adopt_thread": case(lambda s: s.rank.adopt_thread),

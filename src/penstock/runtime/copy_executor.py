@@ -55,6 +55,11 @@ class RegistersHosts(Protocol):
         """Ends the registration of one tier, if it has any; its movers are closed before."""
         ...
 
+
+@runtime_checkable
+class SleepsAndWakes(Protocol):
+    """A device whose memory, and that of host tiers, can be away for a while."""
+
     def release(self, host: object) -> None:
         """Ends the registration of one tier until `take_again`; no copy may use it."""
         ...
@@ -207,7 +212,7 @@ class CopyExecutor:
         """Whether memory can be returned while the tiers are open."""
         store = self.stores[DEVICE]
         device: object = store
-        if isinstance(device, RegistersHosts):
+        if isinstance(device, SleepsAndWakes):
             return device.can_give_back
         return store is not None and store.medium == "arrays"
 
@@ -221,7 +226,7 @@ class CopyExecutor:
         device: object = self.stores[DEVICE]
         if not self.can_give_back or not isinstance(store, GivesBack):
             return 0
-        if isinstance(device, RegistersHosts) and tier != DEVICE:
+        if isinstance(device, SleepsAndWakes) and tier != DEVICE:
             if slots is not None:
                 return 0
             device.release(store)
@@ -234,7 +239,7 @@ class CopyExecutor:
             UnavailableError: there is none; may be called again.
         """
         device: object = self.stores[DEVICE]
-        if isinstance(device, RegistersHosts):
+        if isinstance(device, SleepsAndWakes):
             device.take_again()
 
     def close(self) -> None:
