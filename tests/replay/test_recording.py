@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,6 @@ from penstock.replay.trace import TraceReader, TraceRequest, natural_block_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 MIB = 1 << 20
 
@@ -133,10 +133,20 @@ def test_a_request_that_does_not_end_holds_a_bounded_number_back(
     assert [each.output_tokens for each in read(file)] == [0, 9, 9, 9, 9]
 
 
-def test_a_file_that_is_there_is_not_written_over(file: Path) -> None:
+def test_a_file_that_is_there_is_left_alone_and_another_one_is_begun(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "FILES_MAX", 3)
     file.write_text("what was recorded yesterday", encoding="utf-8")
 
-    with pytest.raises(ConfigError, match=r"serve.record: is '.*', must be a file that is not"):
+    for number in (2, 3):
+        recorder = Recorder(str(file), bytes_max=MIB)
+        recorder.begin("a", keys_of("1"), token_count=4, block_tokens=4)
+        recorder.close()
+        assert recorder.path == str(file.with_stem(f"{file.stem}-{number}"))
+        assert len(read(Path(recorder.path))) == 1
+
+    with pytest.raises(ConfigError, match=r"serve.record: is '.*', and there are 3 such files"):
         Recorder(str(file), bytes_max=MIB)
     with pytest.raises(ConfigError, match=r"serve.record: is '.*', cannot be written: Not a dir"):
         Recorder(str(file / "x"), bytes_max=MIB)

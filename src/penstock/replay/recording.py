@@ -42,6 +42,8 @@ OPEN_MAX = 1024
 """Requests that are held back because an earlier one has not ended: lines are in the order of
 arrival. With more, the earliest is written without the length of its answer."""
 CLOSE_S = 10.0
+FILES_MAX = 1000
+"""Recordings of one name; a server that is restarted in a loop does not fill a folder."""
 
 
 class RecordedLine(msgspec.Struct, kw_only=True):
@@ -71,7 +73,7 @@ class Recorder:
     """Writes the requests of one server or engine into a file of its own.
 
     Args:
-        path: The file, which must not be there yet.
+        path: The file. If it is there, as after a restart, one with a number in its name.
         bytes_max: Where recording ends.
         clock: Seconds, for the times of requests.
 
@@ -82,7 +84,6 @@ class Recorder:
     def __init__(
         self, path: str, *, bytes_max: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._path = path
         self._bytes_left = bytes_max
         self._clock = clock
         self._began_s = clock()
@@ -92,16 +93,8 @@ class Recorder:
         self.left_out = 0
         """Requests that the writer was too slow for."""
         self._ended = False
-        try:
-            # Only for its owner: when somebody asked for what length is nobody else's affair.
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError as error:
-            raise ConfigError(
-                "serve.record", f"is {path!r}, must be a file that is not there yet"
-            ) from error
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError("serve.record", f"is {path!r}, cannot be written: {why}") from error
+        self.path, self._file = _make_file(path)
+        """Where it records."""
         self._thread = threading.Thread(target=self._write, name="penstock-record", daemon=True)
         self._thread.start()
 
@@ -148,7 +141,7 @@ class Recorder:
             for request in list(self._open):
                 self._write_line(self._open.pop(request))
         except OSError as error:
-            logger.warning("recording ended: file=%s cause=%s", self._path, error.strerror)
+            logger.warning("recording ended: file=%s cause=%s", self.path, error.strerror)
         finally:
             self._ended = True
             self._open.clear()
@@ -157,7 +150,7 @@ class Recorder:
                 logger.warning(
                     "recording: requests left out, the file is slower than they come: file=%s "
                     "requests=%d",
-                    self._path,
+                    self.path,
                     self.left_out,
                 )
 
@@ -189,7 +182,7 @@ class Recorder:
         if len(text) > self._bytes_left:
             self._ended = True
             logger.warning(
-                "recording ended: file=%s cause=it is full (serve.record_mib)", self._path
+                "recording ended: file=%s cause=it is full (serve.record_mib)", self.path
             )
             return
         while text:
@@ -197,6 +190,25 @@ class Recorder:
             written = os.write(self._file, text)
             self._bytes_left -= written
             text = text[written:]
+
+
+def _make_file(path: str) -> tuple[str, int]:
+    """A new file of this name, or of this name with a number: each recording has its own salt."""
+    stem, extension = os.path.splitext(path)
+    names = (path, *(f"{stem}-{number}{extension}" for number in range(2, FILES_MAX + 1)))
+    # Only for its owner: when somebody asked for what length is nobody else's affair.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    for name in names:
+        try:
+            return name, os.open(name, flags, 0o600)
+        except FileExistsError:
+            continue
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError("serve.record", f"is {path!r}, cannot be written: {why}") from error
+    raise ConfigError(
+        "serve.record", f"is {path!r}, and there are {FILES_MAX} such files: remove some"
+    )
 
 
 def recorder_of(config: Config) -> Recorder | None:
@@ -209,5 +221,5 @@ def recorder_of(config: Config) -> Recorder | None:
     if serve is None or not serve.record:
         return None
     recorder = Recorder(serve.record, bytes_max=serve.record_mib << 20)
-    logger.info("recording: file=%s mib=%d", Path(serve.record).resolve(), serve.record_mib)
+    logger.info("recording: file=%s mib=%d", Path(recorder.path).resolve(), serve.record_mib)
     return recorder
