@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError
-from penstock.replay.page import page_of
+from penstock.replay.page import LineChart, page_of
 from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -
     assert rates[80 * MIB] == rates[160 * MIB] == pytest.approx(48 * 96 / 6000)
     assert plan.recommended.cell.host_gib == 80 * MIB
     assert f"{ENOUGH:.0%}" in plan.recommended.reason
+    assert "try larger" not in plan.recommended.reason
     assert all(row.report.token_rate <= row.best_rate for row in plan.rows)
     assert [row.tokens_per_gib for row in plan.rows] == [
         None,
@@ -56,6 +58,29 @@ def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -
         pytest.approx(48 * 96 / (40 * MIB)),
         0.0,
     ]
+
+
+def test_the_largest_size_is_recommended_with_the_advice_to_try_larger_ones(trace: str) -> None:
+    plan = plan_for(trace, host_gib=(0.0, 80 * MIB))
+
+    assert plan.recommended.cell.host_gib == 80 * MIB
+    assert plan.recommended.reason.endswith("the largest that was tried: try larger ones.")
+
+
+@pytest.mark.parametrize(
+    ("highest", "ticks"),
+    [
+        (0.37, ["0%", "10%", "20%", "30%", "40%"]),
+        (0.05, ["0%", "1%", "2%", "3%", "4%", "5%"]),
+        (1.0, ["0%", "20%", "40%", "60%", "80%", "100%"]),
+        (0.0, ["0%", "20%", "40%", "60%", "80%", "100%"]),
+    ],
+)
+def test_a_chart_has_lines_at_round_values(highest: float, ticks: list[str]) -> None:
+    chart = LineChart([40.0, 296.0], highest)
+    chart.add_axes([40.0, 296.0], "GiB", percent=True)
+
+    assert re.findall(r">([\d.]+%)<", chart.svg()) == ticks
 
 
 def test_the_bound_never_falls_with_more_room(trace: str) -> None:

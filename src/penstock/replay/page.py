@@ -16,7 +16,8 @@ COLOURS = ("#1b6ca8", "#c44e52", "#4c9f70", "#8b6bb1", "#b07d2b", "#4aa3a2")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
   color: #222; background: #fff; }
-table { border-collapse: collapse; margin: 1rem 0; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; margin: 1rem 0; white-space: nowrap; }
 th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
 tr.chosen { background: #eef6ee; font-weight: 600; }
 svg { width: 100%; height: auto; }
@@ -27,13 +28,25 @@ svg { width: 100%; height: auto; }
 """
 
 
+STEPS = 5
+"""Lines across a chart, about."""
+
+
+def _round_step(least: float) -> float:
+    """The first of 1, 2, 2.5 and 5 with zeros that is not less."""
+    unit = 10.0 ** math.floor(math.log10(least))
+    return next(unit * each for each in (1, 2, 2.5, 5, 10) if unit * each >= least * (1 - 1e-9))
+
+
 class LineChart:
     """Lines over sizes, which are drawn on a logarithmic scale."""
 
     def __init__(self, sizes: Sequence[float], highest: float) -> None:
         self._least = math.log(min(sizes))
         self._span = (math.log(max(sizes)) - self._least) or 1.0
-        self._highest = highest or 1.0
+        self._step = _round_step((highest or 1.0) / STEPS)
+        self._steps = math.ceil((highest or 1.0) / self._step - 1e-9)
+        self._highest = self._step * self._steps
         self._parts: list[str] = []
 
     def place(self, size: float, value: float) -> tuple[float, float]:
@@ -43,10 +56,10 @@ class LineChart:
         return round(x, 1), round(y, 1)
 
     def add_axes(self, sizes: Sequence[float], label: str, *, percent: bool) -> None:
-        for step in range(6):
-            value = self._highest * step / 5
+        for step in range(self._steps + 1):
+            value = self._step * step
             y = self.place(sizes[0], value)[1]
-            text = f"{value:.0%}" if percent else f"{value:,.0f}"
+            text = f"{100 * value:.4g}%" if percent else f"{value:,.6g}"
             self._parts.append(
                 f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#8884"/>'
                 f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>'
@@ -160,7 +173,7 @@ def _table(rows: Sequence[PlanRow], plan: CachePlan, first: Sequence[str] = ()) 
         texts = [*([first[number]] if first else []), *row_texts(row)]
         cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
         body.append(f"<tr{chosen}>{cells}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+    return f'<div class="table"><table><tr>{head}</tr>{"".join(body)}</table></div>'
 
 
 def page_of(plan: CachePlan) -> str:
@@ -173,6 +186,7 @@ def page_of(plan: CachePlan) -> str:
         loads = f"<h2>The same under other loads</h2>{_table(plan.loads, plan, names)}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Plan for {escape(plan.trace)}</title><style>{STYLE}</style></head><body>"
         f"<h1>Plan for {escape(plan.trace)}</h1>"
         f"<p>{first.requests:,} requests, {first.tokens:,} prompt tokens, blocks of "

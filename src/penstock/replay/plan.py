@@ -224,12 +224,18 @@ def recommend(rows: Sequence[PlanRow]) -> Recommendation:
         enough, key=lambda row: (row.cell.host_gib, row.cell.disk_gib, -row.report.token_rate)
     )
     largest = max(row.total_gib for row in rows)
+    # Where more still brings much, what is best was not among them.
+    advice = (
+        " It is the largest that was tried: try larger ones."
+        if (len(rows) > 1 and chosen.total_gib == largest)
+        else ""
+    )
     return Recommendation(
         cell=chosen.cell,
         reason=(
             f"It finds {chosen.report.token_rate:.2%} of prompt tokens with "
             f"{chosen.total_gib:g} GiB in all. No smaller host tier finds {ENOUGH:.0%} of the "
-            f"{most:.2%} that the best configuration here finds, of up to {largest:g} GiB."
+            f"{most:.2%} that the best configuration here finds, of up to {largest:g} GiB.{advice}"
         ),
     )
 
