@@ -16,17 +16,19 @@ ENCODES = "serve/text_endpoint.py"
 """The server's process, which is no engine's, encodes texts in threads: its event loop goes on."""
 MAY_START_PROCESSES = (
     *("supervisor/", "movers/c_compiler.py", "testing/", "bench/", "demo/", "replay/plan.py"),
+    "doctor/facts.py",  # It asks the compiler for its version, and ends with its command.
     ENCODES,  # It imports `concurrent`, for threads alone.
 )
 """The supervisor, for the engine; a C compiler, which ends at once; what measures, tests and shows
 it, for itself."""
 MAY_HAVE_THREADS = (
     *("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES),
-    "connectors/handoff/thread.py",
+    *("connectors/handoff/thread.py", "replay/recording.py"),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier, and what opens it, are in the store process. vLLM makes no calls while it is idle (decision
-16)."""
+16). A recording, if one is asked for, is written in the server's process, and beside vLLM's
+scheduler."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",

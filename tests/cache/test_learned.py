@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from penstock.cache.eviction import LearnedPolicy
-from penstock.cache.eviction.curves import ReuseCurves, class_of
+from penstock.cache.eviction.curves import AGES, RankedCells, ReuseCurves, class_of
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.replay.simulation import Replay
 from penstock.replay.trace import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
 ROUNDS = 30
 
@@ -42,6 +43,27 @@ def test_blocks_that_come_back_are_kept_where_lru_loses_them() -> None:
     assert found_with("lru") == 0
     # Not in the first rounds; the last block of a prompt is never taken from the cache.
     assert found_with("learned") > 0.5 * 3 * 10 * ROUNDS
+
+
+def interrupt(*_: object) -> None:
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("since", [0.1, 2.3469998811320694, 1e6 + 0.1, 3e7 + 0.7])
+def test_entries_that_reach_the_end_of_an_age_to_the_last_digit_grow_older(since: float) -> None:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(60)
+    try:
+        for end in (0.5 * 2.0 ** (each / 3) for each in range(AGES - 1)):
+            for now in (since + end, math.nextafter(since + end, 0), since + end * (1 - 1e-15)):
+                cells = RankedCells(ReuseCurves(8).ranking, since)
+                cells.push(class_of(0, 0), 1, 7, since)
+                cells.settle(ReuseCurves(8).ranking, now)
+                cells.settle(ReuseCurves(8).ranking, math.nextafter(now, math.inf))
+
+                assert cells.entries() == [(1, 7, since)]
+    finally:
+        signal.alarm(0)
 
 
 def test_blocks_leave_by_last_use_until_something_was_learned() -> None:

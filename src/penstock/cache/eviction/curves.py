@@ -129,17 +129,18 @@ class RankedCells:
         self.count = 0
 
     def push(self, block_class: int, order: int, subject: int, since: float) -> None:
-        bucket = age_bucket(self._now - since)
+        self._push(block_class, age_bucket(self._now - since), (order, subject, since))
+
+    def _push(self, block_class: int, bucket: int, entry: tuple[int, int, float]) -> None:
         cell = block_class * AGES + bucket
         heap = self._heaps.get(cell)
         if heap is None:
             heap = self._heaps[cell] = []
             self._mask |= self._ranking.bits[cell]
-        entry = (order, subject, since)
         heappush(heap, entry)
         self.count += 1
         if heap[0] is entry:
-            heappush(self._due, (since + _AGE_ENDS[bucket], cell))
+            heappush(self._due, (entry[2] + _AGE_ENDS[bucket], cell))
 
     def first(self) -> tuple[int, tuple[int, int, float]] | None:
         """The cell that comes first, and its first entry; nothing is taken."""
@@ -194,11 +195,14 @@ class RankedCells:
         while due and due[0][0] <= now:
             _, cell = heappop(due)
             heap = self._heaps.get(cell, [])
-            end = _AGE_ENDS[cell % AGES]
+            block_class, bucket = divmod(cell, AGES)
+            end = _AGE_ENDS[bucket]
             while heap and heap[0][2] + end <= now:
-                order, subject, since = heap[0]
+                entry = heap[0]
                 self.take(cell)
-                self.push(cell // AGES, order, subject, since)
+                # A sum and a difference of times need not agree in their last digit.
+                older = max(bucket + 1, age_bucket(now - entry[2]))
+                self._push(block_class, older, entry)
             if heap:
                 heappush(due, (heap[0][2] + end, cell))
 
