@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -131,6 +134,25 @@ def test_a_request_that_does_not_end_holds_a_bounded_number_back(
     recorder.close()
 
     assert [each.output_tokens for each in read(file)] == [0, 9, 9, 9, 9]
+
+
+def test_a_file_that_does_not_answer_is_not_waited_for_and_told(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(recording, "CLOSE_S", 0.05)
+    slow = SimpleNamespace(
+        write=lambda *given: goes_on.wait(60) and os.write(*given), close=os.close
+    )
+    monkeypatch.setattr(recording, "os", slow)
+    recorder.begin("a", keys_of("1"), token_count=4, block_tokens=4)
+    recorder.end("a", 1)
+
+    try:
+        recorder.close()
+        assert "the last requests are not written" in caplog.messages[-1]
+    finally:
+        goes_on.set()
 
 
 def test_a_file_that_is_there_is_left_alone_and_another_one_is_begun(

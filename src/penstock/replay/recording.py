@@ -17,6 +17,7 @@ import queue
 import secrets
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -121,11 +122,15 @@ class Recorder:
     def close(self) -> None:
         """Writes what is still open, and ends; may be called twice."""
         if self._thread.is_alive():
-            try:
+            with suppress(queue.Full):
                 self._queue.put(None, timeout=CLOSE_S)
-            except queue.Full:
-                return  # The disk does not answer: the process need not wait for it.
-            self._thread.join(CLOSE_S)
+                self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            # The disk does not answer: the process need not wait for it.
+            logger.warning(
+                "recording: the last requests are not written, the file takes too long: file=%s",
+                self.path,
+            )
 
     def _put(self, what: tuple[str, _Open | int]) -> bool:
         try:
