@@ -168,8 +168,13 @@ class _Range:
             # The mapping holds them: they are free when it ends.
             driver.cuMemRelease(pages)
         self._mapped.append(True)
-        _checked(driver.cuMemSetAccess(self._address, self.size, [self._access], 1), "opening it")
-        _checked(driver.cuMemsetD8(self._address, 0, self.size), "clearing memory")
+        try:
+            opened = driver.cuMemSetAccess(self._address, self.size, [self._access], 1)
+            _checked(opened, "opening memory")
+            _checked(driver.cuMemsetD8(self._address, 0, self.size), "clearing memory")
+        except UnavailableError:
+            self.unmap()  # All of it or nothing: who asked may try again.
+            raise
 
     def unmap(self) -> int:
         """Takes the pages away; returns how many bytes."""
