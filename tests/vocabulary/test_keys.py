@@ -29,7 +29,7 @@ VECTORS: dict[str, Any] = json.loads(
 NAMESPACES = {vector["name"]: vector["fields"] for vector in VECTORS["namespaces"]}
 NAMESPACE = Namespace(model="m")
 RESERVED = 2**32 - 1
-ANCHOR = Anchor(block_count=64, key=bytes(16), block_tokens=4, algorithm="xxh3_128")
+ANCHOR = Anchor(token_count=1024, key=bytes(16), algorithm="xxh3_128")
 IMAGE_DIGEST = hashlib.sha256(b"image").digest()
 
 
@@ -82,18 +82,26 @@ def reference_keys(
     block_tokens: int,
     algorithm: str,
 ) -> list[bytes]:
+    return [
+        reference_key(fields, tokens, items, end, algorithm)
+        for end in range(block_tokens, len(tokens) + 1, block_tokens)
+    ]
+
+
+def reference_key(
+    fields: dict[str, str], tokens: list[int], items: list[Item], end: int, algorithm: str
+) -> bytes:
+    """The key of the first `end` tokens, whatever the block size."""
     encoded = framed(reference_namespace(fields))
-    keys: list[bytes] = []
-    for block in range(1, len(tokens) // block_tokens + 1):
-        anchor = (block - 1) // 64 * 64
-        if anchor == 0:
-            content = padded(framed(b"penstock.keys.v1.start") + encoded)
-        else:
-            content = padded(framed(b"penstock.keys.v1.restart") + encoded)
-            content += u64(anchor * block_tokens) + keys[anchor - 1] + bytes(40)
-        content += reference_words(tokens, items, anchor * block_tokens, block * block_tokens)
-        keys.append(reference_hash(algorithm, content))
-    return keys
+    content = padded(framed(b"penstock.keys.v1.start") + encoded)
+    anchor = 0
+    while end - anchor > 1024:
+        content += reference_words(tokens, items, anchor, anchor + 1024)
+        key = reference_hash(algorithm, content)
+        anchor += 1024
+        content = padded(framed(b"penstock.keys.v1.restart") + encoded)
+        content += u64(anchor) + key + bytes(40)
+    return reference_hash(algorithm, content + reference_words(tokens, items, anchor, end))
 
 
 def vector_tokens(vector: dict[str, Any]) -> list[int]:
@@ -120,7 +128,7 @@ def keys_of(tokens: Any, *, items: Any = (), block_tokens: int = 4) -> list[byte
 
 def state_of(chain: KeyChain) -> tuple[object, ...]:
     """All that can be seen of a chain, and what it will make of the tokens to come."""
-    future = chain.fork().extend(range(64 * chain.block_tokens))
+    future = chain.fork().extend(range(1024 + chain.block_tokens))
     return list(chain.keys), chain.token_count, chain.block_count, chain.anchor, future
 
 
@@ -229,12 +237,53 @@ def test_all_ways_to_pass_tokens_give_the_same_keys() -> None:
         assert keys_of(way) == expected
 
 
-def test_block_sizes_share_keys_up_to_the_first_anchor_of_the_smaller_and_not_after() -> None:
-    by_16 = keys_of(range(4096), block_tokens=16)
-    by_64 = keys_of(range(4096), block_tokens=64)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    token_count=st.integers(0, 9000),
+    drawn_items=st.lists(
+        st.builds(image, st.one_of(st.integers(0, 9000), st.sampled_from([1023, 1024, 2048]))),
+        max_size=4,
+    ),
+    one=st.one_of(st.integers(1, 3000), st.sampled_from([16, 48, 64, 1024, 2048])),
+    other=st.one_of(st.integers(1, 3000), st.sampled_from([16, 48, 64, 1024, 2048])),
+    cut=st.integers(0, 9000),
+)
+def test_block_sizes_share_their_keys_wherever_their_boundaries_meet(
+    seed: int, token_count: int, drawn_items: list[Item], one: int, other: int, cut: int
+) -> None:
+    tokens = np.random.default_rng(seed).integers(0, 128_000, token_count, dtype=np.int32)
+    items = sorted((i for i in drawn_items if i.position < token_count), key=lambda i: i.position)
+    by_other = KeyChain(NAMESPACE, block_tokens=other)
 
-    assert by_16[3:64:4] == by_64[:16]
-    assert not set(by_16[64:]) & set(by_64)
+    by_one = keys_of(tokens, items=items, block_tokens=one)
+    by_other.extend(tokens[:cut], [item for item in items if item.position < cut])
+    by_other.extend(tokens[cut:], [item for item in items if item.position >= cut])
+
+    ends_one = {one * (block + 1): key for block, key in enumerate(by_one)}
+    ends_other = {other * (block + 1): key for block, key in enumerate(by_other.keys)}
+    assert len(ends_one) == token_count // one
+    assert len(ends_other) == token_count // other
+    for end in ends_one.keys() & ends_other.keys():
+        assert ends_one[end] == ends_other[end]
+    assert not {k for e, k in ends_one.items() if e not in ends_other} & set(by_other.keys)
+
+
+@pytest.mark.parametrize("block_tokens", [7, 48, 300, 1023, 1024, 1025, 2048, 5000])
+@each_algorithm
+def test_blocks_of_any_size_agree_with_the_second_implementation(
+    block_tokens: int, algorithm: str
+) -> None:
+    tokens = list(range(10_100))
+    items = [image(position) for position in (0, 1000, 1023, 1024, 1025, 4095, 4096, 8192)]
+
+    keys = KeyChain(NAMESPACE, block_tokens=block_tokens, algorithm=algorithm).extend(tokens, items)
+
+    fields = dataclasses.asdict(NAMESPACE)
+    some = sorted({1, 2, len(keys) // 2, len(keys)})
+    assert len(keys) == len(tokens) // block_tokens
+    for block in some:
+        expected = reference_key(fields, tokens, items, block * block_tokens, algorithm)
+        assert keys[block - 1] == expected
 
 
 def test_absorbing_nothing_changes_nothing() -> None:
@@ -253,54 +302,67 @@ def test_absorbing_nothing_changes_nothing() -> None:
 
 
 @each_algorithm
-@pytest.mark.parametrize("token_count", [256, 257, 300, 512, 515, 1100])
+@pytest.mark.parametrize("block_tokens", [4, 48, 1500])
+@pytest.mark.parametrize("token_count", [1024, 1025, 1100, 2048, 2051, 4400])
 def test_another_process_goes_on_from_an_anchor_without_the_tokens_before(
-    token_count: int, algorithm: str
+    token_count: int, block_tokens: int, algorithm: str
 ) -> None:
-    whole = KeyChain(NAMESPACE, block_tokens=4, algorithm=algorithm)
+    whole = KeyChain(NAMESPACE, block_tokens=block_tokens, algorithm=algorithm)
     whole.extend(range(token_count))
     anchor = whole.anchor
     assert anchor is not None
 
-    resumed = KeyChain.from_anchor(NAMESPACE, anchor)
+    resumed = KeyChain.from_anchor(NAMESPACE, anchor, block_tokens=block_tokens)
     resumed.extend(range(anchor.token_count, token_count))
-    keys_before = len(whole.keys) - len(resumed.keys)
-    whole.extend(range(1000), [image(token_count + 3)])
-    resumed.extend(range(1000), [image(token_count + 3)])
+    whole.extend(range(4000), [image(token_count + 3)])
+    resumed.extend(range(4000), [image(token_count + 3)])
 
-    assert resumed.keys == whole.keys[keys_before:]
+    assert resumed.keys == whole.keys[anchor.token_count // block_tokens :]
     assert (resumed.token_count, resumed.block_count) == (whole.token_count, whole.block_count)
     assert resumed.anchor == whole.anchor
 
 
-def test_an_anchor_is_the_key_of_every_sixty_fourth_block() -> None:
-    chain = KeyChain(NAMESPACE, block_tokens=4)
+def test_an_anchor_of_one_block_size_serves_every_other() -> None:
+    by_16 = KeyChain(NAMESPACE, block_tokens=16)
+    by_16.extend(range(3000))
+    assert by_16.anchor is not None
+
+    by_48 = KeyChain.from_anchor(NAMESPACE, by_16.anchor, block_tokens=48)
+    by_48.extend(range(2048, 6000))
+
+    assert by_48.keys == keys_of(range(6000), block_tokens=48)[2048 // 48 :]
+
+
+def test_there_is_an_anchor_every_1024_tokens_whether_or_not_a_block_ends_there() -> None:
+    chain = KeyChain(NAMESPACE, block_tokens=48)
+    by_token = keys_of(range(4096), block_tokens=1)
 
     anchors = []
-    for _ in range(129):
-        chain.extend(range(4))
+    for token in range(2050):
+        chain.extend([token])
         anchors.append(chain.anchor)
 
-    assert anchors[:63] == [None] * 63
-    assert anchors[63:127] == [Anchor(block_count=64, key=chain.keys[63], block_tokens=4)] * 64
-    assert anchors[127:] == [Anchor(block_count=128, key=chain.keys[127], block_tokens=4)] * 2
+    assert anchors[:1023] == [None] * 1023
+    assert anchors[1023:2047] == [Anchor(token_count=1024, key=by_token[1023])] * 1024
+    assert anchors[2047:] == [Anchor(token_count=2048, key=by_token[2047])] * 3
 
 
 def test_an_anchor_with_a_wrong_position_reaches_no_key() -> None:
     chain = KeyChain(NAMESPACE, block_tokens=4)
-    chain.extend(range(256))
+    chain.extend(range(1024))
     assert chain.anchor is not None
-    misplaced = dataclasses.replace(chain.anchor, block_count=128)
+    misplaced = dataclasses.replace(chain.anchor, token_count=2048)
 
-    keys = KeyChain.from_anchor(NAMESPACE, misplaced).extend(range(256, 300))
+    resumed = KeyChain.from_anchor(NAMESPACE, misplaced, block_tokens=4)
+    keys = resumed.extend(range(1024, 1100))
 
-    assert not set(keys) & set(chain.extend(range(256, 300)))
+    assert not set(keys) & set(chain.extend(range(1024, 1100)))
 
 
 def test_tokens_that_spell_an_anchor_are_not_an_anchor() -> None:
     chain = KeyChain(NAMESPACE, block_tokens=4)
-    chain.extend(range(256))
-    spelled = (256).to_bytes(8, "little") + chain.keys[-1] + bytes(40)
+    chain.extend(range(1024))
+    spelled = (1024).to_bytes(8, "little") + chain.keys[-1] + bytes(40)
 
     after_anchor = chain.extend(range(4))
     after_spelling = keys_of(spelled + np.arange(4, dtype="<u4").tobytes())
@@ -308,7 +370,7 @@ def test_tokens_that_spell_an_anchor_are_not_an_anchor() -> None:
     assert not set(after_anchor) & set(after_spelling)
 
 
-@pytest.mark.parametrize("token_count", [0, 3, 4, 255, 256, 300])
+@pytest.mark.parametrize("token_count", [0, 3, 4, 1023, 1024, 1100])
 def test_a_fork_and_its_origin_do_not_touch_each_other(token_count: int) -> None:
     chain = KeyChain(NAMESPACE, block_tokens=4)
     chain.extend(range(token_count))
@@ -322,9 +384,9 @@ def test_a_fork_and_its_origin_do_not_touch_each_other(token_count: int) -> None
 
 
 def test_a_chain_from_an_anchor_and_its_fork_begin_there() -> None:
-    chain = KeyChain.from_anchor(NAMESPACE, ANCHOR)
+    chain = KeyChain.from_anchor(NAMESPACE, ANCHOR, block_tokens=4)
 
-    assert (chain.anchor, chain.keys, chain.token_count) == (ANCHOR, [], 256)
+    assert (chain.anchor, chain.keys, chain.token_count) == (ANCHOR, [], 1024)
     assert state_of(chain.fork()) == state_of(chain)
 
 
@@ -366,7 +428,7 @@ def test_items_at_one_position_count_in_their_order() -> None:
     assert in_order[1] != keys_of(range(8), items=[first])[1]
 
 
-@pytest.mark.parametrize("blocks_before", [1, 63, 64, 65])
+@pytest.mark.parametrize("blocks_before", [1, 255, 256, 257])
 def test_an_item_at_the_end_of_a_block_belongs_to_the_next(blocks_before: int) -> None:
     tokens = range(4 * blocks_before + 4)
     plain = keys_of(tokens)
@@ -465,9 +527,8 @@ def test_misplaced_items_are_refused_and_leave_the_chain_as_it_was(items: list[I
         (image(0), "kind", ("", "é", "x" * 65, b"image")),
         (image(0), "digest", (b"x" * 15, b"x" * 65, "x" * 32)),
         (image(0), "length", (-1, 2**32)),
-        (ANCHOR, "block_count", (0, 65, 2**41)),
+        (ANCHOR, "token_count", (0, 1000, 1025, 2**57, 1024.0, True, None)),
         (ANCHOR, "key", (b"x" * 15, "x" * 16)),
-        (ANCHOR, "block_tokens", (0,)),
         (ANCHOR, "algorithm", ("md5", None)),
     ],
 )

@@ -58,8 +58,8 @@ def decode(encoded: bytes) -> dict[str, str]:
 
 def keys_in(namespace: Namespace, *, algorithm: str = "sha256") -> set[bytes]:
     """Enough keys to pass two anchors."""
-    chain = KeyChain(namespace, block_tokens=1, algorithm=algorithm)
-    return set(chain.extend(range(130)))
+    chain = KeyChain(namespace, block_tokens=16, algorithm=algorithm)
+    return set(chain.extend(range(2080)))
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
@@ -111,11 +111,11 @@ def test_two_namespaces_share_their_keys_only_if_they_are_equal(
 
 def test_an_anchor_brought_into_another_namespace_reaches_no_key_of_either() -> None:
     other = Namespace(model="m", tenant="other")
-    mine = KeyChain(Namespace(model="m"), block_tokens=1)
-    mine.extend(range(64))
+    mine = KeyChain(Namespace(model="m"), block_tokens=16)
+    mine.extend(range(1024))
     assert mine.anchor is not None
 
-    crossed = KeyChain.from_anchor(other, mine.anchor).extend(range(64, 130))
+    crossed = KeyChain.from_anchor(other, mine.anchor, block_tokens=16).extend(range(1024, 2080))
 
     assert not set(crossed) & keys_in(other)
     assert not set(crossed) & keys_in(mine.namespace)

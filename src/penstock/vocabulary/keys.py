@@ -1,11 +1,12 @@
 """Block keys: one running hash over a sequence names the content of each of its blocks.
 
-    namespace → start → tokens, items → key 1 → … → key 64 → restart → tokens, items → key 65 → …
+    namespace → start → 1,024 tokens and their items → restart → 1,024 tokens and … → restart → …
 
 A `KeyChain` absorbs tokens as little-endian uint32 words and takes the digest at each block
 boundary, so a key names *all* tokens and items up to the end of its block. Every
-`ANCHOR_BLOCKS` blocks the hash restarts from the key just taken (an anchor), and another
-process can continue from there without the tokens before it.
+`ANCHOR_TOKENS` tokens the hash restarts from the key of all before (an anchor), whether or not a
+block ends there: another process can continue from there without the tokens before it, and a
+prefix has one key, whatever the block size.
 
 The one rule that must not break: what is hashed can be read back in exactly one way. Different
 content is then different input to the hash, and shares a key only if the hash itself fails.
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 KEY_BYTES = 16
-ANCHOR_BLOCKS = 64
+ANCHOR_TOKENS = 1024
+"""A multiple of 16, so that blocks of 16 tokens end there. Shorter would cost more restarts, which
+matter for large blocks; longer, more tokens to know for who goes on from an anchor."""
 RESERVED_TOKEN = 0xFFFF_FFFF
 """Opens an item in the stream of words, so no token may take this value."""
 
@@ -51,8 +54,9 @@ _ALIGNMENT = 64
 """SHA-256 compresses 64 bytes at a time. All that is not a token is padded to a multiple of
 that, so that blocks of 16 tokens stay aligned: each costs one compression, its digest one."""
 _ANCHOR_RECORD = struct.Struct("<Q16s40x")
-_BLOCK_COUNT_MAX = 2**40
-"""Beyond any sequence, and its tokens still count in a uint64."""
+_ANCHOR_BYTES = ANCHOR_TOKENS * _TOKEN_BYTES
+_ANCHOR_TOKEN_COUNT_MAX = 2**56
+"""Beyond any sequence, and what follows still counts in a uint64."""
 _SEEDS_KEPT = 1024
 """How many namespaces keep their prepared hashes at hand: tenants, adapters and KV groups in
 use at a time. Another one costs some microseconds."""
@@ -126,29 +130,24 @@ class Item:
 class Anchor:
     """A point where the running hash restarts: all that is needed, beside the namespace, to go on.
 
-    Its key is the key of the last block before it.
+    It serves chains of any block size.
     """
 
-    block_count: int
+    token_count: int
+    """How many tokens lie before it: a multiple of `ANCHOR_TOKENS`."""
     key: bytes
-    block_tokens: int
+    """The key of all tokens and items before it."""
     algorithm: str = "sha256"
 
     def __post_init__(self) -> None:
-        _require_int("anchor block_count", self.block_count, ANCHOR_BLOCKS, _BLOCK_COUNT_MAX)
-        if self.block_count % ANCHOR_BLOCKS:
+        _require_int("anchor token_count", self.token_count, ANCHOR_TOKENS, _ANCHOR_TOKEN_COUNT_MAX)
+        if self.token_count % ANCHOR_TOKENS:
             raise ValueError(
-                f"anchor block_count is {self.block_count}; "
-                f"it must be a multiple of {ANCHOR_BLOCKS}"
+                f"anchor token_count is {self.token_count}; "
+                f"it must be a multiple of {ANCHOR_TOKENS}"
             )
         _require_bytes("anchor key", self.key, KEY_BYTES, KEY_BYTES)
-        _require_int("block_tokens", self.block_tokens, 1, BLOCK_TOKENS_MAX)
         _require_algorithm(self.algorithm)
-
-    @property
-    def token_count(self) -> int:
-        """How many tokens lie before it."""
-        return self.block_count * self.block_tokens
 
 
 class KeyChain:
@@ -156,11 +155,11 @@ class KeyChain:
 
     __slots__ = (
         "_algorithm",
+        "_anchor_key",
         "_block_tokens",
         "_hash",
         "_keys",
         "_namespace",
-        "_origin",
         "_seeds",
         "_token_count",
     )
@@ -175,22 +174,22 @@ class KeyChain:
         self._namespace = namespace
         self._block_tokens = block_tokens
         self._algorithm = algorithm
-        self._origin: Anchor | None = None
-        """Where this chain began; None at the beginning of the sequence."""
+        self._anchor_key: bytes | None = None
+        """The key of the last anchor passed; None before the first."""
         self._seeds = _prepare_seeds(namespace, algorithm)
         self._hash = self._seeds.start.copy()
         self._token_count = 0
         self._keys: list[bytes] = []
 
     @classmethod
-    def from_anchor(cls, namespace: Namespace, anchor: Anchor) -> KeyChain:
-        """A chain that goes on after `anchor`; its `keys` are those of the blocks after it.
+    def from_anchor(cls, namespace: Namespace, anchor: Anchor, *, block_tokens: int) -> KeyChain:
+        """A chain that goes on after `anchor`; its `keys` are of the blocks that end after it.
 
-        The namespace is hashed again, so an anchor brought into another namespace yields keys
-        that no sequence of either namespace has.
+        Blocks count from the beginning of the sequence, so the first of them begins before the
+        anchor where no block ends there. The namespace is hashed again: an anchor brought into
+        another namespace yields keys that no sequence of either namespace has.
         """
-        chain = cls(namespace, block_tokens=anchor.block_tokens, algorithm=anchor.algorithm)
-        chain._origin = anchor
+        chain = cls(namespace, block_tokens=block_tokens, algorithm=anchor.algorithm)
         chain._token_count = anchor.token_count
         chain._restart(anchor.key)
         return chain
@@ -227,19 +226,16 @@ class KeyChain:
     @property
     def block_count(self) -> int:
         """How many full blocks the sequence has so far, those before an anchor included."""
-        blocks_before = self._origin.block_count if self._origin else 0
-        return blocks_before + len(self._keys)
+        return self._token_count // self._block_tokens
 
     @property
     def anchor(self) -> Anchor | None:
         """The last anchor passed, or None before the first."""
-        since_anchor = self.block_count % ANCHOR_BLOCKS
-        if since_anchor == len(self._keys):
-            return self._origin
+        if self._anchor_key is None:
+            return None
         return Anchor(
-            block_count=self.block_count - since_anchor,
-            key=self._keys[-1 - since_anchor],
-            block_tokens=self._block_tokens,
+            token_count=self._token_count - self._token_count % ANCHOR_TOKENS,
+            key=self._anchor_key,
             algorithm=self._algorithm,
         )
 
@@ -251,7 +247,7 @@ class KeyChain:
         twin._block_tokens = self._block_tokens
         twin._algorithm = self._algorithm
         twin._seeds = self._seeds
-        twin._origin = self._origin
+        twin._anchor_key = self._anchor_key
         twin._hash = self._hash.copy()
         twin._token_count = self._token_count
         twin._keys = self._keys.copy()
@@ -296,11 +292,10 @@ class KeyChain:
         """Absorb words that no item interrupts, and take the key of every block they complete."""
         block_bytes = self._block_tokens * _TOKEN_BYTES
         missing_bytes = block_bytes - self._token_count % self._block_tokens * _TOKEN_BYTES
-        whole_blocks, tail_bytes = divmod(len(words) - missing_bytes, block_bytes)
-        self._token_count += len(words) // _TOKEN_BYTES
         if len(words) < missing_bytes:
-            self._hash.update(words)
+            self._absorb_within_block(words)
             return
+        whole_blocks, tail_bytes = divmod(len(words) - missing_bytes, block_bytes)
         pieces: list[bytes | memoryview] = [words[:missing_bytes]]
         if whole_blocks:
             # NumPy cuts bytes into one object per block faster than slicing does.
@@ -308,25 +303,50 @@ class KeyChain:
             pieces += np.frombuffer(words, block_type, whole_blocks, missing_bytes).tolist()
         self._complete_blocks(pieces)
         if tail_bytes:
-            self._hash.update(words[-tail_bytes:])
+            self._absorb_within_block(words[-tail_bytes:])
 
     def _complete_blocks(self, pieces: list[bytes | memoryview]) -> None:
-        """Absorb pieces each of which ends a block; restart wherever an anchor is due."""
+        """Absorb pieces each of which ends a block; restart at every anchor."""
+        block_bytes = self._block_tokens * _TOKEN_BYTES
         first = 0
         while first < len(pieces):
-            blocks_to_anchor = ANCHOR_BLOCKS - self.block_count % ANCHOR_BLOCKS
-            group = pieces[first : first + blocks_to_anchor]
+            bytes_to_anchor = self._bytes_to_anchor()
+            spare_bytes = bytes_to_anchor - len(pieces[first])
+            if spare_bytes < 0:
+                # Anchors lie within this block: pass them, and end it with what is left.
+                left = (-spare_bytes - 1) % _ANCHOR_BYTES + 1
+                self._absorb_within_block(pieces[first][:-left])
+                pieces[first] = pieces[first][-left:]
+                continue
+            # All that end at the next anchor or before it. Only the first piece may be short.
+            group = pieces[first : first + 1 + spare_bytes // block_bytes]
             # The innermost loop of all: map() feeds the hash, the body only takes the keys.
             digest = self._hash.digest
             self._keys += [digest()[:KEY_BYTES] for _ in map(self._hash.update, group)]
-            if len(group) == blocks_to_anchor:
+            group_bytes = len(group[0]) + (len(group) - 1) * block_bytes
+            self._token_count += group_bytes // _TOKEN_BYTES
+            if group_bytes == bytes_to_anchor:
                 self._restart(self._keys[-1])
             first += len(group)
 
+    def _absorb_within_block(self, words: bytes | memoryview) -> None:
+        """Absorb words that complete no block; restart at every anchor."""
+        while len(words) >= (bytes_to_anchor := self._bytes_to_anchor()):
+            self._hash.update(words[:bytes_to_anchor])
+            self._token_count += bytes_to_anchor // _TOKEN_BYTES
+            self._restart(self._hash.digest()[:KEY_BYTES])
+            words = words[bytes_to_anchor:]
+        self._hash.update(words)
+        self._token_count += len(words) // _TOKEN_BYTES
+
+    def _bytes_to_anchor(self) -> int:
+        return _ANCHOR_BYTES - self._token_count % ANCHOR_TOKENS * _TOKEN_BYTES
+
     def _restart(self, key: bytes) -> None:
-        """Go on from the anchor that `key` makes, at the current end of the last block."""
+        """Go on from the anchor here, after `token_count` tokens that `key` names."""
+        self._anchor_key = key
         self._hash = self._seeds.restart.copy()
-        self._hash.update(_ANCHOR_RECORD.pack(self.block_count * self._block_tokens, key))
+        self._hash.update(_ANCHOR_RECORD.pack(self._token_count, key))
 
 
 class _Seeds(NamedTuple):
