@@ -149,7 +149,7 @@ class _Play:
     def keys_of(self, chat: Chat) -> list[Key]:
         """The keys of a chat's full blocks."""
         chain = KeyChain(
-            self.config.model.namespace(tenant=chat.tenant),
+            self.config.namespace(tenant=chat.tenant),
             block_tokens=self.config.cache.block_tokens,
             algorithm=self.config.hash,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.transport.inproc import InprocChannel, channel_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from pathlib import Path
 
 CONFIG = 'version = 1\nmodel.name = "m"\ncache = { blocks = 8, block_tokens = 4 }\n'
 PROMPT = list(range(40))
@@ -37,7 +39,8 @@ class Instance:
                 model="m",
                 positions=99,
                 stop_tokens=[],
-                config=parse_config(CONFIG),
+                # A router reads the secret at its own place, never at that of another machine.
+                config=replace(parse_config(CONFIG), salt="env:OF_ANOTHER_MACHINE"),
                 tiers=["device"],
             )
         )
@@ -46,8 +49,8 @@ class Instance:
         for message in messages:
             self.channel.send(ms.encode(message))
 
-    def keep(self, token_count: int) -> None:
-        chain = parse_config(CONFIG).key_chain()
+    def keep(self, token_count: int, *, salt: str = "") -> None:
+        chain = replace(parse_config(CONFIG), salt=salt).key_chain()
         chain.extend(PROMPT[:token_count])
         keys = [bytes(key) for key in chain.keys]
         self.say(
@@ -67,9 +70,11 @@ def submit(name: str, **more: Any) -> ms.Submit:
     return ms.Submit(id=name, prompt=PROMPT, max_tokens=4, **more)
 
 
-def played(play: Callable[[Router, Instance, Instance], Coroutine[Any, Any, None]]) -> None:
+def played(
+    play: Callable[[Router, Instance, Instance], Coroutine[Any, Any, None]], *, salt: str = ""
+) -> None:
     async def whole() -> None:
-        router = Router()
+        router = Router(salt=salt)
         pair = [Instance(router, name) for name in ("one", "two")]
         await settled()
         try:
@@ -105,6 +110,25 @@ def test_a_request_goes_where_its_prefix_lies() -> None:
         assert [progress.token for progress in await task] == [1]
 
     played(play)
+
+
+def test_a_router_with_the_same_secret_salt_finds_prefixes(tmp_path: Path) -> None:
+    places = [tmp_path / "of the router", tmp_path / "of the instance"]
+    for place in places:
+        place.write_text("a secret of both machines")
+
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        two.keep(16, salt=f"file:{places[1]}")
+        await settled()
+        task = asyncio.create_task(answered(router, submit("r")))
+        await settled()
+
+        assert [type(said) for said in two.received()] == [ms.Submit]
+        assert one.received() == []
+        two.say(ms.TokenProgress(id="r", answer=0, token=1, reason="stop"))
+        await task
+
+    played(play, salt=f"file:{places[0]}")
 
 
 def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:

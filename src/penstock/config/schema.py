@@ -105,7 +105,7 @@ ROOM_KEYS: Mapping[str, Setting] = _settings(
 
 CACHE_KEYS: Mapping[str, Setting] = {
     **_settings(CacheSettings, block_tokens=Whole(minimum=1, maximum=65_536)),
-    **_settings(Config, hash=String(choices=tuple(ALGORITHMS))),
+    **_settings(Config, hash=String(choices=tuple(ALGORITHMS)), salt=String()),
     **_settings(CacheSettings, ranks=Whole(minimum=1, maximum=4_096)),
     **_settings(Config, equal_ranks=Flag()),
     **_settings(

@@ -26,13 +26,14 @@ import re
 
 # msgspec resolves the annotations when it decodes a `Config`, so imports for them must be real.
 from collections.abc import Mapping  # noqa: TC003
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 import msgspec
 
 from penstock.cache.settings import CacheSettings  # noqa: TC001
 from penstock.config.keys import Gib, String, TierOption, Value, Whole
+from penstock.config.salt import require_salt, salted_tenant
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
@@ -477,6 +478,8 @@ class Config:
     model: ModelSettings
     cache: CacheSettings
     hash: str = "sha256"
+    salt: str = ""
+    """Where the secret is that keys depend on, `file:/PATH` or `env:NAME`; empty: there is none."""
     tier_kinds: tuple[TierKind, ...] = ()
     """One for each of `cache.tiers`, in the same order."""
     equal_ranks: bool = False
@@ -496,6 +499,7 @@ class Config:
         if self.hash not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)
             raise ConfigError("hash", f"is {self.hash!r}, must be one of {known}")
+        require_salt(self.salt, algorithm=self.hash)
         if self.layer_wise not in LAYER_WISE:
             known = ", ".join(LAYER_WISE)
             raise ConfigError("layer_wise", f"is {self.layer_wise!r}, must be one of {known}")
@@ -554,10 +558,25 @@ class Config:
         """Whether blocks may outlive the process: it is known which weights they belong to."""
         return bool(self.model.weights_version)
 
+    def namespace(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> Namespace:
+        """The namespace of keys for one tenant, adapter and KV group, with the secret salt.
+
+        Raises:
+            ConfigError: the place of the salt cannot be read.
+        """
+        namespace = self.model.namespace(tenant=tenant, adapter=adapter, kv_group=kv_group)
+        if not self.salt:
+            return namespace
+        return replace(namespace, tenant=salted_tenant(self.salt, tenant))
+
     def key_chain(self, *, tenant: str = "", adapter: str = "", kv_group: str = "") -> KeyChain:
-        """An empty chain that gives a request's blocks their keys."""
+        """An empty chain that gives a request's blocks their keys.
+
+        Raises:
+            ConfigError: the place of the salt cannot be read.
+        """
         return KeyChain(
-            self.model.namespace(tenant=tenant, adapter=adapter, kv_group=kv_group),
+            self.namespace(tenant=tenant, adapter=adapter, kv_group=kv_group),
             block_tokens=self.cache.block_tokens,
             algorithm=self.hash,
         )

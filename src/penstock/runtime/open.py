@@ -99,6 +99,7 @@ def open(  # noqa: A001 - read as penstock.open, which is what it does
     """
     config = _read(config)
     _require_managed(config)
+    config.namespace()  # Here, not at the first request, a salt is missed that cannot be read.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
         return Cache(_drive_others(config, ranks, channels))
@@ -125,6 +126,7 @@ def open_offload(
     """
     config = _read(config)
     _require_offload(config)
+    config.namespace()  # As above.
     if ranks is not None:
         _require_no_memory(kv, layout, keeper)
         return Offload(_drive_others(config, ranks, channels))

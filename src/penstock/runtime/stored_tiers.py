@@ -73,7 +73,7 @@ GIB = 1 << 30
 def space_name(config: Config) -> bytes:
     """A name for the blocks of a model: equal where equal tokens have equal keys."""
     said = (
-        config.model.namespace().encode(),
+        config.namespace().encode(),
         config.hash.encode(),
         str(config.cache.block_tokens).encode(),
     )

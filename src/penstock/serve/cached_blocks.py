@@ -24,7 +24,7 @@ class PromptKeys:
     def __init__(self, submit: ms.Submit) -> None:
         self._submit = submit
         self.token_count = len(submit.prompt)
-        self._named: dict[tuple[ModelSettings, int, str], list[Key]] = {}
+        self._named: dict[tuple[ModelSettings, int, str, str], list[Key]] = {}
 
     @property
     def reuses(self) -> bool:
@@ -38,7 +38,7 @@ class PromptKeys:
 
     def under(self, config: Config) -> list[Key]:
         """The keys in an instance with this configuration."""
-        naming = (config.model, config.cache.block_tokens, config.hash)
+        naming = (config.model, config.cache.block_tokens, config.hash, config.salt)
         if naming not in self._named:
             chain = config.key_chain(tenant=self._submit.tenant)
             chain.extend(self._submit.prompt)

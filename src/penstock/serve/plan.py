@@ -353,6 +353,7 @@ def _with_disk(
 def _require_sense(config: Config, architecture: Architecture) -> None:
     engine = config.engine
     assert engine is not None
+    config.namespace()  # A salt that cannot be read is told here, before anything is started.
     _require_role(config)
     for ranks in (engine.prefill_tp, engine.decode_tp) if engine.prefill_tp else (None,):
         count = ranks or config.cache.rank_count

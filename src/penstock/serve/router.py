@@ -166,10 +166,21 @@ class Router:
         settings: RoutingTable | None = None,
         gate: RequestGate | None = None,
         recorder: Recorder | None = None,
+        *,
+        salt: str = "",
     ) -> None:
+        """A router without instances.
+
+        Args:
+            settings: How instances are chosen.
+            gate: Where requests wait while the server is paused.
+            recorder: Records requests.
+            salt: Where the secret is that keys depend on (`Config.salt`), on this machine.
+        """
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
         self._recorder = recorder
+        self._salt = salt
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called when an instance is ready, before it gets any request."""
         self.links: list[InstanceLink] = []
@@ -476,7 +487,9 @@ class Router:
     def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
         if link not in self._holdings:
             assert link.ready is not None
-            self._holdings[link] = CachedBlocks(link.ready.config)
+            # An instance elsewhere has its secret at a place of its own machine.
+            config = replace(link.ready.config, salt=self._salt)
+            self._holdings[link] = CachedBlocks(config)
         return self._holdings[link]
 
 

@@ -106,7 +106,7 @@ class Service:
         waits = config.serve.when_paused == "wait"
         pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
         self._recorder = recorder_of(config)
-        self.router = Router(config.routing, RequestGate(pauses), self._recorder)
+        self.router = Router(config.routing, RequestGate(pauses), self._recorder, salt=config.salt)
         model = find_model(config.engine.model or None)
         self.server = Server(
             self.router,
