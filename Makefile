@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu clean ip browser
+    bench-vllm sim explore gpu clean ip browser redis
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +32,10 @@ help: ## list these targets
 demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
 
-test: $(READY) $(NIXL) ip browser ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) ip browser redis ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(VLLM_READY) ip browser ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
@@ -87,6 +87,13 @@ browser:
 	@command -v chromium > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
 	    || { apt-get update && apt-get install -y --no-install-recommends chromium; } > /dev/null 2>&1 \
 	    || echo "make: chromium could not be installed; the test of the live page in a browser is skipped" >&2
+
+# Clients of shared stores are tested with Debian's Redis; where it cannot be installed, those tests
+# are skipped. RUNLEVEL keeps Debian from starting it; the tests start their own.
+redis:
+	@command -v redis-server > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
+	    || { apt-get update && RUNLEVEL=1 apt-get install -y --no-install-recommends redis-server; } > /dev/null 2>&1 \
+	    || echo "make: redis-server could not be installed; the tests with Redis are skipped" >&2
 
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.

@@ -23,12 +23,12 @@ MAY_START_PROCESSES = (
 it, for itself."""
 MAY_HAVE_THREADS = (
     *("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES),
-    *("connectors/handoff/thread.py", "replay/recording.py"),
+    *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_"),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
-tier, and what opens it, are in the store process. vLLM makes no calls while it is idle (decision
-16). A recording, if one is asked for, is written in the server's process, and beside vLLM's
-scheduler."""
+tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it
+is idle (decision 16). A recording, if one is asked for, is written in the server's process, and
+beside vLLM's scheduler."""
 PROCESSES = re.compile(
     r"^\s*(import|from) (subprocess|multiprocessing|concurrent)\b"
     r"|\bos\.(fork|forkpty|posix_spawnp?|spawn\w+|system|popen)\(",

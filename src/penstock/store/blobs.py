@@ -2,9 +2,9 @@
 
 `SharedTier` makes blocks of values; a client of this protocol speaks to one kind of store:
 
-    redis_blobs      Redis and Valkey        penstock[redis]
-    mooncake_blobs   Mooncake Store          penstock[mooncake]
-    object_blobs     S3, GCS, Azure, folder  penstock[objects]
+    redis_blobs      RedisBlobs     Redis and Valkey        penstock[redis]
+    mooncake_blobs   MooncakeBlobs  Mooncake Store          penstock[mooncake]
+    object_blobs     ObjectBlobs    S3, GCS, Azure, folder  penstock[objects]
 
 The rules of a client:
 
@@ -16,20 +16,38 @@ The rules of a client:
 - A value is written once: who writes a name that is there succeeds and changes nothing. A value may
   vanish at any time, by the store's own eviction.
 - Nothing that a store returns is believed: the tier verifies every byte. A client need not.
+- A name, range or time limit that breaks a rule of this file is a `ValueError`, before the store is
+  asked: `check_names`, `check_reads` and `check_record`.
+
+`penstock.testing.BlobStoreSuite` has these rules as tests.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import reprlib
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from penstock.errors import UnavailableError
+from penstock.errors import ConfigError, UnavailableError
+from penstock.vocabulary.arguments import as_int, as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NAME_BYTES_MAX = 256
-"""Names are ASCII: letters, digits, `/`, `-`, `_` and `.`."""
+"""Names are ASCII: letters, digits, `/`, `-`, `_` and `.`; between slashes is something that does
+not begin with `.`: a name can be the path of a file."""
+RECORD_BYTES_MAX = 64 << 10
+OFFSET_MAX = 1 << 48
+TIMEOUT_S_MAX = 3_600.0
+"""Longer than any load is worth waiting for; what is meant as "for ever" is a mistake."""
+_SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
+_NAME = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*", re.ASCII)
+SECRET_BYTES_MAX = 4_096
 
 
 class BlobStoreError(UnavailableError):
@@ -105,7 +123,10 @@ class BlobStore(Protocol):
         ...
 
     def get(self, name: str, *, timeout_s: float) -> bytes | None:
-        """A small record (up to 64 KiB), or `None`. It is what was created or replaced last."""
+        """A small record (up to 64 KiB), or `None`. It is what was created or replaced last.
+
+        Records do not age: `ttl_s` of a client is for values.
+        """
         ...
 
     def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
@@ -119,3 +140,90 @@ class BlobStore(Protocol):
     def close(self) -> None:
         """Gives everything back; no call is under way."""
         ...
+
+
+def check_names(names: Sequence[object], *, timeout_s: float) -> float:
+    """Refuses names that not every store can have; the time at most, as a number.
+
+    Raises:
+        ValueError: with the first such name.
+    """
+    for name in names:
+        if not isinstance(name, str) or len(name) > NAME_BYTES_MAX or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"name is {reprlib.repr(name)}, must be 1 to {NAME_BYTES_MAX} ASCII letters, "
+                "digits, '-', '_', '.' and '/', where no part between slashes is empty or begins "
+                "with '.'"
+            )
+    return min(as_seconds("timeout_s", timeout_s), TIMEOUT_S_MAX)
+
+
+def check_reads(reads: Sequence[BlobRead], *, timeout_s: float) -> float:
+    """Refuses reads that no store could do; the time at most, as a number.
+
+    Raises:
+        ValueError: a name is wrong, or ranges do not ascend.
+    """
+    for name, ranges in reads:
+        end = 0
+        for offset, target in ranges:
+            if type(offset) is not int or not end <= offset <= OFFSET_MAX:
+                as_int("offset", offset, 0, OFFSET_MAX)
+                raise ValueError(
+                    f"a range of {name!r} begins at {offset}, must not begin before {end}, where "
+                    "the one before it ends"
+                )
+            if target.readonly:
+                raise ValueError(f"the target of a range of {name!r} is read-only memory")
+            end = offset + target.nbytes
+    return check_names([read.name for read in reads], timeout_s=timeout_s)
+
+
+def check_record(name: str, record: bytes, *, timeout_s: float) -> float:
+    """Refuses a record that is too large, or its name; the time at most, as a number."""
+    if len(record) > RECORD_BYTES_MAX:
+        raise ValueError(
+            f"record {name!r} has {len(record)} bytes, must have at most {RECORD_BYTES_MAX}"
+        )
+    return check_names([name], timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """Where a password or token is: in a file, or in a variable of this process's environment.
+
+    It is read when it is needed, so one that was changed is noticed, and it is in no `repr`.
+    """
+
+    file: str = ""
+    variable: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.file) == bool(self.variable):
+            raise ValueError(
+                f"file is {self.file!r} and variable is {self.variable!r}, must be one of the two"
+            )
+
+    def read(self) -> str:
+        """The secret, without the line end that editors put behind it.
+
+        Raises:
+            ConfigError: it is not there; the message says where, never what.
+        """
+        if self.variable:
+            found = os.environ.get(self.variable, "")
+            if not found:
+                raise ConfigError(self.variable, "is not set in the environment, or is empty")
+            return found
+        try:
+            with Path(self.file).open(encoding="utf-8") as file:
+                found = file.read(SECRET_BYTES_MAX + 1).rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as problem:
+            reason = problem.strerror if isinstance(problem, OSError) else "it is not text"
+            raise ConfigError(self.file, f"cannot be read: {reason}") from None
+        if not 0 < len(found) <= SECRET_BYTES_MAX:
+            raise ConfigError(
+                self.file,
+                f"has {len(found)} characters, must have from 1 to {SECRET_BYTES_MAX}",
+            )
+        return found

@@ -1,4 +1,4 @@
-"""Conformance suites: what every tier, mover, policy, channel, transport and store tier must do.
+"""Conformance suites: what every tier, mover, policy, channel, transport and store must do.
 
     from penstock.testing import TierSuite
 
@@ -17,12 +17,14 @@ of it on your class. The suites need pytest.
 | a control channel    | `ChannelSuite`                                                        |
 | a data transport     | `DataTransportSuite`                                                  |
 | a tier of the store  | `StoreTierSuite`                                                      |
+| a shared store       | `BlobStoreSuite`, or `FailingBlobStoreSuite` if it can be stopped     |
 
 Public: `TierSuite`, `SumKeepingTierSuite`, `MoverSuite`, `SavingMoverSuite`, `LoadingMoverSuite`,
-`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`, `StoreTierSuite`; what
-they take, `Ends`, `SuiteWriter`, `LocalWriter` and `ProcessWriter`; `failing_seed`; for tests of
-layouts `tier_suite.draw_blocks`, `tier_suite.read_slots`, `tier_suite.write_slots` and
-`route_copying.RouteCopier`. docs/conformance.md has an example.
+`CheckingMoverSuite`, `PolicySuite`, `ChannelSuite`, `DataTransportSuite`, `StoreTierSuite`,
+`BlobStoreSuite`, `FailingBlobStoreSuite`; what they take, `Ends`, `SuiteWriter`, `LocalWriter` and
+`ProcessWriter`; `failing_seed`; for tests of layouts `tier_suite.draw_blocks`,
+`tier_suite.read_slots`, `tier_suite.write_slots` and `route_copying.RouteCopier`.
+docs/conformance.md has an example.
 
 The one rule: this file loads nothing. Processes that a suite starts are modules of this package,
 and need neither pytest nor NumPy before their work begins.
@@ -34,10 +36,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _PLACES = {
+    "BlobStoreSuite": "blob_store_suite",
     "ChannelSuite": "channel_suite",
     "CheckingMoverSuite": "mover_suite",
     "DataTransportSuite": "data_transport_suite",
     "Ends": "mover_suite",
+    "FailingBlobStoreSuite": "blob_store_suite",
     "LoadingMoverSuite": "mover_suite",
     "LocalWriter": "writer_process",
     "MoverSuite": "mover_suite",
@@ -52,6 +56,8 @@ _PLACES = {
 }
 
 if TYPE_CHECKING:
+    from penstock.testing.blob_store_suite import BlobStoreSuite as BlobStoreSuite
+    from penstock.testing.blob_store_suite import FailingBlobStoreSuite as FailingBlobStoreSuite
     from penstock.testing.channel_suite import ChannelSuite as ChannelSuite
     from penstock.testing.data_transport_suite import DataTransportSuite as DataTransportSuite
     from penstock.testing.mover_suite import CheckingMoverSuite as CheckingMoverSuite

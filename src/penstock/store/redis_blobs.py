@@ -1,0 +1,358 @@
+"""Values in Redis or Valkey: one server, a master found by Sentinels, or a cluster.
+
+    values    SET name … NX [PX ttl]   GETRANGE   EXISTS   UNLINK
+    records   SET name … [NX]          GET
+
+Ranges of a value that lie near each other are read by one command, with what is between them: a
+command costs about as much as `GAP_BYTES`. A range may be the whole value, as `GETRANGE` costs what
+`GET` does.
+
+Needs the `redis` extra. `redis_connections` has the settings, docs/shared-stores.md how to run it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from penstock.store.blobs import (
+    BlobOutcome,
+    BlobStoreError,
+    check_names,
+    check_reads,
+    check_record,
+)
+from penstock.store.redis_connections import Node, RedisConnections
+from penstock.store.redis_wire import (
+    ErrorReply,
+    Taken,
+    command,
+    command_into,
+    command_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.store.blobs import BlobRange, BlobRead, BlobWrite
+    from penstock.store.redis_connections import RedisSettings
+    from penstock.store.redis_wire import RedisCommand, RedisWire, Reply
+
+    Exchange = Callable[[Node | None, Sequence[RedisCommand], float], list[Reply]]
+
+GAP_BYTES = 32 << 10
+"""Between two ranges that one command reads: it is read too, and thrown away."""
+VALUE_BYTES_MAX = 512 << 20
+"""What Redis takes in one value unless it is told otherwise (`proto-max-bulk-len`)."""
+SLOTS = 16_384
+ELSEWHERE = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"})
+OF_THE_SERVER = frozenset({"READONLY", "LOADING", "MASTERDOWN", "NOAUTH"}) | ELSEWHERE
+"""Errors after which another server may be the right one: connections are opened anew."""
+
+
+class RedisBlobs:
+    """A client of Redis. Its connections are opened when they are needed."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        self._settings = settings
+        self._connections = RedisConnections(settings)
+        self._cluster = _Cluster(settings, self._connections) if settings.cluster else None
+        self._free = threading.BoundedSemaphore(settings.threads)
+        ttl_s = settings.ttl_s
+        self._options = [b"NX"] if ttl_s is None else [b"NX", b"PX", b"%d" % max(1, ttl_s * 1000)]
+
+    @property
+    def threads(self) -> int:
+        """How many threads should call at once; each has a connection."""
+        return self._settings.threads
+
+    def register(self, memory: memoryview) -> None:
+        """Sockets take any memory."""
+
+    def unregister(self, memory: memoryview) -> None:
+        """Sockets take any memory."""
+
+    def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        commands = [command(b"EXISTS", name.encode()) for name in names]
+        return [reply == 1 for reply in self._ask(names, commands, timeout_s)]
+
+    def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
+        deadline = time.monotonic() + check_reads(reads, timeout_s=timeout_s)
+        names: list[str] = []
+        commands: list[RedisCommand] = []
+        for read in reads:
+            asked = _range_commands(read)
+            names += [read.name] * len(asked)
+            commands += asked
+        replies = iter(zip(commands, self._ask_until(names, commands, deadline), strict=True))
+        outcomes: list[BlobOutcome | None] = []
+        for read in reads:
+            counts = [next(replies) for _ in _runs(read.ranges)]
+            whole = all(
+                isinstance(reply, Taken) and reply.size_bytes == asked.reply_bytes
+                for asked, reply in counts
+            )
+            # Without a byte that was read nothing shows that the value is there.
+            outcomes.append(BlobOutcome.READ if whole and _is_plain(read) else None)
+        return self._explained(reads, outcomes, deadline)
+
+    def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
+        names = [write.name for write in writes]
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        sizes = [sum(buffer.nbytes for buffer in write.buffers) for write in writes]
+        chosen = [index for index, size in enumerate(sizes) if size <= VALUE_BYTES_MAX]
+        commands = [
+            command_of(writes[index].name.encode(), writes[index].buffers, *self._options)
+            for index in chosen
+        ]
+        problems = [
+            "" if size <= VALUE_BYTES_MAX else f"has {size} bytes, Redis takes {VALUE_BYTES_MAX}"
+            for size in sizes
+        ]
+        replies = self._ask([names[index] for index in chosen], commands, timeout_s, strict=False)
+        for index, reply in zip(chosen, replies, strict=True):
+            if isinstance(reply, ErrorReply):
+                problems[index] = reply.text
+        return problems
+
+    def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        self._ask(names, [command(b"UNLINK", name.encode()) for name in names], timeout_s)
+
+    def get(self, name: str, *, timeout_s: float) -> bytes | None:
+        timeout_s = check_names([name], timeout_s=timeout_s)
+        (reply,) = self._ask([name], [command(b"GET", name.encode())], timeout_s)
+        return reply if isinstance(reply, bytes) else None
+
+    def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
+        timeout_s = check_record(name, record, timeout_s=timeout_s)
+        commands = [command_of(name.encode(), [memoryview(record)], b"NX")]
+        (reply,) = self._ask([name], commands, timeout_s)
+        return reply == "OK"
+
+    def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
+        timeout_s = check_record(name, record, timeout_s=timeout_s)
+        self._ask([name], [command_of(name.encode(), [memoryview(record)])], timeout_s)
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _explained(
+        self,
+        reads: Sequence[BlobRead],
+        outcomes: Sequence[BlobOutcome | None],
+        deadline: float,
+    ) -> list[BlobOutcome]:
+        """What came of reads that got less than they asked for: `GETRANGE` does not say why."""
+        open_reads = [read for read, outcome in zip(reads, outcomes, strict=True) if not outcome]
+        if not open_reads:
+            return [outcome for outcome in outcomes if outcome]
+        names = [read.name for read in open_reads for _ in range(2)]
+        commands = [
+            each
+            for read in open_reads
+            for each in (
+                command(b"EXISTS", read.name.encode()),
+                command(b"STRLEN", read.name.encode()),
+            )
+        ]
+        answers = iter(self._ask_until(names, commands, deadline))
+        found: list[BlobOutcome] = []
+        for read, outcome in zip(reads, outcomes, strict=True):
+            if outcome is not None:
+                found.append(outcome)
+                continue
+            there, size = next(answers), next(answers)
+            end = max((each.offset + each.target.nbytes for each in read.ranges), default=0)
+            if there != 1:
+                found.append(BlobOutcome.MISSING)
+            elif not isinstance(size, int) or size < end:
+                found.append(BlobOutcome.SHORT)
+            else:
+                # Nothing was asked for; or it came, or came back, after it was read.
+                empty = not any(each.target.nbytes for each in read.ranges)
+                found.append(BlobOutcome.READ if empty else BlobOutcome.MISSING)
+        return found
+
+    def _ask(
+        self, names: Sequence[str], commands: Sequence[RedisCommand], timeout_s: float, **how: bool
+    ) -> list[Reply]:
+        return self._ask_until(names, commands, time.monotonic() + timeout_s, **how)
+
+    def _ask_until(
+        self,
+        names: Sequence[str],
+        commands: Sequence[RedisCommand],
+        deadline: float,
+        *,
+        strict: bool = True,
+    ) -> list[Reply]:
+        """Replies to commands, each about the value of one name.
+
+        Raises:
+            BlobStoreError: one could not be had, or is an error and `strict` says that none may be.
+        """
+        if not commands:
+            return []
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BlobStoreError(
+                f"Redis: more than {self._settings.threads} threads wait for it at once"
+            )
+        try:
+            if self._cluster is not None:
+                replies = self._cluster.ask(names, commands, deadline, self._exchange)
+            else:
+                replies = self._exchange(None, commands, deadline)
+        except BlobStoreError:
+            self._connections.drop()
+            raise
+        finally:
+            self._free.release()
+        errors = [reply for reply in replies if isinstance(reply, ErrorReply)]
+        if any(error.kind in OF_THE_SERVER for error in errors):
+            self._connections.drop()
+        if errors and strict:
+            raise BlobStoreError(f"Redis refuses: {errors[0].text}")
+        return replies
+
+    def _exchange(
+        self, node: Node | None, commands: Sequence[RedisCommand], deadline: float
+    ) -> list[Reply]:
+        wire: RedisWire = self._connections.take(node, deadline)
+        replies = wire.exchange(commands, deadline)
+        self._connections.give_back(node, wire)
+        return replies
+
+
+def _is_plain(read: BlobRead) -> bool:
+    """Whether the bytes that came show that the value is there and long enough."""
+    return bool(read.ranges) and all(each.target.nbytes for each in read.ranges)
+
+
+def _runs(ranges: Sequence[BlobRange]) -> list[list[BlobRange]]:
+    """Ranges that one command reads; those without bytes are left out."""
+    runs: list[list[BlobRange]] = []
+    end = -1 - GAP_BYTES
+    for each in ranges:
+        if not each.target.nbytes:
+            continue
+        if each.offset - end > GAP_BYTES:
+            runs.append([])
+        runs[-1].append(each)
+        end = each.offset + each.target.nbytes
+    return runs
+
+
+def _range_commands(read: BlobRead) -> list[RedisCommand]:
+    commands = []
+    for run in _runs(read.ranges):
+        start = end = run[0].offset
+        places: list[memoryview | int] = []
+        for offset, target in run:
+            if offset > end:
+                places.append(offset - end)
+            places.append(target)
+            end = offset + target.nbytes
+        bounds = (b"%d" % start, b"%d" % (end - 1))
+        commands.append(command_into(places, b"GETRANGE", read.name.encode(), *bounds))
+    return commands
+
+
+class _Cluster:
+    """Which server of a cluster has which names."""
+
+    def __init__(self, settings: RedisSettings, connections: RedisConnections) -> None:
+        from redis.crc import key_slot  # noqa: PLC0415 - See `RedisConnections`.
+
+        self._slot_of: Callable[[bytes], int] = key_slot
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._known = list(settings.nodes)
+        self._owners: list[Node | None] | None = None
+
+    def ask(
+        self,
+        names: Sequence[str],
+        commands: Sequence[RedisCommand],
+        deadline: float,
+        exchange: Exchange,
+    ) -> list[Reply]:
+        """Replies, in order. Where values have moved, the map is fetched anew, once."""
+        replies: list[Reply] = [None] * len(commands)
+        missing = list(range(len(commands)))
+        for _ in range(2):
+            owners = self._map(deadline, exchange)
+            shares: dict[Node, list[int]] = {}
+            for index in missing:
+                slot = self._slot_of(names[index].encode())
+                owner = owners[slot]
+                if owner is None:
+                    raise BlobStoreError(f"Redis: no server of the cluster has slot {slot}")
+                shares.setdefault(owner, []).append(index)
+            for node, share in shares.items():
+                try:
+                    found = exchange(node, [commands[index] for index in share], deadline)
+                except BlobStoreError:
+                    self._forget_map()
+                    raise
+                for index, reply in zip(share, found, strict=True):
+                    replies[index] = reply
+            missing = [
+                index
+                for index in missing
+                if isinstance(reply := replies[index], ErrorReply) and reply.kind in ELSEWHERE
+            ]
+            if not missing:
+                break
+            self._forget_map()
+        return replies
+
+    def _forget_map(self) -> None:
+        with self._lock:
+            self._owners = None
+
+    def _map(
+        self,
+        deadline: float,
+        exchange: Exchange,
+    ) -> list[Node | None]:
+        with self._lock:
+            owners, known = self._owners, list(self._known)
+        if owners is not None:
+            return owners
+        problem: BlobStoreError | None = None
+        for node in known:
+            try:
+                (reply,) = exchange(node, [command(b"CLUSTER", b"SLOTS")], deadline)
+                owners = _owners(reply, node)
+            except BlobStoreError as one:
+                problem = one
+                with self._lock:  # Another is asked first the next time.
+                    if node in self._known:
+                        self._known.remove(node)
+                        self._known.append(node)
+                continue
+            nodes = [each for each in dict.fromkeys(owners) if each is not None]
+            with self._lock:
+                self._owners = owners
+                self._known = list(dict.fromkeys([*nodes, *self._known]))[:SLOTS]
+            return owners
+        raise problem or BlobStoreError("Redis: no server of the cluster is known")
+
+
+def _owners(reply: Reply, asked: Node) -> list[Node | None]:
+    """The owner of every slot, from the answer to `CLUSTER SLOTS`."""
+    owners: list[Node | None] = [None] * SLOTS
+    for entry in reply if isinstance(reply, list) else [reply]:
+        match entry:
+            case [int(first), int(last), [host, int(port), *_], *_] if first <= last < SLOTS:
+                # An empty name stands for the server that was asked.
+                name = host.decode("ascii", "replace") if isinstance(host, bytes) else ""
+                node = Node(name or asked.host, port)
+                owners[first : last + 1] = [node] * (last - first + 1)
+            case _:
+                text = entry.text if isinstance(entry, ErrorReply) else repr(entry)[:80]
+                raise BlobStoreError(f"Redis at {asked} does not tell where slots are: {text}")
+    return owners
