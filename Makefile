@@ -14,6 +14,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 MODEL := $(VENV)/.model
 NIXL := $(VENV)/.nixl
+SITE := $(VENV)/.site
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu clean ip browser redis
+    bench-vllm sim explore gpu docs clean ip browser redis
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +33,10 @@ help: ## list these targets
 demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
 
-test: $(READY) $(NIXL) ip browser redis ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) $(SITE) ip browser redis ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(SITE) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
@@ -67,6 +68,10 @@ sim: $(READY) ## simulate SCENARIO (cache, disk, runtime, handoff or pairs) from
 
 explore: $(READY) ## visit every state of small handoff worlds (15 minutes)
 	@$(BIN)/lab explore handoff
+
+docs: $(READY) $(SITE) ## build the documentation site; it begins at build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
+	@echo "The site is in build/site: open build/site/index.html"
 
 gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu
@@ -121,6 +126,14 @@ $(NIXL): $(READY)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet --no-deps -c constraints.txt nixl-cu12 \
 	    || echo "make: no NIXL here: its tests are skipped" >&2
+	@touch $@
+
+# What builds the documentation site. Where it cannot be had, its tests are skipped.
+$(SITE): $(READY)
+	@echo "Getting mkdocs-material (once; 10 MB)"
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt mkdocs-material \
+	    || echo "make: no mkdocs-material here: the tests of the site are skipped" >&2
 	@touch $@
 
 $(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment

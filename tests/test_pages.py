@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import penstock
+from lab import charts
 from lab.architecture import CAPTIONS, PICTURE, Graph, draw, read_imports, rows_of, without_implied
 from lab.cli.app import run as run_lab
 from penstock.cli.entry import main
@@ -154,6 +155,19 @@ def test_the_picture_shows_the_imports_of_today() -> None:
     drawn = draw(imports())
 
     assert drawn == PICTURE.read_text(encoding="utf-8"), "run `python -m lab.architecture`"
+
+
+def test_the_charts_have_the_figures_of_the_tables() -> None:
+    drawn = {name: charts.draw(panels) for name, panels in charts.CHARTS.items()}
+
+    stored = {name: (charts.FOLDER / name).read_text(encoding="utf-8") for name in drawn}
+    assert drawn == stored, "run `python -m lab.charts`"
+
+
+@pytest.mark.parametrize(("row", "column"), [("no such row", "a"), ("b", "no such column")])
+def test_a_chart_of_a_figure_that_no_table_has_is_not_drawn(row: str, column: str) -> None:
+    with pytest.raises(ValueError, match="no such"):
+        charts.figure("| | a |\n|---|---|\n| b | 1.5 ms |\n", row, column)
 
 
 def test_an_arrow_that_follows_from_others_is_not_drawn() -> None:

@@ -1,0 +1,134 @@
+"""What mkdocs does not do by itself for the pages in `docs/`, which are written for GitHub, too.
+
+`mkdocs.yml` names this file as its hook. Pages from outside `docs/` become pages of the site and
+links to them lead there; fences lose the words that only the tests read (`gpu`, `file=NAME`);
+anchors are those of GitHub; decision records are listed without a line for each in `mkdocs.yml`.
+A link to something the site does not have is a warning, which ends a strict build.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = "docs"
+
+ADOPTED = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "reporting.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
+    "src/penstock/handoff/protocol/PROTOCOL.md": "handoff-protocol.md",
+}
+"""Pages from elsewhere in the repository, and where the site has them."""
+
+EXAMPLES = "examples.md"
+INSTEAD = {"README.md": "index.md"}
+"""What the site has another page for."""
+
+FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,}) *(?P<words>[^`\n]*)$")
+LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
+ITEM = re.compile(r"(?:[-*]|1\.) ")
+ANY_ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
+
+log = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.mdx_configs.setdefault("toc", {})["slugify"] = github_slug
+    decisions = sorted((ROOT / DOCS / "decisions").glob("*.md"))
+    (contribute,) = (top["Contribute"] for top in config.nav or [] if "Contribute" in top)
+    contribute.append({"Decisions": [f"decisions/{path.name}" for path in decisions]})
+    return config
+
+
+def github_slug(title: str, separator: str) -> str:
+    """The anchor that GitHub gives a heading, as `tests/test_docs.py` expects it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", separator)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for source, place in ADOPTED.items():
+        content = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=content))
+    files.append(File.generated(config, EXAMPLES, content=examples_page()))
+    return files
+
+
+def examples_page() -> str:
+    parts = ["# Examples\n\nThey run from a clone, after `make demo` has set it up.\n"]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        parts.append(f"## {path.name}\n\n```python\n{text}```\n")
+    return "\n".join(parts)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    del config, files
+    place = page.file.src_uri
+    source = {site: path for path, site in ADOPTED.items()}.get(place, f"{DOCS}/{place}")
+    return rewritten(markdown, lambda target: site_link(target, source, place))
+
+
+def rewritten(markdown: str, link: Callable[[str], str]) -> str:
+    """A page with the fences, lists and links that Python-Markdown understands."""
+    lines: list[str] = []
+    fence = ""
+    for line in markdown.splitlines():
+        opening = FENCE.match(line)
+        if fence:
+            if line.startswith(fence) and not line.strip("`~ "):
+                fence = ""
+            lines.append(line)
+        elif opening:
+            fence = opening["fence"]
+            lines.append(fence_line(fence, opening["words"].split()))
+        else:
+            if begins_a_list(line, lines[-1] if lines else ""):
+                lines.append("")
+            lines.append(LINK.sub(lambda found: link(found[0]), line))
+    return "\n".join(lines) + "\n"
+
+
+def fence_line(fence: str, words: list[str]) -> str:
+    language = words[0] if words else "text"
+    files = [word.removeprefix("file=") for word in words if word.startswith("file=")]
+    title = f' title="{files[0]}"' if files else ""
+    return f"{fence}{language}{title}"
+
+
+def begins_a_list(line: str, before: str) -> bool:
+    """Whether a list begins right below a paragraph, which only GitHub takes for a list."""
+    return bool(ITEM.match(line) and before.strip() and not ANY_ITEM.match(before)) and not (
+        before.startswith("  ")
+    )
+
+
+def site_link(target: str, source: str, place: str) -> str:
+    """A link of the file `source`, as one of the page that the site has at `place`."""
+    if re.match(r"[a-z]+:|#", target):
+        return target
+    path, hash_, anchor = target.partition("#")
+    linked = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    found = ADOPTED.get(linked) or INSTEAD.get(linked)
+    if linked.startswith("examples/"):
+        found, hash_, anchor = EXAMPLES, "#", github_slug(posixpath.basename(linked), "-")
+    elif not found and linked.startswith(f"{DOCS}/"):
+        found = linked.removeprefix(f"{DOCS}/")
+    if not found:
+        log.warning("%s: the site has no page for %s", source, target)
+        return target
+    return posixpath.relpath(found, posixpath.dirname(place) or ".") + hash_ + anchor
