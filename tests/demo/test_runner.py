@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.cache.explain import MissReason
 from penstock.cli import demo
 from penstock.cli.app import run
 from penstock.demo import Played, Stage
 from penstock.demo.chats import CHATS_MAX, chats
+from penstock.demo.page import KINDS
 from penstock.demo.result import GENERATED_MAX
 from penstock.demo.runner import too_much
+from penstock.observe.miss_reasons import MISS_ADVICE
+from tests.serve import browser
 from tests.serve.conftest import make_checkpoint
 
 if TYPE_CHECKING:
@@ -113,13 +119,46 @@ def test_the_same_prompts_are_sent_again_with_the_cache_off(shown: Shown) -> Non
     assert cached == off
 
 
-def test_the_picture_has_every_client_handoff_and_copy(shown: Shown) -> None:
+def test_the_page_begins_with_the_result(shown: Shown) -> None:
+    headline = shown.document["headline"]
+
+    assert headline[0] == f"{2 * CHATS * TURNS} answers, all right"
+    assert "times sooner" in headline[1]
+    computed = shown.document["rounds"][0]["prompt_tokens_computed"]
+    share = 1 - computed / shown.document["rounds"][0]["prompt_tokens"]
+    assert headline[2] == f"{100 * share:.0f} % of prompt tokens not computed"
+    assert 0 < share < 1
+    [first] = re.findall("<h1>(.*?)</h1>", shown.picture)
+    assert first == "; ".join(headline) + "."
+    assert "; ".join(headline) in " ".join(shown.text.split())
+
+
+def test_with_the_cache_off_every_prompt_token_is_computed(shown: Shown) -> None:
+    off = shown.document["rounds"][1]
+
+    assert off["prompt_tokens_computed"] >= off["prompt_tokens"]
+
+
+def test_the_page_explains_misses_and_counts_what_was_verified(shown: Shown) -> None:
+    verified = sum(
+        each.blocks_verified + each.total_of("handed_parts_verified")
+        for each in shown.played.rounds
+    )
+
+    assert verified > 0
+    assert f"{verified:,} verified" in shown.picture
+    assert MISS_ADVICE[MissReason.NEVER_SEEN].means in shown.picture
+    for kind in KINDS:
+        assert html.escape(kind.about) in shown.picture
+
+
+def test_the_page_has_every_client_handoff_and_copy(shown: Shown) -> None:
     assert shown.picture.startswith("<!DOCTYPE html>")
     assert "<script" not in shown.picture
     assert "://" not in shown.picture.replace("http://127.0.0.1", "")
     for name in ("client 0", "client 1", "prefill-0: handoffs", "decode-0: copies"):
         assert name in shown.picture
-    bars = shown.picture.count("<rect")
+    bars = shown.picture.count('<rect class="bar"')
     handoffs = sum(
         len(reported["handoffs"])
         for each in shown.played.rounds
@@ -133,6 +172,28 @@ def test_the_picture_has_every_client_handoff_and_copy(shown: Shown) -> None:
     assert bars == 2 * 2 * CHATS * TURNS + handoffs + copies
     assert handoffs
     assert copies
+
+
+@pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
+def test_the_page_fits_every_screen_and_has_no_console_error(shown: Shown, tmp_path: Path) -> None:
+    file = tmp_path / "demo.html"
+    file.write_text(shown.picture)
+    with browser.browsing(tmp_path / "profile") as page:
+        page.open(file.as_uri())
+        for width in (400, 800, 1400):
+            page.show(width=width, scheme="dark" if width == 800 else "light")
+            page.wait("document.documentElement.scrollWidth <= innerWidth")
+        assert page.run("document.querySelectorAll('.tile').length") == 4
+        assert page.run("document.querySelector('.card .big').textContent").endswith("checked")
+        assert page.run("document.querySelector('rect.bar title').textContent")
+        assert page.picture().startswith(b"\x89PNG")
+        assert page.errors == []
+
+
+def test_it_ends_with_where_to_look(shown: Shown) -> None:
+    last = shown.text.strip().splitlines()[-1]
+
+    assert re.fullmatch(r"Look at file:///\S+/demo\.html: it explains what happened\.", last)
 
 
 def test_a_finding_ends_it_with_status_one(

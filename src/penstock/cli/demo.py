@@ -35,7 +35,7 @@ BlocksOption: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Blocks on the device of each instance.")
 ]
 PictureOption: TypeAlias = Annotated[
-    Path, typer.Option(metavar="FILE", help="Where the timeline goes, as HTML.")
+    Path, typer.Option(metavar="FILE", help="Where the page with the results goes.")
 ]
 
 
@@ -90,7 +90,7 @@ def _console() -> Console:
 
 
 def _write_picture(path: Path, played: Played) -> None:
-    from penstock.demo.result import html_of  # noqa: PLC0415
+    from penstock.demo.page import html_of  # noqa: PLC0415
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,14 +214,18 @@ def _print_verdict(console: Console, played: Played, picture: Path) -> None:
         f"{verdict.answers} answers, {verdict.tokens:,} tokens: {verdict.values:,} "
         f"log-probabilities compared with a fresh computation; the largest difference is "
         f"{verdict.largest:.1e}, {verdict.bound:g} is allowed; {verdict.near_ties} tokens differ "
-        f"where two are nearly equal.\nTimeline: {picture}\n"
+        f"where two are nearly equal.\n"
     )
     console.print(
         f"It took {played.seconds:.0f} s, of which {played.ready_s:.0f} s to get ready and "
         f"{played.check_s:.0f} s to check; {played.generated:,} tokens were generated, "
         f"{played.generated_max:,} may be.\n"
     )
-    if not played.findings:
-        console.print("[bold green]All answers were right[/bold green].")
-        return
-    print_section(console, f"{len(played.findings)} findings", *played.findings)
+    if played.findings:
+        print_section(console, f"{len(played.findings)} findings", *played.findings)
+    else:
+        told = "; ".join(played.headline)
+        console.print(f"[bold green]All answers were right[/bold green]: {told}.")
+    console.print(
+        f"Look at {picture.absolute().as_uri()}: it explains what happened.", soft_wrap=True
+    )

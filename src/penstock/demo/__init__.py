@@ -6,7 +6,8 @@
 | `clients`   | a `penstock serve`, and several clients that talk to it at the same time |
 | `exactness` | the check of every answer against a fresh computation                    |
 | `runner`    | the demonstration from start to verdict                                  |
-| `result`    | the results as values, and as a timeline for a browser                   |
+| `result`    | the results as values                                                    |
+| `page`      | the results as a page for a browser                                      |
 """
 
 from __future__ import annotations
