@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lab.sim.checkers import SimulationError
 from lab.sim.engine import Engine
 from lab.sim.weather import Plenty
@@ -41,6 +43,7 @@ class Request:
         "computed",
         "epoch",
         "forked",
+        "keeps",
         "lease",
         "name",
         "published",
@@ -64,6 +67,8 @@ class Request:
         self.published = 0
         """Blocks that were offered to the index."""
         self.store = True
+        self.keeps: int | None = None
+        """Leading blocks that it says are used again; the others are not written down."""
         self.epoch = 0
         self.forked = False
         """Whether its unfinished block may be shared."""
@@ -155,6 +160,9 @@ class ManagedEngine(Engine):
             ttl_s=rng.choice((None, 0.2, 2.0)) if hinted else None,
             deadline=now + rng.uniform(0.05, 0.5) if rng.random() < weather.haste else None,
         )
+        if event.ttl_s == 0.2 and weather.plenty is Plenty.NOWHERE:
+            # No draw of its own: seeds go on meaning what they meant.
+            event = msgspec.structs.replace(event, keep_blocks=event.priority)
         latest = [job.deadline for job in world.ranks.open.values()]
         effects = world.send(event)
         granted = self._only_grant(effects)
@@ -162,6 +170,7 @@ class ManagedEngine(Engine):
             raise SimulationError("refusal", f"{name} got a lease though a rank is lost")
         request = Request(name, granted.lease, text)
         request.store = event.store
+        request.keeps = event.keep_blocks
         request.epoch = world.epoch
         own = event.deadline or now + weather.settings.operation_timeout_s
         request.bound = max([own, *latest])
@@ -269,6 +278,7 @@ class ManagedEngine(Engine):
         effects = self.world.send(ev.Fork(lease=request.lease, request=name))
         granted = self._only_grant(effects)
         other = Request(name, granted.lease, request.text.cut(request.computed))
+        other.keeps = request.keeps
         other.store, other.epoch = request.store, request.epoch
         request.forked = other.forked = True
         if granted.cached_tokens != request.computed:
@@ -354,7 +364,7 @@ class ManagedEngine(Engine):
         hub = books.hub
         if hub is None or hub.settings.quotas or hub.index in world.ranks.off or world.ranks.lost:
             return
-        current = request.store and request.epoch == world.epoch
+        current = request.store and request.epoch == world.epoch and request.keeps is None
         if not current or request.state is not LeaseState.READY or not hub.pool.free_count:
             return
         for key in keys:

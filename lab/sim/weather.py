@@ -332,7 +332,8 @@ def _draw_settings(rng: Random, plenty: Plenty, *, managed: bool, blocks_max: in
         operation_timeout_s=rng.choice((1.0, 4.0)),
         departed_count=rng.choice((4, 1000)),
         event_count=rng.choice((2, 1000, 1000)),
-        pin_share=rng.choice((0.2, 0.5)),
+        pin_share=(share := rng.choice((0.2, 0.5))),
+        hint_share=share,
     )
 
 

@@ -178,6 +178,7 @@ def test_a_pinned_block_and_those_before_it_do_not_leave(cache: Cache) -> None:
 def test_the_standing_of_a_block_that_may_leave_is_its_priority(cache: Cache) -> None:
     cache.add("ab")
     cache.nodes.priority[cache.node("ab")] = 4
+    cache.tier.prioritize(cache.array("ab"))
 
     assert cache.tier.standing(cache.node("ab")) == 4
     assert cache.tier.standing(cache.node("a")) is None
@@ -315,6 +316,7 @@ def long_chain(eviction: str) -> Cache:
     cache.add(chain[:40] + "-", after=chain[:40])
     cache.nodes.pins[cache.node(chain[:4])] = 1
     cache.nodes.priority[cache.node(chain[:20])] = 2
+    cache.tier.prioritize(cache.array(chain))
     cache.tier.touch(cache.array(chain[:30]), tick=99)
     return cache
 

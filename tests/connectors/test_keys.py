@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from penstock.connectors.base.keys import CHAINS_KEPT, KeyChains, RequestKeys, read_options
+from penstock.vocabulary.hints import RetentionHints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -176,6 +177,16 @@ def test_a_request_may_stay_out(
     assert not options.error
 
 
+def test_a_request_may_have_hints(make_request: Any) -> None:
+    hints = {"over": True, "ttl_s": 30, "priority": 5}
+    told = {"kv_transfer_params": {"penstock": {"save": False, **hints}}}
+
+    options = read_options(make_request("a", TOKENS, **told))
+
+    assert (options.load, options.save) == (True, False)
+    assert options.hints == RetentionHints(priority=5, ttl_s=30.0, keep_tokens=0)
+
+
 def nested(depth: int) -> list[object]:
     """As deep as a client can make it."""
     inner: list[object] = []
@@ -195,6 +206,8 @@ def nested(depth: int) -> list[object]:
         ({"penstock": {"save": False, "store": True}}, "penstock['store'] is True"),
         ({"penstock": {"save ": False}}, "penstock['save '] is False"),
         ({"penstock": {1: False}}, "penstock[1] is False"),
+        ({"penstock": {"ttl_s": -1}}, "kv_transfer_params.penstock.ttl_s is -1, must be a number"),
+        ({"penstock": {"over": 1}}, "kv_transfer_params.penstock.over is 1, must be true or false"),
         ({"penstock": "false"}, "kv_transfer_params.penstock is 'false', must be true, false"),
         ({"penstock": 0}, "kv_transfer_params.penstock is 0"),
         ({"penstock": None}, "kv_transfer_params.penstock is None"),

@@ -53,6 +53,19 @@ def test_the_last_token_is_always_left_to_compute(engine: Any, make_request: Any
     assert engine.scheduler.find_tokens(make_request("again", PROMPT[:24]), 0) == 20
 
 
+def test_a_conversation_that_is_over_is_neither_saved_nor_kept(
+    engine: Any, make_request: Any
+) -> None:
+    engine.run(make_request("first", PROMPT[:16]))
+    over = {"kv_transfer_params": {"penstock": {"over": True}}}
+
+    engine.run(make_request("last", PROMPT, **over))
+    engine.scheduler.finish_request("last")
+
+    assert engine.scheduler.find_tokens(make_request("again", PROMPT), 0) == 16
+    assert engine.offload.statistics().blocks_let_go == 4
+
+
 def test_what_vllm_has_itself_is_not_claimed(engine: Any, make_request: Any) -> None:
     engine.run(make_request("first", PROMPT))
 

@@ -273,6 +273,95 @@ def test_hits_with_a_time_to_live_leave_no_more_behind_than_there_are_blocks(
     assert driver.machine.next_deadline() is None
 
 
+@each_policy
+def test_a_conversation_that_is_over_is_let_go_at_once(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    driver = make_driver(device=12, eviction=eviction)
+    driver.store("a", "b")
+
+    driver.store("cde", keep_blocks=0)
+
+    assert driver.leaving_order() == ["cde", "cd", "c", "a", "b"]
+    assert driver.machine.statistics().blocks_let_go == 3
+
+
+def test_only_blocks_after_those_to_keep_are_let_go(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("a")
+
+    driver.store("cde", keep_blocks=2)
+
+    assert driver.leaving_order() == ["cde", "a", "cd", "c"]
+
+
+def test_what_other_conversations_begin_with_is_not_let_go(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("xya", "xyb")
+
+    driver.store("xyb", keep_blocks=0)
+
+    assert driver.leaving_order() == ["xyb", "xya", "xy", "x"]
+
+
+def test_what_another_request_uses_is_not_let_go(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("ab")
+    other = driver.acquire("a", more_tokens=1)
+
+    driver.store("ab", keep_blocks=0)
+    driver.release(other.lease)
+    driver.store("z")
+
+    assert driver.leaving_order() == ["ab", "a", "z"]
+
+
+def test_a_block_that_was_let_go_is_found_and_stays_from_then_on(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12)
+    driver.store("ab", keep_blocks=0)
+    driver.store("c")
+
+    driver.store("ab")
+
+    assert driver.machine.statistics().tokens_cached == 4
+    assert driver.leaving_order() == ["c", "ab", "a"]
+
+
+def test_what_will_be_let_go_is_not_written_down(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=12, host=12)
+
+    driver.store("abc", keep_blocks=1)
+
+    assert driver.cached_in("host") == {"a"}
+    assert driver.cached_in("device") == {"a", "ab", "abc"}
+
+
+@each_policy
+def test_a_tenant_raises_no_more_blocks_than_its_share(
+    make_driver: MakeDriver, eviction: str
+) -> None:
+    driver = make_driver(device=12, host=4, hint_share=0.25, eviction=eviction)
+
+    driver.store("abcd", priority=9, tenant="greedy")
+    driver.store("uv", priority=9, tenant="other")
+
+    # Three of twelve and one of four, leading blocks first, and each tenant has its own share.
+    assert driver.leaving_order() == ["abcd", "abc", "ab", "a", "uv", "u"]
+    assert driver.leaving_order(1) == ["ab", "uv", "a", "u"]
+    assert driver.machine.statistics().hints_refused == 1 + 3 + 1
+
+
+def test_a_share_is_free_again_when_raised_blocks_have_left(make_driver: MakeDriver) -> None:
+    driver = make_driver(device=6, hint_share=0.4)
+    driver.store("ab", priority=9, ttl_s=5.0)
+    driver.tick(after_s=6.0)
+
+    driver.store("xy", priority=9)
+
+    assert driver.leaving_order() == ["ab", "a", "xy", "x"]
+    assert driver.machine.statistics().hints_refused == 0
+
+
 # -------------------------------------------------------------------- tenants
 
 

@@ -245,6 +245,38 @@ def test_a_save_may_give_hints(driver: Driver) -> None:
     assert driver.leaving_order(1) == ["c", "b", "a"]
 
 
+def test_a_load_may_give_hints(driver: Driver) -> None:
+    save(driver, "a")
+    save(driver, "b")
+    driver.finish()
+    slots = np.array([[0]], dtype=np.int32)
+
+    driver.handle(ev.Load(keys=driver.keys("a"), slots=slots, cause="r", priority=1))
+    driver.finish()
+    save(driver, "c")
+    driver.finish()
+
+    assert driver.leaving_order(1) == ["b", "c", "a"]
+
+
+def test_a_chain_is_let_go_from_its_end(driver: Driver) -> None:
+    save(driver, "z")
+    save(driver, "abc")
+    driver.finish()
+
+    driver.handle(ev.LetGo(keys=driver.keys("abcd"), keep=1))
+
+    assert driver.leaving_order(1) == ["abc", "ab", "z", "a"]
+
+
+@pytest.mark.parametrize("keep", [-1, 1.0, True, None])
+def test_letting_go_refuses_what_is_no_number_of_blocks(driver: Driver, keep: Any) -> None:
+    save(driver, "ab")
+
+    with pytest.raises(ValueError, match=r"keep is .*, must be a whole number of at least 0"):
+        driver.handle(ev.LetGo(keys=driver.keys("ab"), keep=keep))
+
+
 # -------------------------------------------------------------------- selective
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.config import parse_config
 from penstock.errors import ConfigError
 from penstock.replay.best import BestPossible
 from penstock.replay.simulation import Replay, Speeds, sized_cache
-from penstock.replay.trace import TraceReader, TraceRequest
+from penstock.replay.trace import PerfectHints, TraceReader, TraceRequest
 
 BLOCK = 4
 
@@ -195,6 +196,49 @@ def plain_lru(requests: list[TraceRequest], slots: int) -> int:
             used.pop(key, None)
             used[key] = None
     return found
+
+
+@pytest.mark.parametrize("eviction", ["learned", "lru", "s3fifo"])
+def test_perfect_hints_let_one_conversation_stay_among_many_that_end(eviction: str) -> None:
+    stays = Chain(branch=0, blocks=4, rest=1)
+    chains = [stays]
+    for branch in range(1, 12, 2):
+        # Each with as many blocks as there is room for beside those of the one that stays.
+        chains += [Chain(branch=each, blocks=6, rest=1) for each in (branch, branch + 1)]
+        chains.append(stays)
+    trace = [request_of(chain, float(at)) for at, chain in enumerate(chains)]
+    hinted = list(PerfectHints(trace, BLOCK).written_into(trace))
+
+    plain, told = Replay(cache_of(9)), Replay(cache_of(9, eviction=eviction))
+    plain.run(trace)
+    told.run(hinted)
+
+    best = best_of(trace).found(9) * BLOCK
+    assert sum(told.tally.tokens_by_tier) == best > sum(plain.tally.tokens_by_tier)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("eviction", ["learned", "lru"])
+def test_perfect_hints_bring_most_of_what_is_possible_on_the_shipped_conversation(
+    eviction: str,
+) -> None:
+    config = parse_config('version = 1\nmodel.name = "m"\ncache.block_tokens = 512\n'
+                          "cache.blocks = 3000\n")  # fmt: skip
+    requests = list(TraceReader(config).read("conversation"))
+    cache = sized_cache(config)
+    assert cache.device is not None
+    plain = Replay(cache)
+    told = Replay(replace(cache, device=replace(cache.device, eviction=eviction)))
+
+    plain.run(requests)
+    told.run(PerfectHints(requests, 512).written_into(requests))
+
+    bound = BestPossible()
+    for request in requests:
+        bound.add(request.keys, (request.token_count - 1) // 512)
+    found = sum(plain.tally.tokens_by_tier)
+    gap = bound.found(3000) * 512 - found
+    assert (sum(told.tally.tokens_by_tier) - found) / gap >= 0.6
 
 
 def test_a_first_token_waits_for_those_before_it_and_for_its_load() -> None:

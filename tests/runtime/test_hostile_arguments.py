@@ -152,6 +152,7 @@ CASES: dict[str, Case] = {
         store=lambda _: True,
         priority=lambda _: 1,
         ttl_s=lambda _: 5.0,
+        keep_tokens=lambda _: 4,
         load_timeout_s=lambda _: 5.0,
     ),
     "Cache.prefetch": case(
@@ -232,6 +233,8 @@ CASES: dict[str, Case] = {
         keys=lambda s: s.keys,
         slots=lambda _: [2, 3],
         cause=text,
+        priority=lambda _: 1,
+        ttl_s=lambda _: 5.0,
         deadline=lambda s: s.world.now + 5,
     ),
     "Offload.save": case(
@@ -246,6 +249,9 @@ CASES: dict[str, Case] = {
         priority=lambda _: 0,
         ttl_s=lambda _: None,
         deadline=lambda _: None,
+    ),
+    "Offload.let_go": case(
+        lambda s: s.offload.let_go, "keys", keys=lambda s: s.keys, keep=lambda _: 1
     ),
     "Offload.prefetch": case(
         lambda s: s.offload.prefetch, "keys", keys=lambda s: s.keys, cause=text, deadline=text

@@ -94,6 +94,23 @@ def test_a_request_may_stay_out_of_the_cache(server: Running) -> None:
     assert without["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def let_go(server: Running) -> float:
+    lines = server.client.get("/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith("penstock_cache_blocks_let_go_total")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in counts)
+
+
+def test_hints_reach_the_cache(server: Running) -> None:
+    prompt = "A sentence of a conversation that is going to be over after this very request."
+    before = let_go(server)
+
+    kept = server.complete(prompt, penstock={"ttl_s": 600, "priority": 3}, prompt_cache_key="k")
+    server.complete(prompt, penstock={"over": True}, prompt_cache_retention="24h")
+
+    blocks = kept["usage"]["prompt_tokens"] // 8
+    eventually(lambda: let_go(server) - before >= blocks, wanted=True)
+
+
 def test_tenants_share_nothing(server: Running) -> None:
     body = {"prompt": "A sentence that two tenants happen to have in common.", "max_tokens": 1}
 

@@ -151,6 +151,23 @@ def test_requests_that_come_one_at_a_time_are_dealt_out_in_turn() -> None:
     played(play)
 
 
+def test_requests_with_one_cache_key_go_to_one_instance() -> None:
+    async def play(router: Router, one: Instance, two: Instance) -> None:
+        went: list[str] = []
+        for number, key in enumerate(("k", "k", "other", "k", "")):
+            name = f"r{number}"
+            task = asyncio.create_task(answered(router, submit(name, cache_key=key)))
+            await settled()
+            [chosen] = [each for each in (one, two) if each.received()]
+            went.append("one" if chosen is one else "two")
+            chosen.say(ms.TokenProgress(id=name, answer=0, token=1, reason="stop"))
+            await task
+
+        assert went == ["one", "one", "two", "one", "one"]
+
+    played(play)
+
+
 def test_an_instance_that_leaves_ends_what_it_has_and_gets_nothing_new() -> None:
     async def play(router: Router, one: Instance, two: Instance) -> None:
         one.keep(40)

@@ -137,6 +137,48 @@ def test_the_prefill_server_computes_one_token_and_other_fields_pass_unread(
     }
 
 
+def test_hints_reach_both_servers_where_their_connectors_read_them(
+    router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]
+) -> None:
+    prefill, decode = servers
+
+    router.complete(penstock={"over": True}, prompt_cache_retention="24h")
+    router.complete("Another prompt. " + LONG, penstock={"ttl_s": 60, "priority": -1})
+    router.complete("short", penstock={"keep_tokens": 16})
+
+    hints = [
+        {name: value for name, value in each["kv_transfer_params"]["penstock"].items()
+         if name not in {"handoff", "address"}}
+        for each in (*prefill.asked, *decode.asked)
+    ]  # fmt: skip
+    over = {"priority": 1, "ttl_s": 86400.0, "keep_tokens": 0}
+    later = {"priority": -1, "ttl_s": 60.0}
+    assert hints == [over, later, over, later, {"keep_tokens": 16}]
+    assert not any("penstock" in each for each in (*prefill.asked, *decode.asked))
+    assert not any("prompt_cache_retention" in each for each in decode.asked)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"penstock": {"ttl_s": 0}}, "penstock.ttl_s is 0, must be a number of seconds above 0"),
+        ({"penstock": 5}, "penstock is 5, must be a table with over, keep_tokens"),
+        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention is '48h', must be one of"),
+        (
+            {"penstock": {"over": True}, "kv_transfer_params": {"penstock": True}},
+            "penstock is beside kv_transfer_params, must be in it",
+        ),
+    ],
+)
+def test_wrong_hints_are_refused_by_name(
+    router: RunningRouter, more: dict[str, Any], said: str
+) -> None:
+    answer = router.client.post("/v1/completions", json={"prompt": LONG, **more})
+
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
 def test_a_chat_is_handed_over(router: RunningRouter, servers: tuple[FakeVllm, FakeVllm]) -> None:
     prefill, _ = servers
     messages = [{"role": "user", "content": LONG}]

@@ -63,6 +63,8 @@ class NodeTable:
         """How many pinned prefixes contain it."""
         self.priority = np.zeros(capacity, dtype=np.int16)
         """Lower leaves first."""
+        self.hinted = False
+        """Whether a node ever had another priority than zero."""
         self.run = np.zeros(capacity, dtype=np.int32)
         """How many nodes before it, numbered downwards one by one, are its ancestors."""
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
@@ -73,7 +75,6 @@ class NodeTable:
         # Reading one number through a memoryview takes a third of the time an array takes.
         self.parent_view = self.parent.data
         self.pins_view = self.pins.data
-        self.priority_view = self.priority.data
         self.run_view = self.run.data
 
     @property

@@ -150,6 +150,9 @@ class CacheSettings:
     """How many KV events wait for a reader; with more, the oldest go and a snapshot is due."""
     pin_share: float = 0.5
     """Pinned prefixes may take this share of a tier; beyond it, pinning is refused."""
+    hint_share: float = 0.5
+    """Blocks whose priority a tenant raised may take this share of a tier; beyond it, its blocks
+    are like any other's."""
     load_gate: Gate = Gate.MEASURED
     """Whether a load must be quicker than computing."""
     load_tokens_min: int = 0
@@ -176,6 +179,8 @@ class CacheSettings:
             raise ConfigError("operation_timeout_s", f"is {self.operation_timeout_s}, must be > 0")
         if not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError("pin_share", f"is {self.pin_share}, must be from 0 to 1")
+        if not 0.0 <= self.hint_share <= 1.0:
+            raise ConfigError("hint_share", f"is {self.hint_share}, must be from 0 to 1")
         if self.load_tokens_min < 0:
             raise ConfigError("load_tokens_min", f"is {self.load_tokens_min}, must be at least 0")
         if not self.rate_age_s > 0:

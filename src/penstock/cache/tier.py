@@ -54,7 +54,9 @@ class Room(NamedTuple):
 class Tier:
     """The copies of blocks in one place."""
 
-    def __init__(self, index: int, settings: TierSettings, nodes: NodeTable) -> None:
+    def __init__(
+        self, index: int, settings: TierSettings, nodes: NodeTable, *, hint_share: float = 1.0
+    ) -> None:
         self.index = index
         self.name = settings.name
         self.settings = settings
@@ -66,9 +68,16 @@ class Tier:
         """Node to the slot where its copy lies."""
         self.children = np.zeros(nodes.capacity, dtype=np.int32)
         """How many of the blocks that follow a node lie in this tier and are not leaving."""
+        self.priority = np.zeros(nodes.capacity, dtype=np.int16)
+        """Node to the priority of its copy here: the node's, or 0 if its tenant raised too many."""
         self._look_at_arrays()
         self.used_by: dict[int, int] = {}
         """Tenant to the number of its blocks here."""
+        self.raised_by: dict[int, int] = {}
+        """Tenant to the number of its blocks here that have a priority above zero."""
+        self.hints_refused = 0
+        """Copies that did not get a priority above zero, for their tenant had its share."""
+        self._hint_share = hint_share
         self.policy = self._make_policy()
         self.followers: list[FollowsRequests] = []
         """The policies that are told the time; the first one, if there is any, is `policy`."""
@@ -137,6 +146,8 @@ class Tier:
         self._count_children(nodes, 1)
         if keys is None:
             keys = self.nodes.keys_of(nodes.tolist())
+        if self.nodes.hinted:
+            self.prioritize(nodes)
         self.policy.add(nodes, keys, tick=tick)
         for tenant, count in self._tenants_of(nodes):
             self.used_by[tenant] = self.used_by.get(tenant, 0) + count
@@ -205,6 +216,35 @@ class Tier:
         if len(nodes):
             self._offer(nodes.tolist())
 
+    def prioritize(self, nodes: NDArray[np.int32]) -> None:
+        """Takes over what priority nodes have now: above zero, as far as their tenants may.
+
+        Leading blocks come first, as others need them. The caller offers the blocks.
+        """
+        nodes = nodes[self.slot_of[nodes] != NOWHERE]
+        wanted = self.nodes.priority[nodes].copy()
+        if self.raised_by or wanted.max(initial=0) > 0:
+            self._lower(nodes)
+            limit = int(self._hint_share * self.pool.slot_count)
+            for tenant, _ in self._tenants_of(nodes):
+                raised = ((wanted > 0) & (self.nodes.tenant[nodes] == tenant)).nonzero()[0]
+                had = self.raised_by.get(tenant, 0)
+                count = min(len(raised), max(0, limit - had))
+                wanted[raised[count:]] = 0
+                self.hints_refused += len(raised) - count
+                if had + count:
+                    self.raised_by[tenant] = had + count
+        self.priority[nodes] = wanted
+
+    def _lower(self, nodes: NDArray[np.int32]) -> None:
+        """Takes the priority of copies back, if it is above zero."""
+        raised = nodes[self.priority[nodes] > 0]
+        self.priority[raised] = 0
+        for tenant, count in self._tenants_of(raised):
+            self.raised_by[tenant] -= count
+            if not self.raised_by[tenant]:
+                del self.raised_by[tenant]
+
     def offer_slots(self, slots: NDArray[np.int32]) -> None:
         """Queues those of the blocks in `slots` that may leave."""
         nodes = self.pool.node[slots]
@@ -221,7 +261,7 @@ class Tier:
             or self.nodes.pins_view[node]
         ):
             return None
-        return self.nodes.priority_view[node]
+        return self._priority_view[node]
 
     def ready_nodes(self) -> NDArray[np.int32]:
         """The blocks that can be matched here."""
@@ -307,6 +347,7 @@ class Tier:
         if len(self.slot_of) < capacity:
             self.slot_of = grown(self.slot_of, capacity, fill=NOWHERE)
             self.children = grown(self.children, capacity)
+            self.priority = grown(self.priority, capacity)
             self._look_at_arrays()
             for policy in (self.policy, *self._quota_policies.values()):
                 policy.resize(capacity)
@@ -352,7 +393,7 @@ class Tier:
         may_leave = (slots != NOWHERE) & (pool.state[slots] == READY) & (pool.holders[slots] == 0)
         # The first one's only follower here has just been set aside, the others' will be.
         may_leave[1:] &= self.children[before[1:]] == 1
-        may_leave &= (nodes.pins[before] == 0) & (nodes.priority[before] == nodes.priority[node])
+        may_leave &= (nodes.pins[before] == 0) & (self.priority[before] == self.priority[node])
         may_leave &= policy.leave_together(node, before)
         count = len(before) if may_leave.all() else int(may_leave.argmin())
         if count == 0:
@@ -381,6 +422,7 @@ class Tier:
     def _look_at_arrays(self) -> None:
         self._slot_of_view = self.slot_of.data
         self._children_view = self.children.data
+        self._priority_view = self.priority.data
 
     def _count_children(self, nodes: NDArray[np.int32], change: int) -> NDArray[np.int32]:
         parents: NDArray[np.int32] = self.nodes.parent[nodes]
@@ -395,6 +437,8 @@ class Tier:
         if slots.min(initial=0) == NOWHERE:
             raise InvariantViolation(f"tier {self.name!r}: a block left that was not there")
         staying = self.pool.state[slots] != LEAVING
+        if self.raised_by:
+            self._lower(nodes)
         self.slot_of[nodes] = NOWHERE
         self.pool.node[slots] = NOWHERE
         self.nodes.copy_count[nodes] -= 1

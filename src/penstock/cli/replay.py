@@ -14,7 +14,13 @@ from penstock.config import load_config, parse_config
 from penstock.replay.best import BestPossible
 from penstock.replay.report import describe, report_on
 from penstock.replay.simulation import Replay, Speeds, sized_cache
-from penstock.replay.trace import SHIPPED, TraceReader, TraceRequest, natural_block_tokens
+from penstock.replay.trace import (
+    SHIPPED,
+    PerfectHints,
+    TraceReader,
+    TraceRequest,
+    natural_block_tokens,
+)
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -82,6 +88,13 @@ def replay(
         bool,
         typer.Option(help="Compare with the best that any eviction policy could do."),
     ] = True,
+    perfect_hints: Annotated[
+        bool,
+        typer.Option(
+            "--perfect-hints",
+            help="As if clients said of each request which blocks will be used again.",
+        ),
+    ] = False,
 ) -> None:
     """Play a trace of requests through the cache of a configuration.
 
@@ -99,7 +112,10 @@ def replay(
     )
     player = Replay(cache, speeds)
     bound = BestPossible() if best else None
-    requests = TraceReader(settings).read_all(traces)
+    reader = TraceReader(settings)
+    requests = reader.read_all(traces)
+    if perfect_hints:
+        requests = PerfectHints(requests, cache.block_tokens).written_into(reader.read_all(traces))
     player.run(requests if bound is None else _noted(requests, bound, cache.block_tokens))
     report = report_on(player, traces=list(traces), best=bound)
     if json is None or str(json) != "-":

@@ -117,6 +117,7 @@ CACHE_KEYS: Mapping[str, Setting] = {
         story_count=Whole(minimum=1, maximum=COUNT_MAX),
         event_count=Whole(minimum=1, maximum=COUNT_MAX),
         pin_share=Number(minimum=0, maximum=1),
+        hint_share=Number(minimum=0, maximum=1),
         load_gate=EnumChoice(Gate),
         load_tokens_min=Whole(minimum=0, maximum=COUNT_MAX),
         rate_age_s=Number(minimum=0.001, maximum=86_400),

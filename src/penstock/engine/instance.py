@@ -408,6 +408,7 @@ class Instance:
                 token for token in (*own, *message.stop_tokens) if 0 <= token < words
             ),
             priority=message.priority,
+            hints=message.hints,
             tenant=message.tenant,
             reuse=message.reuse,
             store=message.store,

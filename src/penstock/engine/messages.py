@@ -31,6 +31,7 @@ from penstock.engine.spec import EngineSpec, PairSpec  # noqa: TC001
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored  # noqa: TC001
 from penstock.transport.base import FRAME_BYTES_MAX
 from penstock.vocabulary.frames import FrameCodec
+from penstock.vocabulary.hints import NO_HINTS, RetentionHints
 
 VERSION = 1
 What = Literal["statistics", "story", "timeline", "audit"]
@@ -69,6 +70,10 @@ class Submit(InstanceMessage, frozen=True, kw_only=True):
     scores_prompt: bool = False
     """Whether log-probabilities of the prompt's tokens are returned, in `Scored`."""
     priority: int = 0
+    hints: RetentionHints = NO_HINTS
+    """What the client says about the blocks of the request."""
+    cache_key: str = ""
+    """OpenAI's `prompt_cache_key`: requests with the same one go to the same instance."""
     tenant: str = ""
     reuse: bool = True
     store: bool = True

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.engine.sampling_options import Sampled, Sampling, TokenSampling
+from penstock.vocabulary.hints import NO_HINTS
 
 if TYPE_CHECKING:
     from penstock.runtime.lease import Lease
+    from penstock.vocabulary.hints import RetentionHints
 
 TOKENS_MAX = 1 << 20
 
@@ -57,6 +59,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: frozenset[int] = frozenset()
     priority: int = 0
+    hints: RetentionHints = NO_HINTS
+    """How long its blocks are worth keeping."""
     tenant: str = ""
     reuse: bool = True
     """Whether cached blocks may be used."""

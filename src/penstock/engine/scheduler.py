@@ -312,6 +312,7 @@ class Scheduler:
     def _admit(self, answer: Answer) -> bool:
         """Acquires blocks for a request; returns False if there are not enough."""
         request = answer.request
+        hints = request.hints
         try:
             answer.lease = self.cache.acquire(
                 answer.tokens,
@@ -320,7 +321,9 @@ class Scheduler:
                 # Tokens that are not computed have no log-probabilities.
                 reuse=request.reuse and not answer.scores,
                 store=request.store,
-                priority=request.priority,
+                priority=request.priority if hints.priority is None else hints.priority,
+                ttl_s=hints.ttl_s,
+                keep_tokens=hints.keep_tokens,
             )
         except CapacityError:
             return False

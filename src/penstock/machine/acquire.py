@@ -17,7 +17,7 @@ from penstock.cache.settings import DEVICE, HUB
 from penstock.cache.states import FILLING, LEAVING, READY, LeaseMove
 from penstock.errors import CapacityError, NeverFitsError, UnavailableError
 from penstock.machine import copies, writes
-from penstock.machine.books import LeaseRecord, require_sound_wishes
+from penstock.machine.books import LeaseRecord, require_count, require_sound_wishes
 from penstock.machine.effects import Granted
 from penstock.machine.gate import worth_loading
 from penstock.machine.matching import Finding, explain, explain_first, find
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 def acquire(books: Books, event: Acquire, now: float) -> None:
     """Matches a prompt over all tiers, pins what was found, and takes room for the rest."""
-    block_tokens = books.settings.block_tokens
-    device = books.device
+    block_tokens, device = books.settings.block_tokens, books.device
     _check_acquire(books, event)
     block_count = -(-event.token_count // block_tokens)
     if block_count > device.pool.slot_count:
@@ -78,6 +77,7 @@ def acquire(books: Books, event: Acquire, now: float) -> None:
         store=event.store,
         priority=event.priority,
         ttl_s=event.ttl_s,
+        keep_blocks=event.keep_blocks,
         namespace=event.namespace,
         content=event.content,
         miss=miss,
@@ -106,6 +106,8 @@ def _check_acquire(books: Books, event: Acquire) -> None:
             f"one for each full block of {block_tokens} tokens is needed"
         )
     require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
+    if event.keep_blocks is not None:
+        require_count("keep_blocks", event.keep_blocks)
     if not books.healthy:
         lost = ", ".join(map(str, sorted(books.lost_ranks)))
         raise UnavailableError(f"rank {lost} is lost: no block can be filled on every rank")
@@ -166,6 +168,7 @@ def _use(books: Books, found: Finding, event: Acquire, now: float) -> None:
     if not len(nodes):
         return
     books.nodes.hits[nodes] += 1
+    books.revive(nodes)
     for tier in books.owned_tiers():
         here = nodes[tier.slot_of[nodes] != NOWHERE]
         if len(here):

@@ -164,6 +164,25 @@ def _audit_residency(books: Books, tier: Tier, parents: list[int], tenants: list
         _fail(books, f"tier {tier.name}: followers are {children}, booked {tier.children.tolist()}")
     if used != tier.used_by:
         _fail(books, f"tier {tier.name}: tenants use {used}, booked {tier.used_by}")
+    _audit_priorities(books, tier, tenants)
+
+
+def _audit_priorities(books: Books, tier: Tier, tenants: list[int]) -> None:
+    """Copies have the priority of their node, or zero where their tenant has raised enough."""
+    if not books.nodes.hinted:
+        return
+    wanted, given = books.nodes.priority.tolist(), tier.priority.tolist()
+    raised: dict[int, int] = {}
+    for node in tier.pool.node.tolist():
+        if node == NOWHERE:
+            continue
+        if given[node] not in (wanted[node], min(wanted[node], 0)):
+            problem = f"tier {tier.name}: a copy has priority {given[node]}, not {wanted[node]}"
+            _fail(books, problem, node)
+        if given[node] > 0:
+            raised[tenants[node]] = raised.get(tenants[node], 0) + 1
+    if raised != tier.raised_by:
+        _fail(books, f"tier {tier.name}: tenants raised {raised}, booked {tier.raised_by}")
 
 
 def _audit_holders(books: Books, tier: Tier) -> None:
@@ -312,6 +331,7 @@ def _tier(books: Books, tier: Tier) -> Frozen:
         tuple(pool.free_slots().tolist()),
         (pool.closing, tuple(pool.closed_slots())),
         tuple(sorted(tier.used_by.items())),
+        tuple(sorted(tier.raised_by.items())),
     )
 
 
@@ -348,6 +368,7 @@ def _lease(lease: LeaseRecord) -> Frozen:
         lease.state,
         tuple(sorted(lease.waiting)),
         tuple(lease.twins),
+        lease.keep_blocks,
     )
 
 

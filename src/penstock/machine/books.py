@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 PRIORITY_MAX = int(np.iinfo(np.int16).max)
 FIRST_TO_LEAVE = -PRIORITY_MAX - 1
-"""The priority of blocks whose time to live has passed: below any that can be asked for."""
+"""The priority of blocks that were let go, or whose time to live has passed: below any that can be
+asked for."""
 
 _TENANTS_MIN = 64
 """How many tenants are remembered in any case."""
@@ -56,6 +57,12 @@ def require_sound_wishes(*, priority: int, ttl_s: float | None, deadline: float 
         raise ValueError(f"ttl_s is {ttl_s}, must be a number of seconds above 0")
     if deadline is not None and math.isnan(deadline):
         raise ValueError("deadline is nan, must be a time")
+
+
+def require_count(name: str, count: int) -> None:
+    """Refuses what is no number of blocks."""
+    if type(count) is not int or count < 0:
+        raise ValueError(f"{name} is {count!r}, must be a whole number of at least 0")
 
 
 @dataclass(slots=True)
@@ -87,6 +94,8 @@ class MachineCounters:
     leases_lost: int = 0
     tokens_computed_instead: int = 0
     """Found below the device, but quicker to compute."""
+    blocks_let_go: int = 0
+    """Blocks that their request did not expect to be used again, when it ended."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -117,6 +126,8 @@ class LeaseRecord:
     store: bool = True
     priority: int = 0
     ttl_s: float | None = None
+    keep_blocks: int | None = None
+    """Leading blocks that are expected to be used again; the others are let go at its end."""
     namespace: bytes = b""
     content: int = 0
     miss: Miss = field(default_factory=lambda: Miss(reason=MissReason.NONE))
@@ -144,7 +155,7 @@ class Books:
         self.settings = settings
         self.nodes = NodeTable()
         self.tiers: list[Tier | None] = [
-            None if tier is None else Tier(index, tier, self.nodes)
+            None if tier is None else Tier(index, tier, self.nodes, hint_share=settings.hint_share)
             for index, tier in enumerate((settings.device, *settings.tiers))
         ]
         """By index; the device is `None` when the engine manages its own slots."""
@@ -345,7 +356,40 @@ class Books:
             longer = self.expiries.extend(nodes, until)
             back = longer[self.nodes.priority[longer] == FIRST_TO_LEAVE]
             self.nodes.priority[back] = priority
+        self._reprioritize(nodes)
+
+    def let_go(self, nodes: NDArray[np.int32]) -> None:
+        """Blocks of a chain, its end included, leave before all others: a request expects so.
+
+        Those that another one has, and all before them, stay as they are: blocks that a lease or a
+        copy holds on the device, that are pinned, or that several known blocks follow.
+        """
+        table = self.nodes
+        others = (table.child_count[nodes] > 1) | (table.pins[nodes] > 0)
+        others[-1:] |= table.child_count[nodes[-1:]] > 0
+        device = self.tiers[DEVICE]
+        if device is not None:
+            slots = device.slot_of[nodes]
+            others |= (slots != NOWHERE) & (device.pool.holders[slots] > 0)
+        shared = others.nonzero()[0]
+        alone = nodes[int(shared[-1]) + 1 :] if len(shared) else nodes
+        if len(alone):
+            table.priority[alone] = FIRST_TO_LEAVE
+            self.counters.blocks_let_go += len(alone)
+            self._reprioritize(alone)
+
+    def revive(self, nodes: NDArray[np.int32]) -> None:
+        """Blocks were used: those that were to leave first are like any other again."""
+        if self.nodes.hinted:
+            back = nodes[self.nodes.priority[nodes] == FIRST_TO_LEAVE]
+            if len(back):
+                self.nodes.priority[back] = 0
+                self._reprioritize(back)
+
+    def _reprioritize(self, nodes: NDArray[np.int32]) -> None:
+        self.nodes.hinted = True
         for tier in self.owned_tiers():
+            tier.prioritize(nodes)
             tier.offer(nodes)
 
     def next_expiry(self) -> float | None:
@@ -365,8 +409,7 @@ class Books:
         if not len(passed):
             return
         self.nodes.priority[passed] = FIRST_TO_LEAVE
-        for tier in self.owned_tiers():
-            tier.offer(passed)
+        self._reprioritize(passed)
 
     # ---------------------------------------------------------------- blocks go
 

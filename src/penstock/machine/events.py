@@ -4,7 +4,7 @@
 |-----------------------------------------------|---------------------------------|
 | `Acquire Grow Commit Fork Preempt`            | an engine that lets us manage   |
 | `ReleaseLease PinBlocks UnpinBlocks`          | an engine that lets us manage   |
-| `Lookup Load Save Prefetch Cancel`            | an engine that offloads         |
+| `Lookup Load Save LetGo Prefetch Cancel`      | an engine that offloads         |
 | `CopyReport`                                  | a rank, about an operation      |
 | `Computed`                                    | the engine, about its speed     |
 | `RankLost RankBack TierOff TierOn`            | the runtime                     |
@@ -55,6 +55,9 @@ class Acquire(Event, frozen=True, kw_only=True):
     """Whether what it computes may be published."""
     priority: int = 0
     ttl_s: float | None = None
+    keep_blocks: int | None = None
+    """Leading blocks that are expected to be used again; the others are let go at its end. `None`:
+    nothing is known."""
     deadline: float | None = None
 
 
@@ -126,6 +129,8 @@ class Load(Event, frozen=True, kw_only=True):
     slots: NDArray[np.int32]
     """One row a KV group; `-1` where a group does not need the block."""
     cause: str
+    priority: int = 0
+    ttl_s: float | None = None
     deadline: float | None = None
 
 
@@ -142,6 +147,13 @@ class Save(Event, frozen=True, kw_only=True):
     priority: int = 0
     ttl_s: float | None = None
     deadline: float | None = None
+
+
+class LetGo(Event, frozen=True, kw_only=True):
+    """A request has ended; what follows the first `keep` blocks of its chain leaves first."""
+
+    keys: Sequence[Key]
+    keep: int = 0
 
 
 class Prefetch(Event, frozen=True, kw_only=True):

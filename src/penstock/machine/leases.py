@@ -144,6 +144,7 @@ def fork(books: Books, event: Fork, now: float) -> None:
         store=lease.store,
         priority=lease.priority,
         ttl_s=lease.ttl_s,
+        keep_blocks=lease.keep_blocks,
         namespace=lease.namespace,
         content=lease.content,
         twins=list(lease.twins),
@@ -195,8 +196,15 @@ def commit(books: Books, event: Commit, now: float) -> None:
             if lease.priority or lease.ttl_s is not None:
                 until = None if lease.ttl_s is None else now + lease.ttl_s
                 books.hint(published, lease.priority, until)
-            writes.after_fill(books, DEVICE, published, now, lease.request)
+            writes.after_fill(books, DEVICE, _kept(lease, published, first), now, lease.request)
     books.aim(lease, event.frontier)
+
+
+def _kept(lease: LeaseRecord, published: NDArray[np.int32], first: int) -> NDArray[np.int32]:
+    """Of blocks from `first` on, those that are worth a copy below: others are let go soon."""
+    if lease.keep_blocks is None:
+        return published
+    return published[: max(0, lease.keep_blocks - first)]
 
 
 def _check(books: Books, lease: LeaseRecord, event: Commit) -> None:
@@ -300,6 +308,14 @@ def release(books: Books, lease_id: LeaseId, now: float, *, returning: bool) -> 
         slots = np.concatenate((slots, np.array(lease.twins, dtype=np.int32)))
     drop_slots(books, device, slots)
     _leave_operations(books, lease, now)
+    if lease.keep_blocks is not None and not returning:
+        _let_go(books, lease, lease.keep_blocks)
+
+
+def _let_go(books: Books, lease: LeaseRecord, keep: int) -> None:
+    """What the request does not expect to be used again is the first to leave."""
+    if lease.tail_key is not None and lease.epoch == books.ledger.epoch:
+        books.let_go(books.nodes.path_to(books.nodes.get(lease.tail_key))[keep:])
 
 
 def _save_for_return(books: Books, lease: LeaseRecord, now: float) -> None:

@@ -254,6 +254,7 @@ _HANDLERS: dict[type[ev.Event], Callable[..., None]] = {
     ev.Lookup: offload.lookup,
     ev.Load: offload.load,
     ev.Save: offload.save,
+    ev.LetGo: offload.let_go,
     ev.Prefetch: offload.prefetch,
     ev.Cancel: _cancel,
     ev.CopyReport: copies.report,

@@ -18,7 +18,7 @@ from penstock.cache.settings import DEVICE, HUB, WriteKind
 from penstock.errors import UnavailableError
 from penstock.machine import copies, writes
 from penstock.machine.acquire import stage
-from penstock.machine.books import require_sound_wishes
+from penstock.machine.books import require_count, require_sound_wishes
 from penstock.machine.effects import Found, Started
 from penstock.machine.gate import worth_loading
 from penstock.machine.matching import explain, fetchable, find
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.cache.operations import Operation
     from penstock.cache.tier import Tier
     from penstock.machine.books import Books
-    from penstock.machine.events import Load, Lookup, Prefetch, Save
+    from penstock.machine.events import LetGo, Load, Lookup, Prefetch, Save
     from penstock.machine.matching import Finding
     from penstock.vocabulary.ids import Key
 
@@ -82,7 +82,7 @@ def _worth(books: Books, event: Lookup, ready: int, soon: NDArray[np.int8], now:
 def load(books: Books, event: Load, now: float) -> None:
     """Loads the leading blocks that are ready into the engine's slots."""
     _check_offload(books, event.keys, event.slots)
-    require_sound_wishes(priority=0, ttl_s=None, deadline=event.deadline)
+    require_sound_wishes(priority=event.priority, ttl_s=event.ttl_s, deadline=event.deadline)
     _require_ranks(books)
     found = find(books, event.keys, deepest=HUB)
     count = len(found.nodes)
@@ -90,7 +90,9 @@ def load(books: Books, event: Load, now: float) -> None:
     if count:
         hub = books.tier(HUB)
         books.nodes.hits[found.nodes] += 1
+        books.revive(found.nodes)
         hub.touch(found.nodes, tick=books.tick)
+        _hint(books, event, found.nodes, now)
         slots = hub.slot_of[found.nodes]
         started = copies.start(
             books,
@@ -139,9 +141,7 @@ def save(books: Books, event: Save, now: float) -> None:
     started: list[Operation] = []
     if accepted:
         keys = [event.keys[position] for position in accepted]
-        if event.priority or event.ttl_s is not None:
-            until = None if event.ttl_s is None else now + event.ttl_s
-            books.hint(taken, event.priority, until)
+        _hint(books, event, taken, now)
         started = copies.start(
             books,
             Purpose.SAVE,
@@ -157,6 +157,12 @@ def save(books: Books, event: Save, now: float) -> None:
     _answer(books, started, accepted, _why_not_saved(books, hub, event, chosen, accepted))
 
 
+def _hint(books: Books, event: Load | Save, nodes: NDArray[np.int32], now: float) -> None:
+    if event.priority or event.ttl_s is not None:
+        until = None if event.ttl_s is None else now + event.ttl_s
+        books.hint(nodes, event.priority, until)
+
+
 def _why_not_saved(
     books: Books, hub: Tier, event: Save, chosen: list[int], accepted: list[int]
 ) -> Miss:
@@ -168,6 +174,13 @@ def _why_not_saved(
     departure = books.departed.get(event.keys[position])
     over_quota = departure is not None and departure.reason is MissReason.OVER_QUOTA
     return Miss(reason=MissReason.OVER_QUOTA if over_quota else MissReason.NO_ROOM, block=position)
+
+
+def let_go(books: Books, event: LetGo, _now: float) -> None:
+    """Blocks of a request that has ended are the first to leave, beyond the first of them."""
+    require_count("keep", event.keep)
+    known = books.nodes.match(event.keys)
+    books.let_go(known[event.keep :])
 
 
 def prefetch(books: Books, event: Prefetch, now: float) -> None:

@@ -125,6 +125,10 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     leases_lost: int
     tokens_computed_instead: int
     """Tokens that were found below the device, but were quicker to compute than to load."""
+    blocks_let_go: int = 0
+    """Blocks that their request did not expect to be used again, when it ended."""
+    hints_refused: int = 0
+    """Copies whose priority was not raised: their tenant's share of the tier was full of such."""
     prefill_tokens_per_s: float | None
     """The moving median of what the engine reported; `None` without a recent report."""
     hops: tuple[HopStatistics, ...]
@@ -185,6 +189,8 @@ def gather(books: Books) -> CacheStatistics:
         reports_late=counters.reports_late,
         leases_lost=counters.leases_lost,
         tokens_computed_instead=counters.tokens_computed_instead,
+        blocks_let_go=counters.blocks_let_go,
+        hints_refused=sum(tier.hints_refused for tier in books.owned_tiers()),
         prefill_tokens_per_s=books.rates.prefill.value(books.now),
         hops=tuple(
             _hop(books, source, target, meter)

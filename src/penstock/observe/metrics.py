@@ -238,6 +238,18 @@ METRICS = (
         "Blocks not written into a store because too many were on their way",
         one(lambda stats: stats.cache.saves_skipped),
     ),
+    MetricRow(
+        "cache_blocks_let_go",
+        COUNTER,
+        "Blocks that their request did not expect to be used again",
+        one(lambda stats: stats.cache.blocks_let_go),
+    ),
+    MetricRow(
+        "cache_hints_refused",
+        COUNTER,
+        "Blocks whose priority was not raised because their tenant had its share",
+        one(lambda stats: stats.cache.hints_refused),
+    ),
     # The cache: copies.
     MetricRow(
         "cache_operations_started",

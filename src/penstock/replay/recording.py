@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.errors import ConfigError
+from penstock.vocabulary.hints import NO_HINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.config import Config
+    from penstock.vocabulary.hints import RetentionHints
     from penstock.vocabulary.ids import Key
 
 logger = logging.getLogger(__name__)
@@ -47,16 +49,18 @@ FILES_MAX = 1000
 """Recordings of one name; a server that is restarted in a loop does not fill a folder."""
 
 
-class RecordedLine(msgspec.Struct, kw_only=True):
+class RecordedLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of a recording."""
 
     timestamp: float
     """Milliseconds since the recording began."""
     block_tokens: int
     input_length: int
-    output_length: int = 0
+    output_length: int
     blocks: str
     """The names of the prompt's full blocks, in hexadecimal digits, one after the other."""
+    penstock: dict[str, float] = {}
+    """The client's hints, as it would write them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +71,7 @@ class _Open:
     keys: Sequence[Key]
     token_count: int
     block_tokens: int
+    hints: RetentionHints
     output_tokens: int | None = None
 
 
@@ -100,7 +105,13 @@ class Recorder:
         self._thread.start()
 
     def begin(
-        self, request: str, keys: Sequence[Key], *, token_count: int, block_tokens: int
+        self,
+        request: str,
+        keys: Sequence[Key],
+        *,
+        token_count: int,
+        block_tokens: int,
+        hints: RetentionHints = NO_HINTS,
     ) -> None:
         """A request came.
 
@@ -109,9 +120,10 @@ class Recorder:
             keys: Those of its full blocks; the caller does not change the list.
             token_count: Of its prompt.
             block_tokens: Of a block.
+            hints: What its client said about its blocks.
         """
         if not self._ended:
-            came = _Open(self._clock() - self._began_s, keys, token_count, block_tokens)
+            came = _Open(self._clock() - self._began_s, keys, token_count, block_tokens, hints)
             self.left_out += not self._put((request, came))
 
     def end(self, request: str, output_tokens: int) -> None:
@@ -182,6 +194,7 @@ class Recorder:
             blocks="".join(
                 blake2b(key, digest_size=NAME_BYTES, key=salt).hexdigest() for key in request.keys
             ),
+            penstock=request.hints.given,
         )
         text = msgspec.json.encode(line) + b"\n"
         if len(text) > self._bytes_left:

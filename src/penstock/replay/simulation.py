@@ -228,6 +228,9 @@ class Replay:
                 keys=request.keys,
                 token_count=request.token_count,
                 tenant=request.tenant,
+                priority=request.hints.priority or 0,
+                ttl_s=request.hints.ttl_s,
+                keep_blocks=request.hints.keep_blocks(self.settings.block_tokens),
             )
             try:
                 effects = self.machine.handle(acquire, self._now)

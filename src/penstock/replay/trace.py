@@ -31,9 +31,17 @@ from xxhash import xxh3_128_digest
 
 from penstock.errors import ConfigError, shown
 from penstock.replay.recording import NAME_BYTES
+from penstock.vocabulary.hints import (
+    HINT_FIELDS,
+    NO_HINTS,
+    RETENTIONS,
+    RetentionHints,
+    read_hints,
+    with_retention,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
     from typing import IO
 
     from penstock.config import Config
@@ -66,6 +74,7 @@ class TraceRequest(NamedTuple):
     """Of the prompt."""
     output_tokens: int = 0
     tenant: str = ""
+    hints: RetentionHints = NO_HINTS
 
 
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=MILLISECONDS_MAX)]
@@ -80,6 +89,7 @@ class MooncakeLine(msgspec.Struct):
     input_length: _Tokens
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=ID_MAX)]]
     output_length: _Output = 0
+    penstock: dict[str, Any] | None = None
 
 
 class TokensLine(msgspec.Struct):
@@ -89,6 +99,7 @@ class TokensLine(msgspec.Struct):
     tokens: list[int]
     output_length: _Output = 0
     tenant: str = ""
+    penstock: dict[str, Any] | None = None
 
 
 class RecordingLine(msgspec.Struct):
@@ -99,6 +110,7 @@ class RecordingLine(msgspec.Struct):
     blocks: str
     block_tokens: Annotated[int, msgspec.Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     output_length: _Output = 0
+    penstock: dict[str, Any] | None = None
 
 
 class OpenAiBody(msgspec.Struct):
@@ -107,6 +119,8 @@ class OpenAiBody(msgspec.Struct):
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: str | list[int] = ""
     tools: list[Any] = msgspec.field(default_factory=list)
+    penstock: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
 
 
 class OpenAiUsage(msgspec.Struct):
@@ -140,6 +154,8 @@ _RIGHT = {
     "messages": "a list of objects with role and content",
     "prompt": "a text or a list of tokens",
     "tools": "a list",
+    "penstock": f"an object with {', '.join(HINT_FIELDS)}",
+    "prompt_cache_retention": f"one of {', '.join(map(repr, RETENTIONS))}",
     "body": "an object with messages or prompt",
     "usage": f"an object whose completion_tokens is {_WHOLE.format(0, TOKENS_MAX)}",
 }
@@ -237,7 +253,11 @@ class TraceReader:
             ends = [part.to_bytes(4, "little") for part in range(parts)]
             keys = [key[:12] + end for key in keys for end in ends]
         return TraceRequest(
-            line.timestamp / 1000, keys[:full], line.input_length, line.output_length
+            line.timestamp / 1000,
+            keys[:full],
+            line.input_length,
+            line.output_length,
+            hints=_hints(line.penstock),
         )
 
     def _from_tokens(self, line: TokensLine, _seed: bytes) -> TraceRequest:
@@ -245,7 +265,12 @@ class TraceReader:
             raise ValueError(f"tokens has {len(line.tokens)} ids, must have 1 to {TOKENS_MAX}")
         keys = self._keys(line.tokens, line.tenant)
         return TraceRequest(
-            line.timestamp / 1000, keys, len(line.tokens), line.output_length, line.tenant
+            line.timestamp / 1000,
+            keys,
+            len(line.tokens),
+            line.output_length,
+            line.tenant,
+            _hints(line.penstock),
         )
 
     def _from_recording(self, line: RecordingLine, _seed: bytes) -> TraceRequest:
@@ -265,7 +290,11 @@ class TraceReader:
         keys = [names[at : at + NAME_BYTES] for at in range(0, wanted, NAME_BYTES)]
         # A name stands for all before it as well: the last of several names them all.
         return TraceRequest(
-            line.timestamp / 1000, keys[times - 1 :: times], line.input_length, line.output_length
+            line.timestamp / 1000,
+            keys[times - 1 :: times],
+            line.input_length,
+            line.output_length,
+            hints=_hints(line.penstock),
         )
 
     def _from_openai(self, line: OpenAiLine, _seed: bytes) -> TraceRequest:
@@ -284,12 +313,42 @@ class TraceReader:
                 raise ValueError("messages and prompt are empty, must have a text")
             text += b"\0" * (-len(text) % TEXT_TOKEN_BYTES)
             keys, count = self._keys(text, ""), len(text) // TEXT_TOKEN_BYTES
-        return TraceRequest(cast("float", at_s), keys, count, output)
+        hints = _hints(body.penstock)
+        if body.prompt_cache_retention is not None:
+            hints = with_retention(hints, body.prompt_cache_retention)
+        return TraceRequest(cast("float", at_s), keys, count, output, hints=hints)
 
     def _keys(self, tokens: list[int] | bytes, tenant: str) -> list[Key]:
         chain = self._config.key_chain(tenant=tenant)
         chain.extend(tokens)
         return chain.keys
+
+
+def _hints(given: dict[str, Any] | None) -> RetentionHints:
+    return NO_HINTS if given is None else read_hints(given)
+
+
+class PerfectHints:
+    """Says of every request which of its blocks are used again: the most that hints can say.
+
+    The trace is read once before, and an entry is kept for every different block.
+    """
+
+    def __init__(self, requests: Iterable[TraceRequest], block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._last: dict[Key, int] = {}
+        """Block to the number of the last request that has it."""
+        for number, request in enumerate(requests):
+            self._last |= dict.fromkeys(request.keys, number)
+
+    def written_into(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """The same requests, each with the hint of a client that knows the future."""
+        for number, request in enumerate(requests):
+            kept = 0
+            # A block is used again if any after it is.
+            while kept < len(request.keys) and self._last[request.keys[kept]] > number:
+                kept += 1
+            yield request._replace(hints=RetentionHints(keep_tokens=kept * self._block_tokens))
 
 
 def natural_block_tokens(name: str) -> int:

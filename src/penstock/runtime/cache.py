@@ -68,6 +68,7 @@ class Cache(BaseCache):
         store: bool = True,
         priority: int = 0,
         ttl_s: float | None = None,
+        keep_tokens: int | None = None,
         load_timeout_s: float | None = None,
     ) -> Lease:
         """Matches a prompt over all tiers, pins what was found, and takes room for the rest.
@@ -83,6 +84,7 @@ class Cache(BaseCache):
             store: Whether what is computed may be cached.
             priority: Blocks of lower priority leave first.
             ttl_s: After this many seconds its blocks are the first to leave.
+            keep_tokens: Blocks after so many leading tokens are let go at its end; 0: it is over.
             load_timeout_s: Blocks that have not arrived by then are computed instead.
 
         Raises:
@@ -91,8 +93,7 @@ class Cache(BaseCache):
             ValueError: there are no tokens, they are not token ids, or a wish makes no sense.
         """
         # A copy: the engine may use its own buffer for something else at once.
-        prompt = as_token_array(tokens).copy()
-        items = _as_items(items)
+        prompt, items = as_token_array(tokens).copy(), _as_items(items)
         chain = self._config.key_chain(tenant=tenant, adapter=adapter)
         chain.extend(prompt, items)
         event = ev.Acquire(
@@ -107,14 +108,23 @@ class Cache(BaseCache):
             store=as_flag("store", store),
             priority=as_int("priority", priority, -PRIORITY_MAX, PRIORITY_MAX),
             ttl_s=None if ttl_s is None else as_seconds("ttl_s", ttl_s),
-            deadline=None
-            if load_timeout_s is None
-            else self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s)),
+            keep_blocks=self._keep_blocks(keep_tokens),
+            deadline=self._load_deadline(load_timeout_s),
         )
         with self._access:
             granted = ef.answer(self._handle(event), ef.Granted)
             self._request_next += not request
             return Lease(self._driver, self._leases, granted, event.request, prompt, items, chain)
+
+    def _keep_blocks(self, keep_tokens: int | None) -> int | None:
+        if keep_tokens is None:
+            return None
+        return -(-as_int("keep_tokens", keep_tokens) // self._config.cache.block_tokens)
+
+    def _load_deadline(self, load_timeout_s: float | None) -> float | None:
+        if load_timeout_s is None:
+            return None
+        return self._driver.deadline(as_seconds("load_timeout_s", load_timeout_s))
 
     def prefetch(
         self,

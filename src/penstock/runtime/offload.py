@@ -99,7 +99,14 @@ class Offload(BaseCache):
         return (last.ready if last.losses == self._driver.machine.losses else 0), again
 
     def load(
-        self, keys: Sequence[Key], slots: ArrayLike, *, cause: str, deadline: float | None = None
+        self,
+        keys: Sequence[Key],
+        slots: ArrayLike,
+        *,
+        cause: str,
+        priority: int = 0,
+        ttl_s: float | None = None,
+        deadline: float | None = None,
     ) -> ef.Started:
         """Brings the leading blocks that are ready into device slots.
 
@@ -108,6 +115,8 @@ class Offload(BaseCache):
             slots: A device slot each; with several KV groups one row a group, -1 where a
                 group does not need the block.
             cause: The request, for logs and stories.
+            priority: Blocks of lower priority leave first.
+            ttl_s: After this many seconds the blocks are the first to leave.
             deadline: On the monotonic clock; after it the load has expired.
 
         Raises:
@@ -119,6 +128,8 @@ class Offload(BaseCache):
             keys=as_keys(keys),
             slots=self._slots(slots),
             cause=as_text("cause", cause),
+            priority=as_int("priority", priority, -PRIORITY_MAX, PRIORITY_MAX),
+            ttl_s=None if ttl_s is None else as_seconds("ttl_s", ttl_s),
             deadline=self._deadline(deadline),
         )
         return self._ask(event, ef.Started)
@@ -163,6 +174,22 @@ class Offload(BaseCache):
             deadline=self._deadline(deadline),
         )
         return self._ask(event, ef.Started)
+
+    def let_go(self, keys: Sequence[Key], *, keep: int = 0) -> None:
+        """A request has ended, and its blocks are not expected to be used again.
+
+        They are the first to leave, except those that other known blocks follow as well.
+
+        Args:
+            keys: All blocks of the request, in token order.
+            keep: How many leading ones are expected to be used again.
+
+        Raises:
+            ValueError: something is not a key, or `keep` no number of blocks.
+        """
+        event = ev.LetGo(keys=as_keys(keys), keep=as_int("keep", keep))
+        with self._access:
+            self._deliver(self._driver.handle(event))
 
     def prefetch(
         self, keys: Sequence[Key], *, cause: str, deadline: float | None = None

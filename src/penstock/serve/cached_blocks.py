@@ -32,6 +32,12 @@ class PromptKeys:
         return self._submit.reuse and not self.scored
 
     @property
+    def affinity(self) -> tuple[str, str] | None:
+        """What it has in common with requests that should go to the same instance."""
+        key = self._submit.cache_key
+        return (self._submit.tenant, key) if key else None
+
+    @property
     def scored(self) -> bool:
         """Whether its log-probabilities are wanted: a handoff brings KV without logits."""
         return self._submit.scores_prompt

@@ -122,7 +122,6 @@ def only(neutral: tuple[object, ...], why: str) -> Read:
 LABELS: Mapping[str, Read] = {
     "user": word,
     "safety_identifier": word,
-    "prompt_cache_key": word,
     "metadata": labels,
     "request_id": word,
 }
@@ -154,7 +153,6 @@ NOT_DONE: Mapping[str, Read] = {
     "reasoning_effort": only(("none",), why="'none': models here do not reason apart"),
     "verbosity": only(("medium",), why="'medium': answers are as long as the model makes them"),
     "web_search_options": only((), why=_left_out("nothing is searched")),
-    "prompt_cache_retention": only(("in_memory", "in-memory"), why="'in_memory'"),
     "suffix": only(("",), why=_left_out("answers only follow a prompt")),
     # Of other servers, whose clients send them with the default value.
     "use_beam_search": only((False,), why="false: beams are not searched"),

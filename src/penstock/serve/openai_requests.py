@@ -32,6 +32,14 @@ from penstock.serve.fields import (
     whole,
     word,
 )
+from penstock.vocabulary.hints import (
+    HINT_FIELDS,
+    NO_HINTS,
+    RETENTIONS,
+    RetentionHints,
+    read_hints,
+    with_retention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +54,8 @@ TOKENS_DEFAULT = 128
 TOKEN_END = 1 << 31
 """The largest token that a message can hold; the instance checks the vocabulary."""
 PRIORITY_MAX = 100
+CACHE_KEY_CHARACTERS_MAX = 512
+"""It is remembered for a while; OpenAI's own clients send up to 64."""
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -80,6 +90,10 @@ class TextRequest:
     """Ours: more urgent requests run first."""
     cache: str = "use"
     """Ours: `read_only` stores nothing, `off` neither reads nor stores."""
+    hints: RetentionHints = NO_HINTS
+    """How long its blocks are worth keeping: our field `penstock`, and `prompt_cache_retention`."""
+    prompt_cache_key: str = ""
+    """Requests with the same key go to the same instance, where several would do."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -142,6 +156,7 @@ def _common(found: dict[str, Any]) -> dict[str, Any]:
     options = found.pop("stream_options", None) or {}
     found["include_usage"] = options.get("include_usage", False)
     found.pop("response_format", None)
+    found["hints"] = _hints(found)
     longest = found.get("max_tokens")
     if longest is not None and found.get("min_tokens", 0) > longest:
         refuse("min_tokens", found["min_tokens"], f"at most max_tokens, {longest}")
@@ -201,6 +216,38 @@ def _stream_options(name: str, value: object) -> dict[str, Any]:
 def _response_format(name: str, value: object) -> object:
     if not isinstance(value, dict) or value.get("type") != "text":
         refuse(name, value, "{'type': 'text'}: answers follow no grammar here")
+    return value
+
+
+def _hints(found: dict[str, Any]) -> RetentionHints:
+    """Takes the hints out of the fields that were read."""
+    hints = found.pop("penstock", NO_HINTS)
+    retention = found.pop("prompt_cache_retention", None)
+    return hints if retention is None else with_retention(hints, retention)
+
+
+def read_request_hints(given: Mapping[str, object]) -> RetentionHints:
+    """The hints in the fields `penstock` and `prompt_cache_retention` of a request.
+
+    Raises:
+        BadRequest: one of them is wrong.
+    """
+    return _hints(read_fields(given, _HINTS))
+
+
+def _penstock(name: str, value: object) -> RetentionHints:
+    if not isinstance(value, dict):
+        refuse(name, value, f"a table with {', '.join(HINT_FIELDS)}")
+    try:
+        return read_hints(value, name)
+    except ValueError as error:
+        # The message begins with the field.
+        raise BadRequest(str(error), param=str(error).split(" ", 1)[0]) from error
+
+
+def _cache_key(name: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) > CACHE_KEY_CHARACTERS_MAX:
+        refuse(name, value, f"a string of at most {CACHE_KEY_CHARACTERS_MAX} characters")
     return value
 
 
@@ -300,6 +347,10 @@ _MESSAGE: Mapping[str, Read] = {
     "tool_call_id": only((), why=_NO_CALLS),
     "audio": only((), why="left out: messages are text"),
 }
+_HINTS: Mapping[str, Read] = {
+    "penstock": _penstock,
+    "prompt_cache_retention": one_of(*RETENTIONS),
+}
 _TEXT: Mapping[str, Read] = {
     "model": word,
     "temperature": number(0, 2),
@@ -321,6 +372,8 @@ _TEXT: Mapping[str, Read] = {
     "response_format": _response_format,
     "priority": whole(-PRIORITY_MAX, PRIORITY_MAX),
     "cache": one_of("use", "read_only", "off"),
+    **_HINTS,
+    "prompt_cache_key": _cache_key,
 }
 _COMPLETION: Mapping[str, Read] = {
     **_TEXT,

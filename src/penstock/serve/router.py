@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 PREFILLS_MAX = 2
 """How many instances are tried for the prompt of one attempt; then the one that answers it
 computes it."""
+CACHE_KEYS_MAX = 4096
+"""Cache keys that are remembered: clients choose them."""
 FAILURES_KEPT = 16
 """More failures of one instance within `routing.failed_s` do not make it worse."""
 
@@ -201,6 +203,8 @@ class Router:
         self._choices = 0
         self._chosen: dict[InstanceLink, int] = {}
         """The number of the last choice of each instance."""
+        self._had_key: dict[tuple[str, str], str] = {}
+        """Tenant and cache key to the name of the instance that had its last request."""
         self._failed: dict[InstanceLink, deque[float]] = {}
         """When prefill instances failed to compute a prompt, as far as that still counts."""
 
@@ -294,6 +298,7 @@ class Router:
                 prompt.under(config),
                 token_count=prompt.token_count,
                 block_tokens=config.cache.block_tokens,
+                hints=submit.hints,
             )
 
     async def _answered(
@@ -409,11 +414,23 @@ class Router:
         routes = [self._route(link, prompt, worths) for link in able]
         # Twice: what is handed over and what is computed are counted separately.
         least = max(route.worth for route in routes) - 2 * self.settings.equal_blocks
-        chosen = self._next_in_turn([each.decode for each in routes if each.worth >= least])
+        chosen = self._next_of(prompt, [each.decode for each in routes if each.worth >= least])
         route = next(each for each in routes if each.decode is chosen)
         if route.prefills:
             return replace(route, prefills=[self._next_in_turn(route.prefills)])
         return route
+
+    def _next_of(self, prompt: PromptKeys, links: list[InstanceLink]) -> InstanceLink:
+        """The one that had the last request with the same cache key, or the next in turn."""
+        affinity = prompt.affinity
+        if affinity is None:
+            return self._next_in_turn(links)
+        last = self._had_key.pop(affinity, None)
+        chosen = next((link for link in links if link.name == last), None)
+        self._had_key[affinity] = (chosen or self._next_in_turn(links)).name
+        if len(self._had_key) > CACHE_KEYS_MAX:
+            del self._had_key[next(iter(self._had_key))]
+        return next(link for link in links if link.name == self._had_key[affinity])
 
     def _next_in_turn(self, links: list[InstanceLink]) -> InstanceLink:
         chosen = min(links, key=lambda link: self._chosen.get(link, 0))

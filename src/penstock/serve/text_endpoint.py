@@ -221,6 +221,8 @@ class TextEndpoint:
             scores_prompt=request.scores_prompt,
             returns_logprobs=request.logprobs is not None,
             priority=request.priority,
+            hints=request.hints,
+            cache_key=request.prompt_cache_key,
             tenant=tenant,
             reuse=request.cache != "off",
             store=request.cache == "use",

@@ -4,6 +4,7 @@
 |----------------|-------------------------------------------------------------------------------|
 | prefill server | one token, no stream, no log-probabilities; `kv_transfer_params`               |
 | decode server  | `kv_transfer_params`                                                           |
+| both           | `penstock` and `prompt_cache_retention` become hints in `kv_transfer_params`   |
 
 All other fields pass unread, also unknown ones. What is no JSON object goes to a decode server as
 it is: vLLM says what is wrong with it.
@@ -11,11 +12,13 @@ it is: vLLM says what is wrong with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.serve.fields import BadRequest
+from penstock.serve.openai_requests import read_request_hints
 from penstock.serve.prompt_prefixes import chunks_of
 from penstock.serve.vllm_server import VllmRequest
 
@@ -77,9 +80,16 @@ class PromptRequest:
     """The names of the prompt's beginnings, see `prompt_prefixes`."""
     may_hand_over: bool
     """Whether another server can compute the prompt for the one that answers."""
+    hints: dict[str, float] = field(default_factory=dict)
+    """What the client says about the blocks of the prompt, for the connector."""
 
     @classmethod
     def read(cls, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PromptRequest:
+        """Reads a request.
+
+        Raises:
+            BadRequest: its hints are wrong: vLLM could not say so.
+        """
         kept = [pair for pair in headers if pair[0] not in _OF_ONE_CONNECTION]
         try:
             fields = msgspec.json.decode(body, type=Fields)
@@ -88,6 +98,7 @@ class PromptRequest:
             return cls(
                 path=path, headers=kept, body=body, fields=None, chunks=[], may_hand_over=False
             )
+        hints = _take_hints(fields)
         prompt = bytes(fields.get("messages" if path == CHAT else "prompt", b""))
         context = (bytes(fields.get(name, b"")) for name in ("model", "cache_salt", "tools"))
         return cls(
@@ -97,6 +108,7 @@ class PromptRequest:
             fields=fields,
             chunks=chunks_of(prompt.strip()[:-1], *context),
             may_hand_over=(path == CHAT or _is_one(prompt)) and not switches.forbid_handoff(),
+            hints=hints,
         )
 
     def for_prefill(self, handoff: str) -> VllmRequest:
@@ -109,7 +121,7 @@ class PromptRequest:
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
-            "penstock": {"handoff": handoff},
+            "penstock": {"handoff": handoff, **self.hints},
         }
         return self._with(fields, _raw(params))
 
@@ -119,22 +131,43 @@ class PromptRequest:
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "penstock": {"handoff": handoff, "address": address},
+            "penstock": {"handoff": handoff, "address": address, **self.hints},
         }
         return self._with(self.fields, _raw(params))
 
     def for_decode_after(self, params: msgspec.Raw) -> VllmRequest:
         """The request for the server that answers, with what the prefill server has said."""
         assert self.fields is not None
+        if self.hints:
+            said = msgspec.json.decode(params, type=dict[str, Any])
+            params = _raw({**said, "penstock": {**said["penstock"], **self.hints}})
         return self._with(self.fields, params)
 
     def for_decode_alone(self) -> VllmRequest:
-        """The request as it came."""
+        """The request as it came, and its hints where the connector reads them."""
+        if self.fields is not None and self.hints:
+            return self._with(self.fields, _raw({"penstock": self.hints}))
         return VllmRequest(method="POST", path=self.path, headers=self.headers, body=self.body)
 
     def _with(self, fields: Fields, params: msgspec.Raw) -> VllmRequest:
         body = msgspec.json.encode({**fields, "kv_transfer_params": params})
         return VllmRequest(method="POST", path=self.path, headers=self.headers, body=body)
+
+
+def _take_hints(fields: Fields) -> dict[str, float]:
+    """Takes our field and OpenAI's out of the others, and returns them as hints."""
+    given: dict[str, object] = {
+        name: msgspec.json.decode(fields.pop(name))
+        for name in ("penstock", "prompt_cache_retention")
+        if name in fields
+    }
+    hints = read_request_hints(given).given
+    if hints and bytes(fields.get("kv_transfer_params", b"null")) != b"null":
+        raise BadRequest(
+            "penstock is beside kv_transfer_params, must be in it, or kv_transfer_params left out",
+            param="penstock",
+        )
+    return hints
 
 
 class _Own(msgspec.Struct):

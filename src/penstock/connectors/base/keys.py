@@ -18,6 +18,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.vocabulary.hints import HINT_FIELDS, NO_HINTS, RetentionHints, read_hints
 from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ CHAINS_KEPT = 256
 PARAMETER = "penstock"
 """The key of a request's `kv_transfer_params` that is meant for this connector."""
 SWITCHES = ("load", "save")
-"""The keys of its value, where that is not just true or false."""
+"""The keys of its value, where that is not just true or false; hints are others."""
 HANDOFF_KEYS = ("handoff", "address")
 """Further keys of it: which prompt of which engine, where prompts are handed over."""
 SHOWN_CHARACTERS = 60
@@ -105,6 +106,7 @@ class RequestOptions:
 
     load: bool
     save: bool
+    hints: RetentionHints = NO_HINTS
     error: str = ""
     """What is wrong with the request's parameters; such a request is neither loaded nor saved."""
 
@@ -144,17 +146,25 @@ def _asked_for(parameters: object) -> RequestOptions:
 
 def _switched(asked: Mapping[object, object]) -> RequestOptions:
     switches: dict[str, bool] = {}
+    hints: dict[str, object] = {}
     for key, value in asked.items():
         if key in HANDOFF_KEYS:
             if not isinstance(value, str):
                 return _wrong(f".{PARAMETER}.{key}", value, "a text, as an engine gave it")
+        elif key in HINT_FIELDS:
+            hints[str(key)] = value
         elif key not in SWITCHES:
-            return _wrong(f".{PARAMETER}[{_short(key)}]", value, 'left out, or "load" or "save"')
+            known = ", ".join(map(repr, (*SWITCHES, *HINT_FIELDS)))
+            return _wrong(f".{PARAMETER}[{_short(key)}]", value, f"left out, or one of {known}")
         elif not isinstance(value, bool):
             return _wrong(f".{PARAMETER}.{key}", value, "true or false")
         else:
             switches[str(key)] = value
-    return RequestOptions(load=switches.get("load", True), save=switches.get("save", True))
+    load, save = switches.get("load", True), switches.get("save", True)
+    try:
+        return RequestOptions(load=load, save=save, hints=read_hints(hints, PARAMETER))
+    except ValueError as error:
+        return RequestOptions(load=False, save=False, error=f"kv_transfer_params.{error}")
 
 
 def _wrong(where: str, value: object, right: str) -> RequestOptions:

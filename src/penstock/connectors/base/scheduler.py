@@ -33,6 +33,7 @@ from penstock.connectors.base.statistics import TransferCounts
 from penstock.connectors.base.store_prefetch import StorePrefetch, StoreWait
 from penstock.machine.effects import Ended
 from penstock.replay.recording import recorder_of
+from penstock.vocabulary.hints import NO_HINTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
     from penstock.runtime.offload import Offload
+    from penstock.vocabulary.hints import RetentionHints
     from penstock.vocabulary.ids import Key, OperationId
 
     Tables = Sequence[Sequence[int]]
@@ -87,6 +89,7 @@ class TrackedRequest:
     keys: RequestKeys
     load: bool
     save: bool
+    hints: RetentionHints = NO_HINTS
     tenant: str = ""
     asked: Sequence[Key] = ()
     """Keys of the last lookup: the engine asks about a waiting request in every step."""
@@ -260,6 +263,7 @@ class SchedulerConnector:
             tracked.keys.upto(full)[:full],
             token_count=request.num_prompt_tokens,
             block_tokens=self._tokens,
+            hints=tracked.hints,
         )
 
     def _look_up(self, tracked: TrackedRequest, blocks: int) -> Found:
@@ -315,7 +319,13 @@ class SchedulerConnector:
         keys = tracked.keys.upto(first + count)[first : first + count]
         slots = self._rows(tables, first, first + count)
         self._has_work = True
-        started = self._offload.load(keys, slots, cause=request.request_id)
+        started = self._offload.load(
+            keys,
+            slots,
+            cause=request.request_id,
+            priority=tracked.hints.priority or 0,
+            ttl_s=tracked.hints.ttl_s,
+        )
         # Nothing leaves the tiers between lookup and load, so nothing is ever missing here;
         # if it were, the engine would have to compute it.
         missing = slots[0, len(started.accepted) :]
@@ -355,9 +365,17 @@ class SchedulerConnector:
             self._has_work = True
             self._offload.cancel(operation)
         self._pin_saves(tracked)
+        self._let_go(tracked)
         if tracked.save and not tracked.voided:
             full = min(tracked.request.num_computed_tokens, tracked.request.num_tokens)
             self.counters.add("blocks_dropped_pinned", max(0, full // self._tokens - tracked.saved))
+
+    def _let_go(self, tracked: TrackedRequest) -> None:
+        """Blocks that the client does not expect to be used again leave first."""
+        keep = tracked.hints.keep_blocks(self._tokens)
+        if keep is not None and not tracked.voided and not tracked.keys.stale:
+            full = tracked.request.num_tokens // self._tokens
+            self._offload.let_go(tracked.keys.upto(full)[:full], keep=keep)
 
     def reset(self, why: str) -> None:
         """Drops everything below the device; requests that run now save nothing of theirs."""
@@ -545,6 +563,13 @@ class SchedulerConnector:
         if tracked.keys.stale:
             tracked.save = False
             return
+        keep = tracked.hints.keep_blocks(self._tokens)
+        if keep is not None:
+            # What its client does not expect to be used again is not worth a copy.
+            if tracked.saved >= keep:
+                tracked.saved = full
+                return
+            full = min(full, keep)
         keys = tracked.keys.upto(full)
         first = self._skip_passed(tracked, full, tables)
         end = min(full, len(keys), *(len(row) for row in tables))
@@ -562,6 +587,8 @@ class SchedulerConnector:
             cause=tracked.request.request_id,
             parent=keys[first - 1] if first else None,
             tenant=tracked.tenant,
+            priority=tracked.hints.priority or 0,
+            ttl_s=tracked.hints.ttl_s,
         )
         tracked.saved = end
         if started.miss.reason.value != "none":
@@ -639,6 +666,7 @@ class SchedulerConnector:
                 keys=RequestKeys(self._chains, request),
                 load=options.load,
                 save=options.save,
+                hints=options.hints,
                 tenant=tenant_of(request, self._quotas),
             )
         return tracked

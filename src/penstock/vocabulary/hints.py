@@ -1,0 +1,135 @@
+"""What a client says about the blocks of its request: hints, which the eviction policies obey.
+
+| field         | says                                                                          |
+|---------------|-------------------------------------------------------------------------------|
+| `over`        | nothing comes after this request: its blocks are let go when it ends           |
+| `keep_tokens` | only its first tokens are used again: blocks after them are let go             |
+| `ttl_s`       | after this many seconds without a use, its blocks are the first to leave       |
+| `priority`    | blocks of lower priority leave first; above 0, for as long as `ttl_s`          |
+
+The same object is a field of a request to our server, a part of vLLM's `kv_transfer_params`, and a
+field of a trace. Blocks that are let go are found until others need their room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from penstock.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HINT_FIELDS = ("over", "keep_tokens", "ttl_s", "priority")
+HINT_PRIORITY_MAX = 100
+TTL_MAX_S = 604_800.0
+"""A week: what is kept for longer is pinned by an operator, not by a client."""
+KEEP_TOKENS_MAX = 1 << 27
+RAISED_S = 3600.0
+"""How long a priority above 0 lasts where no `ttl_s` is given: blocks that nobody comes back for do
+not take their client's share for ever."""
+RETENTIONS = {"in_memory": None, "in-memory": None, "24h": 86_400.0}
+"""Values of OpenAI's `prompt_cache_retention`, and for how many seconds blocks are then kept before
+others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionHints:
+    """How long the blocks of a request are worth keeping; `None` where nothing is said."""
+
+    priority: int | None = None
+    ttl_s: float | None = None
+    keep_tokens: int | None = None
+    """0 for a conversation that is over."""
+
+    def keep_blocks(self, block_tokens: int) -> int | None:
+        """The leading blocks that are worth keeping."""
+        return None if self.keep_tokens is None else -(-self.keep_tokens // block_tokens)
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The fields that say something, as a client writes them."""
+        fields = {"priority": self.priority, "ttl_s": self.ttl_s, "keep_tokens": self.keep_tokens}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+NO_HINTS = RetentionHints()
+
+
+def read_hints(given: Mapping[Any, object], place: str = "penstock") -> RetentionHints:
+    """The hints in an object of a client.
+
+    Raises:
+        ValueError: a field is unknown or wrong; the message begins with its name.
+    """
+    for name in given:
+        if name not in HINT_FIELDS:
+            known = ", ".join(HINT_FIELDS)
+            raise ValueError(f"{place}.{_named(name)} is no hint, must be one of {known}")
+    over = given.get("over")
+    if over is not None and not isinstance(over, bool):
+        _refuse(place, "over", over, "true or false")
+    keep = _whole(place, "keep_tokens", given.get("keep_tokens"), 0, KEEP_TOKENS_MAX)
+    if over and keep:
+        _refuse(place, "keep_tokens", keep, "left out, or over left out: one says all")
+    return _lasting(
+        RetentionHints(
+            priority=_whole(
+                place, "priority", given.get("priority"), -HINT_PRIORITY_MAX, HINT_PRIORITY_MAX
+            ),
+            ttl_s=_seconds(place, given.get("ttl_s")),
+            keep_tokens=0 if over else keep,
+        )
+    )
+
+
+def with_retention(hints: RetentionHints, retention: object) -> RetentionHints:
+    """Hints, and what OpenAI's `prompt_cache_retention` says where they say nothing.
+
+    Raises:
+        ValueError: it is no value of that field.
+    """
+    if not isinstance(retention, str) or retention not in RETENTIONS:
+        known = ", ".join(map(repr, RETENTIONS))
+        raise ValueError(f"prompt_cache_retention is {shown(retention)}, must be one of {known}")
+    ttl_s = RETENTIONS[retention]
+    if ttl_s is None or hints.priority is not None:
+        return hints
+    return RetentionHints(priority=1, ttl_s=hints.ttl_s or ttl_s, keep_tokens=hints.keep_tokens)
+
+
+def _lasting(hints: RetentionHints) -> RetentionHints:
+    if hints.ttl_s is not None or hints.priority is None or hints.priority <= 0:
+        return hints
+    return RetentionHints(priority=hints.priority, ttl_s=RAISED_S, keep_tokens=hints.keep_tokens)
+
+
+def _whole(place: str, name: str, value: object, low: int, high: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        _refuse(place, name, value, f"a whole number from {low} to {high}")
+    return value
+
+
+def _seconds(place: str, value: object) -> float | None:
+    if value is None:
+        return None
+    right = f"a number of seconds above 0 and at most {TTL_MAX_S:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _refuse(place, "ttl_s", value, right)
+    if math.isnan(value) or not 0 < value <= TTL_MAX_S:
+        _refuse(place, "ttl_s", value, right)
+    return float(value)
+
+
+def _refuse(place: str, name: str, value: object, right: str) -> NoReturn:
+    raise ValueError(f"{place}.{name} is {shown(value)}, must be {right}")
+
+
+def _named(name: object) -> str:
+    return shown(name)[1:-1] if isinstance(name, str) else shown(name)
