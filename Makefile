@@ -16,6 +16,7 @@ DEMO := $(VENV)/.demo
 MODEL := $(VENV)/.model
 NIXL := $(VENV)/.nixl
 SITE := $(VENV)/.site
+MOONCAKE := $(VENV)/.mooncake
 BIN := $(VENV)/bin
 # The environment gets no pip of its own: the one that PYTHON has installs into it. That is
 # quicker, and works where Python came without the means to bring pip into an environment.
@@ -38,10 +39,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 	@$(BIN)/penstock demo
 	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
-test: $(READY) $(NIXL) $(SITE) ip browser redis ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(SITE) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
@@ -143,6 +144,19 @@ $(SITE): $(READY)
 	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
 	    install --quiet --quiet -c constraints.txt mkdocs-material \
 	    || echo "make: no mkdocs-material here: the tests of the site are skipped" >&2
+	@touch $@
+
+# Mooncake Store's wheel for machines without CUDA, without what its other parts ask for, and the
+# library that it wants even for TCP. Where one of them cannot be had, its tests are skipped.
+$(MOONCAKE): $(READY)
+	@echo "Getting Mooncake (once; 46 MB)"
+	@$(PYTHON) -m pip --python $(BIN)/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet --no-deps -c constraints.txt mooncake-transfer-engine-non-cuda \
+	    || echo "make: no Mooncake here: its tests are skipped" >&2
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2> /dev/null \
+	    || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
+	    || { apt-get update && apt-get install -y --no-install-recommends libibverbs1; } > /dev/null 2>&1 \
+	    || echo "make: libibverbs1 could not be installed; the tests with Mooncake are skipped" >&2
 	@touch $@
 
 $(VLLM_READY): pyproject.toml constraints.txt .ci/vllm-environment

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from penstock.store.blobs import BlobStoreError, BlobWrite
+from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
 from penstock.store.redis_blobs import RedisBlobs
 from penstock.store.redis_connections import RedisSettings
-from penstock.testing.blob_store_suite import BlobStoreSuite, FailingBlobStoreSuite
+from penstock.testing.blob_store_suite import SOON_S, BlobStoreSuite, FailingBlobStoreSuite
+from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
@@ -50,3 +55,60 @@ class TestRedisBlobs(FailingBlobStoreSuite):
 
     def start_store(self) -> None:
         self.server.start()
+
+
+class _OpenForLong(MooncakeBlobs):
+    """Closed at the end of all tests: Mooncake takes a second for it."""
+
+    def close(self) -> None:
+        pass
+
+
+class TestMooncakeBlobs(FailingBlobStoreSuite):
+    keeps_empty_values = False
+    master: MooncakeMaster
+    holder: MooncakeBlobs
+    client: MooncakeBlobs
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def serve(cls) -> Iterator[None]:
+        cls.master = MooncakeMaster()
+        settings = MooncakeSettings(master=cls.master.address, segment_gib=0.25, threads=1)
+        cls.holder = MooncakeBlobs(settings)
+        cls.wait_for(cls.holder)
+        cls.client = _OpenForLong(MooncakeSettings(master=cls.master.address))
+        yield
+        MooncakeBlobs.close(cls.client)
+        cls.holder.close()
+        cls.master.kill()
+
+    @staticmethod
+    def wait_for(blobs: MooncakeBlobs) -> None:
+        """Until the master, and the memory that it gives out, are there."""
+        deadline = time.monotonic() + SOON_S
+        while True:
+            try:
+                write = BlobWrite("ready", [memoryview(b"1")])
+                if blobs.write([write], timeout_s=SOON_S) == [""]:
+                    return
+            except BlobStoreError:
+                pass
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.05)
+
+    def make_client(self) -> MooncakeBlobs:
+        return self.client
+
+    def stop_store(self) -> None:
+        self.master.stop()
+
+    def continue_store(self) -> None:
+        self.master.proceed()
+
+    def kill_store(self) -> None:
+        self.master.kill()
+
+    def start_store(self) -> None:
+        self.master.start()
+        self.wait_for(self.holder)

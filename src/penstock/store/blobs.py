@@ -112,7 +112,7 @@ class BlobStore(Protocol):
         ...
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
-        """Writes values: why one could not be written, or an empty text.
+        """Writes values: why one could not be written, or an empty text. Empty values may be such.
 
         The values of one call are neighbours of one chain: they are read together.
         """

@@ -69,6 +69,8 @@ class BlobStoreSuite(ABC):
 
     large_bytes = 16 << 20
     """Of the largest value that is tried."""
+    keeps_empty_values = True
+    """A store that cannot have them must say so when one is written."""
     prefix = ""
 
     @abstractmethod
@@ -160,20 +162,32 @@ class BlobStoreSuite(ABC):
         assert memory[:4] == b"aaaa"
 
     def test_ranges_without_bytes_are_answered_for_the_value(self, blobs: BlobStore) -> None:
-        self.put(blobs, {self.name("a"): b"four", self.name("empty"): b""})
-
-        def read(name: str, *ranges: BlobRange) -> BlobOutcome:
-            return blobs.read([BlobRead(self.name(name), ranges)], timeout_s=SOON_S)[0]
-
+        self.put(blobs, {self.name("a"): b"four"})
         nothing = memoryview(bytearray())
-        assert read("a") is BlobOutcome.READ
-        assert read("a", BlobRange(4, nothing)) is BlobOutcome.READ
-        assert read("a", BlobRange(5, nothing)) is BlobOutcome.SHORT
-        assert read("empty") is BlobOutcome.READ
-        assert read("empty", BlobRange(0, nothing)) is BlobOutcome.READ
-        assert read("empty", BlobRange(0, memoryview(bytearray(1)))) is BlobOutcome.SHORT
-        assert read("none") is BlobOutcome.MISSING
-        assert read("none", BlobRange(0, nothing)) is BlobOutcome.MISSING
+
+        assert self.outcome(blobs, "a") is BlobOutcome.READ
+        assert self.outcome(blobs, "a", BlobRange(4, nothing)) is BlobOutcome.READ
+        assert self.outcome(blobs, "a", BlobRange(5, nothing)) is BlobOutcome.SHORT
+        assert self.outcome(blobs, "none") is BlobOutcome.MISSING
+        assert self.outcome(blobs, "none", BlobRange(0, nothing)) is BlobOutcome.MISSING
+
+    def test_an_empty_value_is_kept_or_refused(self, blobs: BlobStore) -> None:
+        writes = [BlobWrite(self.name("empty"), []), BlobWrite(self.name("a"), [memoryview(b"1")])]
+
+        problem, fine = blobs.write(writes, timeout_s=SOON_S)
+
+        assert bool(problem) != self.keeps_empty_values
+        assert fine == ""
+        names = [self.name("empty"), self.name("a")]
+        assert blobs.exists(names, timeout_s=SOON_S) == [self.keeps_empty_values, True]
+        if self.keeps_empty_values:
+            one = BlobRange(0, memoryview(bytearray(1)))
+            assert self.outcome(blobs, "empty") is BlobOutcome.READ
+            assert self.outcome(blobs, "empty", one) is BlobOutcome.SHORT
+
+    def outcome(self, blobs: BlobStore, name: str, *ranges: BlobRange) -> BlobOutcome:
+        """What comes of reading some ranges."""
+        return blobs.read([BlobRead(self.name(name), ranges)], timeout_s=SOON_S)[0]
 
     def test_calls_about_nothing_do_nothing(self, blobs: BlobStore) -> None:
         assert blobs.exists([], timeout_s=SOON_S) == []
@@ -189,8 +203,8 @@ class BlobStoreSuite(ABC):
         assert self.take(blobs, self.name("a"), 5) == b"first"
 
     def test_existence_is_told_in_order(self, blobs: BlobStore) -> None:
-        self.put(blobs, {self.name("a"): b"1", self.name("empty"): b""})
-        names = [self.name(text) for text in ("a", "b", "empty", "a", "c")]
+        self.put(blobs, {self.name("a"): b"1", self.name("d"): b"2"})
+        names = [self.name(text) for text in ("a", "b", "d", "a", "c")]
 
         assert blobs.exists(names, timeout_s=SOON_S) == [True, False, True, True, False]
 

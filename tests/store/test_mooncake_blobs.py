@@ -1,0 +1,75 @@
+"""What Mooncake Store adds to being a shared store: settings, staging memory, and what it lacks."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError, UnavailableError
+from penstock.store.blobs import BlobStoreError, BlobWrite
+from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
+from tests.store.mooncake_master import require_mooncake
+from tests.store.redis_server import free_port
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("master", {"master": ""}),
+        ("master", {"master": "host"}),
+        ("master", {"master": "etcd://user@host"}),
+        ("master", {"master": None}),
+        ("protocol", {"master": "a:1", "protocol": "udp"}),
+        ("segment_gib", {"master": "a:1", "segment_gib": -1}),
+        ("segment_gib", {"master": "a:1", "segment_gib": float("nan")}),
+        ("segment_gib", {"master": "a:1", "segment_gib": "1"}),
+        ("replica_count", {"master": "a:1", "replica_count": 0}),
+        ("staging_mib", {"master": "a:1", "staging_mib": 0}),
+        ("staging_mib", {"master": "a:1", "staging_mib": 1.5}),
+        ("threads", {"master": "a:1", "threads": 65}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(
+    field: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MooncakeSettings(**settings)
+
+    assert caught.value.field == field
+
+
+def test_without_the_package_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+
+    with pytest.raises(UnavailableError, match=r'pip install "penstock\[mooncake\]"') as caught:
+        MooncakeBlobs(MooncakeSettings(master="a:1"))
+
+    assert "libibverbs1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_master_that_is_away_is_named_at_once() -> None:
+    require_mooncake()
+    address = f"127.0.0.1:{free_port()}"
+    with closing(MooncakeBlobs(MooncakeSettings(master=address, threads=1))) as blobs:
+        with pytest.raises(BlobStoreError, match=address):
+            blobs.exists(["a"], timeout_s=60)
+        with pytest.raises(BlobStoreError, match=address):
+            blobs.exists(["a"], timeout_s=60)
+
+
+def test_a_value_beyond_the_staging_memory_is_refused_before_it_is_sent() -> None:
+    require_mooncake()
+    settings = MooncakeSettings(master=f"127.0.0.1:{free_port()}", staging_mib=1, threads=1)
+    with closing(MooncakeBlobs(settings)) as blobs:
+        large = BlobWrite("large", [memoryview(bytes(1 << 20)), memoryview(b"1")])
+
+        (problem,) = blobs.write([large], timeout_s=60)
+
+        assert "1048577 bytes" in problem
+        assert "staging_mib" in problem
