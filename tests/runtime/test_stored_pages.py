@@ -36,8 +36,9 @@ class ScriptedLink:
         assert tier == TIER
         self.pages_asked += 1
 
-    def find(self, tier: int, keys: Sequence[Key]) -> int:
+    def find(self, tier: int, keys: Sequence[Key], *, first: int) -> int:
         assert tier == TIER
+        assert first >= 0
         self.finds.append(keys)
         return len(self.finds)
 

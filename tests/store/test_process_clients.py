@@ -109,7 +109,7 @@ KEY = bytes(KEY_BYTES)
         b"PQ\x01\xc0",
         b"PQ\x01\x91\x91\xa4nope",
         requests.encode([StorePing()]),
-        requests.encode([FindRequest(1, 0, KEY)]),
+        requests.encode([FindRequest(1, 0, KEY, 0)]),
         requests.encode([OwnerHello(1, SPACE, ["memfd 0:0"], ["disk"])])[:-3],
         shake_128(b"garbage").digest(100),
         pytest.param(bytes(FRAME_BYTES_MAX + 1), id="too long"),

@@ -412,7 +412,9 @@ class Stores:
         """The world's engine was reset: what is there now must not be found by it again."""
         for name, disk in self.disks.items():
             if disk.tier is not None:
-                self._generations[name] = disk.tier.generation(SPACE)
+                generation = disk.tier.generation(SPACE)
+                assert generation is not None
+                self._generations[name] = generation
         self._voided = dict(self._generations)
 
     def check_generation(self, ticket: int, slot: TierSlot) -> None:
@@ -420,6 +422,7 @@ class Stores:
         operation = self.links[self.world.incarnation].operations[ticket]
         assert slot.tier is not None
         generation = slot.tier.generation(SPACE)
+        assert generation is not None
         self._generations[slot.name] = generation
         if operation.epoch == self.world.epoch > 0 and generation <= self._voided[slot.name]:
             raise SimulationError(

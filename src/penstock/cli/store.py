@@ -1,4 +1,4 @@
-"""`penstock store`: the store process, and what lies in the folder of its disk tier."""
+"""`penstock store`: the store process, what its tiers can do, and what lies in a disk tier."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from penstock.runtime.stop_signal import StopSignal
 from penstock.runtime.stored_tiers import store_config
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.inspect import inspect_folder
+from penstock.store.probe import probe_tier
 from penstock.store.server import serve_store
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 
     from penstock.store.disk_cipher import DiskCipher
     from penstock.store.inspect import FolderReport, Inspection, SegmentReport, Verification
+    from penstock.store.messages import StoreConfig
+    from penstock.store.probe import ProbedTier
 
 MIB = 1 << 20
+TOKEN_BYTES = 128 << 10
+"""KV of a token of Llama-3.1-8B in bf16."""
 BAR_WIDTH = 40
 AGES = (
     ("1 minute", 60),
@@ -53,7 +58,7 @@ def store(
         str, typer.Option(help="What is logged: debug, info, warning or error.")
     ] = "info",
 ) -> None:
-    """Serve the disk tiers of a configuration to the engines of this machine, until SIGTERM.
+    """Serve the stored tiers of a configuration to the engines of this machine, until SIGTERM.
 
     Engines whose configuration names the same folder use this process instead of one of their
     own, and share what lies in the folder.
@@ -64,14 +69,78 @@ def store(
         raise ConfigError("--config", "is missing, must be a file with a tier of kind 'disk'")
     if log_level not in LOG_LEVELS:
         raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
-    found = store_config(load_completed(config, _name_model))
-    if found is None:
-        raise ConfigError(f"{config}: tiers", "has no tier of kind 'disk', must have one to serve")
+    found = _stored_tiers(config)
     logs.set_up(log_level, as_json=False)
     with StopSignal((signal.SIGTERM, signal.SIGINT)) as stop:
         status = serve_store(found, stop=stop.descriptor)
     if status:
         raise typer.Exit(status)
+
+
+def _stored_tiers(config: Path) -> StoreConfig:
+    found = store_config(load_completed(config, _name_model))
+    if found is None:
+        raise ConfigError(
+            f"{config}: tiers",
+            "has no stored tier, must have one, for example of kind 'disk' or 'redis'",
+        )
+    return found
+
+
+@commands.command()
+def probe(
+    *,
+    config: ConfigOption = None,
+    token_bytes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=1 << 30,
+            help="KV bytes of a token, for the last column; the default is Llama-3.1-8B in bf16.",
+        ),
+    ] = TOKEN_BYTES,
+    json: JsonOption = None,
+) -> None:
+    """Measure the stored tiers of a configuration from this machine: latency, rates, errors.
+
+    It writes some 100 MiB of random blocks to each, and removes them. The status is 1 if a tier
+    cannot be used, or a block did not come back.
+    """
+    if config is None:
+        raise ConfigError("--config", "is missing, must be a file with a stored tier")
+    found = [probe_tier(tier) for tier in _stored_tiers(config).tiers]
+    if json is not None:
+        write_json(json, {"tiers": [asdict(each) for each in found], "token_bytes": token_bytes})
+    if str(json) != "-":
+        for each in found:
+            print("\n".join(_describe_probe(each, token_bytes)))
+    if any(each.problem or each.faults for each in found):
+        raise typer.Exit(ExitStatus.FINDING)
+
+
+def _describe_probe(tier: ProbedTier, token_bytes: int) -> Iterator[str]:
+    yield f"{tier.name} ({tier.kind})"
+    if tier.problem:
+        yield f"  cannot be used: {tier.problem}"
+        return
+    if tier.ask_s is not None:
+        yield f"  to learn what is there: {tier.ask_s * 1000:.1f} ms"
+    # A prompt that is computed faster than its KV arrives is computed.
+    headings = ("block KiB", "save MB/s", "load MB/s", "one block ms", "loads pay below tokens/s")
+    rows = [
+        (
+            f"{size.block_bytes >> 10}",
+            f"{size.save_bytes_s / 1e6:.0f}",
+            f"{size.load_bytes_s / 1e6:.0f}",
+            f"{size.single_load_s * 1000:.1f}",
+            f"{size.load_bytes_s / token_bytes:.0f}",
+        )
+        for size in tier.sizes
+    ]
+    for line in _columns([headings, *rows]):
+        yield f"  {line}"
+    if tier.faults:
+        yield f"  {tier.faults} blocks did not come back"
 
 
 @commands.command()

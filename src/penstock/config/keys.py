@@ -209,7 +209,7 @@ Value: TypeAlias = int | float | str
 class TierOption:
     """A key that only one kind of tier has, with its default."""
 
-    key: Whole | Number | String
+    key: Whole | Number | String | Flag
     default: Value | None
     """`None`: the key must be given."""
 

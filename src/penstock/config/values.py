@@ -32,7 +32,7 @@ from ipaddress import ip_address
 import msgspec
 
 from penstock.cache.settings import CacheSettings  # noqa: TC001
-from penstock.config.keys import Gib, String, TierOption, Value, Whole
+from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
 from penstock.config.salt import require_salt, salted_tenant
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
@@ -71,6 +71,13 @@ _RANKS = re.compile(r"(?P<first>\d{1,4})(-(?P<last>\d{1,4}))?", re.ASCII)
 _ADDRESS = re.compile(r"tcp://(?P<host>[^:/*\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = frozenset({"0.0.0.0", "[::]"})
 
+_SHARED_OPTIONS = {
+    "gib": TierOption(Gib(minimum=1 / 1024, maximum=1 << 20), 256.0),
+    "ask_ms": TierOption(Number(minimum=1, maximum=10_000), 50.0),
+    "timeout_s": TierOption(Number(minimum=0.01, maximum=600), 2.0),
+    "threads": TierOption(Whole(minimum=1, maximum=64), 4),
+}
+"""What every kind of shared store has."""
 TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "memory": {},
     "host": {
@@ -85,9 +92,23 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "key_file": TierOption(String(), ""),
         "other_versions": TierOption(String(choices=("refuse", "reclaim")), "refuse"),
     },
+    "redis": {
+        "url": TierOption(String(), None),
+        "password_file": TierOption(String(), ""),
+        "password_env": TierOption(String(), ""),
+        "sentinel": TierOption(String(), ""),
+        "cluster": TierOption(Flag(), default=False),
+        "ca_file": TierOption(String(), ""),
+        "certificate_file": TierOption(String(), ""),
+        "key_file": TierOption(String(), ""),
+        "ttl_s": TierOption(Number(minimum=0, maximum=31_536_000), 0.0),
+        **_SHARED_OPTIONS,
+    },
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
-STORED_KINDS = frozenset({"disk"})
+SHARED_KINDS = frozenset({"redis"})
+"""Kinds that many engines share: somebody else keeps their blocks."""
+STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
 """Kinds that the store process serves: slower than host memory, and their blocks outlive it."""
 
 
@@ -163,9 +184,9 @@ class TierKind:
                 "options",
                 f"are {sorted(self.options)}, must be {sorted(known)} for kind {self.name!r}",
             )
-        for name in ("path", "key_file"):
-            value = str(self.options.get(name, "/"))
-            if self.name in STORED_KINDS and value and not value.startswith("/"):
+        for name in self.options if self.name in STORED_KINDS else ():
+            value = str(self.options[name])
+            if (name == "path" or name.endswith("_file")) and value and not value.startswith("/"):
                 raise ConfigError(
                     name, f"is {value!r}, must be an absolute path: several processes use it"
                 )
@@ -175,7 +196,7 @@ class TierKind:
                 f"is true, must be false for kind {self.name!r}: the cache is opened before its "
                 "store process has answered",
             )
-        if self.name in STORED_KINDS and not str(self.options["path"]).strip("/."):
+        if self.name == "disk" and not str(self.options["path"]).strip("/."):
             raise ConfigError(
                 "path",
                 f"is {self.options['path']!r}, must be the absolute path of a folder of its own",

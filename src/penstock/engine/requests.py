@@ -113,7 +113,7 @@ class Answer:
     """One answer to a request: its tokens, its blocks, and how far its steps are."""
 
     __slots__ = (
-        *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease"),
+        *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease", "sought"),
         "next_request",
         *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "tokens"),
         "unknown",
@@ -140,6 +140,8 @@ class Answer:
         self.handed = not request.handoff or number > 0 or request.scores_prompt
         """Whether its handoff has begun or is not wanted; it is tried once."""
         self.held = False
+        self.sought = False
+        """Whether a shared store was asked for its blocks, and may not have answered."""
         """Whether a handoff reads or writes its blocks."""
         self.next_request: Request | None = None
         """The request with another handoff, which is tried when the present one has ended."""

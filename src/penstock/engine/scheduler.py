@@ -135,6 +135,8 @@ class Scheduler:
         if self.cache.persists and request.reuse:
             # It waits for its turn: what lies on a disk is in host memory by then.
             self.cache.prefetch(request.prompt, request=request.id, tenant=request.tenant)
+            for number in numbers:
+                self._answers[number].sought = True
 
     def abort(self, request: str) -> None:
         """Ends a request, unless it has ended."""
@@ -208,6 +210,8 @@ class Scheduler:
         for answer in self._in_order(Phase.RUNNING):
             self._schedule(answer, plan)
         for answer in self._in_order(Phase.WAITING):
+            if answer.sought and self._is_searching(answer):
+                continue
             # Blocks that a preemption has just freed are for running requests. A request that
             # is admitted now would be preempted next.
             crowded = plan.chunks and self.preemptions > before
@@ -308,6 +312,12 @@ class Scheduler:
             return
         ends = count == answer.left
         plan.add(answer, count, ends=ends)
+
+    def _is_searching(self, answer: Answer) -> bool:
+        """Whether a store has yet to say which blocks of a request it has; never for long."""
+        status = self.cache.store_status(answer.request.id)
+        answer.sought = status is not None and status.searching
+        return answer.sought
 
     def _admit(self, answer: Answer) -> bool:
         """Acquires blocks for a request; returns False if there are not enough."""

@@ -17,11 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.settings import HUB
-from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED
+from penstock.config.values import BLOCKS_MAX, NOT_PERSISTED, SHARED_KINDS
 from penstock.errors import ConfigError, UnavailableError
 from penstock.extensions import OTHER_TIERS
 from penstock.store.disk_format import ROW_BYTES, SEGMENT_BYTES, Geometry
 from penstock.store.messages import BLOCKS_MAX as JOB_BLOCKS_MAX
+from penstock.store.shared_value import HEAD_BYTES
 from penstock.tiers.arena import MemoryCalls
 from penstock.tiers.base import KeepsSums
 from penstock.tiers.host import HostTier, slots_within, tier_bytes
@@ -164,7 +165,7 @@ def _sized(order: _Order, config: Config) -> _Order:
 
 
 def _stored_bytes(order: _Order, size: int, config: Config) -> int:
-    """What a block takes on disk, on all ranks."""
+    """What a block takes below host memory, on all ranks."""
     if config.cache.operation_blocks_max > JOB_BLOCKS_MAX:
         raise ConfigError(
             "cache.operation_blocks_max",
@@ -174,6 +175,8 @@ def _stored_bytes(order: _Order, size: int, config: Config) -> int:
     # All ranks share a disk; of those that hold equal bytes, it keeps one part.
     parts = 1 if config.equal_ranks else config.cache.rank_count
     block_bytes, cell_count = order.layout.block_bytes, len(order.layout.cells)
+    if order.kind.name in SHARED_KINDS:
+        return parts * (HEAD_BYTES + cell_count * SUM_BYTES + block_bytes)
     sizes = stored_sizes(block_bytes, cell_count, parts)
     if size < sizes.least:
         raise ConfigError(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.settings import HUB
 from penstock.config import Config, load_config
+from penstock.config.values import SHARED_KINDS
 from penstock.errors import ConfigError, UnavailableError
 from penstock.runtime.base import Driven
 from penstock.runtime.cache import Cache
@@ -304,7 +305,13 @@ def _stored_tiers(
         )
     except UnavailableError as error:
         return None, dict.fromkeys(tiers, f"no store process can be started: {error}")
-    return StoredTiers(link, tuple(tiers), offer=offer), dict.fromkeys(tiers, STARTING)
+    asked = {
+        index: float(kind.options["ask_ms"]) / 1000
+        for index, kind in enumerate(config.tier_kinds, start=HUB)
+        if kind.name in SHARED_KINDS
+    }
+    stored = StoredTiers(link, tuple(tiers), offer=offer, asked=asked)
+    return stored, dict.fromkeys(tiers, STARTING)
 
 
 def _switch_off(driver: Driver, agreement: Agreement, not_stored: Mapping[int, str]) -> None:

@@ -17,12 +17,15 @@ has arrived.
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import tempfile
+import time
 from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.config.values import NOT_PERSISTED
+from penstock.config.values import NOT_PERSISTED, SHARED_KINDS
 from penstock.machine.effects import Copy
 from penstock.machine.events import (
     CopyReport,
@@ -49,9 +52,9 @@ from penstock.store.messages import StoreConfig, StoreTierConfig
 from penstock.transport.waiting import wait_any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from penstock.config import Config
+    from penstock.config import Config, TierKind
     from penstock.machine.effects import Abandon
     from penstock.machine.events import Event
     from penstock.store.arena_offer import ArenaOffer
@@ -64,6 +67,8 @@ SOCKET = "socket"
 """The name of the Unix socket in the folder of the first stored tier."""
 PREFETCHES_MAX = 256
 """Prefetches that wait for an answer of the store; the store is not asked for more."""
+ANSWERS = 2
+"""A request waits so many times as long for an answer as the question may take: it travels, too."""
 FIND_KEYS_MAX = 256
 """Keys of a prefetch that the store is asked for at once: noting what it has takes an engine some
 microseconds a key, in one step."""
@@ -72,11 +77,7 @@ GIB = 1 << 30
 
 def space_name(config: Config) -> bytes:
     """A name for the blocks of a model: equal where equal tokens have equal keys."""
-    said = (
-        config.namespace().encode(),
-        config.hash.encode(),
-        str(config.cache.block_tokens).encode(),
-    )
+    said = (config.namespace().encode(), config.hash.encode())
     framed = (len(each).to_bytes(4, "little") + each for each in said)
     return sha256(SPACE_DOMAIN + b"".join(framed)).digest()[:DIGEST_BYTES]
 
@@ -86,22 +87,38 @@ def store_config(config: Config) -> StoreConfig | None:
 
     It listens in the folder of the first of them: engines that name the same folder share it.
     """
-    tiers = [
-        StoreTierConfig(
-            name=tier.name,
-            kind=kind.name,
-            folder=str(kind.options["path"]),
-            size_bytes=int(kind.gib * GIB),
-            threads=int(kind.options["threads"]),
-            key_file=str(kind.options["key_file"]),
-            ignore_other_versions=kind.options["other_versions"] == "reclaim",
-        )
+    tiers = tuple(
+        _tier_config(tier.name, kind)
         for tier, kind in zip(config.cache.tiers, config.tier_kinds, strict=True)
         if tier.stored
-    ]
+    )
     if not tiers:
         return None
-    return StoreConfig(socket=f"{tiers[0].folder.rstrip('/')}/{SOCKET}", tiers=tuple(tiers))
+    folders = [tier.folder.rstrip("/") for tier in tiers if tier.folder]
+    return StoreConfig(
+        socket=f"{folders[0] if folders else _own_folder(tiers)}/{SOCKET}", tiers=tiers
+    )
+
+
+def _tier_config(name: str, kind: TierKind) -> StoreTierConfig:
+    if kind.name in SHARED_KINDS:
+        return StoreTierConfig(name=name, kind=kind.name, options=dict(kind.options))
+    return StoreTierConfig(
+        name=name,
+        kind=kind.name,
+        folder=str(kind.options["path"]),
+        size_bytes=int(kind.gib * GIB),
+        threads=int(kind.options["threads"]),
+        key_file=str(kind.options["key_file"]),
+        ignore_other_versions=kind.options["other_versions"] == "reclaim",
+    )
+
+
+def _own_folder(tiers: tuple[StoreTierConfig, ...]) -> str:
+    """Where a store process without a folder listens: engines with the same tiers share it."""
+    said = StoreConfig(socket="/", tiers=tiers).to_json().encode()
+    root = os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/penstock-{os.getuid()}"
+    return f"{root}/penstock-store-{sha256(said).hexdigest()[:16]}"
 
 
 class StoreStatus(NamedTuple):
@@ -133,6 +150,8 @@ class _Wanted(NamedTuple):
     prefetch: Prefetch
     start: int
     """The first of its keys that the store was asked for."""
+    until: float
+    """When the request waits no longer for the answer."""
 
 
 class StoredTiers:
@@ -142,14 +161,25 @@ class StoredTiers:
         link: To the store process.
         tiers: The indices of the tiers.
         offer: The arena of a rank in this process; others offer theirs themselves.
+        asked: How long a question may take, in seconds, by the index of tiers that do not list what
+            they have.
+        clock: In seconds.
     """
 
     def __init__(
-        self, link: StoreLink, tiers: Sequence[int], *, offer: ArenaOffer | None = None
+        self,
+        link: StoreLink,
+        tiers: Sequence[int],
+        *,
+        offer: ArenaOffer | None = None,
+        asked: Mapping[int, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.link = link
         self._offer = offer
         self.tiers = tuple(tiers)
+        self._asked = dict(asked or {})
+        self._clock = clock
         self.states: dict[int, StoreState] = {}
         """What the store last said of each tier."""
         self._on = dict.fromkeys(self.tiers, False)
@@ -182,7 +212,9 @@ class StoredTiers:
         if self.link.ready:
             return -math.inf
         alarms = (self.link.alarm, None if self._offer is None else self._offer.alarm)
-        return min((at for at in alarms if at is not None), default=math.inf)
+        now = self._clock()
+        answers = (each.until for each in self._wanted.values() if each.until > now)
+        return min((at for at in (*alarms, *answers) if at is not None), default=math.inf)
 
     def status(self, cause: str, now: float) -> StoreStatus:
         """How the store is; `searching` is said of the prefetches of one cause."""
@@ -191,7 +223,9 @@ class StoredTiers:
             due=now >= self.next_due
             or bool(wait_any((), (self.link.descriptor,), deadline=None).descriptors),
             settled=self.link.is_up and self._is_each_known(),
-            searching=any(each.prefetch.cause == cause for each in self._wanted.values())
+            searching=any(
+                each.prefetch.cause == cause and now < each.until for each in self._wanted.values()
+            )
             and not self._listed.issuperset(tier for tier in self.tiers if self._on[tier]),
             on=any(self._on.values()),
             blocks=sum(state.blocks for state in states),
@@ -241,8 +275,10 @@ class StoredTiers:
 
     def _find(self, tier: int, prefetch: Prefetch, start: int) -> None:
         if start < len(prefetch.keys) and len(self._wanted) < PREFETCHES_MAX:
-            number = self.link.find(tier, prefetch.keys[start : start + FIND_KEYS_MAX])
-            self._wanted[number] = _Wanted(prefetch, start)
+            keys = prefetch.keys[start : start + FIND_KEYS_MAX]
+            number = self.link.find(tier, keys, first=start)
+            until = self._clock() + ANSWERS * self._asked[tier] if tier in self._asked else math.inf
+            self._wanted[number] = _Wanted(prefetch, start, until)
 
     def void(self) -> None:
         """A reset: blocks that were stored are not found again, by any engine."""
@@ -357,6 +393,8 @@ class StoredTiers:
         state = self.states.get(page.tier)
         recovering = state is not None and state.state.recovered < 1
         # A store that is still reading its tables has more later: its next state brings us back.
+        if page.tier in self._asked:
+            return  # What it has is known by asking alone.
         if page.last and not recovering:
             self._listed.add(page.tier)
         elif not page.last and (page.keys or not recovering):
@@ -391,7 +429,8 @@ class StoredTiers:
             yield from self._switch_off(tier, state.state.why)
             return
         # It is on from the first page on: who waits for it finds what was stored last.
-        if tier not in self._paging | self._listed:
+        is_asked = tier in self._asked and self._on[tier]
+        if tier not in self._paging | self._listed and not is_asked:
             self._request_page(tier)
 
     def _request_page(self, tier: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from penstock.vocabulary.cell_span import CellSpan
 
@@ -104,6 +104,26 @@ class ResizeJob(NamedTuple):
     size_bytes: int
     checks: bool = False
     """Whether it is only checked that the tier could have this size."""
+
+
+class FindJob(NamedTuple):
+    """Which blocks of a chain are there, on every rank?"""
+
+    ticket: int
+    arenas: Sequence[MappedArena]
+    """Of all ranks of the engine that asks; each part once."""
+    space: Space
+    keys: Sequence[Key]
+    """In the order of the chain."""
+    first: int = 0
+    """How many blocks of the chain come before these."""
+
+
+class FoundBlocks(NamedTuple):
+    """The answer to a `FindJob`."""
+
+    ticket: int
+    present: Sequence[bool]
 
 
 class EndedJob(NamedTuple):
@@ -197,12 +217,17 @@ class StoreTier(Protocol):
         """The blocks that were given up since the last call."""
         ...
 
-    def generation(self, name: bytes) -> int:
-        """The generation of a space that counts now; it survives restarts."""
+    def generation(self, name: bytes) -> int | None:
+        """The generation of a space that counts now; it survives restarts.
+
+        `None`: it is not known yet; `AskedTier.take_generations` says when it is.
+        """
         ...
 
-    def void(self, name: bytes) -> int:
+    def void(self, name: bytes) -> int | None:
         """Begins a new generation: no block of an earlier one is found again. Returns it.
+
+        `None`: it is being written; ask again when `descriptor` is readable.
 
         Raises:
             UnavailableError: it counts for this process, but would not outlive it. Ask again when
@@ -214,4 +239,33 @@ class StoreTier(Protocol):
 
     def close(self, *, deadline: float) -> None:
         """Ends what is in hand, syncs, and gives everything back by `deadline`."""
+        ...
+
+
+@runtime_checkable
+class AskedTier(StoreTier, Protocol):
+    """A tier that does not know what it has: somebody else keeps it, for many engines.
+
+    `page` has nothing, and `find` knows what was found or saved just now. Who wants to know asks,
+    and the answer takes a while.
+    """
+
+    def attach(self, name: bytes, arenas: Sequence[MappedArena]) -> None:
+        """An engine with these ranks uses a space from now on; each part once."""
+        ...
+
+    def detach(self, arena: MappedArena) -> None:
+        """An arena is unmapped next; no job uses it."""
+        ...
+
+    def seek(self, job: FindJob) -> None:
+        """Asks; the answer comes from `take_found`, within a bounded time."""
+        ...
+
+    def take_found(self) -> list[FoundBlocks]:
+        """The answers since the last call."""
+        ...
+
+    def take_generations(self) -> list[tuple[bytes, int]]:
+        """Spaces whose generation became known or has changed since the last call, with it."""
         ...

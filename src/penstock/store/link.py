@@ -313,13 +313,16 @@ class StoreLink:
             return f"{COPIES_MAX} copies of the store are in hand, which is the most"
         return ""
 
-    def find(self, tier: int, keys: Sequence[Key]) -> int:
-        """Asks which blocks are in a tier; returns the number of the `FoundInStore` to come."""
+    def find(self, tier: int, keys: Sequence[Key], *, first: int = 0) -> int:
+        """Asks which blocks are in a tier; returns the number of the `FoundInStore` to come.
+
+        `first` blocks of their chain come before these.
+        """
         self._question_number += 1
         number, count = self._question_number, len(keys)
         if self._welcome and count <= BLOCKS_MAX and len(self._finds) < FINDS_MAX:
             self._finds[number] = _FindInHand(tier, count)
-            request = FindRequest(number, self._numbers[tier], b"".join(keys))
+            request = FindRequest(number, self._numbers[tier], b"".join(keys), first)
             self._put(request, MESSAGE_HEAD_BYTES + count * KEY_BYTES)
         else:
             self._results.append(FoundInStore(number, tier, [False] * count))

@@ -143,6 +143,8 @@ class FindRequest(StoreMessage, array_like=True, frozen=True, gc=False):
     number: U64
     tier: TierNumber
     keys: bytes
+    first: Count
+    """How many blocks of their chain come before these."""
 
 
 class PageRequest(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -434,14 +436,18 @@ class StoreTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     name: str
     kind: str
-    folder: str
-    size_bytes: int
+    folder: str = ""
+    """Of a disk tier."""
+    size_bytes: int = 0
+    """Of a disk tier."""
     threads: int = 0
     """0: as many as the kind takes by default."""
     key_file: str = ""
     """Of the encryption key; empty: not encrypted."""
     ignore_other_versions: bool = False
     """Whether files of another format version are reclaimed instead of refused."""
+    options: dict[str, str | int | float | bool] = {}
+    """Of a shared store, as the configuration spells them: where it is, and who may read it."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

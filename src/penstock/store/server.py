@@ -31,14 +31,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
 from penstock.errors import PeerError, UnavailableError
-from penstock.store.base import LoadJob, MappedArena, ResizeJob, SaveJob, Space
+from penstock.store.base import (
+    AskedTier,
+    LoadJob,
+    MappedArena,
+    ResizeJob,
+    SaveJob,
+    Space,
+)
 from penstock.store.messages import (
     PAGE_KEYS_MAX,
     AbandonRequest,
     AnyStoreRequest,
     ArenaMapped,
     ArenaOffered,
-    FindAnswer,
     FindRequest,
     GoneNotice,
     JobReport,
@@ -46,7 +52,6 @@ from penstock.store.messages import (
     OwnerHello,
     OwnerWaiting,
     OwnerWelcome,
-    PageAnswer,
     PageRequest,
     ResizeAnswer,
     ResizeNotice,
@@ -59,13 +64,13 @@ from penstock.store.messages import (
     VoidRequest,
     VoidSeen,
     arena_name,
-    join_parents,
     requests,
     short,
     split_keys,
     split_parents,
     split_slots,
 )
+from penstock.store.questions import StoreQuestions
 from penstock.store.sessions import ClientSession, OfferedArena, OwnerState
 from penstock.store.sockets import StoreBusyError, StoreListener
 from penstock.store.tier_slots import NOBODY, TIER_KINDS, TierSlot
@@ -174,6 +179,7 @@ class StoreServer:
         self._jobs: dict[int, _Job] = {}
         self._resizes: dict[int, _Resize] = {}
         """By the ticket of their jobs."""
+        self._questions = StoreQuestions()
         self._strays: Counter[int | str] = Counter()
         """Jobs under way of sessions that have ended: by the life of their owner, and by the
         name of their arena, which may have a new owner by now."""
@@ -296,16 +302,16 @@ class StoreServer:
                 for number in list(owner.tickets.get(request.ticket, ())):
                     self._cancel(number, "it was abandoned")
             case FindRequest():
-                found = self._find(owner, request.tier, split_keys(request.keys))
-                session.answer(FindAnswer(request.number, bytes(found)))
+                self._number += 1
+                self._questions.find(session, owner, request, self._mapped(owner), self._number)
             case PageRequest():
-                self._page(session, owner, request)
+                self._questions.page(session, owner, request, self._mapped(owner))
             case VoidRequest():
                 self._void(owner, request)
             case VoidSeen():
                 _note_generation(owner, request)
             case ResizeRequest():
-                self._resize(session, _slot(owner, request.tier), request)
+                self._resize(session, owner.slot(request.tier), request)
             case StorePing():
                 session.answer(StorePong())
             case _:
@@ -379,8 +385,16 @@ class StoreServer:
         for number in list(arena.jobs):
             self._cancel(number, "the process of its rank has gone")
         arena.jobs.intersection_update(self._jobs)
-        arena.close_if_idle()
+        self._close_if_idle(arena)
         self._check_owners()
+
+    def _close_if_idle(self, arena: OfferedArena) -> None:
+        if arena.offered or arena.jobs:
+            return
+        for slot in self._slots:
+            if isinstance(slot.tier, AskedTier):
+                slot.tier.detach(arena.mapped)
+        arena.mapped.host.close()
 
     # Owners.
 
@@ -431,10 +445,21 @@ class StoreServer:
             why = "jobs of the last session are under way"
         if not why and not owner.ready:
             owner.ready, owner.why = True, ""
+            for slot in owner.tiers:
+                self._attach(owner, slot)
             session.answer(OwnerWelcome())
         elif why != owner.why:
             owner.ready, owner.why = False, why
             session.answer(OwnerWaiting(short(why)))
+
+    def _attach(self, owner: OwnerState, slot: TierSlot) -> None:
+        if isinstance(slot.tier, AskedTier):
+            slot.tier.attach(owner.hello.space, self._mapped(owner))
+
+    def _mapped(self, owner: OwnerState) -> list[MappedArena]:
+        """The arenas of an owner's ranks, each part of a block once."""
+        arenas = (self._arenas[name][-1].mapped for name in owner.ranks if name in self._arenas)
+        return list({arena.part: arena for arena in arenas}.values())
 
     def _has_strays(self, owner: OwnerState) -> bool:
         """Whether jobs of a session that has ended use its slots."""
@@ -449,12 +474,12 @@ class StoreServer:
         parents = (
             split_parents(request.parents, len(keys)) if isinstance(request, SaveRequest) else []
         )
-        slot = _slot(owner, request.tier)
+        slot = owner.slot(request.tier)
         if request.ticket in owner.tickets:
             raise PeerError(f"ticket {request.ticket} is in use")
         if math.isnan(request.remaining_s):
             raise PeerError("remaining_s is nan, must be a number of seconds")
-        problem = self._why_not(owner, request.tier)
+        problem = owner.why_not(request.tier)
         if len(owner.tickets) >= TICKETS_MAX:
             problem = f"there are {TICKETS_MAX} jobs in hand, which is the most"
         if problem or slot.tier is None:
@@ -462,12 +487,14 @@ class StoreServer:
                 session.answer(JobReport(request.ticket, rank, [], short(problem)))
             return
         places = [(self._arenas[name][-1], ranks) for name, ranks in owner.ranks.items()]
+        generation = slot.tier.generation(owner.hello.space)
+        assert generation is not None
         for arena, _ in places:
             if max(slots, default=0) >= arena.mapped.host.slot_count:
                 raise PeerError(
                     f"slot is {max(slots)}, must be below {arena.mapped.host.slot_count}"
                 )
-        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
+        space = Space(owner.hello.space, generation)
         deadline = self._clock() + min(request.remaining_s, JOB_S_MAX)
         numbers = owner.tickets[request.ticket] = set()
         for arena, ranks in places:
@@ -484,18 +511,6 @@ class StoreServer:
             else:
                 slot.tier.load(LoadJob(number, arena.mapped, space, keys, slots, request.salt))
 
-    def _why_not(self, owner: OwnerState, tier: int) -> str:
-        slot = owner.tiers[tier]
-        if slot.tier is None:
-            return f"tier {slot.name!r} is off: {slot.why}"
-        if not owner.ready:
-            return owner.why
-        if owner.voids[tier, owner.hello.space]:
-            return "its new generation cannot be kept yet"
-        if owner.generations[tier] != slot.tier.generation(owner.hello.space):
-            return "another engine has begun a new generation"
-        return ""
-
     def _cancel(self, number: int, why: str) -> None:
         """Ends a job early, if its tier can."""
         job = self._jobs.get(number)
@@ -511,6 +526,10 @@ class StoreServer:
         for gone in slot.tier.take_gone():
             for session, owner in self._owners.items():
                 self._tell_gone(session, owner, slot, gone.space, gone.part, gone.keys)
+        if isinstance(slot.tier, AskedTier):
+            for name, generation in slot.tier.take_generations():
+                self._learn_generation(slot, name, generation)
+            self._questions.answer(slot.tier.take_found())
 
     def _report(self, ended: EndedJob) -> None:
         resize = self._resizes.pop(ended.ticket, None)
@@ -522,7 +541,7 @@ class StoreServer:
     def _report_job(self, ended: EndedJob) -> None:
         job = self._jobs.pop(ended.ticket)
         job.arena.jobs.discard(ended.ticket)
-        job.arena.close_if_idle()
+        self._close_if_idle(job.arena)
         left = job.owner.tickets[job.ticket]
         left.discard(ended.ticket)
         if not left:
@@ -557,48 +576,32 @@ class StoreServer:
 
     def _parts(self, owner: OwnerState) -> list[bytes]:
         """What of a block has to be there, once for each arena that is."""
-        arenas = (self._arenas[name][-1] for name in owner.ranks if name in self._arenas)
-        return list(dict.fromkeys(arena.mapped.part for arena in arenas))
+        return [arena.part for arena in self._mapped(owner)]
 
-    # Questions.
-
-    def _find(self, owner: OwnerState, tier: int, keys: list[Key]) -> list[bool]:
-        """Which blocks are there on every rank."""
-        slot = _slot(owner, tier)
-        if slot.tier is None or self._why_not(owner, tier):
-            return [False] * len(keys)
-        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
-        found = [True] * len(keys)
-        for part in self._parts(owner):
-            there = slot.tier.find(space, part, keys)
-            found = [both and one for both, one in zip(found, there, strict=True)]
-        return found
-
-    def _page(self, session: ClientSession, owner: OwnerState, request: PageRequest) -> None:
-        slot = _slot(owner, request.tier)
-        if slot.tier is None or not owner.ready:
-            return  # Once it is welcome again, it begins with the first page.
-        space = Space(owner.hello.space, slot.tier.generation(owner.hello.space))
-        page = slot.tier.page(space, self._parts(owner)[0], request.cursor, request.limit)
-        keys = list(page.keys)
-        there = self._find(owner, request.tier, keys)
-        kept = [at for at, present in enumerate(there) if present]
-        parents = [page.parents[at] for at in kept]
-        session.answer(
-            PageAnswer(
-                request.tier,
-                b"".join([keys[at] for at in kept]),
-                join_parents(parents, len(kept)),
-                page.cursor,
-            )
-        )
+    # Resets and sizes.
 
     def _void(self, owner: OwnerState, request: VoidRequest) -> None:
-        slot = _slot(owner, request.tier)
+        slot = owner.slot(request.tier)
         owner.voids[request.tier, request.space] += 1
         generation = slot.void(request.space)
         if generation is not None:
             self._tell_void(slot, request.space, generation)
+
+    def _learn_generation(self, slot: TierSlot, space: bytes, generation: int) -> None:
+        """A tier has read which generation counts: for the first time, or others have voided."""
+        told = False
+        for owner in self._owners.values():
+            if slot in owner.tiers and owner.hello.space == space:
+                tier = owner.tiers.index(slot)
+                if owner.generations[tier] is None:
+                    owner.generations[tier] = generation
+                told = told or owner.generations[tier] != generation
+        if told:
+            self._tell_void(slot, space, generation)
+        for session, request in self._questions.take_pages():
+            asking = self._owners.get(session)
+            if asking is not None:
+                self._questions.page(session, asking, request, self._mapped(asking))
 
     def _tell_void(self, slot: TierSlot, space: bytes, generation: int) -> None:
         """Fails the jobs of earlier generations, and tells who has asked or has the space."""
@@ -645,6 +648,8 @@ class StoreServer:
             if slot in owner.tiers:
                 generation = slot.tier.generation(owner.hello.space)
                 owner.generations[owner.tiers.index(slot)] = generation
+                if owner.ready:
+                    self._attach(owner, slot)
 
     def _send_state(self, slot: TierSlot, state: TierState) -> None:
         for session, owner in self._owners.items():
@@ -668,14 +673,8 @@ class StoreServer:
 
 
 def _note_generation(owner: OwnerState, seen: VoidSeen) -> None:
-    if seen.generation == _slot(owner, seen.tier).generation(owner.hello.space):
+    if seen.generation == owner.slot(seen.tier).generation(owner.hello.space):
         owner.generations[seen.tier] = seen.generation
-
-
-def _slot(owner: OwnerState, tier: int) -> TierSlot:
-    if tier >= len(owner.tiers):
-        raise PeerError(f"tier is {tier}, must be below {len(owner.tiers)}")
-    return owner.tiers[tier]
 
 
 def _state_notice(tier: int, state: TierState) -> StateNotice:

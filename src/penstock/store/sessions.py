@@ -99,10 +99,6 @@ class OfferedArena:
     jobs: set[int] = field(default_factory=set)
     offered: bool = True
 
-    def close_if_idle(self) -> None:
-        if not self.offered and not self.jobs:
-            self.mapped.host.close()
-
 
 @dataclass(slots=True, eq=False)
 class OwnerState:
@@ -121,3 +117,29 @@ class OwnerState:
     """Requests to void a space in a tier that were not carried out yet."""
     tickets: dict[int, set[int]] = field(default_factory=dict)
     """The numbers of the jobs of each ticket that are under way."""
+
+    def slot(self, tier: int) -> TierSlot:
+        """The tier of a number.
+
+        Raises:
+            PeerError: there is none.
+        """
+        if tier >= len(self.tiers):
+            raise PeerError(f"tier is {tier}, must be below {len(self.tiers)}")
+        return self.tiers[tier]
+
+    def why_not(self, tier: int) -> str:
+        """Why nothing of a tier can be used now; empty if it can."""
+        slot = self.tiers[tier]
+        if slot.tier is None:
+            return f"tier {slot.name!r} is off: {slot.why}"
+        if not self.ready:
+            return self.why
+        if self.voids[tier, self.hello.space]:
+            return "its new generation cannot be kept yet"
+        generation = slot.tier.generation(self.hello.space)
+        if generation is None:
+            return "its generation is being read"
+        if self.generations[tier] != generation:
+            return "another engine has begun a new generation"
+        return ""

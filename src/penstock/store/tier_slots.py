@@ -25,6 +25,7 @@ from penstock.store.base import OPENING, EndedJob, ResizeJob, StoreTier, TierSta
 from penstock.store.disk import DiskTier
 from penstock.store.disk_cipher import load_cipher
 from penstock.store.messages import StoreTierConfig
+from penstock.store.shared_kinds import CLIENTS, open_shared
 
 NOBODY = 0
 """The ticket of a job that nobody waits for."""
@@ -46,7 +47,7 @@ def open_disk(config: StoreTierConfig) -> StoreTier:
     )
 
 
-TIER_KINDS: Mapping[str, OpenTier] = {"disk": open_disk}
+TIER_KINDS: Mapping[str, OpenTier] = {"disk": open_disk, **dict.fromkeys(CLIENTS, open_shared)}
 """How a tier of each kind is opened. A new kind adds a row."""
 
 RETRY_S = 1.0
@@ -148,8 +149,9 @@ class TierSlot:
         try:
             if self.tier is not None:
                 generation = self.tier.void(name)
-                self._voids.discard(name)
-                return generation
+                if generation is not None:
+                    self._voids.discard(name)
+                    return generation
         except UnavailableError as error:
             logger.warning("store tier keeps no reset: tier=%s cause=%s", self.name, error)
         self._voids.add(name)

@@ -1,0 +1,267 @@
+"""What a stored tier can do, measured from this machine: `penstock store probe`.
+
+Blocks of random bytes go through the tier as those of an engine do, sums included, in a space that
+nobody else uses, and are removed afterwards. A disk tier is measured in a folder of its own beside
+the real one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import structs
+
+from penstock.errors import UnavailableError
+from penstock.store.base import (
+    DIGEST_BYTES,
+    AskedTier,
+    FindJob,
+    LoadJob,
+    MappedArena,
+    SaveJob,
+    Space,
+    part_name,
+)
+from penstock.store.blobs import BlobStoreError
+from penstock.store.shared import SharedTier
+from penstock.store.shared_kinds import CLIENTS, open_client
+from penstock.store.shared_value import generation_name, geometry_name, piece_of, value_name
+from penstock.store.tier_slots import TIER_KINDS
+from penstock.tiers.host import HostTier
+from penstock.transport.waiting import wait_any
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.form import Form
+from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.store.base import EndedJob, StoreTier
+    from penstock.store.messages import StoreTierConfig
+    from penstock.vocabulary.ids import Key
+
+BLOCK_BYTES = (256 << 10, 1 << 20, 4 << 20)
+ROUND_BYTES = 32 << 20
+"""Of one save or load of many blocks."""
+ROUNDS = 3
+SINGLE_BLOCKS = 8
+WAIT_S = 60.0
+DISK_BYTES = 1 << 30
+SALT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedSize:
+    """What was measured with blocks of one size."""
+
+    block_bytes: int
+    save_bytes_s: float
+    load_bytes_s: float
+    single_load_s: float
+    """One block by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedTier:
+    """What was measured of one tier."""
+
+    name: str
+    kind: str
+    problem: str = ""
+    """Why it could not be measured, if so."""
+    ask_s: float | None = None
+    """Until it is known that a block is not there; only tiers that are asked."""
+    sizes: tuple[ProbedSize, ...] = ()
+    faults: int = 0
+    """Blocks that did not come back."""
+
+
+def probe_tier(config: StoreTierConfig) -> ProbedTier:
+    """Measures a tier; what keeps it from being measured is in the result."""
+    sizes: list[ProbedSize] = []
+    asks: list[float] = []
+    faults = 0
+    try:
+        for block_bytes in BLOCK_BYTES:
+            with ExitStack() as undo:
+                probe = _Probe(config, block_bytes, undo)
+                found, missing = probe.measure()
+                sizes.append(found)
+                faults += missing
+                asks += probe.asks
+    except (UnavailableError, OSError) as error:
+        return ProbedTier(config.name, config.kind, problem=str(error))
+    ask_s = median(asks) if asks else None
+    return ProbedTier(config.name, config.kind, "", ask_s, tuple(sizes), faults)
+
+
+class _Probe:
+    """An arena over a tier, for blocks of one size."""
+
+    def __init__(self, config: StoreTierConfig, block_bytes: int, undo: ExitStack) -> None:
+        self._count = max(SINGLE_BLOCKS, ROUND_BYTES // block_bytes)
+        layout = Layout.opaque(
+            layers=range(1),
+            block_bytes=block_bytes,
+            block_stride=block_bytes,
+            encoding="probe",
+            block_tokens=16,
+            block_count=self._count,
+        )
+        host = HostTier.create(layout, self._count, huge_pages=False)
+        undo.callback(host.close)
+        form = Form(layout=layout, checksum=Algorithm.XXH3)
+        self._arena = MappedArena(host, form, part_name(form, rank=0, rank_count=1, equal=True))
+        self._block_bytes = block_bytes
+        self._ticket = 0
+        self._used: list[Key] = []
+        self.asks: list[float] = []
+        self._name = secrets.token_bytes(DIGEST_BYTES)
+        self._space: Space | None = None
+        self._tier = self._open(config, undo)
+        self._space = Space(self._name, self._generation())
+
+    def _open(self, config: StoreTierConfig, undo: ExitStack) -> StoreTier:
+        if config.kind in CLIENTS:
+            blobs = open_client(config.kind, config.options)
+            timeout_s = float(config.options["timeout_s"])
+            tier = SharedTier(blobs, ask_s=timeout_s, timeout_s=timeout_s, absent_s=0)
+            # Once the tier is closed, or its keeper would write its records again.
+            undo.callback(self._forget, config)
+            undo.callback(lambda: tier.close(deadline=time.monotonic() + timeout_s))
+            return tier
+        folder = Path(config.folder) / f"probe-{secrets.token_hex(4)}"
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        disk = TIER_KINDS[config.kind](
+            structs.replace(config, folder=str(folder), size_bytes=DISK_BYTES)
+        )
+        undo.callback(lambda: disk.close(deadline=time.monotonic() + WAIT_S))
+        return disk
+
+    def _forget(self, config: StoreTierConfig) -> None:
+        """Removes what was written, as far as the store answers."""
+        if self._space is None:
+            return
+        piece = piece_of(self._arena)
+        names = [value_name(self._space, piece, key) for key in self._used]
+        names += [geometry_name(self._space, 0), generation_name(self._name)]
+        blobs = open_client(config.kind, config.options)
+        try:
+            blobs.forget(names, timeout_s=float(config.options["timeout_s"]))
+        except BlobStoreError:
+            return  # The store's own eviction takes them.
+        finally:
+            blobs.close()
+
+    def _generation(self) -> int:
+        if isinstance(self._tier, AskedTier):
+            self._tier.attach(self._name, [self._arena])
+        for _ in self._until("its generation"):
+            found = self._tier.generation(self._name)
+            if found is not None:
+                return found
+        raise AssertionError
+
+    def _until(self, what: str) -> Iterator[None]:
+        """Again and again when there may be news.
+
+        Raises:
+            UnavailableError: the tier is off, or time is over.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            yield
+            state = self._tier.state()
+            if not state.on:
+                raise UnavailableError(state.why)
+            if time.monotonic() >= deadline:
+                raise UnavailableError(f"{what} was not there within {WAIT_S:g} s")
+            self._tier.take_gone()
+            if isinstance(self._tier, AskedTier):
+                self._tier.take_generations()
+            wait_any((), (self._tier.descriptor,), deadline=deadline)
+
+    def measure(self) -> tuple[ProbedSize, int]:
+        rates: list[tuple[float, float]] = []
+        singles: list[float] = []
+        faults = 0
+        for _ in range(ROUNDS):
+            keys = self._fill()
+            self._ask(keys)
+            saved = self._time(lambda keys=keys: self._save(keys))  # type: ignore[misc]
+            loaded = self._time(lambda keys=keys: self._load(keys))  # type: ignore[misc]
+            faults += saved[1] + loaded[1]
+            total = len(keys) * self._block_bytes
+            rates.append((total / saved[0], total / loaded[0]))
+            for key in keys[:SINGLE_BLOCKS]:
+                took, missing = self._time(lambda key=key: self._load([key]))  # type: ignore[misc]
+                singles.append(took)
+                faults += missing
+        found = ProbedSize(
+            self._block_bytes,
+            median(each[0] for each in rates),
+            median(each[1] for each in rates),
+            median(singles),
+        )
+        return found, faults
+
+    def _fill(self) -> list[Key]:
+        keys = [secrets.token_bytes(KEY_BYTES) for _ in range(self._count)]
+        self._used += keys
+        host = self._arena.host
+        memory = host.arena.bytes[host.blocks_offset :][: self._count * host.slot_bytes]
+        blocks = memory.reshape(self._count, -1)[:, : self._block_bytes]
+        blocks[:] = np.random.default_rng().integers(0, 256, blocks.shape, np.uint8)
+        sums = self._arena.span.sum_blocks(blocks, keys, Algorithm.XXH3, salt=SALT)
+        host.keep_sums(np.arange(self._count, dtype=np.int32), sums)
+        return keys
+
+    def _ask(self, keys: Sequence[Key]) -> None:
+        if not isinstance(self._tier, AskedTier):
+            return
+        began = time.perf_counter()
+        self._ticket += 1
+        assert self._space is not None
+        self._tier.seek(FindJob(self._ticket, [self._arena], self._space, keys[:1]))
+        for _ in self._until("the answer"):
+            if self._tier.take_found():
+                self.asks.append(time.perf_counter() - began)
+                return
+
+    def _save(self, keys: Sequence[Key]) -> int:
+        self._ticket += 1
+        assert self._space is not None
+        parents = [None, *keys[:-1]]
+        slots = range(len(keys))
+        self._tier.save(SaveJob(self._ticket, self._arena, self._space, keys, parents, slots, SALT))
+        return self._ticket
+
+    def _load(self, keys: Sequence[Key]) -> int:
+        self._ticket += 1
+        assert self._space is not None
+        slots = range(len(keys))
+        self._tier.load(LoadJob(self._ticket, self._arena, self._space, keys, slots, SALT))
+        return self._ticket
+
+    def _time(self, begin: Callable[[], int]) -> tuple[float, int]:
+        """How long a job took, and how many of its blocks failed."""
+        began = time.perf_counter()
+        ticket = begin()
+        ended: dict[int, EndedJob] = {}
+        for _ in self._until("the end of a copy"):
+            ended |= {each.ticket: each for each in self._tier.collect()}
+            if ticket in ended:
+                break
+        found = ended[ticket]
+        if found.failure:
+            raise UnavailableError(found.failure)
+        return time.perf_counter() - began, len(found.faults)

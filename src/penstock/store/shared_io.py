@@ -1,0 +1,241 @@
+"""Reads and writes of values of a shared store, straight out of mapped arenas and into them.
+
+The one rule: a block that `read_values` does not name as bad has the bytes that were saved under
+its key, whatever the store returned, and its sums stand in the arena.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.cache.operations import BlockFault
+from penstock.movers.packing import PackedSums
+from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead, BlobWrite
+from penstock.store.shared_value import Fronts, fill_fronts, piece_of, read_fronts, value_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.store.base import MappedArena, Space
+    from penstock.store.blobs import BlobStore
+    from penstock.store.shared_geometry import Gathering, SourcePart
+    from penstock.store.shared_value import ValuePiece
+    from penstock.vocabulary.checksums import Algorithm
+    from penstock.vocabulary.form import Form
+    from penstock.vocabulary.ids import Key
+
+
+class ValueRun(NamedTuple):
+    """Blocks of one rank that are read or written by one call of the client."""
+
+    arena: MappedArena
+    space: Space
+    keys: Sequence[Key]
+    slots: NDArray[np.int32]
+    """Of the arena."""
+    salt: int
+
+
+class ReadResult(NamedTuple):
+    """What came of reading a run."""
+
+    faults: dict[int, BlockFault]
+    """By position in the run."""
+    wrong: list[str]
+    """Names of values that are not what they should be."""
+
+
+class FrontMemory:
+    """Memory of one thread for heads and sums, known to the client."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def room(self, size: int) -> NDArray[np.uint8]:
+        if len(self._memory) < size:
+            self.close()
+            self._memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+            self._blobs.register(self._memory.data)
+        return self._memory[:size]
+
+    def close(self) -> None:
+        if len(self._memory):
+            self._blobs.unregister(self._memory.data)
+            self._memory = np.empty(0, dtype=np.uint8)
+
+
+class SumsOfArenas:
+    """What computes the sums of blocks in an arena; made once for each and algorithm."""
+
+    KEPT = 64
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, Algorithm], tuple[MappedArena, PackedSums]] = {}
+        self._of_forms: dict[bytes, PackedSums] = {}
+
+    def of(self, arena: MappedArena, algorithm: Algorithm) -> PackedSums:
+        """Several threads may ask; the worst is that it is made twice."""
+        found = self._made.get((id(arena), algorithm))
+        if found is not None:
+            return found[1]
+        made = PackedSums(arena.host.layout, algorithm)
+        if len(self._made) >= self.KEPT:
+            self._made = {}
+        self._made[id(arena), algorithm] = (arena, made)
+        return made
+
+    def of_form(self, form: Form) -> PackedSums:
+        """The same for blocks of a form, wherever they lie."""
+        found = self._of_forms.get(form.fingerprint)
+        if found is None:
+            found = PackedSums(form.layout, form.checksum)
+            self._of_forms = {**self._of_forms, form.fingerprint: found}
+        return found
+
+    def forget(self, arena: MappedArena) -> None:
+        self._made = {at: each for at, each in self._made.items() if each[0] is not arena}
+
+
+def write_values(
+    run: ValueRun,
+    parents: Sequence[Key | None],
+    blobs: BlobStore,
+    memory: FrontMemory,
+    *,
+    timeout_s: float,
+) -> list[str]:
+    """Writes blocks; why one could not be written, or an empty text, by position.
+
+    Raises:
+        BlobStoreError: the store does not answer.
+    """
+    piece, count = piece_of(run.arena), len(run.keys)
+    fronts = memory.room(count * piece.front_bytes).reshape(count, -1)
+    sums = run.arena.host.sums(run.slots)
+    fill_fronts(fronts, run.space, piece, run.keys, parents, run.salt, sums)
+    writes = [
+        BlobWrite(value_name(run.space, piece, key), (front.data, block))
+        for key, front, block in zip(
+            run.keys, fronts, blocks_of(run, piece.block_bytes), strict=True
+        )
+    ]
+    return blobs.write(writes, timeout_s=timeout_s)
+
+
+def read_values(
+    run: ValueRun,
+    gathering: Gathering,
+    blobs: BlobStore,
+    memory: FrontMemory,
+    sums: SumsOfArenas,
+    *,
+    timeout_s: float,
+) -> ReadResult:
+    """Reads blocks into their arena slots, verifies them and writes their sums there.
+
+    Raises:
+        BlobStoreError: the store does not answer.
+    """
+    count = len(run.keys)
+    room = memory.room(count * sum(part.piece.front_bytes for part in gathering.parts))
+    blocks = blocks_of(run, run.arena.host.layout.block_bytes)
+    reads: list[BlobRead] = []
+    fronts: list[NDArray[np.uint8]] = []
+    for part in gathering.parts:
+        size = part.piece.front_bytes
+        front, room = room[: count * size].reshape(count, size), room[count * size :]
+        front[:] = 0
+        fronts.append(front)
+        reads += _reads_of(run, part, front, blocks)
+    outcomes = blobs.read(reads, timeout_s=timeout_s)
+    checked = [
+        read_fronts(front, run.space, part.piece, run.keys)
+        for part, front in zip(gathering.parts, fronts, strict=True)
+    ]
+    faults: dict[int, BlockFault] = {}
+    for number, outcome in enumerate(outcomes):
+        part_number, position = divmod(number, count)
+        if outcome is BlobOutcome.MISSING:
+            faults[position] = BlockFault.MISSING
+        elif outcome is BlobOutcome.SHORT or not checked[part_number].sound[position]:
+            faults.setdefault(position, BlockFault.CORRUPT)
+    _verify(run, gathering, checked, sums, faults)
+    wrong = [
+        value_name(run.space, part.piece, run.keys[position])
+        for position, fault in faults.items()
+        if fault is BlockFault.CORRUPT
+        for part in gathering.parts
+    ]
+    return ReadResult(faults, wrong)
+
+
+def blocks_of(run: ValueRun, block_bytes: int) -> list[memoryview]:
+    host = run.arena.host
+    memory = host.arena.bytes.data
+    starts = (host.blocks_offset + run.slots.astype(np.int64) * host.slot_bytes).tolist()
+    return [memory[start : start + block_bytes] for start in starts]
+
+
+def _reads_of(
+    run: ValueRun, part: SourcePart, fronts: NDArray[np.uint8], blocks: Sequence[memoryview]
+) -> list[BlobRead]:
+    piece: ValuePiece = part.piece
+    ranges = sorted(part.ranges)
+    return [
+        BlobRead(
+            value_name(run.space, piece, key),
+            [
+                BlobRange(0, front.data),
+                *(
+                    BlobRange(piece.front_bytes + start, block[to : to + length])
+                    for start, to, length in ranges
+                ),
+            ],
+        )
+        for key, front, block in zip(run.keys, fronts, blocks, strict=True)
+    ]
+
+
+def _verify(
+    run: ValueRun,
+    gathering: Gathering,
+    fronts: Sequence[Fronts],
+    sums: SumsOfArenas,
+    faults: dict[int, BlockFault],
+) -> None:
+    """Checks what arrived against the sums of the values, and keeps sums under `run.salt`."""
+    host, own = run.arena.host, run.arena.form.checksum
+    of_values = sums.of(run.arena, gathering.checksum)
+    # Values of one life have one salt; most runs are of one life.
+    by_salts: dict[tuple[int, ...], list[int]] = {}
+    for position in range(len(run.keys)):
+        if position not in faults:
+            salts = tuple(front.salts[position] for front in fronts)
+            by_salts.setdefault(salts, []).append(position)
+    for salts, positions in by_salts.items():
+        slots = run.slots[positions]
+        places = host.blocks_offset + slots.astype(np.int64) * host.slot_bytes
+        keys = [run.keys[position] for position in positions]
+        right = np.ones(len(positions), dtype=np.bool_)
+        kept: NDArray[np.uint64] | None = None
+        for salt in dict.fromkeys(salts):
+            found = of_values.sum_pairs(host.arena.bytes, places, keys, (salt, run.salt))
+            kept = found[1]
+            for part, front, its_salt in zip(gathering.parts, fronts, salts, strict=True):
+                if its_salt == salt:
+                    stored = front.sums[positions][:, part.source_cells]
+                    right &= (found[0][:, part.target_cells] == stored).all(axis=1)
+        if gathering.checksum is not own:
+            pair = (run.salt, run.salt)
+            kept = sums.of(run.arena, own).sum_pairs(host.arena.bytes, places, keys, pair)[0]
+        assert kept is not None
+        host.keep_sums(slots[right], kept[right])
+        for position, is_right in zip(positions, right.tolist(), strict=True):
+            if not is_right:
+                faults[position] = BlockFault.CORRUPT

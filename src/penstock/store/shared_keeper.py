@@ -1,0 +1,213 @@
+"""The thread of a tier in a shared store that knows what counts.
+
+It reads the generation of each space in use and the geometries of the engines that write there,
+ends questions that take too long, and asks a store that did not answer whether it does now.
+
+A *generation* is a random number in a record of the store. Where the record was lost, whoever comes
+next draws another one, and no block of before is found: losing it is a reset, never the undoing of
+one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.store.base import DIGEST_BYTES
+from penstock.store.blobs import BlobStoreError
+from penstock.store.shared_board import RETRY_MAX_S, USED_S, SpaceUse
+from penstock.store.shared_geometry import RECORD_BYTES_MAX, EngineGeometry
+from penstock.store.shared_value import generation_name, geometry_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.store.base import Space
+    from penstock.store.blobs import BlobStore
+    from penstock.store.shared_board import SharedBoard
+
+logger = logging.getLogger(__name__)
+
+GEOMETRIES_MAX = 16
+"""Ways to cut the blocks of one model that are known at a time."""
+GENERATION_BYTES = 8
+
+
+class SharedKeeper:
+    """What the keeper does."""
+
+    def __init__(self, board: SharedBoard, blobs: BlobStore) -> None:
+        self._board = board
+        self._blobs = blobs
+
+    def keep(self) -> None:
+        while True:
+            with self._board.lock:
+                while not self._board.stopped and (wait_s := self._keeper_wait_s()) > 0:
+                    self._board.keeper_ready.wait(wait_s)
+                if self._board.stopped:
+                    return
+                now = self._board.clock()
+                for question in [each for each in self._board.asked if now >= each.until]:
+                    # A worker may still be at it: what it finds is noted for the next one.
+                    self._board.answer(question)
+                    self._board.asked.remove(question)
+                probes = bool(self._board.off) and now >= self._board.retry_at
+                due = [use for use in self._board.spaces.values() if now >= self._due_at(use)]
+                voids = [name for name, made in self._board.voiding.items() if made is None]
+            if probes:
+                self._probe()
+            elif not self._board.off:
+                for use in due:
+                    self._refresh(use)
+                for name in voids:
+                    self._write_generation(name)
+
+    def _keeper_wait_s(self) -> float:
+        now = self._board.clock()
+        at = min((each.until for each in self._board.asked), default=math.inf)
+        if self._board.off:
+            at = min(at, self._board.retry_at)
+        elif any(made is None for made in self._board.voiding.values()):
+            at = now
+        else:
+            at = min([at, *map(self._due_at, self._board.spaces.values())])
+        return min(max(0.0, at - now), threading.TIMEOUT_MAX)
+
+    def _due_at(self, use: SpaceUse) -> float:
+        """When a space is read again; never, if nobody uses it."""
+        at = use.read_at + self._board.poll_s
+        return at if at <= use.used_at + USED_S else math.inf
+
+    def _probe(self) -> None:
+        """Asks a store that did not answer whether it does now.
+
+        It may have lost what it had, so it counts as back when it was asked which generations do.
+        """
+        board = self._board
+        with board.lock:
+            used = [use for use in board.spaces.values() if self._due_at(use) < math.inf]
+        try:
+            for use in used:
+                self._read_space(use)
+            if not used:
+                self._blobs.get(generation_name(bytes(DIGEST_BYTES)), timeout_s=board.timeout_s)
+        except BlobStoreError as error:
+            with board.lock:
+                board.off = str(error)
+                board.retry_at = board.clock() + board.pause_s
+                board.pause_s = min(2 * board.pause_s, RETRY_MAX_S)
+        else:
+            with board.lock:
+                board.succeed()
+
+    def _refresh(self, use: SpaceUse) -> None:
+        try:
+            self._read_space(use)
+        except BlobStoreError as error:
+            with self._board.lock:
+                use.read_at = self._board.clock()
+                self._board.fail(error)
+        else:
+            with self._board.lock:
+                self._board.succeed()
+
+    def _read_space(self, use: SpaceUse) -> None:
+        """Reads which generation counts and who writes how; announces the engines here."""
+        generation = self._read_generation(use.name)
+        with self._board.lock:
+            self._take_generation(use, generation)
+            space, owns = use.space, list(use.own.values())
+        geometries = self._read_geometries(space, [EngineGeometry.of(arenas) for arenas in owns])
+        with self._board.lock:
+            use.read_at = self._board.clock()
+            use.geometries = geometries
+
+    def _read_generation(self, name: bytes) -> int:
+        record_name = generation_name(name)
+        record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
+        if record is None:
+            fresh = _draw_generation()
+            if self._blobs.create(record_name, fresh, timeout_s=self._board.timeout_s):
+                record = fresh
+            else:
+                record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
+        if record is None or len(record) != GENERATION_BYTES:
+            # Not ours to read: begin anew, so that nothing of before is found.
+            record = _draw_generation()
+            self._blobs.replace(record_name, record, timeout_s=self._board.timeout_s)
+        return int.from_bytes(record, "little") >> 1
+
+    def _take_generation(self, use: SpaceUse, generation: int) -> None:
+        if use.generation != generation:
+            use.generation = generation
+            use.geometries, use.gathered = [], {}
+            self._board.changed[use.name] = generation
+            self._board.signal()
+
+    def _write_generation(self, name: bytes) -> None:
+        record = _draw_generation()
+        try:
+            self._blobs.replace(generation_name(name), record, timeout_s=self._board.timeout_s)
+        except BlobStoreError as error:
+            with self._board.lock:
+                self._board.fail(error)
+            return
+        generation = int.from_bytes(record, "little") >> 1
+        with self._board.lock:
+            use = self._board.use(name)
+            use.generation = generation
+            use.geometries, use.gathered = [], {}
+            use.read_at = -math.inf
+            self._board.changed.pop(name, None)
+            self._board.voiding[name] = generation
+            self._board.signal()
+
+    def _read_geometries(
+        self, space: Space, owns: Sequence[EngineGeometry]
+    ) -> list[EngineGeometry]:
+        """The ways in which engines cut their blocks; those of engines here are announced."""
+        found: dict[int, EngineGeometry] = {}
+        free: list[int] = []
+        for number in range(GEOMETRIES_MAX):
+            record = self._blobs.get(geometry_name(space, number), timeout_s=self._board.timeout_s)
+            if record is None:
+                free.append(number)
+                if len(free) > len(owns) + 1:
+                    break
+                continue
+            try:
+                found[number] = EngineGeometry.from_record(record)
+            except ValueError as error:
+                logger.warning("shared tier: geometry %d cannot be read: %s", number, error)
+        known = {each.names for each in found.values()}
+        for own in owns:
+            if own.names not in known:
+                self._announce(space, own, free)
+        return list(found.values())
+
+    def _announce(self, space: Space, own: EngineGeometry, free: list[int]) -> None:
+        record = own.to_record()
+        if len(record) > RECORD_BYTES_MAX:
+            logger.warning(
+                "shared tier: a geometry takes %d bytes, at most %d can be announced: only engines "
+                "with equal ranks find its blocks",
+                *(len(record), RECORD_BYTES_MAX),
+            )
+            return
+        while free:
+            name = geometry_name(space, free.pop(0))
+            if self._blobs.create(name, record, timeout_s=self._board.timeout_s):
+                return
+        logger.warning(
+            "shared tier: %d geometries are announced, which is the most: only engines with equal "
+            "ranks find the blocks of this one",
+            GEOMETRIES_MAX,
+        )
+
+
+def _draw_generation() -> bytes:
+    return secrets.token_bytes(GENERATION_BYTES)

@@ -1,0 +1,71 @@
+"""The kinds of shared stores: how the client of each is made from the configuration.
+
+A client is loaded when a tier of its kind is opened, in the store process. Its package comes with
+an extra of the same name; where it is missing, the tier is off, and says what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UnavailableError
+from penstock.store.shared import SharedTier
+
+if TYPE_CHECKING:
+    from penstock.store.base import StoreTier
+    from penstock.store.blobs import BlobStore
+    from penstock.store.messages import StoreTierConfig
+
+Options = Mapping[str, Any]
+
+
+def _redis(options: Options) -> BlobStore:
+    from penstock.store.blobs import Secret  # noqa: PLC0415
+    from penstock.store.redis_blobs import RedisBlobs  # noqa: PLC0415
+    from penstock.store.redis_connections import RedisSettings  # noqa: PLC0415
+
+    file, variable = options["password_file"], options["password_env"]
+    return RedisBlobs(
+        RedisSettings(
+            url=options["url"],
+            password=Secret(file=file, variable=variable) if file or variable else None,
+            sentinel=options["sentinel"],
+            cluster=options["cluster"],
+            ca_file=options["ca_file"],
+            certificate_file=options["certificate_file"],
+            key_file=options["key_file"],
+            ttl_s=options["ttl_s"] or None,
+            threads=options["threads"],
+        )
+    )
+
+
+CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {"redis": _redis}
+"""A new kind adds a row here and its keys in `penstock.config.values`."""
+
+
+def open_client(kind: str, options: Options) -> BlobStore:
+    """The client of a shared store.
+
+    Raises:
+        ConfigError: an option is wrong.
+        UnavailableError: its package is not installed.
+    """
+    try:
+        return CLIENTS[kind](options)
+    except ImportError as error:
+        raise UnavailableError(
+            f"kind {kind!r} needs a package that is not installed ({error.name}): "
+            f"pip install 'penstock[{kind}]'"
+        ) from error
+
+
+def open_shared(config: StoreTierConfig) -> StoreTier:
+    """Opens a tier of one of the kinds in `CLIENTS`."""
+    options = config.options
+    return SharedTier(
+        open_client(config.kind, options),
+        ask_s=float(options["ask_ms"]) / 1000,
+        timeout_s=float(options["timeout_s"]),
+    )

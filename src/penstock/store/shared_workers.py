@@ -1,0 +1,255 @@
+"""The threads of a tier in a shared store that ask, read and write.
+
+Each has one call of the client under way. One only asks, so that nobody waits for a copy to learn
+what is there; one asks and reads; the others write as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cache.operations import BlockFault
+from penstock.store.base import LoadJob, SaveJob
+from penstock.store.blobs import BlobStoreError
+from penstock.store.shared_asking import Wanted, locate
+from penstock.store.shared_board import Question, RunOfBlocks, Where
+from penstock.store.shared_io import FrontMemory, ValueRun, read_values, write_values
+from penstock.store.shared_resize import read_resized
+from penstock.store.shared_value import piece_of, value_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.store.blobs import BlobStore
+    from penstock.store.shared_board import SharedBoard
+    from penstock.store.shared_geometry import Gathering
+
+logger = logging.getLogger(__name__)
+_UNREADABLE = BlockFault.UNREADABLE
+
+
+class SharedWorkers:
+    """What the workers do; `tasks` are to be run by a thread each."""
+
+    def __init__(self, board: SharedBoard, blobs: BlobStore) -> None:
+        self._board = board
+        self._blobs = blobs
+
+    def tasks(self) -> list[Callable[[], None]]:
+        return [
+            lambda: self._work(may_read=False, may_write=False),
+            lambda: self._work(may_read=True, may_write=False),
+            *[lambda: self._work(may_read=True, may_write=True)] * (self._board.copiers - 1),
+        ]
+
+    def _work(self, *, may_read: bool, may_write: bool) -> None:
+        memory = FrontMemory(self._blobs)
+        try:
+            while True:
+                with self._board.lock:
+                    task = self._board.next_task(may_read, may_write)
+                    while task is None and not self._board.stopped:
+                        self._board.work_ready.wait()
+                        task = self._board.next_task(may_read, may_write)
+                if task is None:
+                    return
+                if isinstance(task, Question):
+                    self._ask(task, memory)
+                elif isinstance(task.job.job, LoadJob):
+                    self._read(task, task.job.job, memory)
+                else:
+                    self._write(task, task.job.job, memory)
+        finally:
+            memory.close()
+
+    def _ask(self, question: Question, memory: FrontMemory) -> None:
+        """Asks for the pieces of this engine first, then for those of others."""
+        job = question.job
+        with self._board.lock:
+            use = self._board.spaces.get(job.space.name)
+            if question.answered or use is None:
+                self._board.forget_question(question)
+                return
+            order = [question.own, *(each.names for each in use.geometries)]
+            order = list(dict.fromkeys(order))
+            plans = [(each, self._board.gathered(use, question.own, each)) for each in order]
+        try:
+            for pieces, plan in plans:
+                if isinstance(plan, dict) and question.start < len(job.keys):
+                    self._ask_for(question, pieces, plan, memory)
+        except BlobStoreError as error:
+            with self._board.lock:
+                self._board.fail(error)
+        with self._board.lock:
+            if question.start < len(job.keys) and not question.answered:
+                missing = job.keys[question.start]
+                self._board.note(job.space, question.own, {missing: None})
+            self._board.answer(question)
+            self._board.forget_question(question)
+
+    def _ask_for(
+        self,
+        question: Question,
+        pieces: tuple[bytes, ...],
+        plan: dict[bytes, Gathering],
+        memory: FrontMemory,
+    ) -> None:
+        """Asks which of the blocks, from the first unknown one on, are there in these pieces."""
+        left_s = question.until - self._board.clock()
+        if left_s <= 0:
+            return  # Too many ask at once; that is not the store's fault.
+        found = locate(
+            Wanted(question.job, question.start, pieces, plan), self._blobs, memory, left_s
+        )
+        with self._board.lock:
+            self._board.succeed()
+            self._board.note(question.job.space, question.own, found)
+            question.start += len(found)
+
+    def _read(self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory) -> None:
+        everything = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        for pieces, found in self._by_pieces(run, job).items():
+            places = list(found)
+            chosen = RunOfBlocks(run.job, [run.positions[place] for place in places])
+            with self._board.lock:
+                use = self._board.spaces.get(job.space.name)
+                own = self._board.own_of(use, job.arena)
+                plan = self._board.gathered(use, own, pieces) if use is not None and own else "gone"
+            if isinstance(plan, str):
+                everything |= dict.fromkeys(places, BlockFault.MISSING)
+                continue
+            gathering, values = plan[job.arena.part], _value_run(chosen, job)
+            means = (self._blobs, memory, self._board.sums)
+            try:
+                if gathering.block_tokens == job.arena.form.block_tokens:
+                    result = read_values(values, gathering, *means, timeout_s=self._board.timeout_s)
+                else:
+                    wheres = list(found.values())
+                    result = read_resized(
+                        values, wheres, gathering, *means, timeout_s=self._board.timeout_s
+                    )
+            except BlobStoreError as error:
+                with self._board.lock:
+                    self._board.fail(error)
+                    run.job.failure = str(error)
+                continue
+            for place in places:
+                del everything[place]
+            everything |= {places[at]: fault for at, fault in result.faults.items()}
+            self._settle_read(job, own, chosen, result.faults, result.wrong)
+        with self._board.lock:
+            self._board.end_run(run, everything)
+
+    def _settle_read(
+        self,
+        job: LoadJob,
+        own: tuple[bytes, ...],
+        run: RunOfBlocks,
+        faults: dict[int, BlockFault],
+        wrong: list[str],
+    ) -> None:
+        with self._board.lock:
+            self._board.succeed()
+            self._board.blocks_corrupt += sum(
+                each is BlockFault.CORRUPT for each in faults.values()
+            )
+            gone = [job.keys[run.positions[place]] for place in faults]
+            self._board.note(job.space, own, dict.fromkeys(gone))
+        if wrong:
+            logger.warning("shared tier: %d values are not what they should be", len(wrong))
+            try:
+                self._blobs.forget(wrong, timeout_s=self._board.timeout_s)
+            except BlobStoreError as error:
+                with self._board.lock:
+                    self._board.fail(error)
+
+    def _by_pieces(
+        self, run: RunOfBlocks, job: LoadJob
+    ) -> dict[tuple[bytes, ...], dict[int, Where]]:
+        """Where the blocks of a run are, by place, for each engine's pieces.
+
+        They are its own, if nothing is known.
+        """
+        chosen: dict[tuple[bytes, ...], dict[int, Where]] = {}
+        with self._board.lock:
+            own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+            for place, position in enumerate(run.positions):
+                key = job.keys[position]
+                _, where = self._board.known.get((job.space, own, key), (0.0, None))
+                where = where or Where(own, (key,))
+                chosen.setdefault(where.pieces, {})[place] = where
+        return chosen
+
+    def _write(self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory) -> None:
+        piece = piece_of(job.arena)
+        names = {value_name(job.space, piece, job.keys[each]) for each in run.positions}
+        with self._board.lock:
+            # Two engines of a machine compute one prompt: the second finds what the first wrote.
+            while self._board.being_written & names:
+                self._board.idle.wait()
+            self._board.being_written |= names
+        failure, written = "", 0
+        faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        try:
+            written, faults, failure = self._write_absent(run, job, memory)
+            with self._board.lock:
+                self._board.succeed()
+        except BlobStoreError as error:
+            failure = str(error)
+            with self._board.lock:
+                self._board.fail(error)
+        finally:
+            with self._board.lock:
+                self._board.being_written -= names
+                self._board.idle.notify_all()
+                self._board.blocks_written += written
+                self._board.bytes_written += written * piece.block_bytes
+                self._note_saved(run, job, faults)
+                self._board.state_changed = True
+                self._board.end_run(run, faults, failure)
+
+    def _write_absent(
+        self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory
+    ) -> tuple[int, dict[int, BlockFault], str]:
+        """Writes what is not there; how many blocks, and what failed, by place and why."""
+        piece = piece_of(job.arena)
+        names = [value_name(job.space, piece, job.keys[each]) for each in run.positions]
+        there = self._blobs.exists(names, timeout_s=self._board.timeout_s)
+        absent = [place for place, is_there in enumerate(there) if not is_there]
+        if not absent:
+            return 0, {}, ""
+        chosen = RunOfBlocks(run.job, [run.positions[place] for place in absent])
+        problems = write_values(
+            _value_run(chosen, job),
+            [job.parents[position] for position in chosen.positions],
+            self._blobs,
+            memory,
+            timeout_s=self._board.timeout_s,
+        )
+        faults = {
+            place: _UNREADABLE for place, problem in zip(absent, problems, strict=True) if problem
+        }
+        return len(absent) - len(faults), faults, next(filter(None, problems), "")
+
+    def _note_saved(self, run: RunOfBlocks, job: SaveJob, faults: dict[int, BlockFault]) -> None:
+        own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+        keys = [job.keys[at] for place, at in enumerate(run.positions) if place not in faults]
+        if len(own) == 1:
+            self._board.note(job.space, own, {key: Where(own, (key,)) for key in keys})
+        else:
+            # Of what other ranks have written nothing is known here: the next one asks.
+            for key in keys:
+                self._board.known.pop((job.space, own, key), None)
+
+
+def _value_run(run: RunOfBlocks, job: SaveJob | LoadJob) -> ValueRun:
+    return ValueRun(
+        job.arena,
+        job.space,
+        [job.keys[position] for position in run.positions],
+        np.array([job.slots[position] for position in run.positions], dtype=np.int32),
+        job.salt,
+    )

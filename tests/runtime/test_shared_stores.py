@@ -1,0 +1,164 @@
+"""Caches that share a store: what one engine has computed, another one finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import penstock
+from tests.runtime.stored_engine import Engine, all_but_the_last_block, process_of, prompt
+from tests.store.redis_server import RedisServer, require_redis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TOML = """
+version = 1
+[model]
+name = "m"
+weights_version = "v1"
+[cache]
+block_tokens = 4
+blocks = 32
+load_gate = "off"
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 16
+[[tiers]]
+name = "shared"
+kind = "redis"
+url = "{url}"
+gib = 0.03
+ask_ms = 10000
+timeout_s = 10
+"""
+
+
+class SharingEngine(Engine):
+    """An engine of the tests with Redis below its host memory."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        self.kv = np.zeros((32, 256), dtype=np.int64)
+        self.cache = penstock.open(penstock.parse_config(TOML.format(url=url)), kv=self.kv)
+
+    def look_for(self, tokens: list[int]) -> None:
+        """Asks the store, and waits for its answer and for what it brings."""
+        self.cache.prefetch(tokens, request="r")
+        self.run_until(lambda: not self._is_searching() and not self.cache.busy)
+
+    def _is_searching(self) -> bool:
+        status = self.cache.store_status("r")
+        assert status is not None
+        return status.searching
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    require_redis()
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def machine(
+    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], SharingEngine]]:
+    """Opens an engine on a machine of this name: each has a store process of its own."""
+    with ExitStack() as undo:
+
+        def opened(name: str) -> SharingEngine:
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+            engine = undo.enter_context(SharingEngine(folder, redis.url))
+            engine.wait_until_on()
+            return engine
+
+        yield opened
+
+
+def test_what_one_machine_has_computed_another_one_finds(
+    machine: Callable[[str], SharingEngine],
+) -> None:
+    one, other = machine("one"), machine("other")
+    one.save(prompt(1))
+
+    other.look_for(prompt(1))
+
+    assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+    assert other.cache.statistics().blocks_corrupt == 0
+
+
+def test_a_reset_on_one_machine_is_one_on_all(machine: Callable[[str], SharingEngine]) -> None:
+    one, other = machine("one"), machine("other")
+    one.save(prompt(1))
+    one.save(prompt(2))
+    other.look_for(prompt(1))
+    assert in_store(other) > 0
+
+    one.cache.reset("a test")
+    one.run_until(lambda: one.cache.health().ok)
+    other.run_until(lambda: in_store(other) == 0)
+    other.look_for(prompt(2))
+
+    assert other.answer(prompt(2)) == 0
+
+
+def in_store(engine: SharingEngine) -> int:
+    """Blocks that an engine knows to be in the store."""
+    return engine.cache.statistics().tiers[-1].ready
+
+
+def test_a_redis_that_is_killed_costs_misses_and_comes_back_by_itself(
+    machine: Callable[[str], SharingEngine], redis: RedisServer
+) -> None:
+    engine = machine("one")
+    engine.save(prompt(1))
+    redis.kill()
+    engine.run_until(lambda: not engine.cache.health().ok)
+
+    for number in range(2, 6):
+        assert engine.save(prompt(number)) == 0
+    redis.start()
+    engine.wait_until_on()
+
+    engine.save(prompt(7))
+    other = machine("other")
+    other.look_for(prompt(7))
+    assert other.answer(prompt(7)) == all_but_the_last_block(prompt(7))
+
+
+def test_a_store_process_that_is_killed_finds_the_blocks_again(
+    machine: Callable[[str], SharingEngine],
+) -> None:
+    engine = machine("one")
+    engine.save(prompt(1))
+    for number in range(2, 5):  # Host memory has forgotten the first one.
+        engine.save(prompt(number))
+
+    os.kill(process_of(engine.folder), signal.SIGKILL)
+    engine.run_until(lambda: not engine.cache.health().ok)
+    engine.wait_until_on()
+    engine.look_for(prompt(1))
+
+    assert engine.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+
+
+def test_a_wrong_address_leaves_the_tier_off_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_redis()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with SharingEngine(tmp_path, "redis://127.0.0.1:1") as engine:
+        engine.run_until(lambda: "127.0.0.1:1" in str(engine.cache.health().reasons))
+
+        assert engine.save(prompt(1)) == 0

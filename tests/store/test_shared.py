@@ -1,0 +1,387 @@
+"""Blocks in a store that engines share: who cuts them in another way finds them all the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab.fixtures.lying_blobs import LyingBlobs
+from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from penstock.cache.operations import BlockFault
+from penstock.store.shared import SharedTier
+from penstock.testing.store_tier_suite import WAIT_S, wait_for_news
+from penstock.vocabulary.checksums import Algorithm
+from penstock.vocabulary.dtypes import DType
+from penstock.vocabulary.form import Shard
+from penstock.vocabulary.layout import Layout
+from tests.store.shared_engines import SLOT_COUNT, SPACE, Engine, draw_chain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.store.base import TierState
+
+    OpenTier = Callable[[], SharedTier]
+
+HEADS = 4
+
+
+def split(ranks: int, *, block_tokens: int = 16, dtype: DType = DType.BF16) -> list[Layout]:
+    """The ranks of an engine that splits heads."""
+    return [
+        Layout.split(
+            layers=range(3),
+            heads=Shard(tensor_size=ranks, tensor_rank=rank).heads(HEADS),
+            channels=8,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            block_count=SLOT_COUNT,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def packed(ranks: int) -> list[Layout]:
+    """The same heads with K and V of a layer in one array."""
+    return [
+        Layout.packed_kv(
+            layers=range(3),
+            heads=Shard(tensor_size=ranks, tensor_rank=rank).heads(HEADS),
+            channels=8,
+            dtype=DType.BF16,
+            block_tokens=16,
+            block_count=SLOT_COUNT,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def latent(ranks: int) -> list[Layout]:
+    """Latent attention: all ranks hold the same bytes."""
+    layout = Layout.mla(
+        layers=range(3),
+        channels=24,
+        dtype=DType.BF16,
+        block_tokens=16,
+        block_count=SLOT_COUNT,
+    )
+    return [layout] * ranks
+
+
+@pytest.fixture
+def server() -> MemoryServer:
+    return MemoryServer()
+
+
+@pytest.fixture
+def open_tier(server: MemoryServer) -> Iterator[OpenTier]:
+    made: list[SharedTier] = []
+
+    def make() -> SharedTier:
+        made.append(SharedTier(MemoryBlobs(server), ask_s=WAIT_S, poll_s=0.05, absent_s=0))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+
+def found_in_time(engine: Engine, keys: list[bytes]) -> int:
+    """How much of a chain is found, once the geometries of others were read."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        count = engine.find(keys)
+        if count:
+            return count
+        wait_for_news(engine.tier, 0.05)
+    return 0
+
+
+@pytest.mark.parametrize("reader", [1, 2, 4])
+@pytest.mark.parametrize("writer", [1, 2, 4])
+def test_engines_with_other_tensor_parallelism_read_each_others_blocks(
+    open_tier: OpenTier, writer: int, reader: int
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), split(writer), salt=1).save(keys)
+    engine = Engine(open_tier(), split(reader), salt=2)
+
+    found = found_in_time(engine, keys)
+    ended = engine.load(keys)
+
+    assert found == 3
+    assert [each.faults for each in ended] == [()] * reader
+    engine.require_loaded(keys)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda each: each.value)
+def test_engines_with_other_layouts_and_checksums_read_each_others_blocks(
+    open_tier: OpenTier, algorithm: Algorithm
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), packed(2), algorithm=algorithm, salt=1).save(keys)
+    engine = Engine(open_tier(), split(1), algorithm=Algorithm.MIX64, salt=2)
+
+    found = found_in_time(engine, keys)
+    engine.load(keys)
+
+    assert found == 3
+    engine.require_loaded(keys)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (4, 1), (2, 4)])
+def test_blocks_that_all_ranks_hold_alike_are_stored_once_and_found_by_all(
+    open_tier: OpenTier, server: MemoryServer, writer: int, reader: int
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), latent(writer), equal=True).save(keys)
+    engine = Engine(open_tier(), latent(reader), equal=True, salt=2)
+
+    found = engine.find(keys)
+    engine.load(keys)
+
+    assert found == 3
+    assert len([name for name in server.values if name.endswith(keys[0].hex())]) == 1
+    engine.require_loaded(keys)
+
+
+@pytest.mark.parametrize(("ranks", "readers"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("writer", "reader"), [(16, 64), (64, 16), (8, 16), (48, 16)])
+def test_engines_with_other_block_sizes_read_each_others_blocks(
+    open_tier: OpenTier, writer: int, reader: int, ranks: int, readers: int
+) -> None:
+    tokens = 192
+    keys = draw_chain(1, tokens // writer, block_tokens=writer)
+    Engine(open_tier(), split(ranks, block_tokens=writer), salt=1).save(keys)
+    engine = Engine(open_tier(), split(readers, block_tokens=reader), salt=2)
+    wanted = draw_chain(1, tokens // reader, block_tokens=reader)
+
+    found = found_in_time(engine, wanted)
+    engine.load(wanted)
+
+    assert found == len(wanted)
+    engine.require_loaded(wanted)
+
+
+def test_a_damaged_block_of_another_size_spoils_only_what_is_made_of_it(
+    open_tier: OpenTier, server: MemoryServer
+) -> None:
+    keys = draw_chain(1, 3, block_tokens=64)
+    Engine(open_tier(), split(1, block_tokens=64)).save(keys)
+    engine = Engine(open_tier(), split(1), salt=2)
+    wanted = draw_chain(1, 12)
+    assert found_in_time(engine, wanted) == 12
+    name = next(name for name in server.values if name.endswith(keys[1].hex()))
+    server.values[name] = _flipped(server.values[name])
+
+    ended = engine.load(wanted)
+
+    faults = dict(ended[0].faults)
+    assert {*faults} == {4, 5, 6, 7}
+    assert BlockFault.CORRUPT in faults.values()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [split(2, block_tokens=24), split(2, dtype=DType.FP16)],
+    ids=["block size", "dtype"],
+)
+def test_blocks_that_mean_something_else_are_not_found(
+    open_tier: OpenTier, other: list[Layout]
+) -> None:
+    keys = draw_chain(1, 3)
+    theirs = draw_chain(1, 3, block_tokens=other[0].block_tokens)
+    Engine(open_tier(), other).save(theirs)
+    engine = Engine(open_tier(), split(1))
+    Engine(engine.tier, split(2)).save(keys[:1])
+
+    # Its own geometry and the foreign one were read when the blocks of a third are found.
+    assert found_in_time(engine, keys) == 1
+
+
+def test_a_chain_is_found_as_far_as_all_ranks_have_it(open_tier: OpenTier) -> None:
+    keys = draw_chain(1, 4)
+    engine = Engine(open_tier(), split(2))
+    engine.save(keys)
+    server = engine.tier._blobs.server  # type: ignore[attr-defined]
+    gone = [name for name in server.values if name.endswith(keys[2].hex())]
+    del server.values[gone[0]]
+
+    assert engine.find(keys) == 2
+
+
+def test_what_was_written_by_one_engine_is_not_written_by_another(
+    open_tier: OpenTier, server: MemoryServer
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), split(1)).save(keys)
+    before = server.calls.count("write")
+
+    again = Engine(open_tier(), split(1), salt=2)
+    ended = again.save(keys)
+
+    assert ended[0].faults == ()
+    assert server.calls.count("write") == before
+    assert again.tier.state().blocks == 0
+
+
+def test_a_reset_by_one_engine_is_learned_by_the_others(open_tier: OpenTier) -> None:
+    keys = draw_chain(1, 3)
+    one, other = Engine(open_tier(), split(1)), Engine(open_tier(), split(1))
+    one.save(keys)
+    assert other.find(keys) == 3
+
+    while one.tier.void(SPACE) is None:
+        wait_for_news(one.tier, WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while other.tier.generation(SPACE) == other.space.generation:
+        assert time.monotonic() < deadline
+        wait_for_news(other.tier, 0.05)
+
+    assert other.find(keys) == 0
+    assert other.load(keys)[0].failure == "its generation does not count any more"
+    assert one.tier.generation(SPACE) == other.tier.generation(SPACE)
+
+
+def test_a_generation_that_was_lost_is_a_reset_and_never_the_undoing_of_one(
+    open_tier: OpenTier, server: MemoryServer
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), split(1)).save(keys)
+    del server.values[next(name for name in server.values if name.endswith("/generation"))]
+
+    assert Engine(open_tier(), split(1)).find(keys) == 0
+
+
+def _flipped(value: bytes) -> bytes:
+    return value[:-1] + bytes([value[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        (lambda values, name, _: _flipped(values[name]), BlockFault.CORRUPT),
+        (lambda values, name, _: values[name][:-1], BlockFault.CORRUPT),
+        (lambda values, name, _: values[name][:100], BlockFault.CORRUPT),
+        (lambda values, _, other: values[other], BlockFault.CORRUPT),
+        (lambda *_: b"", BlockFault.CORRUPT),
+        (lambda values, name, _: bytes(len(values[name])), BlockFault.CORRUPT),
+        (lambda values, name, _: values[name] + b"more", None),
+        (lambda *_: None, BlockFault.MISSING),
+    ],
+    ids=["flipped", "cut", "cut head", "another block", "empty", "zeros", "longer", "gone"],
+)
+@pytest.mark.parametrize("reader", [1, 2])
+def test_a_store_that_lies_causes_a_miss_and_never_a_wrong_byte(
+    open_tier: OpenTier,
+    server: MemoryServer,
+    reader: int,
+    lie: Callable[..., bytes | None],
+    fault: BlockFault | None,
+) -> None:
+    keys = draw_chain(1, 3)
+    Engine(open_tier(), split(1)).save(keys)
+    engine = Engine(open_tier(), split(reader), salt=2)
+    assert found_in_time(engine, keys) == 3
+    names = [next(name for name in server.values if name.endswith(key.hex())) for key in keys]
+    told = lie(server.values, names[1], names[2])
+    if told is None:
+        del server.values[names[1]]
+    else:
+        server.values[names[1]] = told
+
+    ended = engine.load(keys)
+
+    # A rank finds out what is wrong with its own ranges; then the value is removed.
+    faults = [found for each in ended for _, found in each.faults]
+    assert {position for each in ended for position, _ in each.faults} == ({1} if fault else set())
+    assert bool(faults) == bool(fault)
+    assert fault is None or fault in faults
+    assert engine.tier.state().blocks_corrupt == faults.count(BlockFault.CORRUPT)
+    if fault is BlockFault.CORRUPT:
+        assert names[1] not in server.values
+    if fault is None:
+        engine.require_loaded(keys)
+
+
+def _state_until(tier: SharedTier, *, on: bool) -> TierState:
+    deadline = time.monotonic() + WAIT_S
+    while (state := tier.state()).on is not on:
+        assert time.monotonic() < deadline, state
+        wait_for_news(tier, 0.05)
+    return state
+
+
+def test_a_store_that_is_away_switches_the_tier_off_and_costs_nothing_until_it_answers(
+    open_tier: OpenTier, server: MemoryServer
+) -> None:
+    keys = draw_chain(1, 3)
+    engine = Engine(open_tier(), split(1))
+    engine.save(keys)
+
+    server.away = True
+    state = _state_until(engine.tier, on=False)
+    before = len(server.calls)
+    answers = (engine.find(keys), engine.load(keys)[0].failure, engine.save(keys)[0].failure)
+    after = len(server.calls)
+    server.away = False
+    _state_until(engine.tier, on=True)
+
+    assert state.why == "the store in memory is away"
+    assert answers == (0, state.why, state.why)
+    assert before == after
+    assert engine.load(keys)[0].faults == ()
+
+
+def test_a_question_that_takes_too_long_is_answered_with_nothing(server: MemoryServer) -> None:
+    class Slow(MemoryBlobs):
+        def exists(self, names: list[str], *, timeout_s: float) -> list[bool]:  # type: ignore[override]
+            released.wait(WAIT_S)
+            return super().exists(names, timeout_s=timeout_s)
+
+    released = threading.Event()
+    tier = SharedTier(Slow(server), ask_s=0.01)
+    try:
+        engine = Engine(tier, split(1))
+        assert engine.find(draw_chain(1, 3)) == 0
+    finally:
+        released.set()
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+
+def test_what_is_not_there_is_not_asked_for_again_at_once(server: MemoryServer) -> None:
+    keys = draw_chain(1, 3)
+    tier = SharedTier(MemoryBlobs(server), ask_s=WAIT_S, absent_s=WAIT_S)
+    try:
+        engine = Engine(tier, split(1))
+        found = [engine.find(keys) for _ in range(20)]
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert found == [0] * 20
+    assert server.calls.count("exists") == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_a_store_does_no_wrong_byte_is_delivered(seed: int) -> None:
+    server = MemoryServer()
+    lying = [LyingBlobs(MemoryBlobs(server), seed=2 * seed + each, lie_rate=0.2) for each in (0, 1)]
+    tiers = [
+        SharedTier(each, ask_s=WAIT_S, poll_s=0.01, absent_s=0, retry_s=0.001) for each in lying
+    ]
+    try:
+        engines = [Engine(tiers[0], split(2), salt=1), Engine(tiers[1], split(1), salt=2)]
+        for number in range(12):
+            keys = draw_chain(number, 4)
+            for engine in engines:
+                engine.follow()
+                engine.save(keys)
+                engine.find(keys)
+                engine.require_loaded(keys, engine.load(keys))
+    finally:
+        for tier in tiers:
+            tier.close(deadline=time.monotonic() + WAIT_S)
+    assert sum(sum(each.told.values()) for each in lying) > 0
