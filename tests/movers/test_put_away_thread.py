@@ -30,7 +30,8 @@ LAYOUT = Layout.split(
     block_tokens=16,
     block_count=8,
 )
-SEEDS = seeds_of((b"one", b"two"))
+KEYS = (b"one", b"two")
+SEEDS = seeds_of(KEYS)
 SOON_S = 120.0
 
 
@@ -62,7 +63,8 @@ class Parts:
     def submit(self, slots: list[int], memory: np.ndarray | None = None) -> None:
         assert self.packing is not None
         part = self.memory if memory is None else memory
-        self.thread.submit(self.packing, part, SEEDS, self.sums, slots)
+        sums = self.sums.astype("<u8").tobytes()
+        self.thread.submit(self.packing, part, KEYS, sums, tuple(slots))
 
     def ends(self, count: int) -> list[bool]:
         found: list[bool] = []
@@ -146,6 +148,12 @@ def test_a_thread_that_never_had_a_job_closes_its_descriptor(parts: Parts) -> No
 def test_wrong_arguments_are_refused_before_anything_is_submitted(parts: Parts) -> None:
     with pytest.raises(ValueError, match="memory has"):
         parts.submit([6, 1], parts.memory[1:])
+    with pytest.raises(ValueError, match="memory has"):
+        parts.submit([6, 1], np.repeat(parts.memory, 2)[::2])
+    with pytest.raises(ValueError, match="1 slots and 2 keys, must be as many"):
+        parts.submit([6])
+    with pytest.raises(ValueError, match="sums have 8 bytes, must have"):
+        parts.thread.submit(parts.packing, parts.memory, KEYS, b"8 bytes.", (6, 1))
 
     assert not parts.thread.busy
 

@@ -15,19 +15,26 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import UnavailableError
 from penstock.movers.c_compiler import cache_folder, compiled
 from penstock.vocabulary.cell_span import CellSpan
-from penstock.vocabulary.checksums import Algorithm, key_seed, key_seeds, place_number
+from penstock.vocabulary.checksums import (
+    SUM_BYTES,
+    Algorithm,
+    key_seed,
+    key_seeds,
+    place_number,
+)
 from penstock.vocabulary.planes import Axis
 
 if TYPE_CHECKING:
@@ -231,24 +238,6 @@ class Packing:
         """Unpacks blocks one after the other; returns the number of the first corrupt one.
 
         It and those after it are not unpacked. Each byte of `memory` is read once.
-        """
-        arguments, _ = self.arguments_of_put_away(
-            memory, seeds, expected, slots, places, scratch=self.scratch
-        )
-        first_bad: int = self.library.put_away(*arguments)
-        return None if first_bad < 0 else first_bad
-
-    def arguments_of_put_away(
-        self,
-        memory: NDArray[np.uint8],
-        seeds: NDArray[np.uint64],
-        expected: NDArray[np.uint64],
-        slots: Sequence[int],
-        places: NDArray[np.int64] | None = None,
-        *,
-        scratch: Scratch,
-    ) -> tuple[tuple[int, ...], tuple[NDArray[Any], ...]]:
-        """The arguments of the compiled function, and the arrays to keep until it has ended.
 
         Args:
             memory: The packed blocks.
@@ -256,7 +245,6 @@ class Packing:
             expected: Their cell sums, of shape [blocks, cells].
             slots: Where they go.
             places: Where each begins in `memory`; by default one after the other.
-            scratch: Memory of the thread that makes the call.
         """
         numbers, places = self._checked(slots, seeds, memory, places)
         sums = np.ascontiguousarray(expected, dtype=np.uint64)
@@ -266,13 +254,40 @@ class Packing:
                 f"{[len(numbers), self.cell_count]}: blocks and cells"
             )
         found = np.empty(self.cell_count, dtype=np.uint64)
-        room = scratch.room(self.block_bytes)
-        arguments = (
+        first_bad: int = self.library.put_away(
             *(*self.tables, numbers.ctypes.data, seeds.ctypes.data, len(numbers)),
             *(memory.ctypes.data, places.ctypes.data, sums.ctypes.data, found.ctypes.data),
-            *(self.cell_count, room.ctypes.data),
+            *(self.cell_count, self.scratch.room(self.block_bytes).ctypes.data),
         )
-        return arguments, (memory, numbers, seeds, places, sums, found, room)
+        return None if first_bad < 0 else first_bad
+
+    def job_of_put_away(
+        self, memory: NDArray[np.uint8], table: BlockTable, sums: bytes, room: JobRoom
+    ) -> tuple[int | bytes, ...]:
+        """The arguments of the compiled function for a thread, all of which the caller keeps.
+
+        Args:
+            memory: The packed blocks, one after the other.
+            table: Where they go, and the seeds of their keys.
+            sums: Their cell sums, as a notice brings them: eight bytes each, little-endian.
+            room: Memory of the thread that makes the call.
+        """
+        count, size = len(table.slots), self.block_bytes
+        if len(memory) != count * size or not memory.flags.c_contiguous:
+            raise ValueError(
+                f"memory has {len(memory)} bytes, must be {count * size} without gaps: {count} "
+                f"blocks of {size}"
+            )
+        if len(sums) != count * self.cell_count * SUM_BYTES:
+            raise ValueError(
+                f"sums have {len(sums)} bytes, must have {count * self.cell_count * SUM_BYTES}: "
+                f"{count} blocks of {self.cell_count} cells"
+            )
+        return (
+            *(*self.tables, table.slots_address, table.seeds_address, count),
+            *(memory.ctypes.data, table.places_address(size), _native(sums), room.found_address),
+            *(self.cell_count, room.scratch_address),
+        )
 
     def _checked(
         self,
@@ -400,6 +415,52 @@ def _strip_of(plane: Plane, buffers: Mapping[int, NDArray[np.uint8]]) -> tuple[i
         *(address, plane.block_stride, plane.heads, head_stride),
         *(rows, row_stride, row_bytes),
     )
+
+
+class BlockTable:
+    """Slots and seeds of some blocks for compiled code: the same for every layer of a prompt.
+
+    Raises:
+        ValueError: there are more keys than slots, or fewer.
+    """
+
+    def __init__(self, keys: tuple[bytes, ...], slots: tuple[int, ...]) -> None:
+        if len(keys) != len(slots):
+            raise ValueError(f"{len(slots)} slots and {len(keys)} keys, must be as many")
+        self.slots, self._seeds = _numbers(slots), seeds_of(keys)
+        # NumPy takes a microsecond or two for each address.
+        self.slots_address = self.slots.ctypes.data
+        self.seeds_address = self._seeds.ctypes.data
+        self._places: dict[int, tuple[int, NDArray[np.int64]]] = {}
+
+    def places_address(self, block_bytes: int) -> int:
+        """Where each block begins, one after the other."""
+        found = self._places.get(block_bytes)
+        if found is None:
+            places = _places(len(self.slots), block_bytes)
+            found = self._places[block_bytes] = (places.ctypes.data, places)
+        return found[0]
+
+
+class JobRoom:
+    """Private memory of a thread in which it sums blocks of one size, one after the other."""
+
+    def __init__(self, block_bytes: int, cell_count: int) -> None:
+        self._kept = Scratch().room(block_bytes), np.empty(cell_count, dtype=np.uint64)
+        self.scratch_address, self.found_address = (each.ctypes.data for each in self._kept)
+
+
+@lru_cache(maxsize=PROMPTS_KEPT)
+def block_table(keys: tuple[bytes, ...], slots: tuple[int, ...]) -> BlockTable:
+    """The table of some blocks, made once."""
+    return BlockTable(keys, slots)
+
+
+def _native(sums: bytes) -> bytes:
+    """Sums in the byte order of this machine."""
+    if sys.byteorder == "little":
+        return sums
+    return np.frombuffer(sums, dtype="<u8").astype(np.uint64).tobytes()
 
 
 @lru_cache(maxsize=PROMPTS_KEPT)

@@ -1,7 +1,7 @@
 """A thread of compiled code that verifies packed blocks and puts them away.
 
     thread = PutAwayThread(library)
-    thread.submit(packing, memory, seeds, sums, slots)
+    thread.submit(packing, memory, keys, sums, slots)
     thread.ended()       once `descriptor` is readable: for each, in order, whether it was intact
 
 The engine's thread only passes addresses. The other one runs no Python and never takes the
@@ -21,11 +21,9 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
-from penstock.movers.packing import Scratch
+from penstock.movers.packing import JobRoom, block_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -45,7 +43,8 @@ class PutAwayThread:
     def __init__(self, library: PartsLibrary) -> None:
         self._library = library
         self._handle = 0
-        self._scratch = Scratch()
+        self._rooms: dict[tuple[int, int], JobRoom] = {}
+        """Memory of the thread, by the size of a block and its cells."""
         self._under_way: deque[tuple[object, ...]] = deque()
         """What the jobs point to, in their order."""
         self._results = (ctypes.c_int64 * JOBS_MAX)()
@@ -71,24 +70,37 @@ class PutAwayThread:
         self,
         packing: Packing,
         memory: NDArray[np.uint8],
-        seeds: NDArray[np.uint64],
-        expected: NDArray[np.uint64],
-        slots: Sequence[int],
+        keys: tuple[bytes, ...],
+        sums: bytes,
+        slots: tuple[int, ...],
     ) -> None:
         """Begins what `Packing.put_away` does. There must be room.
 
+        It is called for every part that arrives, in the engine's thread: what many parts have in
+        common is made once.
+
+        Args:
+            packing: of the blocks.
+            memory: the packed blocks, one after the other.
+            keys: of the blocks.
+            sums: of their cells, as the notice of a part has them.
+            slots: where they go.
+
         Raises:
-            ValueError: see `Packing.put_away`.
+            ValueError: sizes do not fit.
             UnavailableError: the system gives no thread.
         """
-        arguments, kept = packing.arguments_of_put_away(
-            memory, seeds, expected, slots, scratch=self._scratch
-        )
+        table = block_table(keys, slots)
+        sizes = packing.block_bytes, packing.cell_count
+        room = self._rooms.get(sizes)
+        if room is None:
+            room = self._rooms[sizes] = JobRoom(*sizes)
+        arguments = packing.job_of_put_away(memory, table, sums, room)
         if not self._handle:
             self._start()
         if not self._library.thread_submit(self._handle, *arguments):
             raise UnavailableError(f"{JOBS_MAX} parts are being put away, and no more fit")
-        self._under_way.append((packing, kept))
+        self._under_way.append((packing, memory, table, arguments))
 
     def ended(self) -> list[bool]:
         """Whether each part was intact, of those that have ended since; never waits."""

@@ -17,6 +17,10 @@ from typing import NamedTuple
 from penstock.transport.base import ChannelClosed, ChannelFailed, Empty
 
 _INT_BYTES = array.array("i").itemsize
+# As plain numbers: every part of a handoff comes as a packet, and an enum takes microseconds.
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED, _LACKS_DESCRIPTORS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+_ROOM_BYTES = socket.CMSG_SPACE(_INT_BYTES)
 
 
 class Packet(NamedTuple):
@@ -57,20 +61,18 @@ def receive_packet(
 ) -> Packet | Empty | ChannelClosed | ChannelFailed:
     """The next packet, if there is one; the caller owns its descriptors."""
     try:
-        frame, ancillary, flags, _ = channel.recvmsg(
-            bytes_max, socket.CMSG_SPACE(_INT_BYTES), socket.MSG_CMSG_CLOEXEC
-        )
+        frame, ancillary, flags, _ = channel.recvmsg(bytes_max, _ROOM_BYTES, _CLOSE_ON_EXEC)
     except BlockingIOError:
         return Empty()
     except ConnectionError as error:
         return ChannelFailed(f"the channel broke: {error.strerror}")
-    descriptors = _descriptors(ancillary)
+    descriptors = _descriptors(ancillary) if ancillary else ()
     if not frame and not descriptors and _hung_up(channel):
         return ChannelClosed()
     problem = ""
-    if flags & socket.MSG_TRUNC:
+    if flags & _TRUNCATED:
         problem = f"frame is longer than {bytes_max} bytes"
-    elif flags & socket.MSG_CTRUNC:
+    elif flags & _LACKS_DESCRIPTORS:
         problem = "more descriptors came than one, or than this process has room for"
     return Packet(frame, descriptors, problem)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from penstock.handoff.protocol import messages as msg
@@ -30,6 +31,43 @@ def test_p11_a_notice_alone_does_not_count(make_world: type[World]) -> None:
 
     assert len(world.takes) == 2
     assert world.parties["d0"].statistics().collecting == 1
+
+
+def test_p9_parts_that_are_taken_together_are_answered_by_one_claim(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    for _ in range(2):
+        world.land()
+    while world.wire:
+        world.deliver()
+    rank, takes = world.parties["d0"], [take for _, take in world.takes]
+    one_by_one = rank.clone()
+
+    effects = rank.parts_taken(takes, 0.0)
+    last = [one_by_one.part_taken(take, 0.0) for take in takes][-1]
+
+    assert rank.freeze() == one_by_one.freeze()
+    assert effects == last
+    assert [type(each.message) for each in effects].count(msg.Claim) == 1
+
+
+def test_p2_parts_that_are_not_all_under_way_are_refused_and_none_counts(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.land()
+    while world.wire:
+        world.deliver()
+    rank, (_, take) = world.parties["d0"], world.takes[0]
+    before = rank.freeze()
+
+    with pytest.raises(ValueError, match="name a berth twice"):
+        rank.parts_taken([take, take], 0.0)
+    with pytest.raises(ValueError, match="is not under way"):
+        rank.parts_taken([take, msgspec.structs.replace(take, part=take.part + 1)], 0.0)
+
+    assert rank.freeze() == before
 
 
 def test_p11_a_part_that_is_not_intact_is_written_again(make_world: type[World]) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from penstock.handoff.driver.parts import plane_pairs, windows_of
 from penstock.movers.packing import Packing, Scratch, load_parts_library, seeds_of
 from penstock.movers.put_away_thread import PutAwayThread
+from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.narrowing import narrow
 
 if TYPE_CHECKING:
@@ -213,16 +214,15 @@ class PartScatter:
         slots: Sequence[int],
     ) -> bool:
         """Has a thread do what `scatter` does; `False` where that cannot be done by one."""
-        given = None if self._packing is None else self._table_of(sums, keys)
-        if self._packing is None or given is None:
+        if self._packing is None or len(sums) != len(keys) * self._form.cell_count * SUM_BYTES:
             return False
-        thread.submit(self._packing, memory, seeds_of(tuple(keys)), given, slots)
+        thread.submit(self._packing, memory, tuple(keys), sums, tuple(slots))
         return True
 
     def _table_of(self, sums: bytes, keys: Sequence[bytes]) -> NDArray[np.uint64] | None:
         """The sums by block and cell; nothing if there are more or fewer."""
         cells = self._form.cell_count
-        if len(sums) != len(keys) * cells * 8:
+        if len(sums) != len(keys) * cells * SUM_BYTES:
             return None
         return np.frombuffer(sums, dtype="<u8").reshape(len(keys), cells)
 

@@ -144,8 +144,11 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
         for notice in self._target.notices():
             self._on_notice(notice, now)
         ended = self._taker.ended()
-        for take, intact in ended:
-            self._taken(take, intact=intact)
+        if ended:
+            self._taken([take for take, intact in ended if intact])
+            for take, intact in ended:
+                if not intact:
+                    self._spoiled(take)
         if ended or not self._taker.busy:
             self._taking_since = now
         left_bytes = self._budget_bytes
@@ -192,8 +195,10 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             why = f"{type(error).__name__}: {error}"
             self._carry_out(self.machine.take_failed(take, self._clock(), why=why))
         else:
-            if intact is not None:
-                self._taken(take, intact=intact)
+            if intact:
+                self._taken([take])
+            elif intact is not None:
+                self._spoiled(take)
         self.bytes_moved += place.size
         return max(place.size, 1)
 
@@ -215,16 +220,17 @@ class DecodeRankDriver(PartyDriver[DecodeRank]):
             )
         )
 
-    def _taken(self, take: Take, *, intact: bool) -> None:
-        now = self._clock()
-        if intact:
-            self.parts_moved += 1
+    def _taken(self, takes: list[Take]) -> None:
+        """Parts are in their slots: their sources get the berths back, in one claim each."""
+        self.parts_moved += len(takes)
+        for take in takes:
             kept = self._kept_back.get(take.source.name, _KeptBack(0, self._taking_since))
-            self._kept_back[take.source.name] = kept._replace(berths=kept.berths + 1)
-            self._carry_out(self.machine.part_taken(take, now))
-        else:
-            self._kept_back.pop(take.source.name, None)  # It is asked for again at once.
-            self._carry_out(self.machine.part_spoiled(take, now))
+            self._kept_back[take.source.name] = _KeptBack(kept.berths + 1, kept.since)
+        self._carry_out(self.machine.parts_taken(takes, self._clock()))
+
+    def _spoiled(self, take: Take) -> None:
+        self._kept_back.pop(take.source.name, None)  # It is asked for again at once.
+        self._carry_out(self.machine.part_spoiled(take, self._clock()))
 
     def _can_wait(self, claim: msg.Claim) -> bool:
         """Whether a claim does nothing but return some berths, of which the source has enough.

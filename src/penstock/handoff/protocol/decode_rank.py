@@ -38,6 +38,8 @@ from penstock.handoff.protocol.states import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.handoff.protocol.effects import AnyEffect
     from penstock.handoff.protocol.grid import Grid
     from penstock.handoff.protocol.identity import Identity, Life
@@ -87,12 +89,31 @@ class DecodeRank(Party):
         Raises:
             ValueError: that is not under way.
         """
-        self._end_take(take, now)
-        self._count("parts taken")
-        key = (take.handoff, take.epoch)
-        collection = self.collections[key]
-        self.collections[key] = collection.taken(take.source.name, take.part)
-        self._after_take(key, take)
+        return self.parts_taken((take,), now)
+
+    def parts_taken(self, takes: Sequence[Take], now: float) -> list[AnyEffect]:
+        """Parts were verified and are in their slots: one claim answers all those of a source.
+
+        Raises:
+            ValueError: one of them is not under way, or is named twice; nothing has changed then.
+        """
+        berths = [self._berth_under_way(take) for take in takes]
+        if len({*berths}) < len(berths):
+            raise ValueError(f"{len(berths)} takes name a berth twice")
+        self._start(now)
+        together: dict[tuple[Key, str], list[Take]] = {}
+        for berth, take in zip(berths, takes, strict=True):
+            del self.takes[berth]
+            place = (take.handoff, take.epoch), take.source.name
+            together.setdefault(place, []).append(take)
+        self._count("parts taken", len(berths))
+        if self.retired:
+            for area in dict.fromkeys((berth.peer, berth.generation) for berth in berths):
+                self._free_if_unused(*area)
+        for (key, name), some in together.items():
+            parts = sum(1 << take.part for take in some)  # Our mover is at work on each once.
+            self.collections[key] = self.collections[key].taken(name, parts)
+            self._after_takes(key, name, len(some))
         return self.effects
 
     def part_spoiled(self, take: Take, now: float) -> list[AnyEffect]:
@@ -111,7 +132,7 @@ class DecodeRank(Party):
             self._fail(
                 key, f"part {take.part} of {take.source.name} was not intact {attempts} times"
             )
-        self._after_take(key, take)
+        self._after_takes(key, take.source.name)
         return self.effects
 
     def take_failed(self, take: Take, now: float, *, why: str) -> list[AnyEffect]:
@@ -127,7 +148,7 @@ class DecodeRank(Party):
         self._fail_if_collecting(
             key, f"part {take.part} of {take.source.name} could not be taken: {why}"
         )
-        self._after_take(key, take)
+        self._after_takes(key, take.source.name)
         return self.effects
 
     def reject(self, expect: msg.Expect, now: float, *, why: str) -> list[AnyEffect]:
@@ -369,13 +390,13 @@ class DecodeRank(Party):
             )
         )
 
-    def _after_take(self, key: Key, take: Take) -> None:
-        """A move has ended: the source gets its credit back, and we see how far we are."""
+    def _after_takes(self, key: Key, name: str, count: int = 1) -> None:
+        """Moves have ended: the source gets its credit back, and we see how far we are."""
         collection = self.collections[key]
         match collection.state:
             case TargetState.COLLECTING:
-                self._claim(key, take.source.name)
-                self._hasten(_resend(key))
+                self._claim(key, name)
+                self._hasten(_resend(key), count)
                 self._check_complete(key)
                 self._keep_asking(key)
             case TargetState.DROPPING:
@@ -528,12 +549,18 @@ class DecodeRank(Party):
         Raises:
             ValueError: it is not under way.
         """
-        berth = Berth(take.source, take.generation, take.berth)
-        if self.takes.get(berth) != take:
-            raise ValueError(f"take of part {take.part} out of {berth} is not under way")
+        berth = self._berth_under_way(take)
         self._start(now)
         del self.takes[berth]
         self._free_if_unused(take.source, take.generation)
+
+    def _berth_under_way(self, take: Take) -> Berth:
+        """The berth that a move reads; `ValueError` if it is not under way."""
+        berth = Berth(take.source, take.generation, take.berth)
+        known = self.takes.get(berth)
+        if known is not take and known != take:
+            raise ValueError(f"take of part {take.part} out of {berth} is not under way")
+        return berth
 
     # Areas that went wrong, peers that are not there.
 

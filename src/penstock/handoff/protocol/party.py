@@ -429,14 +429,16 @@ class Party(ABC):
                 wait_s = min(trip.wait_s, times.resend_limit_s)
         return wait_s
 
-    def _hasten(self, timer: TimerKey) -> None:
+    def _hasten(self, timer: TimerKey, count: int = 1) -> None:
         """Something that a resend asks for has come: from now on it waits half as long.
+
+        `count` says how many times that happened at once.
 
         A timer that runs is set earlier, never later: what comes from one peer must not put off
         what another one is asked for. So there are no more resends than things that came, but
         for those in which the wait grew.
         """
-        tries = self.tries.pop(timer, 0) - 1
+        tries = self.tries.pop(timer, 0) - count
         if tries > 0:
             self.tries[timer] = tries
         due = self.timers.get(timer)
@@ -485,8 +487,8 @@ class Party(ABC):
         if len(self.remembered) > self.settings.bounds.remembered_count:
             del self.remembered[next(iter(self.remembered))]
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def _count(self, what: str, times: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + times
 
     def _refuse(self, reason: str) -> bool:
         """Counts a message that did not make sense; `False`, for the caller to return."""
