@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu docs clean ip browser redis
+    bench-vllm sim explore gpu docs dist clean ip browser redis
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +78,15 @@ explore: $(READY) ## visit every state of small handoff worlds (15 minutes)
 docs: $(READY) $(SITE) ## build the documentation site; it begins at build/site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --clean
 	@echo "The site is in build/site: open build/site/index.html"
+
+dist: ## build what would be released, in build/dist, and check it
+	@$(PYTHON) -m venv --without-pip build/release
+	@$(PYTHON) -m pip --python build/release/bin/python --disable-pip-version-check --no-input \
+	    install --quiet --quiet -c constraints.txt build hatchling twine
+	@rm -rf build/dist
+	@build/release/bin/python -m build --no-isolation --outdir build/dist . > build/dist.log 2>&1 \
+	    || { cat build/dist.log >&2; exit 1; }
+	@build/release/bin/python -m twine check --strict build/dist/*
 
 gpu: ## run the CUDA tests and benchmarks with PYTHON as it is, installing nothing
 	@PYTHON="$(PYTHON)" .ci/gpu

@@ -36,6 +36,8 @@ ADOPTED = {
 """Pages from elsewhere in the repository, and where the site has them."""
 
 EXAMPLES = "examples.md"
+SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deploy/*.yaml": "yaml"}
+"""Files that are shown there, each as a block in its language."""
 INSTEAD = {"README.md": "index.md"}
 """What the site has another page for."""
 
@@ -69,10 +71,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def examples_page() -> str:
-    parts = ["# Examples\n\nThey run from a clone, after `make demo` has set it up.\n"]
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        parts.append(f"## {path.name}\n\n```python\n{text}```\n")
+    parts = ["# Examples\n\nPrograms run from a clone, after `make demo` has set it up.\n"]
+    for pattern, language in SHOWN.items():
+        for path in sorted(ROOT.glob(pattern)):
+            text = path.read_text(encoding="utf-8")
+            parts.append(f"## {path.name}\n\n```{language}\n{text}```\n")
     return "\n".join(parts)
 
 
@@ -124,7 +127,7 @@ def site_link(target: str, source: str, place: str) -> str:
     path, hash_, anchor = target.partition("#")
     linked = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     found = ADOPTED.get(linked) or INSTEAD.get(linked)
-    if linked.startswith("examples/"):
+    if linked.startswith(("examples/", "deploy/")):
         found, hash_, anchor = EXAMPLES, "#", github_slug(posixpath.basename(linked), "-")
     elif not found and linked.startswith(f"{DOCS}/"):
         found = linked.removeprefix(f"{DOCS}/")

@@ -1,0 +1,217 @@
+"""What a release would be: its metadata promise what exists, and what is built from it works."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import penstock
+from penstock.cli.entry import main
+from penstock.config import parse_config
+from penstock.doctor import checks
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OWN = {"dev", "all", "docs"}
+"""Extras for people who change Penstock, and the sum of the others."""
+
+NOT_IN_ALL = {
+    "demo": "a part of others",
+    "mooncake": "its wheel needs RDMA libraries of the system",
+    "testing": "for tests of other distributions",
+}
+IMPORTED_AS = {
+    "mooncake": "mooncake-transfer-engine",
+    "prometheus_client": "prometheus-client",
+    "zmq": "pyzmq",
+}
+NOT_OURS = {
+    "cuda": "comes with torch for CUDA",
+    "triton": "comes with torch for CUDA",
+    "vllm": "imports us, from its own environment",
+}
+"""Packages that the code imports and no extra installs, and why."""
+
+FOUND_BY_NAME = {"mooncake-transfer-engine", "nixl"}
+"""Packages that are imported by a name in a string."""
+
+LIMIT_S = 600.0
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=~! ]", requirement, maxsplit=1)[0]
+
+
+def declared() -> set[str]:
+    extras = [each for name, extra in EXTRAS.items() if name not in OWN for each in extra]
+    return {name_of(each) for each in [*PROJECT["dependencies"], *extras]} - {"penstock"}
+
+
+@cache
+def imported() -> frozenset[str]:
+    """The distributions that the package imports, anywhere."""
+    modules: set[str] = set()
+    for path in (ROOT / "src" / "penstock").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules.add(node.module)
+    tops = {module.partition(".")[0] for module in modules} - {"penstock"}
+    return frozenset(
+        IMPORTED_AS.get(top, top) for top in tops if top not in sys.stdlib_module_names
+    )
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def test_what_is_imported_is_installed_by_an_extra() -> None:
+    assert imported() - declared() <= NOT_OURS.keys()
+
+
+def test_what_an_extra_installs_is_imported() -> None:
+    assert declared() - imported() <= FOUND_BY_NAME
+
+
+def test_the_extra_with_everything_has_every_extra() -> None:
+    listed = set(re.findall(r"[\w-]+", EXTRAS["all"][0]))
+
+    assert EXTRAS.keys() - OWN - listed <= NOT_IN_ALL.keys()
+    assert listed - {"penstock"} <= EXTRAS.keys()
+
+
+def test_what_the_tests_use_is_pinned() -> None:
+    wanted = {name_of(each) for each in [*PROJECT["dependencies"], *EXTRAS["dev"]]}
+
+    assert wanted - {"penstock"} <= pinned().keys()
+
+
+def test_the_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    assert main(["--version"]) == 0
+    printed = capsys.readouterr().out.strip()
+
+    assert PROJECT["version"] == penstock.__version__ == cited["version"]
+    assert printed == f"penstock {PROJECT['version']}"
+
+
+@pytest.mark.parametrize(
+    ("package", "tested"), [("torch", checks.TESTED_TORCH), ("nixl", checks.TESTED_NIXL)]
+)
+def test_the_doctor_knows_the_versions_that_are_tested(
+    package: str, tested: tuple[int, ...]
+) -> None:
+    assert pinned()[package].split(".")[:2] == [str(part) for part in tested]
+
+
+def test_the_doctor_and_the_container_know_the_vllm_that_is_tested() -> None:
+    tested = ".".join(str(part) for part in checks.TESTED)
+    environment = (ROOT / ".ci" / "vllm-environment").read_text(encoding="utf-8")
+    container = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
+
+    assert f"{tested}." in environment
+    assert f"vllm-openai:v{tested}." in container
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text(encoding="utf-8")))
+
+
+def test_the_pod_has_a_file_that_is_read_and_the_flag_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, deployment, service = documents("vllm-penstock.yaml")
+    text = settings["data"]["penstock.toml"]
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    arguments = container["args"]
+    flag = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+
+    parse_config(text)
+    (tmp_path / "penstock.toml").write_text(text, encoding="utf-8")
+    assert main(["vllm-config", str(tmp_path / "penstock.toml"), "--bare"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+
+    printed["kv_connector_extra_config"]["config"] = "/etc/penstock/penstock.toml"
+    assert flag == printed
+    assert container["volumeMounts"][0]["mountPath"] == "/etc/penstock"
+    limit = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert limit >= sum(tier["gib"] for tier in tomllib.loads(text)["tiers"]) + 16
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+
+
+def test_issue_forms_can_be_read() -> None:
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+    read = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in forms}
+
+    assert {"bug", "wish"} <= read.keys()
+    assert all(read[name]["body"] for name in ("bug", "wish"))
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    made = subprocess.run(
+        ["make", "dist"], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    (found,) = (ROOT / "build" / "dist").glob("*.whl")
+    return found
+
+
+@pytest.mark.long
+def test_the_wheel_has_the_package_its_types_and_its_traces(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+
+    assert {"penstock/py.typed", "penstock/__init__.py"} <= set(names)
+    assert [name for name in names if name.startswith("penstock/replay/traces/")]
+    assert not [name for name in names if name.startswith(("lab/", "tests/", "docs/"))]
+
+
+@pytest.mark.long
+def test_the_types_of_the_wheel_serve_a_program_of_a_user(wheel: Path, tmp_path: Path) -> None:
+    python = tmp_path / "environment" / "bin" / "python"
+    venv.create(tmp_path / "environment", with_pip=False)
+    (site,) = (tmp_path / "environment" / "lib").glob("*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    # What Penstock depends on comes from here; `penstock` itself from the wheel, which is first.
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    (tmp_path / "user.py").write_text(
+        "import penstock\n"
+        'cache = penstock.open(penstock.parse_config("version = 1"))\n'
+        "lease = cache.acquire([1, 2, 3])\n"
+        "count: int = lease.cached_tokens\n"
+        "wrong: str = lease.cached_tokens\n",
+        encoding="utf-8",
+    )
+
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    found = [line for line in checked.stdout.splitlines() if ": error: " in line]
+    assert len(found) == 1, checked.stdout
+    assert found[0].startswith("user.py:5: error: Incompatible types in assignment")
