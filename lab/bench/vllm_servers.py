@@ -14,7 +14,9 @@ import signal
 import subprocess
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -111,6 +113,7 @@ class VllmForks:
         """
         self._folder = folder
         self._model = folder / "model"
+        self._numbers = count()
         self._errors = folder / "errors"
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -142,11 +145,16 @@ class VllmForks:
             raise self._failed("could not make a model")
         self._tokens = sizes.positions
 
-    def start(self, settings: ServerSettings) -> VllmServer:
-        """Starts a server; it is not ready yet."""
-        port = free_port()
+    def start(self, settings: ServerSettings, port: int | None = None) -> VllmServer:
+        """Starts a server; it is not ready yet.
+
+        Args:
+            settings: How it is started.
+            port: Where it listens, such as where one listened that has ended.
+        """
+        port = port or free_port()
         # A pipe with a name: its end is the end of all processes that write to it.
-        output = self._folder / f"output-{port}"
+        output = self._folder / f"output-{next(self._numbers)}"
         os.mkfifo(output)
         words = [
             *("--model", str(self._model), "--served-model-name", "bench"),
@@ -237,6 +245,15 @@ class VllmServer:
         for pid in session_of(self.pid):
             os.kill(pid, signal.SIGCONT)
 
+    def processes(self) -> dict[int, str]:
+        """The id of each process, and what its first thread does."""
+        found = {}
+        for pid in session_of(self.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                title = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+                found[pid] = next((TITLES[key] for key in TITLES if title.startswith(key)), HTTP)
+        return found
+
     def counted(self, name: str) -> float:
         """The sum of a metric on its page, 0 where it has none."""
         page = http.client.HTTPConnection("127.0.0.1", self.port, timeout=KILLED_S)
@@ -254,12 +271,7 @@ class VllmServer:
     def thread_seconds(self) -> dict[str, float]:
         """CPU time of its threads so far, by what they do."""
         spent: dict[str, float] = defaultdict(float)
-        for pid in session_of(self.pid):
-            try:
-                title = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            role = next((TITLES[key] for key in TITLES if title.startswith(key)), HTTP)
+        for pid, role in self.processes().items():
             for task in Path(f"/proc/{pid}/task").glob("*/stat"):
                 try:
                     _, _, rest = task.read_text().rpartition(")")

@@ -28,6 +28,7 @@ from penstock.transport.base import (
     ChannelFailed,
     ReceivedFrame,
 )
+from penstock.transport.zmq_link import ChannelSettings
 from penstock.vocabulary.form import Form
 from penstock.vocabulary.frames import FrameCodec
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSION = 1
+WITHIN_ENGINE = ChannelSettings(silence_s=3600.0)
+"""Between a scheduler and its own ranks: a process that stood still, such as one that was stopped,
+goes on with the same ranks. Of one that has ended, the kernel tells at once."""
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.connectors.handoff.messages import (
+    WITHIN_ENGINE,
     AdmitOffer,
     CloseSide,
     ForgetPrompt,
@@ -79,7 +80,7 @@ class RankSides:
         self._engine = engine
         self._rank = rank
         self._tier = tier
-        self._door = Listener(f"{engine}/{rank}")
+        self._door = Listener(f"{engine}/{rank}", settings=WITHIN_ENGINE)
         self._listener = SharedListener(engine, [IPC])
         self._scheduler: ZmqChannel | None = None
         self._sides: dict[PairNames, RankSide] = {}

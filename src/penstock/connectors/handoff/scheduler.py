@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.connectors.handoff.messages import (
+    WITHIN_ENGINE,
     AdmitOffer,
     CloseSide,
     EngineCard,
@@ -190,7 +191,9 @@ class SchedulerHandoffs:
             deadline = _soon(OPEN_S)
             self._ranks: list[ZmqChannel] = []
             for rank in ranks:
-                channel = connect(rank.scheduler, name=name, deadline=deadline)
+                channel = connect(
+                    rank.scheduler, name=name, deadline=deadline, settings=WITHIN_ENGINE
+                )
                 undo.callback(channel.close)
                 self._ranks.append(channel)
             undo.pop_all()
