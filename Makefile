@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long test-vllm test-vllm-newest check bench bench-interference \
-    bench-vllm sim explore gpu docs dist clean ip browser redis
+    bench-vllm sim explore gpu docs dist clean ip browser redis promtool
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +39,10 @@ demo: $(DEMO) $(MODEL) ## serve a model by a pair, talk to it, and check every a
 	@$(BIN)/penstock demo
 	@echo "To talk to it yourself: $(BIN)/penstock serve, then open http://127.0.0.1:8000/"
 
-test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis ## run the tests, but for those that take minutes
+test: $(READY) $(NIXL) $(MOONCAKE) $(SITE) ip browser redis promtool ## run the tests, but for those that take minutes
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long and not gpu and not vllm"
 
-test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis ## run all tests that need no GPU, and the long ones of test-vllm
+test-long: $(READY) $(NIXL) $(MOONCAKE) $(SITE) $(VLLM_READY) ip browser redis promtool ## run all tests that need no GPU, and the long ones of test-vllm
 	@$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not gpu and not vllm"
 	@$(VLLM)/bin/python -m pytest -m "vllm and long" tests/vllm
 
@@ -114,6 +114,15 @@ redis:
 	@command -v redis-server > /dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get > /dev/null \
 	    || { apt-get update && RUNLEVEL=1 apt-get install -y --no-install-recommends redis-server; } > /dev/null 2>&1 \
 	    || echo "make: redis-server could not be installed; the tests with Redis are skipped" >&2
+# The alert rules in deploy/ are checked by Prometheus' own tool, which is only unpacked here: to
+# install its package would start a server.
+promtool:
+	@command -v promtool > /dev/null || [ -x build/prometheus/usr/bin/promtool ] \
+	    || ! command -v apt-get > /dev/null \
+	    || { mkdir -p build/prometheus && cd build/prometheus \
+	        && { apt-get download prometheus || { apt-get update && apt-get download prometheus; }; } \
+	        && dpkg-deb -x prometheus_*.deb . ; } > /dev/null 2>&1 \
+	    || echo "make: promtool could not be had; the test of the alert rules with it is skipped" >&2
 
 # What the demonstration needs, and nothing else. Compiling every file that comes with torch would
 # take half a minute: here, what is imported is compiled when it is imported first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from penstock.machine.statistics import (
     TierStatistics,
 )
 from penstock.observe.metrics import COUNTER, METRICS, ServerMetrics
+from penstock.observe.router_metrics import RouterMetrics
 from penstock.observe.statistics import InstanceStatistics
+from penstock.observe.traffic import PHASES
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+PAGE = PAGE_PATH.read_text(encoding="utf-8")
 NO_METRIC = {
     "epoch": "a number for the protocol, not a measurement",
     "healthy": "the same as `health`, of which there is a metric",
@@ -55,6 +59,7 @@ def told_by(cache: penstock.Cache) -> InstanceStatistics:
         preemptions=5,
         handoffs={"delivered": 6},
         handed_bytes=7,
+        handed_seconds=7.5,
         landing_bytes=8,
         handed_parts_verified=8,
         token_bytes=9,
@@ -113,6 +118,41 @@ def test_answers_are_counted_by_phase_and_handoffs_by_outcome() -> None:
     handoff = {"instance": "instance-0", "outcome": "delivered"}
     assert found["penstock_handoffs"] == [(handoff, 6.0)]
     assert found["penstock_retries"] == [({}, 0.0)]
+
+
+def test_answered_requests_are_counted_by_where_their_time_went() -> None:
+    metrics = ServerMetrics()
+    metrics.answered([0.25, 0, 0, 1, 2], 3.5)
+    metrics.answered([], 1.0)
+
+    text = metrics.text([], retries=0).decode()
+
+    found = {
+        (sample.name, sample.labels.get("phase", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["penstock_request_seconds_sum", ""] == 4.5
+    assert {phase: found["penstock_phase_seconds_sum", phase] for phase in PHASES} == {
+        "queued": 0.25,
+        "loading": 0,
+        "handed_over": 0,
+        "prefill": 1,
+        "decode": 2,
+    }
+    assert f'penstock_build_info{{python="{platform.python_version()}"' in text
+    assert f'version="{penstock.__version__}"}} 1.0' in text
+
+
+def test_every_metric_of_server_and_router_is_on_a_page() -> None:
+    vllm = PAGE_PATH.with_name("vllm.md").read_text(encoding="utf-8")
+    pages = {ServerMetrics().text([], retries=0): PAGE, RouterMetrics().text([]): vllm}
+
+    for text, page in pages.items():
+        for family in text_string_to_metric_families(text.decode()):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            # When a series began is added by the client library.
+            assert f"`{name}" in page or name.endswith("_created")
 
 
 @pytest.mark.parametrize(

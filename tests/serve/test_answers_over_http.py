@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
 
+from penstock.observe.traffic import PHASES
 from tests.serve.conftest import eventually
 
 if TYPE_CHECKING:
@@ -227,6 +229,38 @@ def test_there_is_no_story_of_a_request_that_nobody_knows(server: Running) -> No
     assert found.status_code == 404
     assert found.json()["error"]["param"] == "request"
     assert "'cmpl-nobody'" in found.json()["error"]["message"]
+
+
+def test_an_answer_says_where_its_time_went(server: Running) -> None:
+    began = time.monotonic()
+    answer = server.complete("where does the time of this request go?")
+    took_ms = 1000 * (time.monotonic() - began)
+
+    spent = answer["usage"]["timings_ms"]
+    assert tuple(spent) == PHASES
+    assert all(each >= 0 for each in spent.values())
+    assert spent["prefill"] > 0
+    assert spent["decode"] > 0
+    assert spent["handed_over"] == 0
+    # Rounded to a tenth, each of five.
+    assert sum(spent.values()) <= took_ms + 0.5
+
+
+def test_responses_are_counted_by_endpoint_and_status(server: Running) -> None:
+    def counted(endpoint: str, status: int) -> float:
+        text = server.client.get("/metrics").text
+        name = f'penstock_http_responses_total{{endpoint="{endpoint}",status="{status}"}} '
+        return float(text.partition(name)[2].partition("\n")[0] or 0)
+
+    before = counted("completions", 200)
+    server.complete("count this response")
+    assert server.client.get("/a/path/of/a/stranger").status_code == 404
+    assert server.client.post("/v1/completions", json={}).status_code == 400
+
+    eventually(lambda: counted("completions", 200), before + 1)
+    assert counted("completions", 400) >= 1
+    assert counted("none", 404) >= 1
+    assert "stranger" not in server.client.get("/metrics").text
 
 
 def test_metrics_can_be_read_by_prometheus(server: Running) -> None:

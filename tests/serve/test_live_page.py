@@ -130,6 +130,13 @@ def test_prompts_that_were_handed_over_are_counted_as_such(locked: Running) -> N
         return next((each["found"] for each in requests if each["request"] == answer["id"]), None)
 
     eventually(found, {"handed over": answer["usage"]["prompt_tokens"]})
+    assert answer["usage"]["timings_ms"]["handed_over"] > 0
+    seconds = re.search(
+        r'penstock_handed_seconds_total\{instance="decode-0"\} (\S+)',
+        locked.client.get("/metrics").text,
+    )
+    assert seconds is not None
+    assert float(seconds[1]) > 0
 
 
 @pytest.mark.long

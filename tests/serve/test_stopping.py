@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from penstock.observe.traffic import PHASES
 from tests.serve.conftest import (
     ENDLESS,
     ENDLESS_TOKENS,
@@ -118,7 +119,11 @@ def test_a_stop_lets_answers_end_and_logs_no_warning(model_folder: Path, tmp_pat
     assert " ERROR " not in reported
     [access] = [line for line in reported.splitlines() if " penstock.serve.access " in line]
     assert " method=POST path=/v1/completions status=200 complete=true latency_ms=" in access
-    assert access.endswith(" cached_tokens=0 completion_tokens=200")
+    numbers = dict(pair.split("=") for pair in access.partition(" cached_tokens=")[2].split()[1:])
+    assert numbers.pop("completion_tokens") == "200"
+    assert list(numbers) == [f"{phase}_ms" for phase in PHASES]
+    assert float(numbers["prefill_ms"]) > 0
+    assert float(numbers["decode_ms"]) > 0
     # The progress is logged without a terminal, too.
     assert "loading: instance-0 rank 0: 2 of 2 layers" in reported
 

@@ -279,7 +279,7 @@ class RunningRouter:
         router = VllmRouter(*self._urls, metrics, timeout_s=SOON_S)
         app = RouterApp(router, metrics, self._key)
         self._http = HttpServer(
-            AccessLog(app.app()),
+            AccessLog(app.app(), metrics.count_response),
             connections_max=100,
             header_s=10.0,
             drain_s=1.0,

@@ -444,6 +444,11 @@ class Engine:
         return {} if self.handoffs is None else dict(self.handoffs.outcomes)
 
     @property
+    def handed_seconds(self) -> float:
+        """The time of all handoffs that were delivered."""
+        return 0.0 if self.handoffs is None else self.handoffs.delivered_s
+
+    @property
     def handed(self) -> HandedCounts:
         """The handoff counters of its ranks."""
         here = self.handoffs.rank if self.handoffs is not None else None

@@ -134,6 +134,8 @@ class InstanceHandoffs(Handoffs):
         self.weights = spec.config.model.weights_version
         """What the weights are called now; KV of others is refused."""
         self.outcomes: Counter[str] = Counter()
+        self.delivered_s = 0.0
+        """The time that handoffs took which were delivered, all together."""
         self.peers = peers
         self.rank = rank
         """The one rank, if it is in this process."""
@@ -242,7 +244,7 @@ class InstanceHandoffs(Handoffs):
         except (ValueError, UnavailableError, CapacityError):
             return not self._refuse()
         self._hold(answer)
-        answer.phase = Phase.CLAIMING
+        answer.enter(Phase.CLAIMING)
         return True
 
     def _refuse(self) -> bool:
@@ -252,6 +254,8 @@ class InstanceHandoffs(Handoffs):
     def _note(self, result: HandoffResult) -> None:
         outcome = result.outcome.value
         self.outcomes[outcome] += 1
+        if result.delivered:
+            self.delivered_s += result.ended - result.began
         self.ended.append(
             HandedPrompt(
                 handoff=result.handoff,

@@ -437,6 +437,7 @@ def _progress(output: Output, *, handed: bool) -> ms.TokenProgress:
         reason="" if output.reason is None else output.reason.value,
         cached=list(output.cached_by_tier),
         handed=handed,
+        spent_s=list(output.spent_s),
     )
 
 

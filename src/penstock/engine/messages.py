@@ -258,6 +258,8 @@ class TokenProgress(InstanceMessage, frozen=True, kw_only=True):
     """With the first token: prompt tokens that came from each tier."""
     handed: bool = False
     """With the first token: whether the prompt's KV came from another instance."""
+    spent_s: list[float] = []
+    """With the first token: how long it was queued, loading, handed over, and computed."""
 
 
 class Scored(InstanceMessage, frozen=True, kw_only=True):

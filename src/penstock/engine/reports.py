@@ -66,6 +66,7 @@ def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> Instanc
         preemptions=engine.scheduler.preemptions,
         handoffs=engine.handoff_outcomes,
         handed_bytes=engine.handed.bytes_moved,
+        handed_seconds=engine.handed_seconds,
         handed_parts_verified=engine.handed.parts_verified,
         landing_bytes=engine.handed.landing_bytes,
         token_bytes=token_bytes,

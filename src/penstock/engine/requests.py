@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,11 @@ class Phase(enum.Enum):
     CLAIMING = "claiming"
     RUNNING = "running"
     ENDED = "ended"
+
+
+SPENT_IN = {Phase.WAITING: 0, Phase.LOADING: 1, Phase.CLAIMING: 2, Phase.RUNNING: 3}
+"""Where the time until the first token is counted: queued, loading, handed over, prefill. An answer
+that forks waits for the first one, whose times they are."""
 
 
 class Reason(enum.Enum):
@@ -104,6 +110,8 @@ class Output:
     reason: Reason | None = None
     cached_by_tier: tuple[int, ...] = ()
     """Prompt tokens that came from each tier, device first; with the first token."""
+    spent_s: tuple[float, ...] = ()
+    """The time that it was queued, loading, handed over, and computed; with the first token."""
     scored: tuple[Sampled, ...] = ()
     """Tokens of the prompt with their log-probabilities, the first of them at `position`."""
     position: int = 0
@@ -115,8 +123,8 @@ class Answer:
     __slots__ = (
         *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease", "sought"),
         "next_request",
-        *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "tokens"),
-        "unknown",
+        *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "since"),
+        *("spent_s", "tokens", "unknown"),
     )
 
     def __init__(self, request: Request, number: int, arrival: int) -> None:
@@ -124,6 +132,10 @@ class Answer:
         self.number = number
         self.arrival = arrival
         self.phase = Phase.WAITING if number == 0 else Phase.FORKING
+        """Changed by `enter` alone, which counts the time."""
+        self.since = time.monotonic()
+        """Up to when its time is counted."""
+        self.spent_s = [0.0] * len(SPENT_IN)
         self.tokens = list(request.prompt)
         """The prompt and the generated tokens."""
         self.lease: Lease | None = None
@@ -149,6 +161,21 @@ class Answer:
         """Leading tokens of the prompt that are scored; the first has no log-probability."""
         self.cached_by_tier: tuple[int, ...] = ()
         self.reason: Reason | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Changes the phase."""
+        self.settle_time()
+        self.phase = phase
+
+    def settle_time(self) -> None:
+        """Counts the time since the last call for the phase it was spent in, to the first token."""
+        if len(self.tokens) > len(self.request.prompt):
+            return
+        now = time.monotonic()
+        kind = SPENT_IN.get(self.phase)
+        if kind is not None:
+            self.spent_s[kind] += now - self.since
+        self.since = now
 
     @property
     def name(self) -> str:

@@ -269,7 +269,8 @@ class Scheduler:
                 continue
             if answer.lease.state is LeaseState.LOST:
                 answer.lease.release()
-                answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
+                answer.lease, answer.scheduled = None, 0
+                answer.enter(Phase.WAITING)
             elif answer.phase is Phase.LOADING and answer.lease.state is LeaseState.READY:
                 self._begin(answer)
         self._release_ended()
@@ -277,7 +278,7 @@ class Scheduler:
     def _begin(self, answer: Answer) -> None:
         """Its blocks are loaded: it can run, unless a handoff brings its prompt."""
         assert answer.lease is not None
-        answer.phase = Phase.RUNNING
+        answer.enter(Phase.RUNNING)
         answer.scheduled = answer.computed = answer.lease.token_count
         if not self._handoffs.begin(answer):
             self._end(answer, Reason.ABORTED)
@@ -286,7 +287,7 @@ class Scheduler:
     def _resume(self, answer: Answer, tokens: tuple[int, ...]) -> None:
         """A handoff has ended: what it did not deliver is computed here."""
         assert answer.lease is not None
-        answer.phase = Phase.RUNNING
+        answer.enter(Phase.RUNNING)
         first_alone = bool(tokens) and answer.request.first_alone
         if tokens and answer.lease.state is LeaseState.READY:
             # If log-probabilities are wanted, the last token is computed here for its logits.
@@ -340,7 +341,7 @@ class Scheduler:
         if not answer.cached_by_tier:
             answer.cached_by_tier = answer.lease.cached_by_tier
         if answer.lease.state is LeaseState.LOADING:
-            answer.phase = Phase.LOADING
+            answer.enter(Phase.LOADING)
             answer.scheduled = answer.computed = answer.lease.token_count
         else:
             self._begin(answer)
@@ -367,7 +368,7 @@ class Scheduler:
             answer.shares = False
             if answer.lease.state is LeaseState.LOADING:
                 # After a fork: the unfinished block is being copied.
-                answer.phase = Phase.LOADING
+                answer.enter(Phase.LOADING)
                 return False
             return True
 
@@ -385,7 +386,8 @@ class Scheduler:
         self._publish(answer)
         answer.lease.preempt()
         answer.shares = False
-        answer.lease, answer.phase, answer.scheduled = None, Phase.WAITING, 0
+        answer.lease, answer.scheduled = None, 0
+        answer.enter(Phase.WAITING)
         self.preemptions += 1
 
     def _launch(self, plan: PlannedStep) -> Step:
@@ -468,6 +470,7 @@ class Scheduler:
             return
         if answer.phase is Phase.FORKING:
             self._fork(answer, origin)
+        answer.settle_time()
         answer.tokens.append(token.token)
         self._handoffs.sampled(answer, token.token)
         if token.token in answer.request.stop_tokens:
@@ -480,15 +483,16 @@ class Scheduler:
         answer.cached_by_tier = origin.cached_by_tier
         if origin.lease is None or origin.phase is Phase.ENDED:
             # The first answer has ended: this one finds its blocks in the cache.
-            answer.phase = Phase.WAITING
+            answer.enter(Phase.WAITING)
             return
         answer.lease = origin.lease.fork(answer.name)
         answer.shares = origin.shares = True
-        answer.phase = Phase.RUNNING
+        answer.enter(Phase.RUNNING)
         answer.scheduled = answer.computed = answer.lease.token_count
 
     def _end(self, answer: Answer, reason: Reason) -> None:
-        answer.phase, answer.reason = Phase.ENDED, reason
+        answer.reason = reason
+        answer.enter(Phase.ENDED)
         if answer.held and reason is Reason.ABORTED:
             self._handoffs.cancel(answer)
 
@@ -517,5 +521,6 @@ class Scheduler:
                 sampled=token,
                 reason=answer.reason,
                 cached_by_tier=answer.cached_by_tier if first else (),
+                spent_s=tuple(answer.spent_s) if first else (),
             )
         )

@@ -13,12 +13,14 @@ that docs/serving.md lists every metric.
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from penstock.observe.traffic import Traffic
+from penstock import __version__
+from penstock.observe.traffic import PHASES, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +35,8 @@ COUNTER = CounterMetricFamily
 GAUGE = GaugeMetricFamily
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+WHOLE_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+PHASE_S = (0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 Samples: TypeAlias = "Iterable[tuple[tuple[str, ...], float | None]]"
@@ -122,6 +126,12 @@ METRICS = (
         COUNTER,
         "Bytes of KV that were handed over, or taken in",
         one(lambda stats: stats.handed_bytes),
+    ),
+    MetricRow(
+        "handed_seconds",
+        COUNTER,
+        "Time of handoffs that were delivered",
+        one(lambda stats: stats.handed_seconds),
     ),
     MetricRow(
         "handed_parts_verified",
@@ -447,6 +457,20 @@ METRICS = (
 """What every instance reports."""
 
 
+def http_responses(name: str, registry: CollectorRegistry) -> Counter:
+    """Counts responses by the endpoint that made them, and their status."""
+    about = "HTTP responses; 499: the client left before"
+    return Counter(name, about, ["endpoint", "status"], registry=registry)
+
+
+def add_build_info(registry: CollectorRegistry) -> None:
+    """Says which version runs."""
+    info = Gauge(
+        "penstock_build_info", "1, with the version", ["version", "python"], registry=registry
+    )
+    info.labels(__version__, platform.python_version()).set(1)
+
+
 class ServerMetrics:
     """What a server has seen itself, and the page of all metrics."""
 
@@ -472,12 +496,43 @@ class ServerMetrics:
             buckets=BETWEEN_TOKENS_S,
             registry=self._registry,
         )
+        self.request_s = Histogram(
+            "penstock_request_seconds",
+            "From the request to the end of its answers, of those that were answered",
+            buckets=WHOLE_S,
+            registry=self._registry,
+        )
+        phases = Histogram(
+            "penstock_phase_seconds",
+            "What answered requests spent their time on",
+            ["phase"],
+            buckets=PHASE_S,
+            registry=self._registry,
+        )
+        self._phases = [phases.labels(name) for name in PHASES]
+        self.http_responses = http_responses("penstock_http_responses", self._registry)
+        add_build_info(self._registry)
         self.prompt_tokens = Counter(
             "penstock_prompt_tokens", "Tokens of prompts", registry=self._registry
         )
         self.generated_tokens = Counter(
             "penstock_generated_tokens", "Tokens of answers", registry=self._registry
         )
+
+    def count_response(self, endpoint: str, status: int) -> None:
+        """An HTTP response has ended."""
+        self.http_responses.labels(endpoint, str(status)).inc()
+
+    def answered(self, spent_s: Sequence[float], took_s: float) -> None:
+        """A request was answered.
+
+        Args:
+            spent_s: The time of each of `PHASES`; empty if that is not known.
+            took_s: All of it.
+        """
+        self.request_s.observe(took_s)
+        for phase, seconds in zip(self._phases, spent_s, strict=False):
+            phase.observe(seconds)
 
     def text(self, instances: Sequence[InstanceStatistics], *, retries: int) -> bytes:
         """All metrics in Prometheus' text format.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from penstock.observe.metrics import FIRST_TOKEN_S
+from penstock.observe.metrics import FIRST_TOKEN_S, add_build_info, http_responses
 from penstock.observe.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ class RouterMetrics:
             buckets=FIRST_TOKEN_S,
             registry=self._registry,
         )
+
+        self.http_responses = http_responses("penstock_router_http_responses", self._registry)
+        add_build_info(self._registry)
+
+    def count_response(self, endpoint: str, status: int) -> None:
+        """An HTTP response has ended."""
+        self.http_responses.labels(endpoint, str(status)).inc()
 
     def count(self, server: str, role: str, outcome: str) -> None:
         """A request to a server has ended."""

@@ -33,6 +33,8 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     handoffs: dict[str, int]
     """Handoffs by how they ended."""
     handed_bytes: int
+    handed_seconds: float
+    """The time of handoffs that were delivered, all together."""
     handed_parts_verified: int
     """Parts of handoffs that were received and whose checksums agreed."""
     landing_bytes: int

@@ -28,6 +28,8 @@ SAMPLES_A_SLICE = 64
 SAMPLES_KEPT = 256
 RECORDS_KEPT = 256
 RECORDS_SHOWN = 24
+PHASES = ("queued", "loading", "handed_over", "prefill", "decode")
+"""Where the time of a request goes; `usage`, the access log and the metrics have these names."""
 HANDED = "handed over"
 """Where prompt tokens come from that another instance computed."""
 

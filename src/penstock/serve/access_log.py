@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.observe.logs import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,16 +35,25 @@ class RequestLog:
     status: int = CLIENT_GONE
     complete: bool = False
     failed: bool = False
-    tokens: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Its tokens, and what it spent its time on."""
 
 
-def note_tokens(scope: Scope, *, prompt: int, cached: Sequence[int], completion: int) -> None:
+def note_tokens(
+    scope: Scope,
+    *,
+    prompt: int,
+    cached: Sequence[int],
+    completion: int,
+    timings_ms: Mapping[str, float] | None = None,
+) -> None:
     entry: RequestLog | None = scope.get(SCOPE_KEY)
     if entry is not None:
-        entry.tokens = {
+        entry.numbers = {
             "prompt_tokens": prompt,
             "cached_tokens": sum(cached),
             "completion_tokens": completion,
+            **{f"{phase}_ms": spent for phase, spent in (timings_ms or {}).items()},
         }
 
 
@@ -63,10 +72,17 @@ def name_request(scope: Scope, name: str) -> None:
 
 
 class AccessLog:
-    """ASGI middleware that logs requests and adds the header `x-request-id`."""
+    """ASGI middleware that logs and counts requests, and adds the header `x-request-id`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        """Wraps an application.
+
+        Args:
+            app: What answers.
+            count: Called with the name of the endpoint, and the status, of each response.
+        """
         self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entry = scope[SCOPE_KEY] = RequestLog()
@@ -84,6 +100,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_logged)
         finally:
+            # What no route leads to has no endpoint: paths of strangers are no labels.
+            self._count(getattr(scope.get("endpoint"), "__name__", "none"), entry.status)
             _log(scope, entry, time.monotonic() - began)
 
 
@@ -98,7 +116,7 @@ def _log(scope: Scope, entry: RequestLog, took_s: float) -> None:
         "status": entry.status,
         "complete": entry.complete,
         "latency_ms": round(took_s * 1000, 1),
-        **entry.tokens,
+        **entry.numbers,
     }
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     if given:

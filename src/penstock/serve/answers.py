@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.messages import Scored
 from penstock.engine.text import AnswerText
+from penstock.observe.traffic import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -77,6 +78,10 @@ class AnswerReader:
         self.cached: list[int] = []
         self.handed = False
         """Whether another instance computed the rest of the prompt."""
+        self.spent_s: list[float] = []
+        """The time until the first token: queued, loading, handed over, prefill."""
+        self.decode_s = 0.0
+        """The time from the first text to the last; whoever passes it on measures it."""
         self._text = text
         self._options = options
         self._scored: dict[int, tuple[float, list[tuple[int, float]]]] = {}
@@ -88,6 +93,11 @@ class AnswerReader:
     @property
     def done(self) -> bool:
         return all(each.ended for each in self._answers)
+
+    @property
+    def phases_s(self) -> list[float]:
+        """The time of each of `PHASES`; empty before the first token."""
+        return [*self.spent_s, self.decode_s] if self.spent_s else []
 
     def score(self, scored: ms.Scored) -> None:
         """Adds log-probabilities of the prompt."""
@@ -101,6 +111,8 @@ class AnswerReader:
             return None
         if progress.cached:
             self.cached = progress.cached
+        if progress.spent_s and not self.spent_s:
+            self.spent_s = progress.spent_s
         self.handed |= progress.handed
         if self._options.generates:
             if progress.token is not None:
@@ -278,6 +290,7 @@ class AnswerFormat:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached)},
             "cached_by_tier": dict(zip(self.tiers, cached, strict=False)),
+            "timings_ms": timings_ms(readers),
         }
 
     def _logprobs(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
@@ -325,6 +338,15 @@ class AnswerFormat:
         except UnicodeDecodeError:
             mark = "" if self.chat else "bytes:"
             return mark + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def timings_ms(readers: Sequence[AnswerReader]) -> dict[str, float]:
+    """What answers spent their time on; of several prompts, the longest time of each phase."""
+    spent = [each for reader in readers if (each := reader.phases_s)]
+    return {
+        name: round(1000 * max(times), 1)
+        for name, times in zip(PHASES, zip(*spent, strict=True), strict=False)
+    }
 
 
 def _reason(reason: str) -> str:

@@ -108,10 +108,11 @@ class Service:
         self._recorder = recorder_of(config)
         self.router = Router(config.routing, RequestGate(pauses), self._recorder, salt=config.salt)
         model = find_model(config.engine.model or None)
+        self.metrics = ServerMetrics()
         self.server = Server(
             self.router,
             Text.of(model.path),
-            ServerMetrics(),
+            self.metrics,
             model=config.model.name,
             defaults=defaults_of(model),
             settings=ServerSettings(
@@ -302,7 +303,7 @@ async def _answer(
 ) -> None:
     assert config.serve is not None
     server = HttpServer(
-        AccessLog(found.server.app()),
+        AccessLog(found.server.app(), found.metrics.count_response),
         connections_max=raise_descriptor_limit(config.serve.connections_max),
         header_s=config.serve.header_s,
         drain_s=config.serve.drain_s,

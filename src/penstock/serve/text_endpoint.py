@@ -30,7 +30,14 @@ from penstock.errors import shown
 from penstock.observe.traffic import HANDED
 from penstock.serve import errors
 from penstock.serve.access_log import name_request, note_failure, note_tokens
-from penstock.serve.answers import AnswerFormat, AnswerOptions, AnswerPiece, AnswerReader, pieces_of
+from penstock.serve.answers import (
+    AnswerFormat,
+    AnswerOptions,
+    AnswerPiece,
+    AnswerReader,
+    pieces_of,
+    timings_ms,
+)
 from penstock.serve.fields import BadRequest
 from penstock.serve.http import while_connected
 from penstock.serve.instance_link import InstanceLost, RequestRefusal
@@ -329,6 +336,7 @@ class TextResponse:
                 prompt=sum(reader.prompt_tokens for reader in self._readers),
                 cached=[sum(reader.cached) for reader in self._readers],
                 completion=sum(reader.completion_tokens for reader in self._readers),
+                timings_ms=timings_ms(self._readers),
             )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -405,7 +413,7 @@ class TextResponse:
         """The pieces of one prompt's answers, measured as they pass."""
         metrics, submit = self.metrics, part.submit
         metrics.prompt_tokens.inc(len(submit.prompt))
-        began = last = time.monotonic()
+        began = first = last = time.monotonic()
         record = metrics.traffic.begin(submit.id, prompt_tokens=len(submit.prompt), now=began)
         outcome = "aborted"
         stop = partial(self.router.stop, submit.id)
@@ -418,7 +426,9 @@ class TextResponse:
                     seen = metrics.first_token_s if is_first else metrics.between_tokens_s
                     seen.observe(now - last)
                     if is_first:
+                        first = now
                         self._note_first_token(record, part.reader, now)
+                    part.reader.decode_s = now - first
                     last = now
                     metrics.generated_tokens.inc(piece.generated)
                     yield piece
@@ -431,6 +441,8 @@ class TextResponse:
             raise
         finally:
             metrics.requests.labels(outcome).inc()
+            if outcome == "answered":
+                metrics.answered(part.reader.phases_s, time.monotonic() - began)
             tokens_out = part.reader.completion_tokens
             metrics.traffic.end(record, outcome=outcome, generated=tokens_out, now=time.monotonic())
 

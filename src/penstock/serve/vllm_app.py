@@ -320,7 +320,7 @@ async def _run(
     fit = raise_descriptor_limit(DESCRIPTORS_A_REQUEST * CONNECTIONS_MAX)
     app = RouterApp(router, metrics, settings.api_key)
     server = HttpServer(
-        AccessLog(app.app()),
+        AccessLog(app.app(), metrics.count_response),
         connections_max=max(1, fit // DESCRIPTORS_A_REQUEST),
         header_s=HEADER_S,
         drain_s=settings.drain_s,
