@@ -78,6 +78,11 @@ COMMANDS = {
         help="Watch a running server in the terminal.",
         panel=RUN,
     ),
+    "cache": Command(
+        module="cache",
+        help="Clear or pin what a running server has cached, or tell the story of a request.",
+        panel=RUN,
+    ),
     "config": Command(
         module="config",
         help="Check a configuration file, or show what it comes to.",

@@ -23,7 +23,7 @@ from penstock.observe.traffic import HANDED
 from penstock.serve.guard import find_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ANSWER_S = 20.0
 """A server waits up to 5 s for its instances."""
@@ -70,11 +70,49 @@ class LiveClient:
             UnavailableError: nobody answers, or something that is no server of Penstock.
             ConfigError: the server has a key, and this is another one.
         """
+        status, found = self._exchange("GET", "/live")
+        if status != 200 or found.get("kind") not in {"server", "router"}:
+            raise UnavailableError(
+                f"{self.url} is no penstock serve or penstock router: GET /live has status {status}"
+            )
+        return found
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """What a server answers; also if an instance could not do what was asked for.
+
+        Raises:
+            UnavailableError: nobody answers, or nobody who knows this path.
+            ConfigError: the server refuses it, and says why.
+        """
+        status, found = self._exchange(method, path, body, headers)
+        if status == 200 or (status == 503 and "failed" in found):
+            return found
+        problem = found.get("error", {}).get("message", f"{method} {path} has status {status}")
+        if 400 <= status < 500 and "error" in found:
+            raise ConfigError(self.url, f"refuses it: {problem}")
+        raise UnavailableError(f"{self.url}: {problem}")
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and content of a response; no content if it is no JSON object."""
         connection = self._kind(self._host, self._port, timeout=ANSWER_S)
+        sent = None if body is None else json_module.dumps(body)
         try:
-            connection.request("GET", "/live", headers=self._headers)
+            connection.request(method, path, sent, headers={**self._headers, **(headers or {})})
             response = connection.getresponse()
-            status, body = response.status, response.read(DOCUMENT_BYTES_MAX)
+            status, content = response.status, response.read(DOCUMENT_BYTES_MAX)
         except (OSError, HTTPException) as error:
             cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UnavailableError(f"nobody answers at {self.url}: {cause}") from error
@@ -87,14 +125,10 @@ class LiveClient:
                 f"{KEY_VARIABLE}",
             )
         try:
-            found = json_module.loads(body) if status == 200 else None
+            found = json_module.loads(content)
         except ValueError:
             found = None
-        if not isinstance(found, dict) or found.get("kind") not in {"server", "router"}:
-            raise UnavailableError(
-                f"{self.url} is no penstock serve or penstock router: GET /live has status {status}"
-            )
-        return found
+        return status, found if isinstance(found, dict) else {}
 
 
 def live_client(url: str, api_key_file: str | None) -> LiveClient:

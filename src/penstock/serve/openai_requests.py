@@ -269,10 +269,11 @@ def _prompts(name: str, value: object) -> tuple[str | list[int], ...]:
         raise BadRequest(
             f"{name} has {len(value)} entries, must have at most {PROMPTS_MAX}", param=name
         )
-    return tuple(_prompt(f"{name}[{at}]", each) for at, each in enumerate(value))
+    return tuple(read_prompt(f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
-def _prompt(name: str, value: object) -> str | list[int]:
+def read_prompt(name: str, value: object) -> str | list[int]:
+    """The value of a field that holds one prompt: a text, or tokens."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -289,7 +290,8 @@ def _tokens(name: str, value: list[Any]) -> list[int]:
     return value
 
 
-def _messages(name: str, value: object) -> tuple[dict[str, str], ...]:
+def read_messages(name: str, value: object) -> tuple[dict[str, str], ...]:
+    """The value of a field that holds a conversation."""
     if not isinstance(value, list):
         refuse(name, value, "a list of messages")
     if not value:
@@ -385,7 +387,7 @@ _COMPLETION: Mapping[str, Read] = {
 }
 _CHAT: Mapping[str, Read] = {
     **_TEXT,
-    "messages": _messages,
+    "messages": read_messages,
     "max_tokens": whole(1, TOKENS_MAX),
     "max_completion_tokens": whole(1, TOKENS_MAX),
     "logprobs": flag,
