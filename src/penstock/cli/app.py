@@ -78,6 +78,12 @@ COMMANDS = {
         help="Watch a running server in the terminal.",
         panel=RUN,
     ),
+    "dashboard": Command(
+        module="dashboard",
+        function="show_dashboard",
+        help="Serve the live page for vLLM and SGLang servers, from their metrics.",
+        panel=RUN,
+    ),
     "cache": Command(
         module="cache",
         help="Clear or pin what a running server has cached, or tell the story of a request.",

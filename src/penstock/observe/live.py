@@ -68,6 +68,48 @@ class RouterLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     traffic: TrafficReport
 
 
+class WatchedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine, as its `/metrics` describes it."""
+
+    name: str
+    up: bool
+    cause: str = ""
+    """Why it is down."""
+    engine: str = ""
+    model: str = ""
+    running: int = 0
+    waiting: int = 0
+    kv_used: float | None = None
+    """Share of the device's KV that is in use."""
+    found_share: float | None = None
+    """Of all its prompt tokens, those that were not computed."""
+    prompt_per_s: float = 0.0
+    generated_per_s: float = 0.0
+    """Tokens a second."""
+    preemptions: int = 0
+
+
+class WatchedTier(msgspec.Struct, kw_only=True):
+    """A tier in tokens, summed over the engines whose pages say how large it is."""
+
+    name: str
+    tokens: int = 0
+    used: int = 0
+
+
+class MetricsLive(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="metrics"):
+    """`penstock dashboard`."""
+
+    version: str
+    """Of Penstock."""
+    now: float
+    health: LiveHealth
+    servers: list[WatchedServer]
+    tiers: list[WatchedTier]
+    traffic: TrafficReport
+    """`warm` are times to first token, `cold` those of whole answers; no request is known."""
+
+
 def health_of(*, is_ready: bool, status: str, why: list[str]) -> LiveHealth:
     """Health by whether requests are answered, and by what is wrong."""
     state: Literal["ok", "degraded", "down"] = "degraded" if why else "ok"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 from collections import deque
 from contextlib import suppress
@@ -166,7 +167,11 @@ class VllmAnswer:
         except UnicodeError as error:
             raise self._failure(f"cannot be reached: no host has this name ({error})") from error
         except OSError as error:
-            raise self._failure(f"cannot be reached: {error.strerror or error}") from error
+            cause = error.strerror or str(error)
+            if isinstance(error, ConnectionError) and error.errno is not None:
+                # asyncio's own text repeats the address.
+                cause = os.strerror(error.errno)
+            raise self._failure(f"cannot be reached: {cause}") from error
         event = await self._next_event()
         while not isinstance(event, h11.Response):
             # Such as 100, which is no answer yet.

@@ -1,0 +1,90 @@
+"""`penstock dashboard`: the live page for vLLM and SGLang servers, from their `/metrics`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Annotated, TypeAlias
+
+import typer
+
+from penstock.cli.router import NEEDED
+from penstock.cli.serve import (
+    ApiKeyFileOption,
+    ApiKeyOption,
+    HostOption,
+    LogJsonOption,
+    LogLevelOption,
+    warn_of_openness,
+)
+from penstock.config.schema import LOG_LEVELS
+from penstock.config.values import ServeTable
+from penstock.errors import ConfigError, UnavailableError, shown
+from penstock.observe import logs
+
+PORT = 8090
+"""Not 8000, where vLLM and Penstock are, nor 30000, where SGLang is."""
+SERVERS_MAX = 64
+
+MetricsOption: TypeAlias = Annotated[
+    list[str],
+    typer.Option(
+        metavar="URL",
+        help="A server with metrics, such as http://127.0.0.1:8000, with or without /metrics; as "
+        "often as there are servers.",
+    ),
+]
+DashboardPortOption: TypeAlias = Annotated[
+    int, typer.Option(min=0, max=65535, help="The port; 0: a free one.")
+]
+
+
+def show_dashboard(
+    *,
+    metrics: MetricsOption,
+    host: HostOption = None,
+    port: DashboardPortOption = PORT,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = None,
+) -> None:
+    """Serve the live page for vLLM and SGLang servers, from their metrics.
+
+    Servers may start and end at any time; one that does not answer is shown as down. SGLang needs
+    --enable-metrics.
+    """
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UnavailableError(f'{missing[0]} is not installed: pip install "penstock[cli,serve]"')
+    from penstock.serve.guard import find_key  # noqa: PLC0415  (needs the extras)
+    from penstock.serve.server_socket import address_of, listen  # noqa: PLC0415
+    from penstock.serve.vllm_server import ServerUrl  # noqa: PLC0415
+
+    if len(metrics) > SERVERS_MAX:
+        raise ConfigError("--metrics", f"is there {len(metrics)} times, may be {SERVERS_MAX} times")
+    urls = [ServerUrl.read("--metrics", _server(each)) for each in metrics]
+    given = {
+        "host": host,
+        "api_key": api_key,
+        "api_key_file": api_key_file,
+        "log_level": log_level,
+        "log_json": log_json,
+    }
+    table = ServeTable(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    if table.log_level not in LOG_LEVELS:
+        raise ConfigError(
+            "--log-level", f"is {shown(table.log_level)}, must be one of {', '.join(LOG_LEVELS)}"
+        )
+    with listen(table.host, port) as bound:
+        from penstock.serve.dashboard import run_dashboard  # noqa: PLC0415
+
+        logs.set_up(table.log_level, as_json=table.log_json)
+        key = find_key(table)
+        warn_of_openness(table, key, on_command_line=api_key is not None)
+        print(f"penstock: dashboard of {len(urls)} servers at {address_of(bound)}/", flush=True)
+        run_dashboard(urls, bound, key)
+
+
+def _server(url: str) -> str:
+    """The address of a server whose metrics are named, too."""
+    return url.removesuffix("/").removesuffix("/metrics")
