@@ -633,7 +633,12 @@ class Pool:
 
     def count(self, state: SlotState) -> int:
         """How many slots are in a state."""
-        return int(np.count_nonzero(self.state == state))
+        # Compared with a member of an enumeration, NumPy would first make every byte an `int64`.
+        return int(np.count_nonzero(self.state == int(state)))
+
+    def count_held(self) -> int:
+        """How many slots a lease or an operation relies on."""
+        return int(np.count_nonzero(self.holders))
 
     def free_slots(self) -> NDArray[np.int32]:
         """The free slots, the next one to be taken last."""

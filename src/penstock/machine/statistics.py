@@ -229,10 +229,10 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         free=pool.free_count,
         filling=pool.count(SlotState.FILLING),
         ready=pool.count(SlotState.READY),
-        leaving=pool.count(SlotState.LEAVING),
+        leaving=pool.leaving_count,
         doomed=pool.count(SlotState.DOOMED),
         closing=pool.closing,
-        held=int((pool.holders > 0).sum()),
+        held=pool.count_held(),
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],
     )
