@@ -197,22 +197,26 @@ def dashboard_of(*urls: str) -> Iterator[str]:
 @pytest.mark.skipif(not browser.PROGRAM, reason="there is no chromium: apt-get install chromium")
 def test_the_page_shows_other_engines_in_a_browser(vllm: Engine, tmp_path: Path) -> None:
     nobody = "http://127.0.0.1:9"
-    with (
-        serving_page("sglang.txt") as sglang,
-        dashboard_of(f"{vllm.url}/metrics", sglang.url, nobody) as address,
-        browser.browsing(tmp_path) as page,
-    ):
-        page.open(address)
-        page.wait("document.querySelectorAll('#card-servers tbody tr').length === 3")
-        page.wait("document.getElementById('health').textContent === 'Degraded'")
-        page.wait("document.querySelectorAll('#card-servers .ok').length === 2")
-        assert nobody in page.run("document.getElementById('why').textContent")
-        assert page.run("document.querySelectorAll('.tank').length") == 2
-        vllm.show("vllm-later.txt")
-        page.wait("document.querySelector('#card-tokens rect')")
-        assert "host" in page.run("document.querySelector('#card-tokens').textContent")
-        assert page.run("document.getElementById('card-requests')") is None
-        for width in (400, 800, 1400):
-            page.show(width=width, scheme="dark" if width == 800 else "light")
-            page.wait("document.documentElement.scrollWidth <= innerWidth")
-        assert page.errors == []
+    with serving_page("sglang.txt") as sglang, browser.browsing(tmp_path) as page:
+        with dashboard_of(f"{vllm.url}/metrics", sglang.url, nobody) as address:
+            page.open(address)
+            page.wait("document.querySelectorAll('#card-servers tbody tr').length === 3")
+            page.wait("document.getElementById('health').textContent === 'Degraded'")
+            page.wait("document.querySelectorAll('#card-servers .ok').length === 2")
+            assert nobody in page.run("document.getElementById('why').textContent")
+            assert page.run("document.querySelectorAll('.tank').length") == 2
+            vllm.show("vllm-later.txt")
+            page.wait("document.querySelector('#card-tokens rect')")
+            assert "host" in page.run("document.querySelector('#card-tokens').textContent")
+            assert page.run("document.getElementById('card-requests')") is None
+            for width in (400, 800, 1400):
+                page.show(width=width, scheme="dark" if width == 800 else "light")
+                page.wait("document.documentElement.scrollWidth <= innerWidth")
+            assert page.errors == []
+        # Without a connection, what is left is marked as old, also when it is drawn anew.
+        gone = "document.getElementById('health').textContent === 'No connection'"
+        page.wait(gone)
+        page.show(width=500)
+        page.wait("document.querySelector('#card-tokens svg').viewBox.baseVal.width < 500")
+        assert page.run(gone)
+        assert page.run("document.body.className") == "stale"
