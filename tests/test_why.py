@@ -24,7 +24,7 @@ it, for itself."""
 MAY_HAVE_THREADS = (
     *("testing/", "bench/", "demo/", "store/disk", "store/tier_slots", ENCODES),
     *("connectors/handoff/thread.py", "replay/recording.py", "store/redis_", "store/mooncake_"),
-    "store/shared",
+    *("store/shared", "store/object_blobs.py"),
 )
 """Nothing that runs in an engine of ours: a benchmark shows what they would cost there. The disk
 tier and shared stores, and what opens them, are in the store process. vLLM makes no calls while it

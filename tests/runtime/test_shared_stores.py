@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
 
 import penstock
 from tests.runtime.stored_engine import Engine, all_but_the_last_block, process_of, prompt
@@ -33,8 +35,9 @@ kind = "host"
 blocks = 16
 [[tiers]]
 name = "shared"
-kind = "redis"
+kind = "{kind}"
 url = "{url}"
+{more}
 gib = 0.03
 ask_ms = 10000
 timeout_s = 10
@@ -42,12 +45,13 @@ timeout_s = 10
 
 
 class SharingEngine(Engine):
-    """An engine of the tests with Redis below its host memory."""
+    """An engine of the tests with a shared store below its host memory."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, *, kind: str = "redis", more: str = "") -> None:
         self.folder = folder
         self.kv = np.zeros((32, 256), dtype=np.int64)
-        self.cache = penstock.open(penstock.parse_config(TOML.format(url=url)), kv=self.kv)
+        config = penstock.parse_config(TOML.format(url=url, kind=kind, more=more))
+        self.cache = penstock.open(config, kv=self.kv)
 
     def look_for(self, tokens: list[int]) -> None:
         """Asks the store, and waits for its answer and for what it brings."""
@@ -96,6 +100,44 @@ def test_what_one_machine_has_computed_another_one_finds(
 
     assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
     assert other.cache.statistics().blocks_corrupt == 0
+
+
+@pytest.mark.parametrize("kind", ["S3", "folder"])
+def test_what_one_machine_has_put_into_objects_another_one_finds(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as undo:
+        url, more = f"file://{tmp_path}/objects", "refresh_s = 0.1"
+        if kind == "S3":
+            server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+            server.start()
+            undo.callback(server.stop)
+            endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+            bucket = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+            urllib.request.urlopen(bucket, timeout=60).close()
+            monkeypatch.setenv("OF_THE_TEST", "a secret")
+            url, more = (
+                "s3://bucket/kv",
+                f"""refresh_s = 0.1
+            endpoint = "{endpoint}"
+            key_id_env = "OF_THE_TEST"
+            secret_env = "OF_THE_TEST"
+            """,
+            )
+        engines = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / name))
+            engine = SharingEngine(tmp_path / name, url, kind="objects", more=more)
+            engines.append(undo.enter_context(engine))
+            engine.wait_until_on()
+        one, other = engines
+        one.save(prompt(1))
+
+        other.look_for(prompt(1))
+
+        assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+        assert other.cache.statistics().blocks_corrupt == 0
 
 
 def test_a_reset_on_one_machine_is_one_on_all(machine: Callable[[str], SharingEngine]) -> None:

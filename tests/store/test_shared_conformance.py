@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from obstore.store import MemoryStore
+
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
+from penstock.store.folder_blobs import FolderBlobs
+from penstock.store.object_blobs import ObjectBlobs
 from penstock.store.shared import SharedTier
 from penstock.testing.store_tier_suite import StoreTierSuite
 
@@ -18,3 +22,17 @@ class TestSharedTier(StoreTierSuite):
 
     def make_tier(self, folder: Path) -> SharedTier:  # noqa: ARG002 - it lives in memory
         return SharedTier(MemoryBlobs(self._server), ask_s=60)
+
+
+class TestSharedTierInObjects(StoreTierSuite):
+    def setup_method(self) -> None:
+        self._store = MemoryStore()
+
+    def make_tier(self, folder: Path) -> SharedTier:  # noqa: ARG002 - it lives in memory
+        blobs = ObjectBlobs(self._store, refresh_s=0.001, linger_s=0.005, threads=2)
+        return SharedTier(blobs, ask_s=60)
+
+
+class TestSharedTierInAFolder(StoreTierSuite):
+    def make_tier(self, folder: Path) -> SharedTier:
+        return SharedTier(FolderBlobs(folder / "shared", threads=2), ask_s=60)

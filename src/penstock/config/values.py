@@ -104,9 +104,21 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "ttl_s": TierOption(Number(minimum=0, maximum=31_536_000), 0.0),
         **_SHARED_OPTIONS,
     },
+    "objects": {
+        "url": TierOption(String(), None),
+        "endpoint": TierOption(String(), ""),
+        "region": TierOption(String(), ""),
+        "key_id_file": TierOption(String(), ""),
+        "key_id_env": TierOption(String(), ""),
+        "secret_file": TierOption(String(), ""),
+        "secret_env": TierOption(String(), ""),
+        "ca_file": TierOption(String(), ""),
+        "refresh_s": TierOption(Number(minimum=0.1, maximum=3_600), 2.0),
+        **_SHARED_OPTIONS,
+    },
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
-SHARED_KINDS = frozenset({"redis"})
+SHARED_KINDS = frozenset({"redis", "objects"})
 """Kinds that many engines share: somebody else keeps their blocks."""
 STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
 """Kinds that the store process serves: slower than host memory, and their blocks outlive it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UnavailableError
+from penstock.store.blobs import Secret
 from penstock.store.shared import SharedTier
 
 if TYPE_CHECKING:
@@ -21,15 +22,13 @@ Options = Mapping[str, Any]
 
 
 def _redis(options: Options) -> BlobStore:
-    from penstock.store.blobs import Secret  # noqa: PLC0415
     from penstock.store.redis_blobs import RedisBlobs  # noqa: PLC0415
     from penstock.store.redis_connections import RedisSettings  # noqa: PLC0415
 
-    file, variable = options["password_file"], options["password_env"]
     return RedisBlobs(
         RedisSettings(
             url=options["url"],
-            password=Secret(file=file, variable=variable) if file or variable else None,
+            password=_secret(options, "password"),
             sentinel=options["sentinel"],
             cluster=options["cluster"],
             ca_file=options["ca_file"],
@@ -41,7 +40,29 @@ def _redis(options: Options) -> BlobStore:
     )
 
 
-CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {"redis": _redis}
+def _objects(options: Options) -> BlobStore:
+    from penstock.store.object_blobs import ObjectSettings, open_objects  # noqa: PLC0415
+
+    return open_objects(
+        ObjectSettings(
+            url=options["url"],
+            endpoint=options["endpoint"],
+            region=options["region"],
+            key_id=_secret(options, "key_id"),
+            secret=_secret(options, "secret"),
+            ca_file=options["ca_file"],
+            refresh_s=options["refresh_s"],
+            threads=options["threads"],
+        )
+    )
+
+
+def _secret(options: Options, name: str) -> Secret | None:
+    file, variable = options[f"{name}_file"], options[f"{name}_env"]
+    return Secret(file=file, variable=variable) if file or variable else None
+
+
+CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {"redis": _redis, "objects": _objects}
 """A new kind adds a row here and its keys in `penstock.config.values`."""
 
 

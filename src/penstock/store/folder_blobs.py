@@ -1,0 +1,239 @@
+"""A folder as a shared store: a file for each value, for engines of one machine or a network mount.
+
+A file gets its name when it is whole: it is written under another name and linked, which fails if
+there is one already, so a value is written once whoever writes it. Bytes are not synced: what a
+loss of power leaves is found out by their sums.
+
+The one rule: names of values cannot leave the folder, nor meet those of folders. Files begin with
+`=`, which no name has.
+
+A system call on a mount that hangs cannot be ended: a call's time is checked between values.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from penstock.errors import UnavailableError
+from penstock.store.blobs import (
+    RECORD_BYTES_MAX,
+    BlobOutcome,
+    BlobStoreError,
+    check_names,
+    check_reads,
+    check_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from penstock.store.blobs import BlobRead, BlobWrite
+
+PART_CHARACTERS_MAX = 200
+"""A file's name has at most 255 bytes; a longer part of a name becomes several folders."""
+LEFT_OVER_S = 3_600.0
+"""An unfinished file of that age was left by a process that ended."""
+BUFFERS_MAX = 512
+"""Of one system call; Linux takes 1,024."""
+
+
+class FolderBlobs:
+    """A `BlobStore` of files."""
+
+    def __init__(self, folder: Path, *, threads: int = 8) -> None:
+        """Opens a folder, which is made if it is missing.
+
+        Raises:
+            UnavailableError: it cannot be made or used.
+        """
+        self._values, self._records = folder / "values", folder / "records"
+        self._unfinished = folder / "unfinished"
+        self._threads = threads
+        try:
+            for each in (self._values, self._records, self._unfinished):
+                each.mkdir(parents=True, exist_ok=True)
+            self._remove_left_over()
+        except OSError as error:
+            raise UnavailableError(f"{folder} cannot be used: {error.strerror}") from error
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing: files are read into any memory."""
+
+    def unregister(self, memory: memoryview) -> None:
+        """Nothing."""
+
+    def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
+        timer = _Timer(check_names(names, timeout_s=timeout_s))
+        return [timer.in_time() and os.path.exists(_path(self._values, name)) for name in names]
+
+    def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
+        timer = _Timer(check_reads(reads, timeout_s=timeout_s))
+        return [self._read(each) for each in reads if timer.in_time()]
+
+    def _read(self, read: BlobRead) -> BlobOutcome:
+        try:
+            file = os.open(_path(self._values, read.name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return BlobOutcome.MISSING
+        except OSError as error:
+            raise _problem(error) from error
+        try:
+            size = os.fstat(file).st_size
+            for offset, target in read.ranges:
+                if offset + target.nbytes > size or not _fill(file, offset, target):
+                    return BlobOutcome.SHORT
+        except OSError as error:
+            raise _problem(error) from error
+        finally:
+            os.close(file)
+        return BlobOutcome.READ
+
+    def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
+        timer = _Timer(check_names([write.name for write in writes], timeout_s=timeout_s))
+        problems = []
+        for name, buffers in writes:
+            timer.in_time()
+            try:
+                self._link(_path(self._values, name), buffers)
+            except OSError as error:
+                problems.append(error.strerror or str(error))
+            else:
+                problems.append("")
+        return problems
+
+    def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
+        timer = _Timer(check_names(names, timeout_s=timeout_s))
+        for name in names:
+            timer.in_time()
+            for root in (self._values, self._records):
+                try:
+                    with suppress(FileNotFoundError):
+                        os.unlink(_path(root, name))
+                except OSError as error:
+                    raise _problem(error) from error
+
+    def get(self, name: str, *, timeout_s: float) -> bytes | None:
+        check_names([name], timeout_s=timeout_s)
+        try:
+            with open(_path(self._records, name), "rb") as file:
+                return file.read(RECORD_BYTES_MAX)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _problem(error) from error
+
+    def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
+        check_record(name, record, timeout_s=timeout_s)
+        try:
+            return self._link(_path(self._records, name), [memoryview(record)])
+        except OSError as error:
+            raise _problem(error) from error
+
+    def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
+        check_record(name, record, timeout_s=timeout_s)
+        path = _path(self._records, name)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            unfinished = self._write([memoryview(record)])
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise _problem(error) from error
+
+    def close(self) -> None:
+        """Nothing: no file stays open."""
+
+    def _link(self, path: str, buffers: Sequence[memoryview]) -> bool:
+        """Makes a file of this content unless there is one; whether it did."""
+        if os.path.exists(path):
+            return False
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        unfinished = self._write(buffers)
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(unfinished)
+        return True
+
+    def _write(self, buffers: Sequence[memoryview]) -> str:
+        path = os.fspath(self._unfinished / secrets.token_hex(16))
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(file, [each.cast("B") for each in buffers if each.nbytes])
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(file)
+        return path
+
+    def _remove_left_over(self) -> None:
+        before = time.time() - LEFT_OVER_S
+        with os.scandir(self._unfinished) as entries:
+            for each in entries:
+                with suppress(FileNotFoundError):
+                    if each.stat().st_mtime < before:
+                        os.unlink(each.path)
+
+
+class _Timer:
+    """The time of one call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until = time.monotonic() + timeout_s
+
+    def in_time(self) -> bool:
+        """True, or the call ends."""
+        if time.monotonic() > self._until:
+            raise BlobStoreError("the folder did not answer in time")
+        return True
+
+
+def _path(root: Path, name: str) -> str:
+    folders = []
+    *before, last = name.split("/")
+    for part in before:
+        folders += _cut(part)
+    *more, file = _cut(last)
+    return os.path.join(root, *folders, *more, f"={file}")
+
+
+def _cut(part: str) -> list[str]:
+    """A part of a name, in pieces that a file system takes; all but the last end with `+`."""
+    size = PART_CHARACTERS_MAX
+    pieces = [part[first : first + size] for first in range(0, len(part), size)]
+    return [f"{piece}+" for piece in pieces[:-1]] + pieces[-1:]
+
+
+def _fill(file: int, offset: int, target: memoryview) -> bool:
+    """Reads a whole range; whether the file was long enough."""
+    done = 0
+    while done < target.nbytes:
+        count = os.preadv(file, [target[done:]], offset + done)
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _write_all(file: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        count = os.writev(file, buffers[:BUFFERS_MAX])
+        while buffers and count >= buffers[0].nbytes:
+            count -= buffers.pop(0).nbytes
+        if count:
+            buffers[0] = buffers[0][count:]
+
+
+def _problem(error: OSError) -> BlobStoreError:
+    return BlobStoreError(f"a file cannot be used: {error.strerror or error}")

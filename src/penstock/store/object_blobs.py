@@ -1,0 +1,388 @@
+"""Objects of S3, GCS or Azure, or files of a folder, as a shared store.
+
+| `url`                          | is                                                            |
+|--------------------------------|---------------------------------------------------------------|
+| `s3://bucket/prefix`           | S3, or with `endpoint` what speaks its protocol (MinIO, Ceph) |
+| `gs://bucket/prefix`           | Google Cloud Storage                                          |
+| `az://account/container/path`  | Azure Blob Storage                                            |
+| `file:///folder`               | a folder, with a file for each value (`folder_blobs`)         |
+
+Values of one call lie together in an object (`packed_objects`). The one rule: memory of a caller
+is read and written by his own thread, before the call ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError
+from penstock.store.blobs import (
+    BlobOutcome,
+    BlobStoreError,
+    check_names,
+    check_reads,
+    check_record,
+)
+from penstock.store.folder_blobs import FolderBlobs
+from penstock.store.object_index import OBJECT_BYTES_MAX, PackedValues
+from penstock.vocabulary.arguments import as_int, as_seconds, as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping, Sequence
+    from typing import TypeVar
+
+    from obstore.store import ObjectStore
+
+    from penstock.store.blobs import BlobRead, BlobStore, BlobWrite, Secret
+    from penstock.store.object_index import ValuePlace
+
+    Answer = TypeVar("Answer")
+
+THREADS_MAX = 64
+REFRESH_S_MAX = 3_600.0
+CONNECT_S = 5.0
+REQUEST_S = 60.0
+"""No request lasts longer, whoever waits for it. Calls have deadlines of their own."""
+RETRIES_MAX = 2
+"""Of one request, after an error of the server; the tier above tries again later."""
+_URL = re.compile(r"(?P<scheme>s3|gs|az|file)://(?P<place>[^\s?#@]+)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectSettings:
+    """Which store, and how it is spoken to.
+
+    Without `key_id` and `secret`, credentials are those that the provider's own tools would use:
+    variables such as `AWS_ACCESS_KEY_ID`, a role of the machine, or a file of its command line.
+
+    Raises:
+        ConfigError: a setting is wrong; `field` names it.
+    """
+
+    url: str
+    endpoint: str = ""
+    """Of a store that speaks S3 and is not Amazon's, such as `https://minio:9000`."""
+    region: str = ""
+    key_id: Secret | None = None
+    """S3: the access key's name."""
+    secret: Secret | None = None
+    """S3: the secret access key; Azure: the account's key; GCS: the service account's JSON."""
+    ca_file: str = ""
+    """Who signed the server's certificate, where it is none of the system's authorities."""
+    refresh_s: float = 2.0
+    """How often values of others are looked for."""
+    threads: int = 8
+
+    def __post_init__(self) -> None:
+        try:
+            for field in ("url", "endpoint", "region", "ca_file"):
+                as_text(field, getattr(self, field))
+            as_int("threads", self.threads, 1, THREADS_MAX)
+            refresh_s = as_seconds("refresh_s", self.refresh_s)
+        except ValueError as problem:
+            field, _, rest = str(problem).partition(" ")
+            raise ConfigError(field, rest) from None
+        if refresh_s > REFRESH_S_MAX:
+            raise ConfigError("refresh_s", f"is {refresh_s}, must be at most {REFRESH_S_MAX:g}")
+        self._require_sense()
+
+    def _require_sense(self) -> None:
+        if not _URL.fullmatch(self.url):
+            # It is not shown: it may have a key, at whatever place.
+            raise ConfigError(
+                "url",
+                "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://ACCOUNT/CONTAINER/PATH or "
+                "file:///FOLDER, without keys, which are in a file or an environment variable",
+            )
+        if self.scheme == "file" and not self.url.startswith("file:///"):
+            raise ConfigError("url", f"is {self.url!r}, must be file:// and an absolute path")
+        for field, schemes in _ONLY.items():
+            if getattr(self, field) and self.scheme not in schemes:
+                raise ConfigError(
+                    field, f"is given, which has no effect with {self.scheme}://; leave it out"
+                )
+        if self.endpoint and not re.fullmatch(r"https?://[^\s?#@]+", self.endpoint):
+            raise ConfigError("endpoint", "must be http://HOST[:PORT] or https://HOST[:PORT]")
+        if self.scheme == "s3" and bool(self.key_id) != bool(self.secret):
+            raise ConfigError("key_id", "and secret must both be given, or none")
+
+    @property
+    def scheme(self) -> str:
+        return self.url.partition(":")[0]
+
+
+_ONLY: Mapping[str, tuple[str, ...]] = {
+    "endpoint": ("s3",),
+    "region": ("s3",),
+    "key_id": ("s3",),
+    "secret": ("s3", "gs", "az"),
+    "ca_file": ("s3", "gs", "az"),
+}
+
+
+def open_objects(settings: ObjectSettings) -> BlobStore:
+    """A client of the store that the settings name.
+
+    Raises:
+        ImportError: obstore is not installed, and the store is not a folder.
+        ConfigError: a secret or a certificate cannot be read, or the store refuses a setting.
+        UnavailableError: a folder cannot be made.
+    """
+    if settings.scheme == "file":
+        folder = Path(settings.url.removeprefix("file://"))
+        return FolderBlobs(folder, threads=settings.threads)
+    return ObjectBlobs(
+        _open_store(settings), refresh_s=settings.refresh_s, threads=settings.threads
+    )
+
+
+def _open_store(settings: ObjectSettings) -> ObjectStore:
+    from obstore import store  # noqa: PLC0415  (an extra)
+    from obstore.exceptions import BaseError  # noqa: PLC0415
+
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "timeout": timedelta(seconds=REQUEST_S),
+        "allow_http": settings.endpoint.startswith("http://"),
+    }
+    if settings.ca_file:
+        try:
+            client["root_certificate"] = Path(settings.ca_file).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                "ca_file", f"is {settings.ca_file!r}, which cannot be read: {error.strerror}"
+            ) from None
+    retries = {"max_retries": RETRIES_MAX, "retry_timeout": timedelta(seconds=REQUEST_S)}
+    kinds: Mapping[str, Any] = {
+        "s3": store.S3Store,
+        "gs": store.GCSStore,
+        "az": store.AzureStore,
+    }
+    try:
+        opened: ObjectStore = kinds[settings.scheme].from_url(
+            settings.url,
+            config=_credentials(settings),
+            client_options=client,
+            retry_config=retries,
+        )
+    except (BaseError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError("url", f"cannot be used: {line}") from None
+    return opened
+
+
+def _credentials(settings: ObjectSettings) -> dict[str, Any]:
+    secret = settings.secret.read() if settings.secret else ""
+    if settings.scheme == "gs":
+        return {"service_account_key": secret} if secret else {}
+    if settings.scheme == "az":
+        return {"account_key": secret} if secret else {}
+    config: dict[str, Any] = {}
+    if settings.endpoint:
+        config |= {"endpoint": settings.endpoint, "virtual_hosted_style_request": False}
+    if settings.region or settings.endpoint:
+        config["region"] = settings.region or "us-east-1"
+    if settings.key_id:
+        config |= {"access_key_id": settings.key_id.read(), "secret_access_key": secret}
+    return config
+
+
+class ObjectBlobs:
+    """A `BlobStore` over an object store: several threads call, one thread speaks."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        refresh_s: float = 2.0,
+        linger_s: float = 0.25,
+        threads: int = 8,
+    ) -> None:
+        """Takes a store of obstore.
+
+        Args:
+            store: Where the objects are.
+            refresh_s: How often values of others are looked for.
+            linger_s: How long a small object waits for values of other calls.
+            threads: How many threads should call at once.
+        """
+        from penstock.store.packed_objects import PackedObjects  # noqa: PLC0415  (an extra)
+
+        self._threads = threads
+        self._objects = PackedObjects(store, refresh_s=refresh_s, linger_s=linger_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="object store", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def register(self, memory: memoryview) -> None:
+        """Nothing: bytes are copied from memory of obstore."""
+
+    def unregister(self, memory: memoryview) -> None:
+        """Nothing."""
+
+    def exists(self, names: Sequence[str], *, timeout_s: float) -> list[bool]:
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        places = self._find(names, timeout_s)
+        return [place is not None for place in places]
+
+    def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
+        timeout_s = check_reads(reads, timeout_s=timeout_s)
+        until = time.monotonic() + timeout_s
+        names = [read.name for read in reads]
+        places = self._find(names, timeout_s)
+        outcomes = [_foretold(read, place) for read, place in zip(reads, places, strict=True)]
+        wanted: dict[str, list[int]] = {}
+        for at, (read, place) in enumerate(zip(reads, places, strict=True)):
+            asked = any(target.nbytes for _, target in read.ranges)
+            if place is not None and outcomes[at] is BlobOutcome.READ and asked:
+                wanted.setdefault(place.object, []).append(at)
+        self._read_objects(reads, places, wanted, outcomes, until)
+        return outcomes
+
+    def _read_objects(
+        self,
+        reads: Sequence[BlobRead],
+        places: list[ValuePlace | None],
+        wanted: dict[str, list[int]],
+        outcomes: list[BlobOutcome],
+        until: float,
+    ) -> None:
+        """Reads all objects at once, each with all of its ranges, and copies what came."""
+        gathered = []
+        for name, numbers in wanted.items():
+            starts, ends, targets = [], [], []
+            for at in numbers:
+                place = places[at]
+                assert place is not None
+                for offset, target in reads[at].ranges:
+                    if target.nbytes:
+                        starts.append(place.offset + offset)
+                        ends.append(place.offset + offset + target.nbytes)
+                        targets.append((at, target))
+            gathered.append((name, starts, ends, targets))
+
+        async def read_all() -> list[Sequence[memoryview] | None]:
+            calls = (self._objects.read(name, starts, ends) for name, starts, ends, _ in gathered)
+            return list(await asyncio.gather(*calls))
+
+        answers = self._call(read_all(), until - time.monotonic()) if gathered else []
+        for (_, _, _, targets), parts in zip(gathered, answers, strict=True):
+            for number, (at, target) in enumerate(targets):
+                part = None if parts is None else parts[number]
+                if part is None:
+                    outcomes[at] = BlobOutcome.MISSING
+                elif part.nbytes != target.nbytes:
+                    outcomes[at] = BlobOutcome.SHORT
+                else:
+                    target[:] = part
+
+    def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
+        names = [write.name for write in writes]
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        until = time.monotonic() + timeout_s
+        places = self._find(names, timeout_s)
+        there = {name for name, place in zip(names, places, strict=True) if place is not None}
+        runs = list(_runs(writes, there))
+        if not runs:
+            return [""] * len(writes)
+        left_s = until - time.monotonic()
+
+        async def write_all() -> list[str]:
+            calls = (self._objects.write(run, timeout_s=left_s) for run in runs)
+            return list(await asyncio.gather(*calls))
+
+        said = self._call(write_all(), left_s)
+        if all(said):
+            raise BlobStoreError(said[0])
+        problems = {
+            name: problem
+            for run, problem in zip(runs, said, strict=True)
+            for name, _, _ in run.values
+        }
+        return [problems.get(name, "") for name in names]
+
+    def forget(self, names: Sequence[str], *, timeout_s: float) -> None:
+        timeout_s = check_names(names, timeout_s=timeout_s)
+        self._call(self._objects.forget(names, timeout_s=timeout_s), timeout_s)
+
+    def get(self, name: str, *, timeout_s: float) -> bytes | None:
+        timeout_s = check_names([name], timeout_s=timeout_s)
+        return self._call(self._objects.get(name), timeout_s)
+
+    def create(self, name: str, record: bytes, *, timeout_s: float) -> bool:
+        timeout_s = check_record(name, record, timeout_s=timeout_s)
+        return self._call(self._objects.create(name, bytes(record)), timeout_s)
+
+    def replace(self, name: str, record: bytes, *, timeout_s: float) -> None:
+        timeout_s = check_record(name, record, timeout_s=timeout_s)
+        self._call(self._objects.replace(name, bytes(record)), timeout_s)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        ending = asyncio.run_coroutine_threadsafe(self._objects.close(), self._loop)
+        with suppress(TimeoutError):
+            ending.result(CONNECT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CONNECT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _find(self, names: Sequence[str], timeout_s: float) -> list[ValuePlace | None]:
+        places = self._objects.known(names)
+        if None not in places:
+            return places
+        return self._call(self._objects.find(names, timeout_s=timeout_s), timeout_s)
+
+    def _call(self, work: Coroutine[Any, Any, Answer], timeout_s: float) -> Answer:
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return asked.result(max(timeout_s, 0.0))
+        except TimeoutError:
+            asked.cancel()
+            raise BlobStoreError("the object store did not answer in time") from None
+
+
+def _foretold(read: BlobRead, place: ValuePlace | None) -> BlobOutcome:
+    """What comes of a read if the object is what its manifest says."""
+    if place is None:
+        return BlobOutcome.MISSING
+    end = max((offset + target.nbytes for offset, target in read.ranges), default=0)
+    return BlobOutcome.READ if end <= place.length else BlobOutcome.SHORT
+
+
+def _runs(writes: Sequence[BlobWrite], there: set[str]) -> list[PackedValues]:
+    """The values that are not there, in runs that fit an object, copied from their buffers."""
+    runs: list[PackedValues] = []
+    values: list[tuple[str, int, int]] = []
+    buffers: list[memoryview] = []
+    size = 0
+    known = set(there)
+    for name, parts in writes:
+        if name in known:
+            continue
+        known.add(name)
+        length = sum(part.nbytes for part in parts)
+        if values and size + length > OBJECT_BYTES_MAX:
+            runs.append(PackedValues(values, b"".join(buffers)))
+            values, buffers, size = [], [], 0
+        values.append((name, size, length))
+        buffers += parts
+        size += length
+    if values:
+        runs.append(PackedValues(values, b"".join(buffers)))
+    return runs
