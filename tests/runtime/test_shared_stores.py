@@ -14,13 +14,14 @@ from moto.server import ThreadedMotoServer
 
 import penstock
 from tests.runtime.stored_engine import Engine, all_but_the_last_block, process_of, prompt
+from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-TOML = """
+HEAD = """
 version = 1
 [model]
 name = "m"
@@ -35,9 +36,6 @@ kind = "host"
 blocks = 16
 [[tiers]]
 name = "shared"
-kind = "{kind}"
-url = "{url}"
-{more}
 gib = 0.03
 ask_ms = 10000
 timeout_s = 10
@@ -47,11 +45,10 @@ timeout_s = 10
 class SharingEngine(Engine):
     """An engine of the tests with a shared store below its host memory."""
 
-    def __init__(self, folder: Path, url: str, *, kind: str = "redis", more: str = "") -> None:
+    def __init__(self, folder: Path, store: str) -> None:
         self.folder = folder
         self.kv = np.zeros((32, 256), dtype=np.int64)
-        config = penstock.parse_config(TOML.format(url=url, kind=kind, more=more))
-        self.cache = penstock.open(config, kv=self.kv)
+        self.cache = penstock.open(penstock.parse_config(HEAD + store), kv=self.kv)
 
     def look_for(self, tokens: list[int]) -> None:
         """Asks the store, and waits for its answer and for what it brings."""
@@ -72,22 +69,33 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.kill()
 
 
+def of_redis(redis: RedisServer) -> str:
+    return f'kind = "redis"\nurl = "{redis.url}"\n'
+
+
 @pytest.fixture
-def machine(
-    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], SharingEngine]]:
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], SharingEngine]]:
     """Opens an engine on a machine of this name: each has a store process of its own."""
     with ExitStack() as undo:
 
-        def opened(name: str) -> SharingEngine:
+        def opened(name: str, store: str) -> SharingEngine:
             folder = tmp_path / name
             folder.mkdir(exist_ok=True)
             monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-            engine = undo.enter_context(SharingEngine(folder, redis.url))
+            engine = undo.enter_context(SharingEngine(folder, store))
             engine.wait_until_on()
             return engine
 
         yield opened
+
+
+@pytest.fixture
+def machine(
+    place: Callable[[str, str], SharingEngine], redis: RedisServer
+) -> Callable[[str], SharingEngine]:
+    return lambda name: place(name, of_redis(redis))
 
 
 def test_what_one_machine_has_computed_another_one_finds(
@@ -102,42 +110,54 @@ def test_what_one_machine_has_computed_another_one_finds(
     assert other.cache.statistics().blocks_corrupt == 0
 
 
-@pytest.mark.parametrize("kind", ["S3", "folder"])
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket of a server that speaks S3, as keys of a tier."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    made = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+    urllib.request.urlopen(made, timeout=60).close()
+    monkeypatch.setenv("OF_THE_TEST", "a secret")
+    yield f"""
+url = "s3://bucket/kv"
+endpoint = "{endpoint}"
+key_id_env = "OF_THE_TEST"
+secret_env = "OF_THE_TEST"
+"""
+    server.stop()
+
+
+@pytest.mark.parametrize("where", ["bucket", "folder"])
 def test_what_one_machine_has_put_into_objects_another_one_finds(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Callable[[str, str], SharingEngine], tmp_path: Path, bucket: str, where: str
 ) -> None:
-    with ExitStack() as undo:
-        url, more = f"file://{tmp_path}/objects", "refresh_s = 0.1"
-        if kind == "S3":
-            server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-            server.start()
-            undo.callback(server.stop)
-            endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-            bucket = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
-            urllib.request.urlopen(bucket, timeout=60).close()
-            monkeypatch.setenv("OF_THE_TEST", "a secret")
-            url, more = (
-                "s3://bucket/kv",
-                f"""refresh_s = 0.1
-            endpoint = "{endpoint}"
-            key_id_env = "OF_THE_TEST"
-            secret_env = "OF_THE_TEST"
-            """,
-            )
-        engines = []
-        for name in ("one", "two"):
-            (tmp_path / name).mkdir()
-            monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / name))
-            engine = SharingEngine(tmp_path / name, url, kind="objects", more=more)
-            engines.append(undo.enter_context(engine))
-            engine.wait_until_on()
-        one, other = engines
+    keys = bucket if where == "bucket" else f'url = "file://{tmp_path}/objects"\n'
+    store = f'kind = "objects"\nrefresh_s = 0.1\n{keys}'
+    one, other = place("one", store), place("other", store)
+    one.save(prompt(1))
+
+    other.look_for(prompt(1))
+
+    assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
+    assert other.cache.statistics().blocks_corrupt == 0
+
+
+def test_machines_share_the_memory_that_one_of_them_lends_to_mooncake(
+    place: Callable[[str, str], SharingEngine],
+) -> None:
+    master = MooncakeMaster()
+    try:
+        store = f'kind = "mooncake"\nmaster = "{master.address}"\n'
+        one = place("one", store + "segment_gib = 0.1\n")
+        other = place("other", store)
         one.save(prompt(1))
 
         other.look_for(prompt(1))
 
         assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
-        assert other.cache.statistics().blocks_corrupt == 0
+    finally:
+        master.kill()
 
 
 def test_a_reset_on_one_machine_is_one_on_all(machine: Callable[[str], SharingEngine]) -> None:
@@ -200,7 +220,7 @@ def test_a_wrong_address_leaves_the_tier_off_with_the_reason(
 ) -> None:
     require_redis()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with SharingEngine(tmp_path, "redis://127.0.0.1:1") as engine:
+    with SharingEngine(tmp_path, 'kind = "redis"\nurl = "redis://127.0.0.1:1"\n') as engine:
         engine.run_until(lambda: "127.0.0.1:1" in str(engine.cache.health().reasons))
 
         assert engine.save(prompt(1)) == 0

@@ -23,7 +23,10 @@ from penstock.bench.handoff import run_handoff
 from penstock.bench.handoff_nixl import run_handoff_over_nixl
 from penstock.bench.index import ROUNDS, run_growth, run_index
 from penstock.bench.report import BenchReport
-from penstock.cli.conventions import CheckOption, JsonOption, write_json
+from penstock.bench.store import ROUNDS as STORE_ROUNDS
+from penstock.bench.store import run_store
+from penstock.cli.conventions import CheckOption, ConfigOption, JsonOption, write_json
+from penstock.cli.store import stored_tiers_of
 from penstock.errors import UnavailableError
 
 commands = typer.Typer(no_args_is_help=True)
@@ -151,6 +154,20 @@ def bench_disk(
         run_store_process(report, folder=folder, rounds=rounds)
     if "first-token" in parts:
         _run_first_token(report, folder=folder, rounds=rounds, device=device)
+    finish(report, json=json, check=check)
+
+
+@commands.command("store")
+def bench_store(
+    *,
+    config: ConfigOption = None,
+    json: JsonOption = None,
+    rounds: RoundsOption = STORE_ROUNDS,
+    check: CheckOption = False,
+) -> None:
+    """Measure the shared stores of a configuration beside the plain client of each."""
+    report = new_report("penstock")
+    run_store(report, stored_tiers_of(config).tiers, rounds=rounds)
     finish(report, json=json, check=check)
 
 

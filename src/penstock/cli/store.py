@@ -69,7 +69,7 @@ def store(
         raise ConfigError("--config", "is missing, must be a file with a tier of kind 'disk'")
     if log_level not in LOG_LEVELS:
         raise ConfigError("--log-level", f"is {log_level!r}, must be {', '.join(LOG_LEVELS)}")
-    found = _stored_tiers(config)
+    found = stored_tiers_of(config)
     logs.set_up(log_level, as_json=False)
     with StopSignal((signal.SIGTERM, signal.SIGINT)) as stop:
         status = serve_store(found, stop=stop.descriptor)
@@ -77,7 +77,14 @@ def store(
         raise typer.Exit(status)
 
 
-def _stored_tiers(config: Path) -> StoreConfig:
+def stored_tiers_of(config: Path | None) -> StoreConfig:
+    """The stored tiers of a configuration.
+
+    Raises:
+        ConfigError: there is no file, or no such tier in it.
+    """
+    if config is None:
+        raise ConfigError("--config", "is missing, must be a file with a stored tier")
     found = store_config(load_completed(config, _name_model))
     if found is None:
         raise ConfigError(
@@ -106,9 +113,7 @@ def probe(
     It writes some 100 MiB of random blocks to each, and removes them. The status is 1 if a tier
     cannot be used, or a block did not come back.
     """
-    if config is None:
-        raise ConfigError("--config", "is missing, must be a file with a stored tier")
-    found = [probe_tier(tier) for tier in _stored_tiers(config).tiers]
+    found = [probe_tier(tier) for tier in stored_tiers_of(config).tiers]
     if json is not None:
         write_json(json, {"tiers": [asdict(each) for each in found], "token_bytes": token_bytes})
     if str(json) != "-":

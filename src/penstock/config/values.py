@@ -104,6 +104,16 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "ttl_s": TierOption(Number(minimum=0, maximum=31_536_000), 0.0),
         **_SHARED_OPTIONS,
     },
+    "mooncake": {
+        "master": TierOption(String(), None),
+        "host": TierOption(String(), ""),
+        "protocol": TierOption(String(choices=("tcp", "rdma")), "tcp"),
+        "devices": TierOption(String(), ""),
+        "segment_gib": TierOption(Gib(minimum=0, maximum=65_536), 0.0),
+        "replicas": TierOption(Whole(minimum=1, maximum=16), 1),
+        "staging_mib": TierOption(Whole(minimum=1, maximum=1024), 32),
+        **_SHARED_OPTIONS,
+    },
     "objects": {
         "url": TierOption(String(), None),
         "endpoint": TierOption(String(), ""),
@@ -113,12 +123,15 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "secret_file": TierOption(String(), ""),
         "secret_env": TierOption(String(), ""),
         "ca_file": TierOption(String(), ""),
-        "refresh_s": TierOption(Number(minimum=0.1, maximum=3_600), 2.0),
+        "refresh_s": TierOption(Number(minimum=0.1, maximum=3600), 2.0),
         **_SHARED_OPTIONS,
+        "ask_ms": TierOption(Number(minimum=1, maximum=10_000), 200.0),
+        "timeout_s": TierOption(Number(minimum=0.01, maximum=600), 30.0),
+        "threads": TierOption(Whole(minimum=1, maximum=64), 8),
     },
 }
 """The built-in kinds of tiers, with the keys that only a tier of this kind has."""
-SHARED_KINDS = frozenset({"redis", "objects"})
+SHARED_KINDS = frozenset({"redis", "mooncake", "objects"})
 """Kinds that many engines share: somebody else keeps their blocks."""
 STORED_KINDS = frozenset({"disk"}) | SHARED_KINDS
 """Kinds that the store process serves: slower than host memory, and their blocks outlive it."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from msgspec import structs
@@ -43,7 +43,7 @@ from penstock.vocabulary.keys import KEY_BYTES
 from penstock.vocabulary.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from penstock.store.base import EndedJob, StoreTier
     from penstock.store.messages import StoreTierConfig
@@ -92,8 +92,8 @@ def probe_tier(config: StoreTierConfig) -> ProbedTier:
     faults = 0
     try:
         for block_bytes in BLOCK_BYTES:
-            with ExitStack() as undo:
-                probe = _Probe(config, block_bytes, undo)
+            count = max(SINGLE_BLOCKS, ROUND_BYTES // block_bytes)
+            with TierProbe(config, block_bytes, count) as probe:
                 found, missing = probe.measure()
                 sizes.append(found)
                 faults += missing
@@ -104,11 +104,27 @@ def probe_tier(config: StoreTierConfig) -> ProbedTier:
     return ProbedTier(config.name, config.kind, "", ask_s, tuple(sizes), faults)
 
 
-class _Probe:
-    """An arena over a tier, for blocks of one size."""
+class TierProbe:
+    """An arena of `count` blocks of one size over a tier; what it writes is removed at its end.
 
-    def __init__(self, config: StoreTierConfig, block_bytes: int, undo: ExitStack) -> None:
-        self._count = max(SINGLE_BLOCKS, ROUND_BYTES // block_bytes)
+    Raises:
+        UnavailableError: the tier cannot be used.
+    """
+
+    def __init__(self, config: StoreTierConfig, block_bytes: int, count: int) -> None:
+        self._count = count
+        self._undo = ExitStack()
+        with self._undo:
+            self._begin(config, block_bytes, self._undo)
+            self._undo = self._undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _begin(self, config: StoreTierConfig, block_bytes: int, undo: ExitStack) -> None:
         layout = Layout.opaque(
             layers=range(1),
             block_bytes=block_bytes,
@@ -122,7 +138,7 @@ class _Probe:
         form = Form(layout=layout, checksum=Algorithm.XXH3)
         self._arena = MappedArena(host, form, part_name(form, rank=0, rank_count=1, equal=True))
         self._block_bytes = block_bytes
-        self._ticket = 0
+        self._ticket = self._faults = 0
         self._used: list[Key] = []
         self.asks: list[float] = []
         self._name = secrets.token_bytes(DIGEST_BYTES)
@@ -191,28 +207,33 @@ class _Probe:
             wait_any((), (self._tier.descriptor,), deadline=deadline)
 
     def measure(self) -> tuple[ProbedSize, int]:
+        """What it can do, and how many blocks did not come back."""
         rates: list[tuple[float, float]] = []
         singles: list[float] = []
-        faults = 0
+        self._faults = 0
         for _ in range(ROUNDS):
-            keys = self._fill()
-            self._ask(keys)
-            saved = self._time(lambda keys=keys: self._save(keys))  # type: ignore[misc]
-            loaded = self._time(lambda keys=keys: self._load(keys))  # type: ignore[misc]
-            faults += saved[1] + loaded[1]
-            total = len(keys) * self._block_bytes
-            rates.append((total / saved[0], total / loaded[0]))
-            for key in keys[:SINGLE_BLOCKS]:
-                took, missing = self._time(lambda key=key: self._load([key]))  # type: ignore[misc]
-                singles.append(took)
-                faults += missing
+            rates.append(self.round())
+            keys = self._used[-self._count :][:SINGLE_BLOCKS]
+            singles += [self._time(self._load([key])) for key in keys]
         found = ProbedSize(
             self._block_bytes,
             median(each[0] for each in rates),
             median(each[1] for each in rates),
             median(singles),
         )
-        return found, faults
+        return found, self._faults
+
+    def round(self) -> tuple[float, float]:
+        """Saves new blocks and loads them again: bytes a second of both.
+
+        Raises:
+            UnavailableError: the tier cannot be used.
+        """
+        keys = self._fill()
+        self._ask(keys)
+        total = len(keys) * self._block_bytes
+        saved_s = self._time(self._save(keys))
+        return total / saved_s, total / self._time(self._load(keys))
 
     def _fill(self) -> list[Key]:
         keys = [secrets.token_bytes(KEY_BYTES) for _ in range(self._count)]
@@ -237,31 +258,34 @@ class _Probe:
                 self.asks.append(time.perf_counter() - began)
                 return
 
-    def _save(self, keys: Sequence[Key]) -> int:
+    def _save(self, keys: Sequence[Key]) -> SaveJob:
         self._ticket += 1
         assert self._space is not None
         parents = [None, *keys[:-1]]
         slots = range(len(keys))
-        self._tier.save(SaveJob(self._ticket, self._arena, self._space, keys, parents, slots, SALT))
-        return self._ticket
+        return SaveJob(self._ticket, self._arena, self._space, keys, parents, slots, SALT)
 
-    def _load(self, keys: Sequence[Key]) -> int:
+    def _load(self, keys: Sequence[Key]) -> LoadJob:
         self._ticket += 1
         assert self._space is not None
         slots = range(len(keys))
-        self._tier.load(LoadJob(self._ticket, self._arena, self._space, keys, slots, SALT))
-        return self._ticket
+        return LoadJob(self._ticket, self._arena, self._space, keys, slots, SALT)
 
-    def _time(self, begin: Callable[[], int]) -> tuple[float, int]:
-        """How long a job took, and how many of its blocks failed."""
+    def _time(self, job: SaveJob | LoadJob) -> float:
+        """How long a job took; blocks that failed are counted."""
         began = time.perf_counter()
-        ticket = begin()
+        if isinstance(job, SaveJob):
+            self._tier.save(job)
+        else:
+            self._tier.load(job)
         ended: dict[int, EndedJob] = {}
         for _ in self._until("the end of a copy"):
             ended |= {each.ticket: each for each in self._tier.collect()}
-            if ticket in ended:
+            if job.ticket in ended:
                 break
-        found = ended[ticket]
+        took_s = time.perf_counter() - began
+        found = ended[job.ticket]
         if found.failure:
             raise UnavailableError(found.failure)
-        return time.perf_counter() - began, len(found.faults)
+        self._faults += len(found.faults)
+        return took_s

@@ -40,6 +40,23 @@ def _redis(options: Options) -> BlobStore:
     )
 
 
+def _mooncake(options: Options) -> BlobStore:
+    from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings  # noqa: PLC0415
+
+    return MooncakeBlobs(
+        MooncakeSettings(
+            master=options["master"],
+            host=options["host"],
+            protocol=options["protocol"],
+            devices=options["devices"],
+            segment_gib=options["segment_gib"],
+            replica_count=options["replicas"],
+            staging_mib=options["staging_mib"],
+            threads=options["threads"],
+        )
+    )
+
+
 def _objects(options: Options) -> BlobStore:
     from penstock.store.object_blobs import ObjectSettings, open_objects  # noqa: PLC0415
 
@@ -58,11 +75,16 @@ def _objects(options: Options) -> BlobStore:
 
 
 def _secret(options: Options, name: str) -> Secret | None:
+    """Where a secret is, if it is anywhere."""
     file, variable = options[f"{name}_file"], options[f"{name}_env"]
     return Secret(file=file, variable=variable) if file or variable else None
 
 
-CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {"redis": _redis, "objects": _objects}
+CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
+    "redis": _redis,
+    "mooncake": _mooncake,
+    "objects": _objects,
+}
 """A new kind adds a row here and its keys in `penstock.config.values`."""
 
 
