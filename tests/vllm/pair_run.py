@@ -84,6 +84,11 @@ class Pair:
         drain(self.prefill)
         return {"rows": self._answers(names)}
 
+    def alone(self, act: dict[str, Any]) -> dict[str, Any]:
+        """The decode engine computes the prompts, or finds them in vLLM's own cache."""
+        out = self.decode.generate(prompts_of(act), sampling_of(act, {}), use_tqdm=False)
+        return {"rows": [row_of(each) for each in out]}
+
     def abort_decode(self, act: dict[str, Any]) -> dict[str, Any]:
         """Requests are taken back while their prompts are awaited, which nobody computes."""
         names = self._ask_decode(prompts_of(act), act)
