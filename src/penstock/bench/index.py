@@ -5,10 +5,10 @@ cached, requests it again, and then computes another one that has to evict the f
 vLLM's cache manager does the same work on the same tokens, round by round in turn. No KV is copied:
 this measures metadata alone, as in the peer.
 
-`run_growth` shows that the cost does not depend on the number of cached blocks: the same prompt of
-a thousand blocks is a hit, and then a miss that evicts, beside ten thousand and beside a million
-blocks. Time may grow with the misses of the processor's caches; the number of calls, which is
-counted, must not grow at all.
+`run_policies` does the same work with every eviction policy. `run_growth` shows that the cost does
+not depend on the number of cached blocks: the same prompt of a thousand blocks is a hit, and then a
+miss that evicts, beside ten thousand and beside a million blocks. Time may grow with the misses of
+the processor's caches; the number of calls, which is counted, must not grow at all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ import numpy as np
 import penstock
 from penstock.bench.measure import collector_paused, interleave, summarize, timed, times_faster
 from penstock.bench.prompts import draw_tokens, other_seed
+from penstock.cache.eviction import POLICIES
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.machine.effects import Granted, answer
 from penstock.machine.events import Acquire, Commit, Event, ReleaseLease
@@ -45,6 +47,18 @@ BLOCK_SIZES = (16, 64)
 Source = Literal["list", "buffer"]
 SOURCES: tuple[Source, ...] = ("list", "buffer")
 ROUNDS = 15
+POLICY_TOKENS = (8_192, 131_072)
+POLICY_METRICS = (
+    "miss_acquire_ns",
+    "miss_commit_ns",
+    "miss_release_ns",
+    "hit_acquire_ns",
+    "hit_release_ns",
+    "evict_acquire_ns",
+    "evict_commit_ns",
+)
+POLICY_RATIO_MAX = 1.3
+"""What a policy may take of the time that LRU takes."""
 
 _NAMESPACE = Namespace(model="bench")
 
@@ -156,16 +170,43 @@ def _measure(
         _compare(report, source, results["penstock"][1:], results["vllm"][1:])
 
 
-def run_round(*, tokens: int, block: int, source: str, seed: int) -> Timings:
+def run_policies(report: BenchReport, *, rounds: int = ROUNDS) -> None:
+    """Measures the same work with every eviction policy, and compares each with LRU."""
+    for tokens in POLICY_TOKENS:
+
+        def serve(eviction: str, tokens: int = tokens) -> Timings:
+            return run_round(
+                tokens=tokens, block=BLOCK_TOKENS, source="buffer", seed=1, eviction=eviction
+            )
+
+        sides = {name: partial(serve, name) for name in POLICIES}
+        results = interleave(sides, rounds + 1)
+        for name, samples in results.items():
+            for metric in POLICY_METRICS:
+                times = [getattr(sample, metric) / 1e9 for sample in samples[1:]]
+                report.add_row(
+                    bench="policies",
+                    side="penstock",
+                    params={"tokens": tokens, "block_tokens": BLOCK_TOKENS, "eviction": name},
+                    metric=metric.removesuffix("_ns"),
+                    unit="s",
+                    summary=summarize(times),
+                )
+                if name != "lru":
+                    plain = [getattr(sample, metric) / 1e9 for sample in results["lru"][1:]]
+                    report.add_ratio(
+                        f"{metric.removesuffix('_ns')}, {tokens} tokens: {name} against lru",
+                        times_faster(plain, times),
+                        at_most=POLICY_RATIO_MAX,
+                    )
+
+
+def run_round(*, tokens: int, block: int, source: str, seed: int, eviction: str = "lru") -> Timings:
     """One prompt as a miss, as a hit, and evicted by another one."""
     prompt = _source(source, seed, tokens)
     keys_ns, chain = timed(lambda: _chain(prompt, block))
-    machine = CacheMachine(
-        CacheSettings(
-            device=TierSettings(name="device", slot_count=tokens // block), block_tokens=block
-        ),
-        incarnation=seed,
-    )
+    device = TierSettings(name="device", slot_count=tokens // block, eviction=eviction)
+    machine = CacheMachine(CacheSettings(device=device, block_tokens=block), incarnation=seed)
     miss = _serve(machine, chain.keys, tokens)
     # New key objects, as a second request brings them: equal bytes, another identity.
     again = _chain(prompt, block).keys

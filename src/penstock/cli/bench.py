@@ -21,7 +21,7 @@ from penstock.bench.disk_process import run_store_process
 from penstock.bench.handoff import ROUNDS as HANDOFF_ROUNDS
 from penstock.bench.handoff import run_handoff
 from penstock.bench.handoff_nixl import run_handoff_over_nixl
-from penstock.bench.index import ROUNDS, run_growth, run_index
+from penstock.bench.index import ROUNDS, run_growth, run_index, run_policies
 from penstock.bench.report import BenchReport
 from penstock.bench.store import ROUNDS as STORE_ROUNDS
 from penstock.bench.store import run_store
@@ -60,6 +60,7 @@ def bench_index(
     """Measure the index: keys, hits, misses, eviction, growth, memory."""
     report = new_report("penstock")
     run_index(report, None, rounds=rounds)
+    run_policies(report, rounds=rounds)
     run_growth(report)
     finish(report, json=json, check=check)
 

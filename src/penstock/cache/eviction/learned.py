@@ -50,16 +50,12 @@ class _Shared:
         self.curves = ReuseCurves(slot_count)
         self.ghosts: dict[Key, int] = {}
         """Key to cohort and hit count, of blocks that were evicted."""
-        self.used = np.zeros(0, dtype=np.int64)
-        self.since = np.zeros(0)
         self.cohort = np.zeros(0, dtype=np.int64)
         self.count = np.zeros(0, dtype=np.uint8)
         self.pause = np.zeros(0, dtype=np.uint8)
 
     def resize(self, node_capacity: int) -> None:
-        if len(self.used) < node_capacity:
-            self.used = grown(self.used, node_capacity)
-            self.since = grown(self.since, node_capacity)
+        if len(self.cohort) < node_capacity:
             self.cohort = grown(self.cohort, node_capacity, fill=NO_COHORT)
             self.count = grown(self.count, node_capacity)
             self.pause = grown(self.pause, node_capacity)
@@ -82,6 +78,7 @@ class LearnedPolicy:
         self._queues: dict[int, RankedCells] = {}
         """By priority."""
         self._queue_limit = _STALE_MIN
+        # Every use makes a cohort with a higher number, so that it also says when a use was.
         self._last: tuple[int, int, int] | None = None
         """Priority, cohort and node of what was popped last, if nothing was offered since."""
         self._look_at_arrays()
@@ -94,34 +91,42 @@ class LearnedPolicy:
         """Ages count from here."""
         self._curves.now = now
 
-    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:
+    def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """New blocks; those that were evicted not long ago count as hit."""
         if not len(nodes):
             return
         self._count[nodes] = 0
         self._pause[nodes] = 0
+        again = 0
         if self._ghosts and keys[0] in self._ghosts:
-            self._recognize(nodes, keys)
-        self._use(nodes, tick)
+            again = self._recognize(nodes, keys)
+        if again:
+            self._begin_cohorts(nodes[:again])
+        if again < len(nodes):
+            rest = nodes[again:]
+            self._cohort[rest] = self._curves.begin(class_of(0, 0), len(rest))
         self._curves.turn()
 
-    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+    def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """A hit shows at what age such blocks are used again."""
         if not len(nodes):
             return
-        for part, cohort in _parts(nodes, self._cohort[nodes]):
+        parts = _parts(nodes, self._cohort[nodes])
+        for part, cohort in parts:
+            # Blocks of one cohort are of one class, before and after.
             self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
-        self._count[nodes] = np.minimum(self._count[nodes] + 1, COUNT_MAX)
-        self._use(nodes, tick)
+            self._count[part] = min(self._count_view[int(part[0])] + 1, COUNT_MAX)
+        self._begin_like(nodes, parts)
         self._curves.turn()
 
-    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
+    def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """Their age counts from the end of the request."""
         if not len(nodes):
             return
-        for part, cohort in _parts(nodes, self._cohort[nodes]):
+        parts = _parts(nodes, self._cohort[nodes])
+        for part, cohort in parts:
             self._curves.withdraw(cohort, len(part))
-        self._use(nodes, tick)
+        self._begin_like(nodes, parts)
 
     def offer(self, nodes: Iterable[int]) -> None:
         """Queues blocks by class and age."""
@@ -137,10 +142,10 @@ class LearnedPolicy:
             queue = self._queues[priority]
             queue.settle(self._curves.ranking, self._curves.now)
             while (found := queue.first()) is not None:
-                cell, (used, node, _) = found
+                cell, (cohort, node, _) = found
                 queue.take(cell)
-                if self._used_view[node] == used and self._standing(node) == priority:
-                    self._last = (priority, self._cohort_view[node], node)
+                if self._cohort_view[node] == cohort and self._standing(node) == priority:
+                    self._last = (priority, cohort, node)
                     return node
             del self._queues[priority]
         return None
@@ -164,14 +169,12 @@ class LearnedPolicy:
 
     def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Blocks of one cohort: they are worth the same."""
-        same: NDArray[np.bool_] = self._cohort[others] == self._cohort[node]
-        same &= self._used[others] == self._used[node]
+        same: NDArray[np.bool_] = self._cohort[others] == self._cohort_view[node]
         return same
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """An evicted block leaves a ghost; of others nothing more is learned."""
         numbers = np.array(nodes, dtype=np.int32)
-        self._used[numbers] = -1
         if evicted:
             packed = self._cohort[numbers] * (COUNT_MAX + 1) + self._count[numbers]
             self._ghosts.update(zip(keys, packed.tolist(), strict=True))
@@ -179,13 +182,14 @@ class LearnedPolicy:
         else:
             for part, cohort in _parts(numbers, self._cohort[numbers]):
                 self._curves.withdraw(cohort, len(part))
+        self._cohort[numbers] = NO_COHORT
 
     def candidates(self) -> set[int]:
         return {
             node
             for priority, queue in self._queues.items()
-            for used, node, _ in queue.entries()
-            if self._used[node] == used and self._standing(node) == priority
+            for cohort, node, _ in queue.entries()
+            if self._cohort_view[node] == cohort and self._standing(node) == priority
         }
 
     def resize(self, node_capacity: int) -> None:
@@ -194,22 +198,29 @@ class LearnedPolicy:
 
     def _look_at_arrays(self) -> None:
         shared = self._shared
-        self._used, self._since, self._cohort = shared.used, shared.since, shared.cohort
-        self._count, self._pause = shared.count, shared.pause
-        self._used_view = self._used.data
+        self._cohort, self._count, self._pause = shared.cohort, shared.count, shared.pause
         self._cohort_view = self._cohort.data
-        self._since_view = self._since.data
         self._count_view, self._pause_view = self._count.data, self._pause.data
 
-    def _use(self, nodes: NDArray[np.int32], tick: int) -> None:
-        self._used[nodes] = tick
-        self._since[nodes] = self._curves.now
+    def _begin_like(
+        self, nodes: NDArray[np.int32], parts: list[tuple[NDArray[np.int32], int]]
+    ) -> None:
+        """Makes new cohorts of blocks, given as parts that are of one class each."""
+        if len(parts) > 1:
+            self._begin_cohorts(nodes)
+            return
+        first = int(nodes[0])
+        block_class = class_of(self._count_view[first], self._pause_view[first])
+        self._cohort[nodes] = self._curves.begin(block_class, len(nodes))
+
+    def _begin_cohorts(self, nodes: NDArray[np.int32]) -> None:
+        """Makes new cohorts of blocks, one for neighbours of one class."""
         classes = classes_of(self._count[nodes], self._pause[nodes])
         for part, block_class in _parts(nodes, classes):
             self._cohort[part] = self._curves.begin(block_class, len(part))
 
-    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> None:
-        """Takes over what is known of leading blocks that were evicted.
+    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> int:
+        """Takes over what is known of leading blocks that were evicted, and returns how many.
 
         A chain leaves from its end, so that the ghosts of its end are dropped first.
         """
@@ -224,6 +235,7 @@ class LearnedPolicy:
         self._count[again] = np.minimum(counts + 1, COUNT_MAX)
         for part, cohort in _parts(again, cohorts):
             self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
+        return len(found)
 
     def _enqueue(self, node: int) -> None:
         priority = self._standing(node)
@@ -233,7 +245,8 @@ class LearnedPolicy:
                 queue = self._queues[priority] = RankedCells(self._curves.ranking, self._curves.now)
             queue.settle(self._curves.ranking, self._curves.now)
             block_class = class_of(self._count_view[node], self._pause_view[node])
-            queue.push(block_class, self._used_view[node], node, self._since_view[node])
+            cohort = self._cohort_view[node]
+            queue.push(block_class, cohort, node, self._curves.since_of(cohort))
 
     def _drop_ghosts(self) -> None:
         excess = len(self._ghosts) - self._ghost_limit
@@ -249,7 +262,7 @@ class LearnedPolicy:
             held = {
                 entry
                 for entry in queue.entries()
-                if self._used[entry[1]] == entry[0] and self._standing(entry[1]) == priority
+                if self._cohort_view[entry[1]] == entry[0] and self._standing(entry[1]) == priority
             }
             held_count += len(held)
             queue.keep_only(held)
