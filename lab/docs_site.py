@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = "docs"
 
 ADOPTED = {
+    "README.md": "first-example.md",
+    "LICENSE": "license.txt",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
@@ -38,8 +40,6 @@ ADOPTED = {
 EXAMPLES = "examples.md"
 SHOWN = {"examples/*.py": "python", "deploy/Containerfile": "dockerfile", "deploy/*.yaml": "yaml"}
 """Files that are shown there, each as a block in its language."""
-INSTEAD = {"README.md": "index.md"}
-"""What the site has another page for."""
 
 FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,}) *(?P<words>[^`\n]*)$")
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
@@ -126,7 +126,7 @@ def site_link(target: str, source: str, place: str) -> str:
         return target
     path, hash_, anchor = target.partition("#")
     linked = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-    found = ADOPTED.get(linked) or INSTEAD.get(linked)
+    found = ADOPTED.get(linked)
     if linked.startswith(("examples/", "deploy/")):
         found, hash_, anchor = EXAMPLES, "#", github_slug(posixpath.basename(linked), "-")
     elif not found and linked.startswith(f"{DOCS}/"):

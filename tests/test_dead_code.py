@@ -48,7 +48,6 @@ CALLED_FROM_ELSEWHERE = {
     "vocabulary/checksums.py:add_sums": _DEFINITION,
     "vocabulary/checksums.py:cell_seed": _DEFINITION,
     "vocabulary/checksums.py:cell_sum": _DEFINITION,
-    "vocabulary/form.py:replicas": "what a form says of a shard; resharding counts it otherwise",
     "vocabulary/keys.py:from_anchor": _AUTHORS,
     "vocabulary/narrowing.py:cell_positions": _AUTHORS,
 }

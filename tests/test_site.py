@@ -70,7 +70,7 @@ def page(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brows
 
 def test_every_page_of_the_project_is_a_page_of_the_site(site: Path) -> None:
     pages = [path.relative_to(ROOT / "docs") for path in ROOT.glob("docs/**/*.md")]
-    wanted = [*pages, Path("contributing.md"), Path("handoff-protocol.md"), Path("examples.md")]
+    wanted = [*pages, Path("first-example.md"), Path("handoff-protocol.md"), Path("examples.md")]
 
     assert not [path for path in wanted if not (site / path.with_suffix(".html")).is_file()]
 
@@ -155,7 +155,7 @@ def test_fences_and_lists_are_written_as_the_site_reads_them() -> None:
     ("target", "source", "place", "expected"),
     [
         ("../CONTRIBUTING.md#pages", "docs/a.md", "a.md", "contributing.md#pages"),
-        ("../README.md", "docs/a.md", "a.md", "index.md"),
+        ("../README.md", "docs/a.md", "a.md", "first-example.md"),
         ("../../CHANGELOG.md", "docs/start/a.md", "start/a.md", "../changelog.md"),
         ("../examples/chat.py", "docs/a.md", "a.md", "examples.md#chatpy"),
         ("docs/cli.md#doctor", "CONTRIBUTING.md", "contributing.md", "cli.md#doctor"),
