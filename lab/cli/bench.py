@@ -97,6 +97,23 @@ def bench_disk_peers(
     finish(report, json=json, check=check)
 
 
+@commands.command("compression")
+def bench_compression(
+    *,
+    json: JsonOption = None,
+    rounds: RoundsOption = 5,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=16, max=2048, help="Of the page whose KV is used.")
+    ] = 512,
+) -> None:
+    """Measure lossless compression of real KV: ratio, rate, and where it pays."""
+    from lab.bench.compression import run_compression  # noqa: PLC0415  (needs torch)
+
+    report = new_report("lab")
+    run_compression(report, tokens=tokens, rounds=rounds)
+    finish(report, json=json, check=False)
+
+
 @commands.command("index")
 def bench_index(
     *,
