@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import penstock
 from penstock.engine.batch import PREVIOUS
 from penstock.engine.engine import Engine
-from penstock.engine.requests import Answer, Output, Reason, Request
+from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling_options import Sampled, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.steps import HandedCounts, Step, StepResult
@@ -282,6 +282,34 @@ def test_requests_that_give_way_come_back_and_finish() -> None:
 
     world.require_right_answers()
     assert world.engine.scheduler.preemptions > 0
+
+
+def test_blocks_are_loaded_while_full_steps_compute_other_requests() -> None:
+    world = World(make_engine(blocks=12, host_blocks=30, flying=1))
+    world.act(Add(0, 20, 1, 1, 0, "", store=True))
+    world.finish()
+    world.act(Add(1, 40, 1, 1, 0, "", store=True))  # Evicts the first from the device.
+    world.finish()
+
+    world.act(Add(2, 24, 1, 1, 0, "", store=False))
+    world.act(Add(0, 20, 1, 1, 0, "", store=True))
+    world.act("step")
+
+    assert world.engine.scheduler.count(Phase.LOADING) == 1
+    world.finish()
+    world.require_right_answers()
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for_by_one_that_begins_with_it() -> None:
+    world = World(make_engine(blocks=40, host_blocks=30, flying=1))
+    world.act(Add(0, 30, 1, 1, 0, "", store=True))
+    world.act(Add(0, 30, 1, 1, 0, "", store=True))
+
+    world.finish()
+
+    world.require_right_answers()
+    cached = [outputs[0].cached_by_tier[0] for outputs in world.reported.values()]
+    assert cached == [0, 24]
 
 
 def test_a_request_that_waits_for_room_is_looked_at_when_there_is_some() -> None:

@@ -228,6 +228,64 @@ def _run_engine(
     run_engine(report, plan)
 
 
+@commands.command("traffic")
+def bench_traffic(
+    *,
+    json: JsonOption = None,
+    only: Annotated[
+        str,
+        typer.Option("--only", metavar="WORKLOADS", help="Some of the workloads, by semicolon."),
+    ] = "",
+    caches: Annotated[
+        str,
+        typer.Option("--caches", metavar="CACHES", help="Some of the caches, by semicolon."),
+    ] = "",
+    device_gib: Annotated[
+        float, typer.Option("--device-gib", min=8.0, help="KV blocks on the GPU.")
+    ] = 40.0,
+    host_gib: Annotated[float, typer.Option("--host-gib", min=1.0, help="The host tier.")] = 90.0,
+    window: Annotated[
+        float, typer.Option("--window", min=1.0, help="Seconds of requests in one run.")
+    ] = 12.0,
+    check: CheckOption = False,
+) -> None:
+    """Measure requests a second in time, by cache, on a GPU (needs CUDA)."""
+    try:
+        import torch  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnavailableError("bench traffic needs the 'torch' extra, and CUDA") from error
+    from penstock.bench.traffic import (  # noqa: PLC0415 - needs an extra
+        VARIANTS,
+        WORKLOADS,
+        TrafficPlan,
+        run_traffic,
+    )
+
+    workloads = _chosen("--only", only, list(WORKLOADS))
+    variants = _chosen("--caches", caches, list(VARIANTS))
+    if not torch.cuda.is_available():
+        raise UnavailableError("bench traffic needs a CUDA device, and torch sees none")
+    report = new_report("penstock")
+    plan = TrafficPlan.sized(
+        device_gib=device_gib,
+        host_gib=host_gib,
+        window_s=window,
+        variants=tuple(variants),
+        workloads={name: WORKLOADS[name] for name in workloads},
+    )
+    run_traffic(report, plan)
+    finish(report, json=json, check=check)
+
+
+def _chosen(option: str, given: str, known: list[str]) -> list[str]:
+    """The names in an option, in the order of those that are known; all if it is empty."""
+    named = [each.strip() for each in given.split(";")] if given else known
+    unknown = [each for each in named if each not in known]
+    if unknown:
+        raise typer.BadParameter(f"{option} has {unknown[0]!r}, must be of {'; '.join(known)}")
+    return [each for each in known if each in named]
+
+
 def new_report(program: str) -> BenchReport:
     """A report of the command that runs; how far it is goes to standard error."""
     return BenchReport(

@@ -48,8 +48,13 @@ class SchedulerSettings:
     waiting_max: int = 1024
     """Requests that wait; more are refused."""
     steps_in_flight: int = 1
+    loads_ahead: int = 4
+    """Requests that are admitted although the step is full, so that their blocks are loaded while
+    it is computed; only with a tier to load from."""
 
     def __post_init__(self) -> None:
+        if self.loads_ahead < 0:
+            raise ValueError(f"loads_ahead is {self.loads_ahead}, must be at least 0")
         for name in ("step_tokens", "step_requests", "waiting_max", "steps_in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
@@ -76,6 +81,7 @@ class Scheduler:
         self.settings = settings
         self.preemptions = 0
         self._handoffs = handoffs or Handoffs()
+        self._has_tiers = bool(cache.config.cache.tiers)
         self.block_tokens = block_tokens
         self._block_count = block_count
         self._answers: dict[int, Answer] = {}
@@ -215,7 +221,8 @@ class Scheduler:
             # Blocks that a preemption has just freed are for running requests. A request that
             # is admitted now would be preempted next.
             crowded = plan.chunks and self.preemptions > before
-            if plan.full or crowded or not self._admit(answer):
+            late = plan.full and not self._loads_ahead(answer, plan)
+            if late or crowded or not self._admit(answer):
                 break
             self._schedule(answer, plan)
         if not plan.chunks:
@@ -319,6 +326,20 @@ class Scheduler:
         status = self.cache.store_status(answer.request.id)
         answer.sought = status is not None and status.searching
         return answer.sought
+
+    def _loads_ahead(self, answer: Answer, plan: PlannedStep) -> bool:
+        """Whether a request may load its blocks before there is room in a step for it."""
+        if not self._has_tiers:
+            return False
+        prefills = [
+            other
+            for other in self._answers.values()
+            if other.phase is Phase.LOADING or (other.phase is Phase.RUNNING and other.left > 1)
+        ]
+        if sum(not plan.has(other) for other in prefills) >= self.settings.loads_ahead:
+            return False
+        # What another one computes now is found by a request that is admitted later.
+        return not any(_computes_for(other, answer, self.block_tokens) for other in prefills)
 
     def _admit(self, answer: Answer) -> bool:
         """Acquires blocks for a request; returns False if there are not enough."""
@@ -524,3 +545,11 @@ class Scheduler:
                 spent_s=tuple(answer.spent_s) if first else (),
             )
         )
+
+
+def _computes_for(other: Answer, answer: Answer, block_tokens: int) -> bool:
+    """Whether the next block that an answer computes is one of another answer's prompt."""
+    end = (other.computed // block_tokens + 1) * block_tokens
+    if end > min(len(other.request.prompt), len(answer.request.prompt)):
+        return False
+    return other.request.prompt[:end] == answer.request.prompt[:end]
