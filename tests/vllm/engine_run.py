@@ -52,6 +52,14 @@ path = "{path}"
 gib = 0.25
 write = "write_through"
 """
+SHARED = """
+[[tiers]]
+name = "shared"
+kind = "objects"
+url = "file://{path}"
+write = "write_through"
+ask_ms = 10000
+"""
 
 
 def main(model: str, script: dict[str, Any]) -> None:
@@ -89,12 +97,16 @@ def listen(address: str) -> None:
 
 
 def config_of(script: dict[str, Any]) -> str:
-    """The configuration of the tiers, with a disk if the script names a folder."""
+    """The configuration of the tiers, with a disk or shared folder if the script names one."""
     text = CONFIG.format(host_blocks=script.get("host_blocks", 1024))
-    if "disk" not in script:
+    if "disk" in script:
+        below = DISK.format(path=script["disk"])
+    elif "shared" in script:
+        below = SHARED.format(path=script["shared"])
+    else:
         return text
     version = f'model.weights_version = "{script["weights"]}"\n' if script.get("weights") else ""
-    return text.replace("[[tiers]]", f"{version}[[tiers]]") + DISK.format(path=script["disk"])
+    return text.replace("[[tiers]]", f"{version}[[tiers]]") + below
 
 
 def open_engine(model: str, script: dict[str, Any]) -> LLM:
