@@ -150,7 +150,7 @@ class Workload:
 
     def suffer(self) -> None:
         """Now and then, bytes below the device are damaged, or all is void."""
-        if self.random.random() < 0.02:
+        if self.random.random() < 0.05:
             slots = self.engine.slots_of(self.random.randint(1, len(self.engine.tiers)))
             slot, place = (self.random.randrange(size) for size in slots.shape)
             slots[slot, place] ^= 1 << self.random.randrange(8)
