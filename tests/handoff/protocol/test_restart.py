@@ -8,7 +8,6 @@ import pytest
 
 from penstock.handoff.protocol import effects as eff
 from penstock.handoff.protocol import messages as msg
-from penstock.handoff.protocol.decode_scheduler import UNCLOSED_COUNT_MAX
 from penstock.handoff.protocol.prefill_rank import PrefillRank
 
 if TYPE_CHECKING:
@@ -184,53 +183,3 @@ def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: ty
     world.do("p0", lambda p: p.receive(release, 1.0))
 
     assert [released.handoff for released in world.said(msg.Released)] == ["next"]
-
-
-def test_p7_a_prompt_that_decode_gave_up_does_not_hold_blocks_of_a_next_life_for_its_lease(
-    make_world: type[World],
-) -> None:
-    world = make_world()
-    world.submit_prefill()
-    world.submit_decode()
-    world.run()
-    world.crash("P")
-    world.do("D", lambda d: d.suspect("P", 0.0))
-    world.run()
-    assert world.outcome("D") == ["failed_over"]
-
-    world.start("P")
-    world.acquaint("P")
-    world.submit_prefill(admit=False)
-    world.run()
-
-    assert world.outcome("P") == ["failed_over"]
-
-
-def test_p6_a_close_that_could_not_be_said_does_not_end_a_later_claim(
-    make_world: type[World],
-) -> None:
-    world = make_world()
-    world.submit_prefill()
-    world.submit_decode()
-    world.run()
-    world.do("D", lambda d: d.suspect("P", 0.0))
-    world.run_messages()
-    world.submit_decode(epoch=2)
-
-    world.compute()
-    world.drive(5.0)
-
-    assert world.outcome("D") == ["failed_over", "delivered"]
-    world.check_over()
-
-
-def test_p23_what_a_prefill_scheduler_has_to_be_told_is_bounded(make_world: type[World]) -> None:
-    world = make_world()
-    world.do("D", lambda d: d.suspect("P", 0.0))
-    for number in range(UNCLOSED_COUNT_MAX + 1):
-        world.submit_decode(f"h{number}")
-        world.do("D", lambda d, name=f"h{number}": d.cancel(name, 0.0))
-        world.wire = [message for message in world.wire if message.target.name != "P"]
-        world.run()
-
-    assert [*world.parties["D"].unclosed] == [f"h{n + 1}" for n in range(UNCLOSED_COUNT_MAX)]

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from penstock.handoff.protocol.party import Frozen, TimerKey
     from penstock.handoff.protocol.settings import HandoffSettings
 
-UNCLOSED_COUNT_MAX = 256
-"""Ended handoffs of which prefill schedulers that come back are told; leases end the others."""
-
 
 class Order(NamedTuple):
     """What one rank has to get, and where it is to lie."""
@@ -68,15 +65,6 @@ class Claimed(NamedTuple):
     close_count: int = 0
 
 
-class Unclosed(NamedTuple):
-    """A handoff that has ended while its prefill scheduler was not there to be told."""
-
-    prefill: str
-    epoch: int
-    outcome: HandoffOutcome
-    why: str
-
-
 class DecodeSchedulerStatistics(PartyStatistics, frozen=True, kw_only=True):
     """A decode scheduler."""
 
@@ -91,7 +79,7 @@ class DecodeScheduler(Party):
     """The scheduler of a decode engine with any number of ranks."""
 
     role = Role.DECODE_SCHEDULER
-    books = (*Party.books, "claimed", "unclosed", "outcomes")
+    books = (*Party.books, "claimed", "outcomes")
 
     def __init__(
         self, identity: Identity, settings: HandoffSettings, *, ranks: tuple[str, ...]
@@ -102,8 +90,6 @@ class DecodeScheduler(Party):
         self.ranks = ranks
         self.everyone = (1 << len(ranks)) - 1
         self.claimed: dict[str, Claimed] = {}
-        self.unclosed: dict[str, Unclosed] = {}
-        """What a prefill scheduler is told when it is there again, or in its next life."""
         self.outcomes: dict[str, int] = {}
 
     # The engine.
@@ -147,7 +133,6 @@ class DecodeScheduler(Party):
         if len(self.claimed) >= self.settings.bounds.handoff_count_max:
             raise CapacityError(tier="handoffs", wanted=1, available=0)
         self._start(now)
-        self.unclosed.pop(handoff, None)  # It would end this claim, too.
         self.claimed[handoff] = Claimed(DecodeState.CLAIMING, epoch, prefill, orders)
         self._arm(("deadline", handoff), patience)
         self._ask(handoff)
@@ -198,7 +183,7 @@ class DecodeScheduler(Party):
         )
 
     def _freeze(self) -> Frozen:
-        return (tuple(self._by_name()), tuple(sorted(self.unclosed.items())))
+        return (tuple(self._by_name()),)
 
     def _by_name(self) -> list[tuple[str, Claimed]]:
         """All handoffs in the order of their names, as `freeze` has them."""
@@ -455,10 +440,10 @@ class DecodeScheduler(Party):
         claimed = self.claimed[handoff]
         if claimed.closed or claimed.outcome is None:
             return
-        is_there = self.is_open(claimed.prefill)
-        if not is_there or claimed.close_count >= self.settings.bounds.close_count_max:
-            if not is_there:
-                self._leave_unclosed(handoff, claimed)
+        if (
+            not self.is_open(claimed.prefill)
+            or claimed.close_count >= self.settings.bounds.close_count_max
+        ):
             self.claimed[handoff] = claimed._replace(closed=True)
             self._forget_if_over(handoff)
             return
@@ -467,27 +452,16 @@ class DecodeScheduler(Party):
         else:
             self._asked(claimed.prefill, ("close", handoff))
         self.claimed[handoff] = claimed._replace(close_count=claimed.close_count + 1)
-        self._send_close(handoff, claimed)
-
-    def _send_close(self, handoff: str, ended: Claimed | Unclosed) -> None:
-        assert ended.outcome is not None
         self._send(
             msg.Close(
                 sender=self.life,
-                target=self.life_of(ended.prefill),
+                target=self.life_of(claimed.prefill),
                 handoff=handoff,
-                epoch=ended.epoch,
-                outcome=ended.outcome,
-                why=ended.why,
+                epoch=claimed.epoch,
+                outcome=claimed.outcome,
+                why=claimed.why,
             )
         )
-
-    def _leave_unclosed(self, handoff: str, ended: Claimed) -> None:
-        """Keeps in mind what a prefill scheduler that is not there has to be told."""
-        assert ended.outcome is not None
-        self.unclosed[handoff] = Unclosed(ended.prefill, ended.epoch, ended.outcome, ended.why)
-        if len(self.unclosed) > UNCLOSED_COUNT_MAX:
-            del self.unclosed[next(iter(self.unclosed))]
 
     # Timers and peers.
 
@@ -501,11 +475,6 @@ class DecodeScheduler(Party):
                 raise InvariantViolation(f"timer {timer} is not one of a decode scheduler")
 
     def _peer_open(self, name: str) -> None:
-        for handoff, ended in sorted(self.unclosed.items()):
-            if ended.prefill == name:
-                # Said once: if it is lost, the lease runs out.
-                del self.unclosed[handoff]
-                self._send_close(handoff, ended)
         for handoff, claimed in self._by_name():
             waits = claimed.state is DecodeState.CLAIMING and not claimed.tokens
             if claimed.prefill == name and waits:
