@@ -31,6 +31,7 @@ gib = 1
 name = "shared"
 kind = "redis"
 url = "{url}"
+timeout_s = 60
 """
 
 

@@ -38,7 +38,7 @@ blocks = 16
 name = "shared"
 gib = 0.03
 ask_ms = 10000
-timeout_s = 10
+timeout_s = 60
 """
 
 
