@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.store.base import TierState
+    from penstock.store.blobs import BlobOutcome
 
     OpenTier = Callable[[], SharedTier]
 
@@ -385,3 +386,25 @@ def test_whatever_a_store_does_no_wrong_byte_is_delivered(seed: int) -> None:
         for tier in tiers:
             tier.close(deadline=time.monotonic() + WAIT_S)
     assert sum(sum(each.told.values()) for each in lying) > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_a_client_that_is_no_answer_ends_the_load_and_switches_the_tier_off(
+    server: MemoryServer,
+) -> None:
+    class Broken(MemoryBlobs):
+        def read(self, *_: object, **__: object) -> list[BlobOutcome]:  # type: ignore[override]
+            raise RuntimeError("a bug of the client")
+
+    tier = SharedTier(Broken(server), ask_s=WAIT_S)
+    try:
+        engine = Engine(tier, split(1))
+        keys = draw_chain(1, 3)
+        engine.save(keys)
+        [ended] = engine.load(keys)
+        state = _state_until(tier, on=False)
+    finally:
+        tier.close(deadline=time.monotonic() + WAIT_S)
+
+    assert [fault for _, fault in ended.faults] == [BlockFault.UNREADABLE] * 3
+    assert "a bug of the client" in state.why

@@ -110,7 +110,18 @@ class SharedWorkers:
             question.start += len(found)
 
     def _read(self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory) -> None:
-        everything = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
+        try:
+            self._read_all(run, job, memory, faults)
+        finally:
+            # Also after an error of ours: a job that nobody reports keeps its slots for ever.
+            with self._board.lock:
+                self._board.end_run(run, faults)
+
+    def _read_all(
+        self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory, faults: dict[int, BlockFault]
+    ) -> None:
+        """Reads the blocks of a run; takes those that arrived out of `faults`, by place."""
         for pieces, found in self._by_pieces(run, job).items():
             places = list(found)
             chosen = RunOfBlocks(run.job, [run.positions[place] for place in places])
@@ -119,7 +130,7 @@ class SharedWorkers:
                 own = self._board.own_of(use, job.arena)
                 plan = self._board.gathered(use, own, pieces) if use is not None and own else "gone"
             if isinstance(plan, str):
-                everything |= dict.fromkeys(places, BlockFault.MISSING)
+                faults.update(dict.fromkeys(places, BlockFault.MISSING))
                 continue
             gathering, values = plan[job.arena.part], _value_run(chosen, job)
             means = (self._blobs, memory, self._board.sums)
@@ -137,11 +148,9 @@ class SharedWorkers:
                     run.job.failure = str(error)
                 continue
             for place in places:
-                del everything[place]
-            everything |= {places[at]: fault for at, fault in result.faults.items()}
+                del faults[place]
+            faults.update({places[at]: fault for at, fault in result.faults.items()})
             self._settle_read(job, own, chosen, result.faults, result.wrong)
-        with self._board.lock:
-            self._board.end_run(run, everything)
 
     def _settle_read(
         self,
@@ -189,7 +198,8 @@ class SharedWorkers:
         with self._board.lock:
             # Two engines of a machine compute one prompt: the second finds what the first wrote.
             while self._board.being_written & names:
-                self._board.idle.wait()
+                # Who writes it ends within the time of its calls, and says so.
+                self._board.idle.wait(self._board.timeout_s)
             self._board.being_written |= names
         failure, written = "", 0
         faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
