@@ -51,7 +51,7 @@ SMALL = TrafficPlan(
     bound_s=60.0,
     guess_tokens_per_s=1e6,
     warm_rows=2,
-    variants=("infinite", "off", "lru"),
+    variants=("infinite", "off", "lru, always load"),
     workloads={"agents": AGENTS},
 )
 
@@ -67,7 +67,9 @@ def test_every_cache_gets_its_rows_and_ratios() -> None:
     assert {found[name, "requests/s in time"] for name in SMALL.variants} == {8 / 0.05}
     assert found["off", "prompts from host memory"] == 0
     assert found["infinite", "prompts from host memory"] == 0
-    assert found["lru", "prompts from host memory"] > 0
+    # By default a load is only made where it is predicted to be sooner than computing, which for
+    # a model this small depends on the machine.
+    assert found["lru, always load", "prompts from host memory"] > 0
     assert {ratio.value for ratio in document.ratios} == {1.0}
 
 
