@@ -297,6 +297,31 @@ def test_a_tier_that_is_wrong_is_refused_in_the_words_of_the_file(
     assert refusal(HEAD + TIER.replace(*change)).startswith(f"tiers[0].{message}")
 
 
+@pytest.mark.parametrize("value", ["1", "true", '""', '"gzip"', '"ZSTD"', "nan", "[]"])
+@pytest.mark.parametrize("kind", ["redis", "objects"])
+def test_a_compression_that_is_none_is_refused(kind: str, value: str) -> None:
+    tier = f'[[tiers]]\nname = "s"\nkind = "{kind}"\nurl = "file:///kv"\ncompression = {value}'
+
+    assert "tiers[0].compression: is " in (message := refusal(HEAD + tier))
+    assert "must be one of off, zstd" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("disk", "slots of its files"),
+        ("mooncake", "its links"),
+        ("host", "its blocks are in memory"),
+    ],
+)
+def test_compression_is_refused_where_it_is_not_offered(kind: str, why: str) -> None:
+    tier = f'[[tiers]]\nname = "s"\nkind = "{kind}"\ngib = 1\ncompression = "zstd"'
+
+    message = refusal(HEAD + tier)
+
+    assert message.startswith(f"tiers[0].compression: is not offered for kind '{kind}': {why}")
+
+
 def test_two_tiers_with_one_name_are_refused() -> None:
     assert refusal(HEAD + TIER + TIER) == "tiers[1].name: is 'host', the name of another tier"
 

@@ -16,7 +16,6 @@ import lz4.block
 import torch
 import zstandard
 
-from lab.bench.block_codec import LEVEL, decode_block, encode_block
 from penstock.bench.measure import summarize
 from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import RankWeights, find_model
@@ -24,6 +23,7 @@ from penstock.engine.model import Alone, Decoder
 from penstock.engine.sharding import share_of
 from penstock.engine.text import Text
 from penstock.engine.worker import allocate_kv
+from penstock.store.block_codec import LEVEL, decode_block, encode_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +49,13 @@ class Codec(NamedTuple):
     decode: Callable[[bytes, memoryview], None]
 
 
+def _decode_planes(encoded: bytes, target: memoryview) -> None:
+    if len(encoded) == len(target):
+        target[:] = encoded
+    else:
+        decode_block(encoded, target)
+
+
 def _decode_zstd(encoded: bytes, target: memoryview) -> None:
     target[:] = zstandard.ZstdDecompressor().decompress(encoded)
 
@@ -58,7 +65,9 @@ def _decode_lz4(encoded: bytes, target: memoryview) -> None:
 
 
 CODECS = {
-    "planes": Codec(lambda block, size: encode_block(block, item_bytes=size), decode_block),
+    "planes": Codec(
+        lambda block, size: encode_block(block, item_bytes=size) or block, _decode_planes
+    ),
     "plain zstd": Codec(
         lambda block, _: zstandard.ZstdCompressor(level=LEVEL).compress(block), _decode_zstd
     ),

@@ -366,12 +366,16 @@ def test_what_is_not_there_is_not_asked_for_again_at_once(server: MemoryServer) 
     assert server.calls.count("exists") == 1
 
 
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "compressed"])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_a_store_does_no_wrong_byte_is_delivered(seed: int) -> None:
+def test_whatever_a_store_does_no_wrong_byte_is_delivered(seed: int, *, compress: bool) -> None:
     server = MemoryServer()
     lying = [LyingBlobs(MemoryBlobs(server), seed=2 * seed + each, lie_rate=0.2) for each in (0, 1)]
     tiers = [
-        SharedTier(each, ask_s=WAIT_S, poll_s=0.01, absent_s=0, retry_s=0.001) for each in lying
+        SharedTier(
+            each, ask_s=WAIT_S, poll_s=0.01, absent_s=0, retry_s=0.001, compress=compress and first
+        )
+        for first, each in zip((True, False), lying, strict=True)
     ]
     try:
         engines = [Engine(tiers[0], split(2), salt=1), Engine(tiers[1], split(1), salt=2)]

@@ -9,6 +9,8 @@ round, and remove them.
 | `raw`      | threads that call redis-py (with its Python packer, which copies less),      |
 |            | Mooncake's client (with registered memory) or obstore's, and verify nothing  |
 
+Where a tier has `compression`, both move plain bytes a second, and only `penstock` compresses.
+
 Memory of Mooncake has to be lent by another process: what a client lends itself is not far away.
 """
 
@@ -101,13 +103,19 @@ def _measure(
                     down_and_up = sides[side]()
                 if number >= 0:
                     rates[side].append(down_and_up)
-    threads = int(tier.options["threads"])
+    params: dict[str, str | int] = {
+        "kind": tier.kind,
+        "value": size,
+        "threads": int(tier.options["threads"]),
+    }
+    if tier.options.get("compression", "off") != "off":
+        params["compression"] = str(tier.options["compression"])
     for column, direction in enumerate(("put", "get")):
         for side, found in rates.items():
             report.add_row(
                 bench="store",
                 side=side,
-                params={"kind": tier.kind, "value": size, "threads": threads},
+                params=params,
                 metric=direction,
                 unit="MB/s",
                 summary=summarize([each[column] / 1e6 for each in found]),

@@ -39,6 +39,7 @@ from penstock.config.schema import (
 )
 from penstock.config.values import (
     DEVICE_NAME,
+    NOT_COMPRESSED,
     STORED_KINDS,
     TIER_KINDS,
     UNSIZED_BLOCKS,
@@ -286,6 +287,12 @@ def _read_tier_and_kind(
             _Table(place, known, TIER_KEYS, optional=TIER_KEYS)
         raise
     own = tier_options(kind)
+    if "compression" in given and kind in NOT_COMPRESSED:
+        raise ConfigError(
+            f"{place}.compression",
+            f"is not offered for kind {kind!r}: {NOT_COMPRESSED[kind]}. Kinds 'redis' and "
+            "'objects' have it",
+        )
     table = _Table(place, given, {**TIER_KEYS, **own}, optional=["blocks"])
     options = {name: table.value(name) for name in own}
     with _spelled_as_in_the_file({"": place}):

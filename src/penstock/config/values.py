@@ -78,6 +78,14 @@ _SHARED_OPTIONS = {
     "threads": TierOption(Whole(minimum=1, maximum=64), 4),
 }
 """What every kind of shared store has."""
+_COMPRESSION = TierOption(String(choices=("off", "zstd")), "off")
+NOT_COMPRESSED = {
+    "memory": "its blocks are in memory, where nothing is gained",
+    "host": "its blocks are in memory, and are copied at more than the rate of compression",
+    "disk": "slots of its files have one size, so compressed blocks would take as much room",
+    "mooncake": "its links are quicker than compression",
+}
+"""Kinds without the key `compression`, and why."""
 TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
     "memory": {},
     "host": {
@@ -102,6 +110,7 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "certificate_file": TierOption(String(), ""),
         "key_file": TierOption(String(), ""),
         "ttl_s": TierOption(Number(minimum=0, maximum=31_536_000), 0.0),
+        "compression": _COMPRESSION,
         **_SHARED_OPTIONS,
     },
     "mooncake": {
@@ -124,6 +133,7 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "secret_env": TierOption(String(), ""),
         "ca_file": TierOption(String(), ""),
         "refresh_s": TierOption(Number(minimum=0.1, maximum=3600), 2.0),
+        "compression": _COMPRESSION,
         **_SHARED_OPTIONS,
         "ask_ms": TierOption(Number(minimum=1, maximum=10_000), 200.0),
         "timeout_s": TierOption(Number(minimum=0.01, maximum=600), 30.0),

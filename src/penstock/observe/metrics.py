@@ -414,7 +414,7 @@ METRICS = (
     MetricRow(
         "store_block_bytes",
         GAUGE,
-        "Bytes of those blocks",
+        "Bytes of those blocks, as they are stored",
         by_store(lambda store: store.block_bytes),
         _TIER,
     ),

@@ -165,7 +165,7 @@ class TierState:
     """The share of what was there at the start that is known by now."""
     blocks: int = 0
     block_bytes: int = 0
-    """Bytes of those blocks."""
+    """Bytes of those blocks, as they are stored."""
     capacity_bytes: int = 0
     saves_dropped: int = 0
     """Blocks that were not written because the tier was too slow."""

@@ -67,6 +67,9 @@ class BlobRead(NamedTuple):
 
     name: str
     ranges: Sequence[BlobRange]
+    whole: bool = False
+    """All of the value is wanted, which may be shorter than the one range, from 0 on: then it is
+    `READ`, and memory behind its end stays as it was."""
 
 
 class BlobOutcome(Enum):
@@ -162,9 +165,11 @@ def check_reads(reads: Sequence[BlobRead], *, timeout_s: float) -> float:
     """Refuses reads that no store could do; the time at most, as a number.
 
     Raises:
-        ValueError: a name is wrong, or ranges do not ascend.
+        ValueError: a name is wrong, ranges do not ascend, or are not those of a whole value.
     """
-    for name, ranges in reads:
+    for name, ranges, whole in reads:
+        if whole and [offset for offset, _ in ranges] != [0]:
+            raise ValueError(f"{name!r} is read whole, must have one range, from 0 on")
         end = 0
         for offset, target in ranges:
             if type(offset) is not int or not end <= offset <= OFFSET_MAX:

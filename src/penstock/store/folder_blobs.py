@@ -88,7 +88,8 @@ class FolderBlobs:
             raise _problem(error) from error
         try:
             size = os.fstat(file).st_size
-            for offset, target in read.ranges:
+            for offset, wanted in read.ranges:
+                target = wanted[:size] if read.whole else wanted
                 if offset + target.nbytes > size or not _fill(file, offset, target):
                     return BlobOutcome.SHORT
         except OSError as error:

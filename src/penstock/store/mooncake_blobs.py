@@ -34,6 +34,8 @@ import numpy as np
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.blobs import (
     BlobOutcome,
+    BlobRange,
+    BlobRead,
     BlobStoreError,
     check_names,
     check_reads,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.store.blobs import BlobRead, BlobWrite
+    from penstock.store.blobs import BlobWrite
 
 MISSING = frozenset({-703, -704, -707})
 """Not complete yet, not there, or its lease ended while it was read."""
@@ -188,6 +190,8 @@ class MooncakeBlobs:
     def read(self, reads: Sequence[BlobRead], *, timeout_s: float) -> list[BlobOutcome]:
         deadline = time.monotonic() + check_reads(reads, timeout_s=timeout_s)
         outcomes: list[BlobOutcome | None] = [None] * len(reads)
+        if any(read.whole for read in reads):
+            reads = self._cut_to_size(reads, deadline)
         for pieces in self._shares(reads):
             self._read(pieces, outcomes, deadline)
         unsure = [index for index, read in enumerate(reads) if not _shows_size(read)]
@@ -324,18 +328,33 @@ class MooncakeBlobs:
         deadline: float,
     ) -> None:
         """What came of reads that asked for no bytes, or for none at some place."""
-        with self._turn(deadline) as turn:
-            sizes: list[int] = turn.wait(
-                lambda: [self._connected().get_size(reads[index].name) for index in chosen],
-                deadline,
-            )
-        self._require([size for size in sizes if size not in MISSING])
+        sizes = self._sizes([reads[index].name for index in chosen], deadline)
         for index, size in zip(chosen, sizes, strict=True):
             end = max((each.offset + each.target.nbytes for each in reads[index].ranges), default=0)
             if size in MISSING:
                 outcomes[index] = BlobOutcome.MISSING
             elif size < end:
                 outcomes[index] = outcomes[index] or BlobOutcome.SHORT
+
+    def _cut_to_size(self, reads: Sequence[BlobRead], deadline: float) -> list[BlobRead]:
+        """The same reads, with ranges of whole values that end where the values do."""
+        chosen = [index for index, read in enumerate(reads) if read.whole]
+        sizes = self._sizes([reads[index].name for index in chosen], deadline)
+        cut = list(reads)
+        for index, size in zip(chosen, sizes, strict=True):
+            [(offset, target)] = reads[index].ranges
+            if size not in MISSING:
+                cut[index] = BlobRead(reads[index].name, [BlobRange(offset, target[:size])])
+        return cut
+
+    def _sizes(self, names: Sequence[str], deadline: float) -> list[int]:
+        """Of values; one of `MISSING` for those that are not there."""
+        with self._turn(deadline) as turn:
+            sizes: list[int] = turn.wait(
+                lambda: [self._connected().get_size(name) for name in names], deadline
+            )
+        self._require([size for size in sizes if size not in MISSING])
+        return sizes
 
     def _write(
         self,

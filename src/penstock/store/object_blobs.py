@@ -268,7 +268,8 @@ class ObjectBlobs:
             for at in numbers:
                 place = places[at]
                 assert place is not None
-                for offset, target in reads[at].ranges:
+                for offset, wanted_bytes in reads[at].ranges:
+                    target = wanted_bytes[: place.length] if reads[at].whole else wanted_bytes
                     if target.nbytes:
                         starts.append(place.offset + offset)
                         ends.append(place.offset + offset + target.nbytes)
@@ -362,7 +363,7 @@ def _foretold(read: BlobRead, place: ValuePlace | None) -> BlobOutcome:
     if place is None:
         return BlobOutcome.MISSING
     end = max((offset + target.nbytes for offset, target in read.ranges), default=0)
-    return BlobOutcome.READ if end <= place.length else BlobOutcome.SHORT
+    return BlobOutcome.READ if read.whole or end <= place.length else BlobOutcome.SHORT
 
 
 def _runs(writes: Sequence[BlobWrite], there: set[str]) -> list[PackedValues]:

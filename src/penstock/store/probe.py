@@ -1,8 +1,9 @@
 """What a stored tier can do, measured from this machine: `penstock store probe`.
 
 Blocks of random bytes go through the tier as those of an engine do, sums included, in a space that
-nobody else uses, and are removed afterwards. A disk tier is measured in a folder of its own beside
-the real one.
+nobody else uses, and are removed afterwards. Where a tier compresses they are random numbers in
+bfloat16, which become smaller about as KV does. A disk tier is measured in a folder of its own
+beside the real one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from penstock.store.base import (
 )
 from penstock.store.blobs import BlobStoreError
 from penstock.store.shared import SharedTier
-from penstock.store.shared_kinds import CLIENTS, open_client
+from penstock.store.shared_kinds import CLIENTS, compresses, open_client
 from penstock.store.shared_value import generation_name, geometry_name, piece_of, value_name
 from penstock.store.tier_slots import TIER_KINDS
 from penstock.tiers.host import HostTier
@@ -143,6 +144,7 @@ class TierProbe:
         self.asks: list[float] = []
         self._name = secrets.token_bytes(DIGEST_BYTES)
         self._space: Space | None = None
+        self._compress = compresses(config.options)
         self._tier = self._open(config, undo)
         self._space = Space(self._name, self._generation())
 
@@ -150,7 +152,9 @@ class TierProbe:
         if config.kind in CLIENTS:
             blobs = open_client(config.kind, config.options)
             timeout_s = float(config.options["timeout_s"])
-            tier = SharedTier(blobs, ask_s=timeout_s, timeout_s=timeout_s, absent_s=0)
+            tier = SharedTier(
+                blobs, ask_s=timeout_s, timeout_s=timeout_s, absent_s=0, compress=self._compress
+            )
             # Once the tier is closed, or its keeper would write its records again.
             undo.callback(self._forget, config)
             undo.callback(lambda: tier.close(deadline=time.monotonic() + timeout_s))
@@ -241,7 +245,12 @@ class TierProbe:
         host = self._arena.host
         memory = host.arena.bytes[host.blocks_offset :][: self._count * host.slot_bytes]
         blocks = memory.reshape(self._count, -1)[:, : self._block_bytes]
-        blocks[:] = np.random.default_rng().integers(0, 256, blocks.shape, np.uint8)
+        chance = np.random.default_rng()
+        if self._compress:
+            numbers = chance.standard_normal((self._count, self._block_bytes // 2), np.float32)
+            blocks[:] = numbers.view("<u2")[:, 1::2].copy().view(np.uint8)
+        else:
+            blocks[:] = chance.integers(0, 256, blocks.shape, np.uint8)
         sums = self._arena.span.sum_blocks(blocks, keys, Algorithm.XXH3, salt=SALT)
         host.keep_sums(np.arange(self._count, dtype=np.int32), sums)
         return keys

@@ -90,12 +90,14 @@ class RedisBlobs:
         outcomes: list[BlobOutcome | None] = []
         for read in reads:
             counts = [next(replies) for _ in _runs(read.ranges)]
-            whole = all(
-                isinstance(reply, Taken) and reply.size_bytes == asked.reply_bytes
+            enough = all(
+                isinstance(reply, Taken)
+                and (read.whole or reply.size_bytes == asked.reply_bytes)
+                and 0 < reply.size_bytes <= asked.reply_bytes
                 for asked, reply in counts
             )
             # Without a byte that was read nothing shows that the value is there.
-            outcomes.append(BlobOutcome.READ if whole and _is_plain(read) else None)
+            outcomes.append(BlobOutcome.READ if enough and _is_plain(read) else None)
         return self._explained(reads, outcomes, deadline)
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
@@ -168,11 +170,12 @@ class RedisBlobs:
             end = max((each.offset + each.target.nbytes for each in read.ranges), default=0)
             if there != 1:
                 found.append(BlobOutcome.MISSING)
-            elif not isinstance(size, int) or size < end:
+            elif not isinstance(size, int) or (size < end and not read.whole):
                 found.append(BlobOutcome.SHORT)
             else:
-                # Nothing was asked for; or it came, or came back, after it was read.
+                # Nothing was asked for, or there is nothing; or it came after it was read.
                 empty = not any(each.target.nbytes for each in read.ranges)
+                empty = empty or (read.whole and size == 0)
                 found.append(BlobOutcome.READ if empty else BlobOutcome.MISSING)
         return found
 

@@ -78,6 +78,7 @@ class SharedTier:
         absent_s: float = ABSENT_S,
         retry_s: float = RETRY_S,
         queue_bytes: int = QUEUE_BYTES,
+        compress: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes the client; it is closed with the tier.
@@ -90,6 +91,8 @@ class SharedTier:
             absent_s: How long what was not there is not asked for again.
             retry_s: After which time a store that did not answer is asked again, the first time.
             queue_bytes: Saves in hand beyond it are dropped.
+            compress: Whether blocks are written compressed (`block_codec`, an extra). Compressed
+                ones are read in any case.
             clock: In seconds.
         """
         self._blobs = blobs
@@ -105,7 +108,7 @@ class SharedTier:
         )
         tasks = [
             SharedKeeper(self._board, blobs).keep,
-            *SharedWorkers(self._board, blobs).tasks(),
+            *SharedWorkers(self._board, blobs, compress=compress).tasks(),
         ]
         self._threads = [
             threading.Thread(target=self._run_thread, args=(task,), name="shared tier", daemon=True)

@@ -2,6 +2,10 @@
 
 The one rule: a block that `read_values` does not name as bad has the bytes that were saved under
 its key, whatever the store returned, and its sums stand in the arena.
+
+Values are read by ranges, straight to where they belong. Compressed ones cannot be: they are read
+whole, into memory of the thread. Whether they are, the last run tells; a run for which that was
+wrong takes a second call.
 """
 
 from __future__ import annotations
@@ -14,10 +18,18 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.movers.packing import PackedSums
 from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead, BlobWrite
-from penstock.store.shared_value import Fronts, fill_fronts, piece_of, read_fronts, value_name
+from penstock.store.shared_value import (
+    CODEC_PLAIN,
+    Fronts,
+    fill_fronts,
+    piece_of,
+    read_fronts,
+    value_name,
+)
+from penstock.store.shared_whole import read_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -25,9 +37,13 @@ if TYPE_CHECKING:
     from penstock.store.blobs import BlobStore
     from penstock.store.shared_geometry import Gathering, SourcePart
     from penstock.store.shared_value import ValuePiece
+    from penstock.store.shared_whole import WholeValues
     from penstock.vocabulary.checksums import Algorithm
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key
+
+WHOLE_BYTES_MAX = 32 << 20
+"""Of values that are read whole at once, by one thread; a single block may have more."""
 
 
 class ValueRun(NamedTuple):
@@ -48,10 +64,21 @@ class ReadResult(NamedTuple):
     """By position in the run."""
     wrong: list[str]
     """Names of values that are not what they should be."""
+    compressed: bool
+    """Whether there were compressed values."""
+
+
+class WriteResult(NamedTuple):
+    """What came of writing a run, by position."""
+
+    problems: list[str]
+    """Why a block could not be written, or an empty text."""
+    stored_bytes: list[int]
+    """Of each block as it was stored."""
 
 
 class FrontMemory:
-    """Memory of one thread for heads and sums, known to the client."""
+    """Memory of one thread for heads and sums, or whole values, known to the client."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
@@ -108,9 +135,10 @@ def write_values(
     blobs: BlobStore,
     memory: FrontMemory,
     *,
+    compress: bool,
     timeout_s: float,
-) -> list[str]:
-    """Writes blocks; why one could not be written, or an empty text, by position.
+) -> WriteResult:
+    """Writes blocks, compressed if it is wanted and makes them smaller.
 
     Raises:
         BlobStoreError: the store does not answer.
@@ -118,14 +146,31 @@ def write_values(
     piece, count = piece_of(run.arena), len(run.keys)
     fronts = memory.room(count * piece.front_bytes).reshape(count, -1)
     sums = run.arena.host.sums(run.slots)
-    fill_fronts(fronts, run.space, piece, run.keys, parents, run.salt, sums)
+    blocks = blocks_of(run, piece.block_bytes)
+    if compress:
+        blocks = _compressed(blocks)
+    sizes = [block.nbytes for block in blocks]
+    fill_fronts(fronts, run.space, piece, run.keys, parents, run.salt, sums, sizes)
     writes = [
         BlobWrite(value_name(run.space, piece, key), (front.data, block))
-        for key, front, block in zip(
-            run.keys, fronts, blocks_of(run, piece.block_bytes), strict=True
-        )
+        for key, front, block in zip(run.keys, fronts, blocks, strict=True)
     ]
-    return blobs.write(writes, timeout_s=timeout_s)
+    return WriteResult(blobs.write(writes, timeout_s=timeout_s), sizes)
+
+
+def _compressed(blocks: Sequence[memoryview]) -> list[memoryview]:
+    """Blocks in fewer bytes; those that would not have fewer as they are."""
+    from penstock.store.block_codec import (  # noqa: PLC0415  (an extra)
+        choose_item_bytes,
+        encode_block,
+    )
+
+    item_bytes = choose_item_bytes(blocks[0])
+    encoded = [encode_block(block, item_bytes=item_bytes) for block in blocks]
+    return [
+        block if each is None else memoryview(each)
+        for block, each in zip(blocks, encoded, strict=True)
+    ]
 
 
 def read_values(
@@ -135,13 +180,61 @@ def read_values(
     memory: FrontMemory,
     sums: SumsOfArenas,
     *,
+    whole: bool,
     timeout_s: float,
 ) -> ReadResult:
     """Reads blocks into their arena slots, verifies them and writes their sums there.
 
+    Args:
+        run: The blocks.
+        gathering: Of which values they are made.
+        blobs: Where the values are.
+        memory: Of this thread.
+        sums: What computes sums.
+        whole: Whether values are expected to be compressed.
+        timeout_s: Of each call of the client.
+
     Raises:
         BlobStoreError: the store does not answer.
     """
+    faults: dict[int, BlockFault] = {}
+    again = list(range(len(run.keys)))
+    if not whole:
+        again = _read_ranges(run, gathering, blobs, memory, sums, faults, timeout_s=timeout_s)
+    compressed = False
+    size = sum(part.piece.value_bytes for part in gathering.parts)
+    at_once = max(1, WHOLE_BYTES_MAX // size)
+    for first in range(0, len(again), at_once):
+        chosen = again[first : first + at_once]
+        keys = [run.keys[position] for position in chosen]
+        some = run._replace(keys=keys, slots=run.slots[chosen])
+        values = read_whole(
+            run.space, keys, gathering.parts, blobs, memory, may_end=True, timeout_s=timeout_s
+        )
+        compressed |= any(each.compressed for each in values)
+        found = _place_whole(some, values)
+        _verify(some, gathering, [each.fronts for each in values], sums, found)
+        faults |= {chosen[position]: fault for position, fault in found.items()}
+    wrong = [
+        value_name(run.space, part.piece, run.keys[position])
+        for position, fault in faults.items()
+        if fault is BlockFault.CORRUPT
+        for part in gathering.parts
+    ]
+    return ReadResult(faults, wrong, compressed)
+
+
+def _read_ranges(
+    run: ValueRun,
+    gathering: Gathering,
+    blobs: BlobStore,
+    memory: FrontMemory,
+    sums: SumsOfArenas,
+    faults: dict[int, BlockFault],
+    *,
+    timeout_s: float,
+) -> list[int]:
+    """Reads blocks straight into the arena; those that are to be read whole, by position."""
     count = len(run.keys)
     room = memory.room(count * sum(part.piece.front_bytes for part in gathering.parts))
     blocks = blocks_of(run, run.arena.host.layout.block_bytes)
@@ -158,21 +251,40 @@ def read_values(
         read_fronts(front, run.space, part.piece, run.keys)
         for part, front in zip(gathering.parts, fronts, strict=True)
     ]
-    faults: dict[int, BlockFault] = {}
+    again: set[int] = set()
     for number, outcome in enumerate(outcomes):
         part_number, position = divmod(number, count)
+        front_of = checked[part_number]
         if outcome is BlobOutcome.MISSING:
             faults[position] = BlockFault.MISSING
-        elif outcome is BlobOutcome.SHORT or not checked[part_number].sound[position]:
+        elif outcome is BlobOutcome.SHORT:
+            # It was cut, or is compressed: its head says which.
+            again.add(position)
+        elif not front_of.sound[position]:
             faults.setdefault(position, BlockFault.CORRUPT)
-    _verify(run, gathering, checked, sums, faults)
-    wrong = [
-        value_name(run.space, part.piece, run.keys[position])
-        for position, fault in faults.items()
-        if fault is BlockFault.CORRUPT
-        for part in gathering.parts
-    ]
-    return ReadResult(faults, wrong)
+        elif front_of.codecs[position] != CODEC_PLAIN:
+            again.add(position)
+    unread = again - faults.keys()
+    _verify(run, gathering, checked, sums, faults, skipped=unread)
+    return sorted(unread)
+
+
+def _place_whole(run: ValueRun, values: Sequence[WholeValues]) -> dict[int, BlockFault]:
+    """Copies what is wanted of whole values into the arena; what is wrong with which blocks."""
+    faults: dict[int, BlockFault] = {}
+    for each in values:
+        for position, fault in each.faults.items():
+            if fault is BlockFault.MISSING:
+                faults[position] = fault
+            else:
+                faults.setdefault(position, fault)
+    for position, memory in enumerate(blocks_of(run, run.arena.host.layout.block_bytes)):
+        if position not in faults:
+            block = np.frombuffer(memory, dtype=np.uint8)
+            for each in values:
+                for start, to, length in each.part.ranges:
+                    block[to : to + length] = each.blocks[position, start : start + length]
+    return faults
 
 
 def blocks_of(run: ValueRun, block_bytes: int) -> list[memoryview]:
@@ -208,6 +320,8 @@ def _verify(
     fronts: Sequence[Fronts],
     sums: SumsOfArenas,
     faults: dict[int, BlockFault],
+    *,
+    skipped: Collection[int] = (),
 ) -> None:
     """Checks what arrived against the sums of the values, and keeps sums under `run.salt`."""
     host, own = run.arena.host, run.arena.form.checksum
@@ -215,7 +329,7 @@ def _verify(
     # Values of one life have one salt; most runs are of one life.
     by_salts: dict[tuple[int, ...], list[int]] = {}
     for position in range(len(run.keys)):
-        if position not in faults:
+        if position not in faults and position not in skipped:
             salts = tuple(front.salts[position] for front in fronts)
             by_salts.setdefault(salts, []).append(position)
     for salts, positions in by_salts.items():

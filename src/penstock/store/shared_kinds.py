@@ -105,10 +105,36 @@ def open_client(kind: str, options: Options) -> BlobStore:
 
 
 def open_shared(config: StoreTierConfig) -> StoreTier:
-    """Opens a tier of one of the kinds in `CLIENTS`."""
+    """Opens a tier of one of the kinds in `CLIENTS`.
+
+    Raises:
+        ConfigError: an option is wrong.
+        UnavailableError: a package is not installed.
+    """
     options = config.options
+    compress = compresses(options)
     return SharedTier(
         open_client(config.kind, options),
         ask_s=float(options["ask_ms"]) / 1000,
         timeout_s=float(options["timeout_s"]),
+        compress=compress,
     )
+
+
+def compresses(options: Options) -> bool:
+    """Whether a tier with these options writes blocks compressed.
+
+    Raises:
+        UnavailableError: it should, and the package is not installed.
+    """
+    name = options.get("compression", "off")
+    if name == "off":
+        return False
+    try:
+        import penstock.store.block_codec  # noqa: F401, PLC0415  (an extra)
+    except ImportError as error:
+        raise UnavailableError(
+            f"compression {name!r} needs a package that is not installed ({error.name}): "
+            "pip install 'penstock[compression]'"
+        ) from error
+    return True

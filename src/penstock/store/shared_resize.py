@@ -8,14 +8,14 @@ The one rule: nothing reaches the arena before all that it is made of was verifi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.cache.operations import BlockFault
-from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead
 from penstock.store.shared_io import ReadResult, blocks_of
-from penstock.store.shared_value import read_fronts, value_name
+from penstock.store.shared_value import value_name
+from penstock.store.shared_whole import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,18 +26,10 @@ if TYPE_CHECKING:
     from penstock.store.shared_board import Where
     from penstock.store.shared_geometry import Gathering, SourcePart
     from penstock.store.shared_io import FrontMemory, SumsOfArenas, ValueRun
+    from penstock.store.shared_whole import WholeValues
     from penstock.vocabulary.form import Form
     from penstock.vocabulary.ids import Key
     from penstock.vocabulary.layout import Layout
-
-
-class _Values(NamedTuple):
-    """The values of one part of the blocks, as they were read."""
-
-    part: SourcePart
-    form: Form
-    room: NDArray[np.uint8]
-    """Of shape [keys, bytes of a value]."""
 
 
 def read_resized(
@@ -48,6 +40,7 @@ def read_resized(
     memory: FrontMemory,
     sums: SumsOfArenas,
     *,
+    may_end: bool,
     timeout_s: float,
 ) -> ReadResult:
     """Reads blocks into their arena slots, verifies them and writes their sums there.
@@ -56,11 +49,15 @@ def read_resized(
         BlobStoreError: the store does not answer.
     """
     keys = list(dict.fromkeys(key for where in wheres for key in where.keys))
-    sources = _read(run, keys, gathering, blobs, memory, timeout_s=timeout_s)
+    found = read_whole(
+        run.space, keys, gathering.parts, blobs, memory, may_end=may_end, timeout_s=timeout_s
+    )
+    sources = list(zip(found, gathering.forms, strict=True))
     bad: dict[Key, BlockFault] = {}
     wrong: list[str] = []
-    for values, outcomes in sources:
-        for key, fault in _check(run, keys, values, outcomes, sums).items():
+    for values, form in sources:
+        for number, fault in _check(keys, values, form, sums).items():
+            key = keys[number]
             bad.setdefault(key, fault)
             if fault is BlockFault.CORRUPT:
                 wrong.append(value_name(run.space, values.part.piece, key))
@@ -69,77 +66,40 @@ def read_resized(
     numbers = {key: number for number, key in enumerate(keys)}
     blocks = blocks_of(run, run.arena.host.layout.block_bytes)
     for position, where in enumerate(wheres):
-        found = [bad[key] for key in where.keys if key in bad]
-        if found:
-            faults[position] = found[0]
+        wrong_with = [bad[key] for key in where.keys if key in bad]
+        if wrong_with:
+            faults[position] = wrong_with[0]
             continue
         good.append(position)
         block = np.frombuffer(blocks[position], dtype=np.uint8)
-        for values, _ in sources:
-            rows = [
-                values.room[numbers[key], values.part.piece.front_bytes :] for key in where.keys
-            ]
-            _copy(rows, where.window, values, run.arena.host.layout, block)
+        for values, form in sources:
+            rows = [values.blocks[numbers[key]] for key in where.keys]
+            _copy(rows, where.window, values.part, form, run.arena.host.layout, block)
     _keep_sums(run, good, sums)
-    return ReadResult(faults, wrong)
-
-
-def _read(
-    run: ValueRun,
-    keys: Sequence[Key],
-    gathering: Gathering,
-    blobs: BlobStore,
-    memory: FrontMemory,
-    *,
-    timeout_s: float,
-) -> list[tuple[_Values, list[BlobOutcome]]]:
-    room = memory.room(len(keys) * sum(part.piece.value_bytes for part in gathering.parts))
-    reads: list[BlobRead] = []
-    values: list[_Values] = []
-    for part, form in zip(gathering.parts, gathering.forms, strict=True):
-        size = len(keys) * part.piece.value_bytes
-        mine, room = room[:size].reshape(len(keys), -1), room[size:]
-        mine[:, : part.piece.front_bytes] = 0
-        values.append(_Values(part, form, mine))
-        reads += [
-            BlobRead(value_name(run.space, part.piece, key), [BlobRange(0, row.data)])
-            for key, row in zip(keys, mine, strict=True)
-        ]
-    outcomes = blobs.read(reads, timeout_s=timeout_s)
-    step = len(keys)
-    return [(each, outcomes[at * step : (at + 1) * step]) for at, each in enumerate(values)]
+    return ReadResult(faults, wrong, compressed=any(each.compressed for each in found))
 
 
 def _check(
-    run: ValueRun,
-    keys: Sequence[Key],
-    values: _Values,
-    outcomes: Sequence[BlobOutcome],
-    sums: SumsOfArenas,
-) -> dict[Key, BlockFault]:
+    keys: Sequence[Key], values: WholeValues, form: Form, sums: SumsOfArenas
+) -> dict[int, BlockFault]:
     """What is wrong with which values."""
-    piece, room = values.part.piece, values.room
-    fronts = read_fronts(room[:, : piece.front_bytes], run.space, piece, keys)
-    bad: dict[Key, BlockFault] = {}
-    of_form = sums.of_form(values.form)
-    for number, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
-        if outcome is BlobOutcome.MISSING:
-            bad[key] = BlockFault.MISSING
-        elif outcome is BlobOutcome.SHORT or not fronts.sound[number]:
-            bad[key] = BlockFault.CORRUPT
-        else:
-            place = np.array([piece.front_bytes], dtype=np.int64)
+    bad = dict(values.faults)
+    of_form, fronts = sums.of_form(form), values.fronts
+    place = np.zeros(1, dtype=np.int64)
+    for number, key in enumerate(keys):
+        if number not in bad:
             salt = fronts.salts[number]
-            found = of_form.sum_pairs(room[number], place, [key], (salt, salt))[0, 0]
+            found = of_form.sum_pairs(values.blocks[number], place, [key], (salt, salt))[0, 0]
             if not np.array_equal(found, fronts.sums[number]):
-                bad[key] = BlockFault.CORRUPT
+                bad[number] = BlockFault.CORRUPT
     return bad
 
 
 def _copy(
     rows: Sequence[NDArray[np.uint8]],
     window: int,
-    values: _Values,
+    part: SourcePart,
+    form: Form,
     layout: Layout,
     block: NDArray[np.uint8],
 ) -> None:
@@ -147,8 +107,8 @@ def _copy(
 
     A segment is token after token, so the tokens of a smaller block are a run of a larger one's.
     """
-    there = values.form.layout
-    for source, target in zip(values.part.source_cells, values.part.target_cells, strict=True):
+    there = form.layout
+    for source, target in zip(part.source_cells, part.target_cells, strict=True):
         pairs = zip(there.cells[source].segments, layout.cells[target].segments, strict=True)
         for given, wanted in pairs:
             size = min(given.length, wanted.length)

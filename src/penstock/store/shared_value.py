@@ -1,6 +1,6 @@
 """What one value of a shared store holds: a piece of a block, with all that is needed to trust it.
 
-    value = head (256 bytes), cell sums (8 bytes a cell), block (packed)
+    value = head (256 bytes), cell sums (8 bytes a cell), block (packed; perhaps compressed)
     name  = penstock.v1/SPACE/GENERATION/PIECE/KEY
 
 A *piece* is what one rank holds of a block: some layers and heads of it, in canonical order. It is
@@ -9,7 +9,8 @@ same heads of the same layers have one piece. Where the bytes of two ranks diffe
 not (an engine's opaque blocks without heads), the piece is named by the rank as well.
 
 The head repeats the name, and its sum covers the cell sums, which cover the bytes. So a value that
-was cut, exchanged, aged or damaged on the way is no value. Numbers are little-endian.
+was cut, exchanged, aged or damaged on the way is no value. Sums are those of the plain bytes, also
+where the block is compressed (`block_codec`). Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ VERSION = 1
 HEAD_BYTES = 256
 PREFIX = "penstock.v1"
 NO_PARENT = bytes(KEY_BYTES)
+CODEC_PLAIN, CODEC_PLANES = 0, 1
+"""How the block of a value is stored: as it is, or by `block_codec`."""
 
 HEAD = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("codec", "<u4"),  # Of the block; 0: as it is.
+        ("codec", "<u4"),  # Of the block: `CODEC_PLAIN`, `CODEC_PLANES`.
         ("space", f"V{DIGEST_BYTES}"),
         ("generation", "<u8"),
         ("piece", f"V{DIGEST_BYTES}"),
@@ -113,12 +116,18 @@ def fill_fronts(
     parents: Sequence[Key | None],
     salt: int,
     sums: NDArray[np.uint64],
+    stored_bytes: Sequence[int],
 ) -> None:
-    """Writes heads and cell sums into `room`, of shape [keys, `piece.front_bytes`]."""
+    """Writes heads and cell sums into `room`, of shape [keys, `piece.front_bytes`].
+
+    `stored_bytes` are those of each block as it is stored; if they are fewer than the block has, it
+    is compressed.
+    """
     heads = np.zeros(len(keys), dtype=HEAD)
     heads["magic"], heads["version"] = MAGIC, VERSION
     heads["salt"], heads["block_bytes"] = salt, piece.block_bytes
-    heads["stored_bytes"], heads["cell_count"] = piece.block_bytes, piece.cell_count
+    heads["stored_bytes"], heads["cell_count"] = stored_bytes, piece.cell_count
+    heads["codec"][heads["stored_bytes"] < piece.block_bytes] = CODEC_PLANES
     heads["block_tokens"] = piece.block_tokens
     heads["parent"] = _key_fields([each or NO_PARENT for each in parents])
     _name_heads(heads, space, piece, keys)
@@ -139,6 +148,10 @@ class Fronts(NamedTuple):
     """Of shape [values, cells]."""
     parents: list[Key | None]
     """The block before each."""
+    codecs: list[int]
+    """How each block is stored, and"""
+    stored_bytes: list[int]
+    """in how many bytes: fewer than the block has, unless it is plain."""
 
 
 def read_fronts(
@@ -148,17 +161,25 @@ def read_fronts(
     heads = np.ascontiguousarray(room[:, :HEAD_BYTES]).view(HEAD)[:, 0]
     wanted = np.zeros(len(keys), dtype=HEAD)
     wanted["magic"], wanted["version"] = MAGIC, VERSION
-    wanted["block_bytes"] = wanted["stored_bytes"] = piece.block_bytes
+    wanted["block_bytes"] = piece.block_bytes
     wanted["cell_count"], wanted["block_tokens"] = piece.cell_count, piece.block_tokens
     _name_heads(wanted, space, piece, keys)
     sound = heads["sum"] == np.array([_sum_of(each) for each in room], dtype="<u8")
     for name in HEAD.names or ():
-        if name not in {"salt", "parent", "reserved", "sum"}:
+        if name not in {"salt", "parent", "reserved", "sum", "codec", "stored_bytes"}:
             sound &= heads[name] == wanted[name]
+    stored = heads["stored_bytes"]
+    sound &= np.where(
+        heads["codec"] == CODEC_PLAIN,
+        stored == piece.block_bytes,
+        (stored > 0) & (stored < piece.block_bytes),
+    )
     sums = np.ascontiguousarray(room[:, HEAD_BYTES:]).view("<u8").astype(np.uint64, copy=False)
     parents = [each.tobytes()[:KEY_BYTES] for each in heads["parent"]]
     known = [parent if parent != NO_PARENT else None for parent in parents]
-    return Fronts(sound, heads["salt"].tolist(), sums, known)
+    return Fronts(
+        sound, heads["salt"].tolist(), sums, known, heads["codec"].tolist(), stored.tolist()
+    )
 
 
 def _name_heads(

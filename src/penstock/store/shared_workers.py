@@ -34,9 +34,12 @@ _UNREADABLE = BlockFault.UNREADABLE
 class SharedWorkers:
     """What the workers do; `tasks` are to be run by a thread each."""
 
-    def __init__(self, board: SharedBoard, blobs: BlobStore) -> None:
+    def __init__(self, board: SharedBoard, blobs: BlobStore, *, compress: bool) -> None:
         self._board = board
         self._blobs = blobs
+        self._compress = compress
+        self._compressed = compress
+        """Whether the last run that was read had compressed values; any thread may say so."""
 
     def tasks(self) -> list[Callable[[], None]]:
         return [
@@ -134,19 +137,23 @@ class SharedWorkers:
                 continue
             gathering, values = plan[job.arena.part], _value_run(chosen, job)
             means = (self._blobs, memory, self._board.sums)
+            timeout_s, compressed = self._board.timeout_s, self._compressed
             try:
                 if gathering.block_tokens == job.arena.form.block_tokens:
-                    result = read_values(values, gathering, *means, timeout_s=self._board.timeout_s)
+                    result = read_values(
+                        values, gathering, *means, whole=compressed, timeout_s=timeout_s
+                    )
                 else:
                     wheres = list(found.values())
                     result = read_resized(
-                        values, wheres, gathering, *means, timeout_s=self._board.timeout_s
+                        values, wheres, gathering, *means, may_end=compressed, timeout_s=timeout_s
                     )
             except BlobStoreError as error:
                 with self._board.lock:
                     self._board.fail(error)
                     run.job.failure = str(error)
                 continue
+            self._compressed = result.compressed
             for place in places:
                 del faults[place]
             faults.update({places[at]: fault for at, fault in result.faults.items()})
@@ -201,10 +208,11 @@ class SharedWorkers:
                 # Who writes it ends within the time of its calls, and says so.
                 self._board.idle.wait(self._board.timeout_s)
             self._board.being_written |= names
-        failure, written = "", 0
+        failure = ""
+        sizes: list[int] = []
         faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
         try:
-            written, faults, failure = self._write_absent(run, job, memory)
+            sizes, faults, failure = self._write_absent(run, job, memory)
             with self._board.lock:
                 self._board.succeed()
         except BlobStoreError as error:
@@ -215,34 +223,38 @@ class SharedWorkers:
             with self._board.lock:
                 self._board.being_written -= names
                 self._board.idle.notify_all()
-                self._board.blocks_written += written
-                self._board.bytes_written += written * piece.block_bytes
+                self._board.blocks_written += len(sizes)
+                self._board.bytes_written += sum(sizes)
                 self._note_saved(run, job, faults)
                 self._board.state_changed = True
                 self._board.end_run(run, faults, failure)
 
     def _write_absent(
         self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory
-    ) -> tuple[int, dict[int, BlockFault], str]:
-        """Writes what is not there; how many blocks, and what failed, by place and why."""
+    ) -> tuple[list[int], dict[int, BlockFault], str]:
+        """Writes what is not there; the bytes of each block, and what failed, by place and why."""
         piece = piece_of(job.arena)
         names = [value_name(job.space, piece, job.keys[each]) for each in run.positions]
         there = self._blobs.exists(names, timeout_s=self._board.timeout_s)
         absent = [place for place, is_there in enumerate(there) if not is_there]
         if not absent:
-            return 0, {}, ""
+            return [], {}, ""
         chosen = RunOfBlocks(run.job, [run.positions[place] for place in absent])
-        problems = write_values(
+        result = write_values(
             _value_run(chosen, job),
             [job.parents[position] for position in chosen.positions],
             self._blobs,
             memory,
+            compress=self._compress,
             timeout_s=self._board.timeout_s,
         )
-        faults = {
-            place: _UNREADABLE for place, problem in zip(absent, problems, strict=True) if problem
-        }
-        return len(absent) - len(faults), faults, next(filter(None, problems), "")
+        sizes, faults = [], {}
+        for place, problem, size in zip(absent, *result, strict=True):
+            if problem:
+                faults[place] = _UNREADABLE
+            else:
+                sizes.append(size)
+        return sizes, faults, next(filter(None, result.problems), "")
 
     def _note_saved(self, run: RunOfBlocks, job: SaveJob, faults: dict[int, BlockFault]) -> None:
         own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)

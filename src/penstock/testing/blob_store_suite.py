@@ -161,6 +161,22 @@ class BlobStoreSuite(ABC):
         assert outcomes == [BlobOutcome.READ, BlobOutcome.MISSING, BlobOutcome.SHORT]
         assert memory[:4] == b"aaaa"
 
+    def test_a_whole_value_may_be_shorter_than_the_memory_for_it(self, blobs: BlobStore) -> None:
+        self.put(blobs, {self.name("a"): b"four", self.name("c"): b"longer"})
+        memory = bytearray([FILL]) * 18
+        reads = [
+            BlobRead(self.name(name), [BlobRange(0, memoryview(memory)[at : at + 6])], whole=True)
+            for name, at in (("a", 0), ("none", 6), ("c", 12))
+        ]
+
+        outcomes = blobs.read(reads, timeout_s=SOON_S)
+
+        assert outcomes == [BlobOutcome.READ, BlobOutcome.MISSING, BlobOutcome.READ]
+        assert memory[:6] == b"four" + bytes([FILL] * 2)
+        assert memory[12:] == b"longer"
+        with pytest.raises(ValueError, match="is read whole, must have one range, from 0 on"):
+            blobs.read([BlobRead(self.name("a"), [], whole=True)], timeout_s=SOON_S)
+
     def test_ranges_without_bytes_are_answered_for_the_value(self, blobs: BlobStore) -> None:
         self.put(blobs, {self.name("a"): b"four"})
         nothing = memoryview(bytearray())
