@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from penstock.handoff.protocol import messages as msg
 from penstock.handoff.protocol.round_trips import RoundTrip
 from penstock.handoff.protocol.settings import HandoffTimes
 
@@ -223,3 +224,36 @@ def test_closing_is_measured_and_a_clone_measures_for_itself(make_world: type[Wo
     assert decode.round_trips["d0"].mean_s == 0.0
     twin.round_trips.clear()
     assert decode.round_trips
+
+
+def stops_in_two_minutes(world: World, *, talks: bool) -> int:
+    """How often a target sends a `Stop` that nobody answers to a source that talks, or does not."""
+    world.submit_prefill()
+    world.submit_decode()
+    world.run()
+    world.do("D", lambda d: d.cancel("h", world.now))
+    world.deliver(world.wire.index(world.said(msg.DropHandoff)[0]))
+    source, target = world.parties["p0"], world.parties["d0"]
+    count = 0
+    for _ in range(120):
+        count += len(world.said(msg.Stop))
+        world.wire.clear()
+        world.wait(1.0)
+        if talks:
+            pong = msg.Pong(sender=source.life, target=target.life)
+            world.do("d0", lambda d, pong=pong: d.receive(pong, world.now))
+    return count
+
+
+def test_a_source_that_talks_but_answers_late_is_asked_as_seldom_as_the_limit_says(
+    make_world: type[World],
+) -> None:
+    # Seeds 64368 and 61318 of the simulator: over a link of 20 messages a second, no answer came
+    # before all of those in front of it, and meanwhile every resend made the queue longer.
+    times = HandoffTimes(lease_s=1000.0)
+
+    silent = stops_in_two_minutes(make_world(times=times), talks=False)
+    talking = stops_in_two_minutes(make_world(times=times), talks=True)
+
+    assert silent >= 120.0 / times.resend_cap_s
+    assert talking <= 8 + 120.0 / times.resend_limit_s  # 0.25 s doubles to 30 s in seven resends.

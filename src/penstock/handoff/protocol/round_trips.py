@@ -41,7 +41,7 @@ class RoundTrip(NamedTuple):
     deviation_s: float = 0.0
     doubled_at: float = float("-inf")
     heard: bool = False
-    """Whether some answer came since then."""
+    """Whether some message came since then, an answer or not: its link is not cut."""
     overdue: Hashable = None
     """The question whose resend made the wait longer, at `doubled_at`."""
     shortened: bool = False
@@ -73,10 +73,14 @@ class RoundTrip(NamedTuple):
             deviation_s = self.deviation_s + _DEVIATION_WEIGHT * (abs(error_s) - self.deviation_s)
         return RoundTrip(mean_s + _DEVIATIONS * deviation_s, mean_s, deviation_s)
 
+    def heard_from(self) -> RoundTrip:
+        """After any message came, though it may answer nothing."""
+        return self if self.heard else self._replace(heard=True)
+
     def _answered_unmeasured(
         self, question: Hashable, now: float, times: HandoffTimes
     ) -> RoundTrip:
-        trip = self if self.heard else self._replace(heard=True)
+        trip = self.heard_from()
         if self.mean_s is None or self.shortened or question != self.overdue:
             return trip
         measured_s = self.mean_s + _DEVIATIONS * self.deviation_s
@@ -88,8 +92,9 @@ class RoundTrip(NamedTuple):
         """After a question that waited in vain was sent once more.
 
         Several may wait at a time, each with a timer of its own: the wait doubles once for all of
-        them, not once for each. Beyond the cap it doubles only while answers come, too late: a peer
-        that is silent, because its link is cut, is asked as soon as the link may be healed.
+        them, not once for each. Beyond the cap it doubles only while messages come, and the answer
+        does not: it waits behind others. A peer that is silent, because its link is cut, is asked
+        as soon as the link may be healed.
         """
         trip = self._replace(question=None) if question == self.question else self
         wait_s = max(self.wait_s, times.resend_s)
