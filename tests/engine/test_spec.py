@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+import msgspec
+import pytest
+
 from penstock.config import STARTER_TOML, parse_config
 from penstock.engine.spec import (
     InstanceRole,
@@ -26,6 +29,21 @@ SPEC = InstanceSpec(
     handoff_secret=SECRET,
     handoff_host="192.0.2.1",
 )
+ABOVE = """
+version = 1
+model = { name = "example/model", weights_version = "1" }
+[[tiers]]
+name = "host"
+kind = "host"
+gib = 1
+[[tiers]]
+name = "shared"
+"""
+SHARED_TIERS = {
+    "redis": 'kind = "redis"\nurl = "redis://192.0.2.1:6379"\ncluster = true',
+    "mooncake": 'kind = "mooncake"\nmaster = "192.0.2.1:50051"',
+    "objects": 'kind = "objects"\nurl = "s3://bucket/prefix"',
+}
 
 
 def test_a_printed_spec_shows_no_secret() -> None:
@@ -41,5 +59,15 @@ def test_a_spec_that_travels_keeps_its_secrets() -> None:
     fd = sealed(SPEC)
     try:
         assert read_sealed(str(fd), InstanceSpec) == SPEC
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("kind", SHARED_TIERS)
+def test_a_spec_with_a_shared_store_travels(kind: str) -> None:
+    spec = msgspec.structs.replace(SPEC, config=parse_config(ABOVE + SHARED_TIERS[kind]))
+    fd = sealed(spec)
+    try:
+        assert read_sealed(str(fd), InstanceSpec) == spec
     finally:
         os.close(fd)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli.conventions import ConfigOption
-from penstock.config.values import KEY_VARIABLE, ServeTable
+from penstock.config.values import KEY_VARIABLE, SHARED_KINDS, ServeTable
 from penstock.errors import UnavailableError
 from penstock.observe import logs
 
@@ -310,6 +310,10 @@ class StartProgress:
         ]
         taken_s = [*ready_s[1:], *(0.0 for _ in config.cache.tiers)]  # The device comes first.
         for tier, kind, each_s in zip(config.cache.tiers, config.tier_kinds, taken_s, strict=False):
+            if kind.name in SHARED_KINDS:
+                # How much it holds, only the store knows.
+                tiers.append(f"{tier.name} ({kind.name})")
+                continue
             size = f"{kind.gib:g} GiB" if kind.gib else f"{tier.slot_count} blocks"
             tiers.append(f"{tier.name} {size} ready in {each_s:.2f} s")
         print(

@@ -202,7 +202,7 @@ class Shares:
 
 
 Key: TypeAlias = Whole | Number | String | EnumChoice | Flag | Shares
-Value: TypeAlias = int | float | str
+Value: TypeAlias = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
