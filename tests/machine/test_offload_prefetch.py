@@ -154,7 +154,7 @@ def test_a_managed_engine_may_prefetch_too(make_driver: MakeDriver) -> None:
     prefetch(driver, "ab")
     driver.finish()
 
-    assert driver.acquire("ab").cached_by_tier == (0, 4, 0)
+    assert driver.acquire("ab").cached_by_tier == (0, 0, 4)
 
 
 def test_a_block_that_is_still_being_written_below_cannot_be_fetched_from_there(
@@ -175,3 +175,52 @@ def test_a_block_that_is_still_being_written_below_cannot_be_fetched_from_there(
     found = look(driver, "a")
     assert (found.ready, found.pending, found.miss.reason) == (0, 0, MissReason.FILLING)
     assert prefetch(driver, "a").accepted == ()
+
+
+def tokens_by_tier(driver: Driver) -> list[int]:
+    return driver.books.counters.tokens_cached_by_tier
+
+
+def test_the_first_load_of_prefetched_blocks_counts_for_the_tier_they_came_from(
+    driver: Driver,
+) -> None:
+    slots = np.arange(3, dtype=np.int32)[None]
+    prefetch(driver, "abc")
+    driver.finish()
+
+    driver.handle(ev.Load(keys=driver.keys("abc"), slots=slots, cause="load"))
+    driver.finish()
+    assert tokens_by_tier(driver) == [0, 0, 6]
+
+    driver.handle(ev.Load(keys=driver.keys("abc"), slots=slots, cause="load"))
+    assert tokens_by_tier(driver) == [0, 6, 6]
+
+
+def test_the_first_request_for_prefetched_blocks_is_told_where_they_came_from(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=8, host=8, disk=8)
+    driver.discover(2, "abc")
+    driver.handle(ev.Prefetch(keys=driver.keys("abc"), cause="ahead of need"))
+
+    assert driver.acquire("ab").cached_by_tier == (0, 0, 4)
+    driver.finish()
+    assert driver.acquire("abc").cached_by_tier == (4, 0, 2)
+
+
+def test_prefetched_blocks_that_left_and_were_computed_count_for_the_hub(
+    make_driver: MakeDriver,
+) -> None:
+    driver = make_driver(device=None, host=2, disk=8)
+    driver.discover(2, "ab")
+    prefetch(driver, "ab")
+    driver.finish()
+    slots = np.arange(2, dtype=np.int32)[None]
+    driver.handle(ev.Save(keys=driver.keys("xy"), slots=slots, cause="save"))
+    driver.finish()
+    driver.handle(ev.Save(keys=driver.keys("ab"), slots=slots, cause="save"))
+    driver.finish()
+
+    driver.handle(ev.Load(keys=driver.keys("ab"), slots=slots, cause="load"))
+
+    assert tokens_by_tier(driver) == [0, 4, 0]

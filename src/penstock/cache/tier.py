@@ -70,6 +70,9 @@ class Tier:
         """How many of the blocks that follow a node lie in this tier and are not leaving."""
         self.priority = np.zeros(nodes.capacity, dtype=np.int16)
         """Node to the priority of its copy here: the node's, or 0 if its tenant raised too many."""
+        self.fetched_from = np.zeros(nodes.capacity, dtype=np.int8)
+        """Node to the tier below that its copy was fetched from, until a request uses it; or 0."""
+        self.any_fetched = False
         self._look_at_arrays()
         self.used_by: dict[int, int] = {}
         """Tenant to the number of its blocks here."""
@@ -181,6 +184,17 @@ class Tier:
         """Leaving blocks stay after all."""
         self.pool.keep(self.slot_of[nodes])
         self._count_children(nodes, 1)
+
+    def note_fetched(self, nodes: NDArray[np.int32], source: int) -> None:
+        """Copies were fetched from a tier below, before a request needed them."""
+        self.any_fetched = True
+        self.fetched_from[nodes] = source
+
+    def take_origins(self, nodes: NDArray[np.int32]) -> NDArray[np.int8]:
+        """Of copies that a request uses: the tier each was fetched from for it, or 0."""
+        found = self.fetched_from[nodes]
+        self.fetched_from[nodes] = 0
+        return found
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:
         """A request used the copies here."""
@@ -348,6 +362,7 @@ class Tier:
             self.slot_of = grown(self.slot_of, capacity, fill=NOWHERE)
             self.children = grown(self.children, capacity)
             self.priority = grown(self.priority, capacity)
+            self.fetched_from = grown(self.fetched_from, capacity)
             self._look_at_arrays()
             for policy in (self.policy, *self._quota_policies.values()):
                 policy.resize(capacity)
@@ -439,6 +454,8 @@ class Tier:
         staying = self.pool.state[slots] != LEAVING
         if self.raised_by:
             self._lower(nodes)
+        if self.any_fetched:
+            self.fetched_from[nodes] = 0
         self.slot_of[nodes] = NOWHERE
         self.pool.node[slots] = NOWHERE
         self.nodes.copy_count[nodes] -= 1

@@ -20,7 +20,7 @@ from penstock.machine import copies, writes
 from penstock.machine.books import LeaseRecord, require_count, require_sound_wishes
 from penstock.machine.effects import Granted
 from penstock.machine.gate import worth_loading
-from penstock.machine.matching import Finding, explain, explain_first, find
+from penstock.machine.matching import Finding, count_cached, explain, explain_first, find
 from penstock.vocabulary.ids import LeaseId
 
 if TYPE_CHECKING:
@@ -299,13 +299,10 @@ def _share_loads(books: Books, lease: LeaseRecord, held: NDArray[np.int32]) -> N
 def _account(
     books: Books, lease: LeaseRecord, found: Finding, miss: Miss, event: Acquire, now: float
 ) -> None:
-    block_tokens = books.settings.block_tokens
     counters = books.counters
     counters.requests += 1
     counters.tokens_asked += event.token_count
-    by_tier = np.bincount(found.source, minlength=len(books.tiers)) * block_tokens
-    for index, tokens in enumerate(by_tier.tolist()):
-        counters.tokens_cached_by_tier[index] += tokens
+    by_tier = count_cached(books, found)
     counters.misses[miss.reason] += 1
     keys = event.keys[: len(found.nodes)]
     books.history.add(now, "acquired", event.request, keys, f"lease={lease.id} miss={miss}")
@@ -315,7 +312,7 @@ def _account(
             table=lease.table,
             state=lease.state,
             cached_tokens=lease.token_count,
-            cached_by_tier=tuple(by_tier.tolist()),
+            cached_by_tier=tuple(by_tier),
             miss=miss,
         )
     )

@@ -65,6 +65,25 @@ def find(books: Books, keys: Sequence[Key], *, deepest: int) -> Finding:
     return _without_gaps(nodes, source)
 
 
+def count_cached(books: Books, found: Finding) -> list[int]:
+    """Counts what a request found as cached tokens of each tier, and returns their numbers.
+
+    A block that was brought into the hub ahead of this request counts for the tier it came from.
+    """
+    source = found.source
+    hub = books.hub
+    if hub is not None and hub.any_fetched:
+        in_hub = source == HUB
+        origins = hub.take_origins(found.nodes[in_hub])
+        source = source.copy()
+        source[in_hub] = np.where(origins, origins, HUB)
+    by_tier = np.bincount(source, minlength=len(books.tiers)) * books.settings.block_tokens
+    tokens: list[int] = by_tier.tolist()
+    for index, count in enumerate(tokens):
+        books.counters.tokens_cached_by_tier[index] += count
+    return tokens
+
+
 def explain(books: Books, keys: Sequence[Key], found: int) -> Miss:
     """Why the block after the first `found` could not be had."""
     if found >= len(keys):

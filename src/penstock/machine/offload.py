@@ -21,7 +21,7 @@ from penstock.machine.acquire import stage
 from penstock.machine.books import require_count, require_sound_wishes
 from penstock.machine.effects import Found, Started
 from penstock.machine.gate import worth_loading
-from penstock.machine.matching import explain, fetchable, find
+from penstock.machine.matching import count_cached, explain, fetchable, find
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ def load(books: Books, event: Load, now: float) -> None:
             deadline=_deadline(books, event.deadline, now),
             cause=event.cause,
         )
-        books.counters.tokens_cached_by_tier[HUB] += count * books.settings.block_tokens
+        count_cached(books, found)
     miss = explain(books, event.keys, count)
     books.counters.misses[miss.reason] += 1
     books.history.add(now, "loading", event.cause, event.keys[:count], str(miss))
@@ -207,6 +207,7 @@ def prefetch(books: Books, event: Prefetch, now: float) -> None:
             deadline = _deadline(books, event.deadline, now)
             nodes = found.nodes[positions]
             started += stage(books, books.tier(index), nodes, None, deadline, event.cause, now)
+            hub.note_fetched(nodes, index)
         hub.pool.unhold(here)
         hub.offer_slots(here)
     miss = explain(books, event.keys, len(found.nodes))
