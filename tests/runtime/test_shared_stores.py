@@ -8,57 +8,17 @@ import urllib.request
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
-import penstock
-from tests.runtime.stored_engine import Engine, all_but_the_last_block, process_of, prompt
+from tests.runtime.sharing_engine import SharingEngine, of_redis
+from tests.runtime.stored_engine import all_but_the_last_block, process_of, prompt
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-HEAD = """
-version = 1
-[model]
-name = "m"
-weights_version = "v1"
-[cache]
-block_tokens = 4
-blocks = 32
-load_gate = "off"
-[[tiers]]
-name = "host"
-kind = "host"
-blocks = 16
-[[tiers]]
-name = "shared"
-gib = 0.03
-ask_ms = 10000
-timeout_s = 60
-"""
-
-
-class SharingEngine(Engine):
-    """An engine of the tests with a shared store below its host memory."""
-
-    def __init__(self, folder: Path, store: str) -> None:
-        self.folder = folder
-        self.kv = np.zeros((32, 256), dtype=np.int64)
-        self.cache = penstock.open(penstock.parse_config(HEAD + store), kv=self.kv)
-
-    def look_for(self, tokens: list[int]) -> None:
-        """Asks the store, and waits for its answer and for what it brings."""
-        self.cache.prefetch(tokens, request="r")
-        self.run_until(lambda: not self._is_searching() and not self.cache.busy)
-
-    def _is_searching(self) -> bool:
-        status = self.cache.store_status("r")
-        assert status is not None
-        return status.searching
 
 
 @pytest.fixture
@@ -67,10 +27,6 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path / "redis")
     yield server
     server.kill()
-
-
-def of_redis(redis: RedisServer) -> str:
-    return f'kind = "redis"\nurl = "{redis.url}"\n'
 
 
 @pytest.fixture
@@ -143,21 +99,24 @@ def test_what_one_machine_has_put_into_objects_another_one_finds(
     assert other.cache.statistics().blocks_corrupt == 0
 
 
+@pytest.fixture
+def master() -> Iterator[MooncakeMaster]:
+    found = MooncakeMaster()
+    yield found
+    found.kill()
+
+
 def test_machines_share_the_memory_that_one_of_them_lends_to_mooncake(
-    place: Callable[[str, str], SharingEngine],
+    master: MooncakeMaster, place: Callable[[str, str], SharingEngine]
 ) -> None:
-    master = MooncakeMaster()
-    try:
-        store = f'kind = "mooncake"\nmaster = "{master.address}"\n'
-        one = place("one", store + "segment_gib = 0.1\n")
-        other = place("other", store)
-        one.save(prompt(1))
+    store = f'kind = "mooncake"\nmaster = "{master.address}"\n'
+    one = place("one", store + "segment_gib = 0.1\n")
+    other = place("other", store)
+    one.save(prompt(1))
 
-        other.look_for(prompt(1))
+    other.look_for(prompt(1))
 
-        assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
-    finally:
-        master.kill()
+    assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
 
 
 def test_a_reset_on_one_machine_is_one_on_all(machine: Callable[[str], SharingEngine]) -> None:
@@ -178,25 +137,6 @@ def test_a_reset_on_one_machine_is_one_on_all(machine: Callable[[str], SharingEn
 def in_store(engine: SharingEngine) -> int:
     """Blocks that an engine knows to be in the store."""
     return engine.cache.statistics().tiers[-1].ready
-
-
-def test_a_redis_that_is_killed_costs_misses_and_comes_back_by_itself(
-    machine: Callable[[str], SharingEngine], redis: RedisServer
-) -> None:
-    engine = machine("one")
-    engine.save(prompt(1))
-    redis.kill()
-    engine.run_until(lambda: not engine.cache.health().ok)
-
-    for number in range(2, 6):
-        assert engine.save(prompt(number)) == 0
-    redis.start()
-    engine.wait_until_on()
-
-    engine.save(prompt(7))
-    other = machine("other")
-    other.look_for(prompt(7))
-    assert other.answer(prompt(7)) == all_but_the_last_block(prompt(7))
 
 
 def test_a_store_process_that_is_killed_finds_the_blocks_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,45 @@ class MooncakeMaster:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+HOLDER = """
+import sys
+from penstock.store.blobs import BlobStoreError
+from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
+blobs = MooncakeBlobs(MooncakeSettings(master=sys.argv[1], segment_gib=0.25, threads=1))
+while True:
+    try:
+        blobs.exists(["a"], timeout_s=60)
+        break
+    except BlobStoreError:
+        pass
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class MooncakeSegment:
+    """A process that lends its memory to a store, for as long as it lives."""
+
+    def __init__(self, master: MooncakeMaster) -> None:
+        self.master = master
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, and waits until the master has its memory."""
+        command = [sys.executable, "-c", HOLDER, self.master.address]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()) != b"ready\n":
+            assert line, "the holder of a segment has ended"
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def proceed(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from contextlib import closing
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead, BlobStoreError, BlobWrite
 from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
-from tests.store.mooncake_master import MooncakeMaster, require_mooncake
+from tests.store.mooncake_master import MooncakeMaster, MooncakeSegment, require_mooncake
 from tests.store.redis_server import free_port
 
 
@@ -78,46 +76,25 @@ def test_a_value_beyond_the_staging_memory_is_refused_before_it_is_sent() -> Non
         assert "staging_mib" in problem
 
 
-HOLDER = """
-import sys
-from penstock.store.blobs import BlobStoreError
-from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
-blobs = MooncakeBlobs(MooncakeSettings(master=sys.argv[1], segment_gib=0.25, threads=1))
-while True:
-    try:
-        blobs.exists(["a"], timeout_s=60)
-        break
-    except BlobStoreError:
-        pass
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.long
 def test_a_machine_that_stands_still_with_a_value_costs_a_read_its_time() -> None:
     master = MooncakeMaster()
-    command = [sys.executable, "-c", HOLDER, master.address]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = MooncakeSegment(master)
     value = os.urandom(4 << 20)
     try:
-        assert holder.stdout is not None
-        assert holder.stdin is not None
-        while holder.stdout.readline() != b"ready\n":
-            continue
         with closing(MooncakeBlobs(MooncakeSettings(master=master.address))) as blobs:
             writes = [BlobWrite(name, [memoryview(value)]) for name in ("a", "b")]
             assert blobs.write(writes, timeout_s=60) == ["", ""]
             memory = bytearray(len(value))
             read = BlobRead("a", [BlobRange(0, memoryview(memory))])
 
-            holder.send_signal(signal.SIGSTOP)
+            holder.stop()
             with pytest.raises(BlobStoreError, match="did not answer"):
                 blobs.read([read], timeout_s=0.5)
             memory[:] = b"\xa5" * len(memory)
             # The master knows the value all the same.
             assert blobs.exists(["a"], timeout_s=60) == [True]
-            holder.send_signal(signal.SIGCONT)
+            holder.proceed()
 
             # A master that missed the holder for too long has forgotten what it held.
             other = bytearray(len(value))
@@ -127,7 +104,4 @@ def test_a_machine_that_stands_still_with_a_value_costs_a_read_its_time() -> Non
             assert set(memory) == {0xA5}
     finally:
         holder.kill()
-        holder.wait()
-        holder.stdout.close()
-        holder.stdin.close()
         master.kill()
