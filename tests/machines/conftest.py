@@ -6,7 +6,7 @@ import select
 import subprocess
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -72,8 +72,12 @@ class Site:
                 stderr=log,
             )
         assert process.stdout is not None
-        self._stack.callback(process.stdout.close)
+        self.opened(process.stdout)
         return process
+
+    def opened(self, pipe: IO[str]) -> None:
+        """Closes what a command says when the machines are gone."""
+        self._stack.callback(pipe.close)
 
     def serve(self, machine: Machine, *options: str) -> subprocess.Popen[str]:
         """Starts `penstock serve` with the model and the keys of the machine."""
@@ -108,7 +112,7 @@ class Client:
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self._machine.call(self._client.post, path, json=body)
 
-    def complete(self, prompt: str, **wishes: Any) -> httpx.Response:
+    def complete(self, prompt: str | list[int], **wishes: Any) -> httpx.Response:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": MODEL_TOKENS, **wishes}
         return self.post("/v1/completions", body)
 

@@ -26,7 +26,7 @@ BOUND = 2e-4
 STORY = "A block that is not where it should be is looked for in every tier below. " * 3
 
 
-def reported(running: Running, prompt: str, **more: Any) -> Any:
+def reported(running: Running, prompt: str | list[int], **more: Any) -> Any:
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
     answer = running.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.serve.conftest import eventually, serving
+from tests.serve.test_roles import SIZES, reported, require_same
 from tests.store.redis_server import RedisServer, require_redis
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-PROMPT = "What one server has computed, the next one finds in the store of both. " * 3
+TEXT = "What one server has computed, the next one finds in the store of both. " * 3
+PROMPT = [3 + each * 7 % 300 for each in range(112)]
+BLOCK_TOKENS = 8
+GENERATED = 40
+"""Tokens of an answer: five blocks."""
 SOON_S = 120.0
-TOML = """
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    require_redis()
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+def test_a_server_answers_from_the_store_what_another_one_computed(
+    model_folder: Path, tmp_path: Path, redis: RedisServer
+) -> None:
+    file = tmp_path / "penstock.toml"
+    file.write_text(shared_config(redis.url))
+    options = ("--config", str(file))
+    with serving(model_folder, *options) as running:
+        first = running.complete(TEXT, max_tokens=4)
+        # The last token of a prompt is always computed.
+        tokens = (first["usage"]["prompt_tokens"] - 1) // 8 * 8
+
+        def stored() -> int:
+            return int(running.cache()["cache"]["tiers"][-1]["ready"])
+
+        eventually(lambda: stored() >= tokens // 8, wanted=True, within_s=SOON_S)
+    with serving(model_folder, *options) as running:
+        second = running.complete(TEXT, max_tokens=4)
+        tiers = running.cache()["cache"]["tiers"]
+
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    assert first["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": 0}
+    assert second["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": tokens}
+    assert [tier["tokens_cached"] for tier in tiers] == [0, 0, tokens]
+
+
+def shared_config(redis_url: str) -> str:
+    """Blocks are in the store as soon as they are computed, and are always loaded."""
+    return f"""
 version = 1
 model.name = "small-model"
-cache = {{ blocks = 64, block_tokens = 8, load_gate = "off" }}
+cache = {{ blocks = 96, block_tokens = 8, load_gate = "off" }}
 [[tiers]]
 name = "host"
 kind = "host"
@@ -23,36 +68,38 @@ gib = 0.01
 [[tiers]]
 name = "shared"
 kind = "redis"
-url = "{url}"
-write = "write_through"
+url = "{redis_url}"
+ask_ms = 10000
+timeout_s = 60
 """
 
 
-def test_a_server_answers_from_the_store_what_another_one_computed(
-    model_folder: Path, tmp_path: Path
+def tier_of(client: Any, instance: str) -> Any:
+    """The shared tier as an instance reports it."""
+    instances = client.get("/cache").json()["instances"]
+    [tiers] = [each["cache"]["tiers"] for each in instances if each["instance"] == instance]
+    return tiers[-1]
+
+
+def test_the_next_turn_on_another_prefill_instance_finds_what_decode_has_generated(
+    model_folder: Path, tmp_path: Path, redis: RedisServer
 ) -> None:
-    require_redis()
-    redis = RedisServer(tmp_path / "redis")
     file = tmp_path / "penstock.toml"
-    file.write_text(TOML.format(url=redis.url))
-    options = ("--config", str(file))
-    try:
-        with serving(model_folder, *options) as running:
-            first = running.complete(PROMPT, max_tokens=4)
-            # The last token of a prompt is always computed.
-            tokens = (first["usage"]["prompt_tokens"] - 1) // 8 * 8
+    file.write_text(shared_config(redis.url))
+    options = ("--prefill-tp", "1", "--decode-tp", "1", "--config", str(file), *SIZES)
+    with serving(model_folder, *options) as one:
+        eventually(lambda: tier_of(one.client, "prefill-0")["on"], wanted=True)
+        eventually(lambda: tier_of(one.client, "decode-0")["on"], wanted=True)
+        first = reported(one, PROMPT, max_tokens=GENERATED, logprobs=1)
+        told = PROMPT + first["choices"][0]["logprobs"]["token_ids"]
+        whole = (len(told) - 1) // BLOCK_TOKENS
+        eventually(lambda: tier_of(one.client, "decode-0")["ready"] >= whole, wanted=True)
 
-            def stored() -> int:
-                return int(running.cache()["cache"]["tiers"][-1]["ready"])
+    with serving(model_folder, *options) as other:
+        eventually(lambda: tier_of(other.client, "prefill-0")["on"], wanted=True)
+        second = reported(other, told + PROMPT[:12], logprobs=5)
+        found = tier_of(other.client, "prefill-0")["tokens_cached"]
+        expected = reported(other, told + PROMPT[:12], logprobs=5, cache="off")
 
-            eventually(lambda: stored() >= tokens // 8, wanted=True, within_s=SOON_S)
-        with serving(model_folder, *options) as running:
-            second = running.complete(PROMPT, max_tokens=4)
-            tiers = running.cache()["cache"]["tiers"]
-    finally:
-        redis.kill()
-
-    assert second["choices"][0]["text"] == first["choices"][0]["text"]
-    assert first["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": 0}
-    assert second["usage"]["cached_by_tier"] == {"device": 0, "host": 0, "shared": tokens}
-    assert [tier["tokens_cached"] for tier in tiers] == [0, 0, tokens]
+    assert found == whole * BLOCK_TOKENS
+    require_same(second, expected)
