@@ -11,10 +11,11 @@
     ├── handoff     HandoffTable      how KV travels between instances, if the file says
     ├── engine      EngineTable       how `penstock serve` computes, if the file says
     ├── serve       ServeTable        whom it answers, if the file says
-    └── routing     RoutingTable      how its router chooses instances, if the file says
+    ├── routing     RoutingTable      how its router chooses instances, if the file says
+    └── events      EventsTable       where it publishes KV events, if the file says
 
-`[handoff]`, `[engine]`, `[serve]` and `[routing]` mean nothing to a cache that another engine
-embeds, so a `Config` has them only if its file does.
+`[handoff]`, `[engine]`, `[serve]`, `[routing]` and `[events]` mean nothing to a cache that another
+engine embeds, so a `Config` has them only if its file does.
 
 The one rule that must not break: a `Config` that exists is usable; whatever could be wrong
 with it was refused when it was built.
@@ -522,6 +523,43 @@ class RoutingTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventsTable:
+    """`[events]`: where the server publishes KV events for routers that are not ours."""
+
+    host: str = LOOPBACK
+    port: int = 5557
+    """Of the first instance; each further one has the next port. 0: any."""
+    replay_port: int = 5657
+    """The same for those who ask for what they missed."""
+    topic: str = ""
+    token_ids: bool = False
+    """Whether events carry the tokens of blocks, which are what users wrote."""
+    unencrypted: bool = False
+    """Whether they may do so beyond this machine, where nothing protects them."""
+    hashes: str = "integers"
+    replay_batches: int = 10_000
+    """Batches that can be asked for again; whoever missed more gets a snapshot."""
+    queue_batches: int = 100_000
+
+    def __post_init__(self) -> None:
+        try:
+            local = ip_address(self.host).is_loopback
+        except ValueError:
+            problem = f"is {self.host!r}, must be an IP address to listen on, such as '127.0.0.1'"
+            raise ConfigError("events.host", problem) from None
+        if self.port and self.port == self.replay_port:
+            raise ConfigError(
+                "events.replay_port", f"is {self.replay_port}, must be another one than events.port"
+            )
+        if self.token_ids and not local and not self.unencrypted:
+            raise ConfigError(
+                "events.token_ids",
+                f"is true with events.host {self.host!r}, must be false, or events.unencrypted "
+                "true: everybody who reaches the port could read what users wrote",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole configuration; `parse_config(config.to_toml()) == config`.
 
@@ -550,6 +588,7 @@ class Config:
     engine: EngineTable | None = None
     serve: ServeTable | None = None
     routing: RoutingTable | None = None
+    events: EventsTable | None = None
 
     def __post_init__(self) -> None:
         if self.hash not in ALGORITHMS:

@@ -37,7 +37,7 @@ from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceRole, InstanceSpec, read_sealed
 from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import CapacityError, PeerError, UnavailableError
-from penstock.machine.kv_events import BlocksStored
+from penstock.machine.kv_events import KEYS_PER_EVENT, AllCleared, BlocksStored, chains_of
 from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
 from penstock.transport.base import BacklogError, ChannelClosed, ChannelFailed, Empty, ReceivedFrame
@@ -123,6 +123,8 @@ class Instance:
         self._channel = channel
         self._outbox = ServerOutbox(channel)
         self._orders = Orders(engine, architecture, send=self._send, on_weights=self._note_weights)
+        self._changes_sent = 0
+        """The number of the last KV event that the server was sent."""
         self._drained_by = math.inf
         """The deadline of its requests after a stop signal."""
         config = spec.config
@@ -181,9 +183,7 @@ class Instance:
                     else _progress(output, handed=self._was_handed(output))
                 )
             self._orders.step()
-            kept = self._engine.cache.take_kv_events()
-            if kept:
-                self._outbox.put(ms.CacheChanged(events=kept))  # type: ignore[arg-type]
+            self._send_cache_changes()
             if self._outbox.flush():
                 due = min(self._drained_by, self._orders.next_deadline)
                 self._wait(stop, min(time.monotonic() + IDLE_S, due))
@@ -235,18 +235,35 @@ class Instance:
         channel.close()
         return False
 
+    def _send_cache_changes(self) -> None:
+        """Sends what has changed; if more did than is remembered, everything."""
+        kept = self._engine.cache.take_kv_events()
+        if not kept:
+            return
+        if kept[0].sequence != self._changes_sent + 1:
+            self._outbox.put(
+                ms.CacheChanged(events=[AllCleared(sequence=kept[0].sequence, epoch=kept[0].epoch)])
+            )
+            self._send_cached_blocks()
+            return
+        self._changes_sent = kept[-1].sequence
+        self._outbox.put(ms.CacheChanged(events=kept))  # type: ignore[arg-type]
+
     def _send_cached_blocks(self) -> None:
-        """Sends a new server every cached block, as if it had just been stored."""
+        """Sends every cached block, as if it had just been stored."""
         cache = self._engine.cache
         cache.take_kv_events()  # The snapshot includes them.
         found = cache.kv_snapshot()
-        stored = [
-            BlocksStored(
-                sequence=found.sequence, epoch=found.epoch, tier=tier, keys=[key], parent=parent
-            )
-            for tier, blocks in found.blocks.items()
-            for key, parent in blocks
-        ]
+        self._changes_sent = found.sequence
+        stored: list[BlocksStored] = []
+        for tier, blocks in found.blocks.items():
+            before = dict(blocks)
+            stored += [
+                BlocksStored(
+                    sequence=found.sequence, epoch=found.epoch, tier=tier, keys=keys, parent=parent
+                )
+                for keys, parent in chains_of(before, before.__getitem__, longest=KEYS_PER_EVENT)
+            ]
         for first in range(0, len(stored), EVENTS_A_MESSAGE):
             self._outbox.put(ms.CacheChanged(events=list(stored[first : first + EVENTS_A_MESSAGE])))
 

@@ -7,15 +7,17 @@ snapshot and goes on from its number. The schema is in docs/api.md.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.cache.nodes import NodeTable
     from penstock.cache.tier import Tier
+
+    BlockT = TypeVar("BlockT")
 
 
 KEYS_PER_EVENT = 64
@@ -56,6 +58,33 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     blocks: dict[str, list[tuple[bytes, bytes | None]]]
     """Tier to (key, key of the block before)."""
+
+
+def chains_of(
+    blocks: dict[bytes, BlockT], parent_of: Callable[[bytes], bytes | None], *, longest: int
+) -> Iterator[tuple[list[bytes], bytes | None]]:
+    """All blocks as chains, each with the block before its first one.
+
+    A block never comes before the one that it follows, if that is among them: who builds a tree
+    of them finds every parent there.
+
+    Args:
+        blocks: By their keys.
+        parent_of: The block before a block.
+        longest: How many blocks a chain may have.
+    """
+    placed: set[bytes] = set()
+    # Those that came last are mostly the ends of chains.
+    for key in reversed(blocks):
+        chain: list[bytes] = []
+        at: bytes | None = key
+        while at is not None and at in blocks and at not in placed:
+            placed.add(at)
+            chain.append(at)
+            at = parent_of(at)
+        chain.reverse()
+        for first in range(0, len(chain), longest):
+            yield chain[first : first + longest], chain[first - 1] if first else at
 
 
 class EventLog:

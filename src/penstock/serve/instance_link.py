@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.messages import What
     from penstock.machine.kv_events import KvEvent
+    from penstock.serve.event_publisher import CachedTokens
     from penstock.transport.base import Channel
 
 ASK_S = 10.0
@@ -56,6 +57,8 @@ class InstanceLink:
         """The loading progress of each rank."""
         self.on_kv_events: Callable[[InstanceLink, list[KvEvent]], None] = _ignore_events
         """Called with changes of what the instance caches."""
+        self.tokens: CachedTokens | None = None
+        """Follows the tokens of its requests, where KV events carry them."""
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called before `on_change` when the instance accepts requests."""
         self.on_pair_failed: Callable[[InstanceLink, ms.PairFailed], None] = _ignore_failure
@@ -113,6 +116,8 @@ class InstanceLink:
         self._requests[submit.id] = queue
         running = submit.answers
         try:
+            if self.tokens is not None:
+                self.tokens.begin(submit)
             self.send(submit)
             while running:
                 message = await queue.get()
@@ -126,6 +131,8 @@ class InstanceLink:
                 yield message
         finally:
             del self._requests[submit.id]
+            if self.tokens is not None:
+                self.tokens.end(submit.id)
             for waiting in self._waiting.pop(submit.id, ()):
                 if not waiting.done():
                     waiting.set_result(None)
@@ -251,9 +258,7 @@ class InstanceLink:
                 self.on_ready(self)
                 self._on_change(self)
             case ms.TokenProgress() | ms.Scored() | ms.SubmitRefused():
-                queue = self._requests.get(message.id)
-                if queue is not None:
-                    queue.put_nowait(message)
+                self._take_progress(message)
             case ms.Leaving():
                 self.leaving = True
                 self._on_change(self)
@@ -265,6 +270,14 @@ class InstanceLink:
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message.json)
+
+    def _take_progress(self, message: ms.TokenProgress | ms.Scored | ms.SubmitRefused) -> None:
+        if self.tokens is not None and isinstance(message, ms.TokenProgress):
+            # Before the KV events of the same step.
+            self.tokens.token(message)
+        queue = self._requests.get(message.id)
+        if queue is not None:
+            queue.put_nowait(message)
 
     def _take_events(self, message: ms.CacheChanged) -> None:
         if self.ready is None:

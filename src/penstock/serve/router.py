@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.engine.messages import RoleName
     from penstock.machine.kv_events import KvEvent
     from penstock.replay.recording import Recorder
+    from penstock.serve.event_publisher import EventPublisher
 
 PREFILLS_MAX = 2
 """How many instances are tried for the prompt of one attempt; then the one that answers it
@@ -169,6 +170,7 @@ class Router:
         gate: RequestGate | None = None,
         recorder: Recorder | None = None,
         *,
+        publisher: EventPublisher | None = None,
         salt: str = "",
     ) -> None:
         """A router without instances.
@@ -177,11 +179,13 @@ class Router:
             settings: How instances are chosen.
             gate: Where requests wait while the server is paused.
             recorder: Records requests.
+            publisher: Publishes what instances have cached.
             salt: Where the secret is that keys depend on (`Config.salt`), on this machine.
         """
         self.settings = settings or RoutingTable()
         self.gate = gate or RequestGate()
         self._recorder = recorder
+        self._publisher = publisher
         self._salt = salt
         self.on_ready: Callable[[InstanceLink], None] = _ignore_ready
         """Called when an instance is ready, before it gets any request."""
@@ -216,6 +220,8 @@ class Router:
 
     def remove(self, link: InstanceLink) -> None:
         self.links.remove(link)
+        if self._publisher is not None:
+            self._publisher.lose(link)
         self.pairs.remove(link)
         self._holdings.pop(link, None)
         self._chosen.pop(link, None)
@@ -382,6 +388,9 @@ class Router:
 
     def _welcome(self, link: InstanceLink) -> None:
         """Called when an instance is ready, before it gets any request."""
+        held = self._holdings_of(link)
+        if self._publisher is not None:
+            self._publisher.begin(link, lambda: held.config)
         role = self._roles.get(link.name)
         if role is not None and link.ready is not None and role != link.ready.role:
             link.send(SetRole(role=role))
@@ -500,6 +509,8 @@ class Router:
 
     def _note_events(self, link: InstanceLink, events: list[KvEvent]) -> None:
         self._holdings_of(link).take(events)
+        if self._publisher is not None:
+            self._publisher.take(link, events)
 
     def _holdings_of(self, link: InstanceLink) -> CachedBlocks:
         if link not in self._holdings:

@@ -34,6 +34,7 @@ from penstock.replay.recording import recorder_of
 from penstock.runtime.stop_signal import StopSignal
 from penstock.serve.access_log import AccessLog
 from penstock.serve.app import Server, ServerSettings
+from penstock.serve.event_publisher import EventPublisher
 from penstock.serve.http import HttpServer, serve_until_stopped
 from penstock.serve.instance_link import InstanceLink
 from penstock.serve.plan import instances_of, rank_secret_of, secrets_of
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.config import Config
+    from penstock.replay.recording import Recorder
     from penstock.transport.machine_keys import Secret
 
 logger = logging.getLogger(__name__)
@@ -87,14 +89,14 @@ class Service:
         progress: StartListener,
         *,
         address: str,
-        expected: int,
+        expected: Sequence[str],
         api_key: str,
         secret: Secret,
     ) -> None:
         assert config.engine is not None
         assert config.serve is not None
         self._expected = expected
-        """Instances that this command starts; 0: other commands start them."""
+        """Instances that this command starts; none: other commands start them."""
         self._progress = progress
         self._address = address
         self._announced = False
@@ -103,10 +105,9 @@ class Service:
         address_here = IPC if expected else config.serve.router
         settings = ChannelSettings(ports=port_range(config.serve.ports))
         self._listener = Listener("server", address_here, secret=secret, settings=settings)
-        waits = config.serve.when_paused == "wait"
-        pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
         self._recorder = recorder_of(config)
-        self.router = Router(config.routing, RequestGate(pauses), self._recorder, salt=config.salt)
+        self._publisher = EventPublisher(config.events, expected) if config.events else None
+        self.router = _router_of(config, self._recorder, self._publisher)
         model = find_model(config.engine.model or None)
         self.metrics = ServerMetrics()
         self.server = Server(
@@ -120,7 +121,7 @@ class Service:
                 body_bytes_max=config.serve.body_bytes_max,
                 body_s=config.serve.body_s,
                 requests_max=config.serve.requests_max,
-                instances=expected,
+                instances=len(expected),
             ),
         )
 
@@ -151,6 +152,8 @@ class Service:
             link.close()
         self.router.pairs.close()
         self._listener.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -192,8 +195,19 @@ class Service:
     def _complete(self) -> bool:
         """Whether all instances of this command are ready, or one of another command's."""
         if self._expected:
-            return len(self.router.ready) == self._expected
+            return len(self.router.ready) == len(self._expected)
         return bool(self.router.answering)
+
+
+def _router_of(
+    config: Config, recorder: Recorder | None, publisher: EventPublisher | None
+) -> Router:
+    assert config.serve is not None
+    waits = config.serve.when_paused == "wait"
+    pauses = PauseSettings(waits=waits, wait_s=config.serve.paused_wait_s)
+    return Router(
+        config.routing, RequestGate(pauses), recorder, publisher=publisher, salt=config.salt
+    )
 
 
 @asynccontextmanager
@@ -279,7 +293,7 @@ async def _serve(
     stop: StopSignal,
     api_key: str,
 ) -> None:
-    expected = len(instances_of(config))
+    expected = [spec.name for spec in instances_of(config)]
     # Own instances get a new secret; those of other commands have the roles' common one.
     secret = secrets.token_bytes(SECRET_BYTES) if expected else secrets_of(config)[0]
     found = Service(

@@ -9,5 +9,6 @@ Public:
 - `shared_memory.SharedTarget`, `shared_memory.connect_shared`: the data transport between processes
 - `inproc`: both inside one process
 - `private_folder`: where sockets of one user lie
+- `event_sockets`: numbered messages for anybody who subscribes
 - `packets`: frames with descriptors over Unix sockets
 """
