@@ -38,6 +38,8 @@ RANK_STOP_S = 5.0
 RESTART = OnFailure(limit=8, window_s=300.0, delay_s=0.5, delay_max_s=30.0)
 # The ranks of an instance are on one machine: their collectives use the loopback interface.
 RANK_ENVIRONMENT = (("GLOO_SOCKET_IFNAME", "lo"),)
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""With one of these a user says how threads wait for each other."""
 
 
 class Processes:
@@ -137,6 +139,7 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
         module="penstock.engine.instance",
         arguments=(f"{spec.name}.spec",),
         descriptors=(f"{spec.name}.spec",),
+        environment=_waits_asleep(),
         keeps=True,
         restart=RESTART,
         stop_s=STOP_S + spec.drain_s,
@@ -146,6 +149,17 @@ def processes_of(spec: InstanceSpec) -> list[tuple[ProcessSpec, InstanceSpec | R
     return [*ranks, (whole, spec)] if spec.starts_scheduler else [*ranks]
 
 
+def _waits_asleep() -> tuple[tuple[str, str], ...]:
+    """Lets threads of one computation wait for each other asleep.
+
+    They spin by default, a little quicker on an idle machine. On a busy one they spin for the time
+    that the thread they wait for would need, and a token takes up to ten times as long.
+    """
+    if any(name in os.environ for name in WAIT_VARIABLES):
+        return ()
+    return ((WAIT_VARIABLES[0], "PASSIVE"),)
+
+
 def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
     return (
         ProcessSpec(
@@ -153,7 +167,7 @@ def _rank_of(spec: InstanceSpec, rank: int) -> tuple[ProcessSpec, RankSpec]:
             module="penstock.engine.rank_process",
             arguments=(f"{spec.name}-rank-{rank}.spec",),
             descriptors=(f"{spec.name}-rank-{rank}.spec",),
-            environment=RANK_ENVIRONMENT,
+            environment=(*RANK_ENVIRONMENT, *_waits_asleep()),
             keeps=True,
             restart=RESTART,
             stop_s=RANK_STOP_S,
