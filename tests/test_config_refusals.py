@@ -98,6 +98,49 @@ def test_what_is_no_size_is_refused_with_an_example(written: str) -> None:
     assert 'such as "512MiB" or "10GiB"' in message
 
 
+SHARED = """
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 8
+[[tiers]]
+name = "shared"
+"""
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        (
+            'kind = "redis"\nurl = "redis://kv:hunter2@host"',
+            "tiers[1].url: is 'redis://***@host', which has a password, must be redis://HOST:PORT",
+        ),
+        ('kind = "redis"\nurl = "redis://h/?p=hunter2"', "tiers[1].url: is 'redis://h/?***', must"),
+        ('kind = "redis"\nurl = "hunter2@host"', "tiers[1].url: is '***', must be redis://HOST"),
+        ('kind = "redis"\nurl = "redis://:a@hunter2/b"', "tiers[1].url: is 'redis://***@***', "),
+        ('kind = "redis"\nurl = "host:6379"', "tiers[1].url: is 'host:6379', must be redis://"),
+        ('kind = "redis"\nurl = "redis://a,b"', "tiers[1].url: has 2 servers, must have one"),
+        (
+            'kind = "redis"\nurl = "redis://a"\npassword_file = "/p"\npassword_env = "P"',
+            "tiers[1].password_file: is given beside password_env, must be one of the two",
+        ),
+        ('kind = "mooncake"\nmaster = "host"', "tiers[1].master: is 'host', must be HOST:PORT"),
+        ('kind = "objects"\nurl = "s3:bucket"', "tiers[1].url: is '***', must be s3://BUCKET"),
+        (
+            'kind = "objects"\nurl = "s3://id:hunter2@bucket"',
+            "tiers[1].url: is 's3://***@bucket', must be s3://BUCKET/PREFIX",
+        ),
+    ],
+)
+def test_a_shared_store_that_cannot_be_there_is_refused_without_its_password(
+    tier: str, said: str
+) -> None:
+    message = refusal(HEAD + DEVICE + SHARED + tier)
+
+    assert message.startswith(said)
+    assert "hunter2" not in message
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3"])
 def test_a_device_that_torch_has_is_taken(device: str) -> None:
     config = parse_config(HEAD + DEVICE + f'[engine]\ndevice = "{device}"')

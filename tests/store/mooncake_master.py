@@ -61,7 +61,8 @@ class MooncakeMaster:
 HOLDER = """
 import sys
 from penstock.store.blobs import BlobStoreError
-from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
+from penstock.config.shared_stores import MooncakeSettings
+from penstock.store.mooncake_blobs import MooncakeBlobs
 blobs = MooncakeBlobs(MooncakeSettings(master=sys.argv[1], segment_gib=0.25, threads=1))
 while True:
     try:

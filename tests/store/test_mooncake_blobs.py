@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from penstock.config.shared_stores import MooncakeSettings
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.blobs import BlobOutcome, BlobRange, BlobRead, BlobStoreError, BlobWrite
-from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings
+from penstock.store.mooncake_blobs import MooncakeBlobs
 from tests.store.mooncake_master import MooncakeMaster, MooncakeSegment, require_mooncake
 from tests.store.redis_server import free_port
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
+from penstock.config.shared_stores import ObjectSettings, Secret
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.blobs import (
     BlobOutcome,
@@ -23,10 +24,9 @@ from penstock.store.blobs import (
     BlobRead,
     BlobStoreError,
     BlobWrite,
-    Secret,
 )
 from penstock.store.folder_blobs import FolderBlobs
-from penstock.store.object_blobs import ObjectBlobs, ObjectSettings, _open_store, open_objects
+from penstock.store.object_blobs import ObjectBlobs, _open_store, open_objects
 from penstock.store.object_index import (
     OBJECT_BYTES_MAX,
     ObjectContent,
@@ -463,14 +463,14 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"url": "s3://key:secret@bucket"}, "^url: must be s3://"),
-        ({"url": "s3://bucket?token=secret"}, "^url: must be s3://"),
-        ({"url": "ftp://bucket"}, "^url: must be s3://"),
-        ({"url": ""}, "^url: must be s3://"),
+        ({"url": "s3://key:secret@bucket"}, r"^url: is 's3://\*\*\*@bucket', must be s3://"),
+        ({"url": "s3://bucket?token=secret"}, r"^url: is 's3://bucket\?\*\*\*', must be"),
+        ({"url": "ftp://bucket"}, r"^url: is 'ftp://\*\*\*', must be s3://"),
+        ({"url": ""}, "^url: is '', must be s3://"),
         ({"url": None}, "^url: is None"),
         ({"url": "file://relative"}, "^url: is 'file://relative', must be file:// and an absolute"),
-        ({"endpoint": "minio:9000"}, "^endpoint: must be http://HOST"),
-        ({"endpoint": "http://u:p@minio"}, "^endpoint: must be http://HOST"),
+        ({"endpoint": "minio:9000"}, "^endpoint: is 'minio:9000', must be http://HOST"),
+        ({"endpoint": "http://u:p@minio"}, r"^endpoint: is 'http://\*\*\*', must be"),
         ({"url": "gs://bucket", "region": "eu"}, "^region: is given, which has no effect with gs"),
         ({"url": "file:///kv", "ca_file": "x"}, "^ca_file: is given, which has no effect"),
         ({"key_id": Secret(variable="ID")}, "^key_id: and secret must both be given"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.config.shared_stores import RedisSettings, Secret
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store import redis_connections
 from penstock.store.blobs import (
@@ -19,10 +20,8 @@ from penstock.store.blobs import (
     BlobRead,
     BlobStoreError,
     BlobWrite,
-    Secret,
 )
 from penstock.store.redis_blobs import RedisBlobs
-from penstock.store.redis_connections import RedisSettings
 from tests.store.redis_server import RedisServer, free_port, require_redis
 from tests.store.tcp_proxy import Mood, TcpProxy
 
@@ -328,16 +327,19 @@ def test_the_master_is_the_one_that_the_sentinels_name(tmp_path: Path) -> None:
     require_redis()
     master = RedisServer(tmp_path / "master")
     config = tmp_path / "sentinel.conf"
-    config.write_text(f"sentinel monitor kv 127.0.0.1 {master.port} 1\n")
+    config.write_text(f"requirepass {PASSWORD}\nsentinel monitor kv 127.0.0.1 {master.port} 1\n")
+    file = tmp_path / "password"
+    file.write_text(PASSWORD)
+    login = Secret(file=str(file))
     sentinel = RedisServer.sentinel(tmp_path / "sentinel", config)
     try:
         urls = f"redis://127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
-        with open_blobs(urls, sentinel="kv") as blobs:
+        with open_blobs(urls, sentinel="kv", sentinel_password=login) as blobs:
             put(blobs, "a", b"value")
             assert take(blobs, "a", 5) == b"value"
 
         with (
-            open_blobs(urls, sentinel="other") as blobs,
+            open_blobs(urls, sentinel="other", sentinel_password=login) as blobs,
             pytest.raises(BlobStoreError, match="other"),
         ):
             take(blobs, "a", 5)

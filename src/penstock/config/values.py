@@ -35,6 +35,7 @@ import msgspec
 from penstock.cache.settings import CacheSettings  # noqa: TC001
 from penstock.config.keys import Flag, Gib, Number, String, TierOption, Value, Whole
 from penstock.config.salt import require_salt, salted_tenant
+from penstock.config.shared_stores import CLIENT_SETTINGS
 from penstock.errors import ConfigError
 from penstock.extensions import OTHER_TIERS
 from penstock.vocabulary.dtypes import DTYPE_NAMES
@@ -106,6 +107,8 @@ TIER_KINDS: Mapping[str, Mapping[str, TierOption]] = {
         "password_file": TierOption(String(), ""),
         "password_env": TierOption(String(), ""),
         "sentinel": TierOption(String(), ""),
+        "sentinel_password_file": TierOption(String(), ""),
+        "sentinel_password_env": TierOption(String(), ""),
         "cluster": TierOption(Flag(), default=False),
         "ca_file": TierOption(String(), ""),
         "certificate_file": TierOption(String(), ""),
@@ -232,6 +235,8 @@ class TierKind:
                 f"is true, must be false for kind {self.name!r}: the cache is opened before its "
                 "store process has answered",
             )
+        if self.name in CLIENT_SETTINGS:
+            CLIENT_SETTINGS[self.name](self.options)
         if self.name == "disk" and not str(self.options["path"]).strip("/."):
             raise ConfigError(
                 "path",

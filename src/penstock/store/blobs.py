@@ -24,15 +24,12 @@ The rules of a client:
 
 from __future__ import annotations
 
-import os
 import re
 import reprlib
-from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from penstock.errors import ConfigError, UnavailableError
+from penstock.errors import UnavailableError
 from penstock.vocabulary.arguments import as_int, as_seconds
 
 if TYPE_CHECKING:
@@ -47,7 +44,6 @@ TIMEOUT_S_MAX = 3_600.0
 """Longer than any load is worth waiting for; what is meant as "for ever" is a mistake."""
 _SEGMENT = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*", re.ASCII)
-SECRET_BYTES_MAX = 4_096
 
 
 class BlobStoreError(UnavailableError):
@@ -191,44 +187,3 @@ def check_record(name: str, record: bytes, *, timeout_s: float) -> float:
             f"record {name!r} has {len(record)} bytes, must have at most {RECORD_BYTES_MAX}"
         )
     return check_names([name], timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
-    """Where a password or token is: in a file, or in a variable of this process's environment.
-
-    It is read when it is needed, so one that was changed is noticed, and it is in no `repr`.
-    """
-
-    file: str = ""
-    variable: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.file) == bool(self.variable):
-            raise ValueError(
-                f"file is {self.file!r} and variable is {self.variable!r}, must be one of the two"
-            )
-
-    def read(self) -> str:
-        """The secret, without the line end that editors put behind it.
-
-        Raises:
-            ConfigError: it is not there; the message says where, never what.
-        """
-        if self.variable:
-            found = os.environ.get(self.variable, "")
-            if not found:
-                raise ConfigError(self.variable, "is not set in the environment, or is empty")
-            return found
-        try:
-            with Path(self.file).open(encoding="utf-8") as file:
-                found = file.read(SECRET_BYTES_MAX + 1).rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as problem:
-            reason = problem.strerror if isinstance(problem, OSError) else "it is not text"
-            raise ConfigError(self.file, f"cannot be read: {reason}") from None
-        if not 0 < len(found) <= SECRET_BYTES_MAX:
-            raise ConfigError(
-                self.file,
-                f"has {len(found)} characters, must have from 1 to {SECRET_BYTES_MAX}",
-            )
-        return found

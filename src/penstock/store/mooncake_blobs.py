@@ -21,17 +21,16 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-import re
 import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import ConfigError, UnavailableError
+from penstock.config.shared_stores import MASTER
+from penstock.errors import UnavailableError
 from penstock.store.blobs import (
     BlobOutcome,
     BlobRange,
@@ -41,13 +40,13 @@ from penstock.store.blobs import (
     check_reads,
     check_record,
 )
-from penstock.vocabulary.arguments import as_float, as_int, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from penstock.config.shared_stores import MooncakeSettings
     from penstock.store.blobs import BlobWrite
 
 MISSING = frozenset({-703, -704, -707})
@@ -67,9 +66,6 @@ AGAIN_S = 0.01
 CLOSE_S = 5.0
 BUFFER_BYTES = 16 << 20
 """Of Mooncake's own, for records."""
-THREADS_MAX = 64
-STAGING_MIB_MAX = 4_096
-SEGMENT_GIB_MAX = 65_536
 MIB, GIB = 1 << 20, 1 << 30
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "5000",
@@ -78,50 +74,6 @@ ENVIRONMENT = {
 }
 """For threads that are away to come back earlier than after 30 s, and fewer lines on stderr. What
 the environment says already stays."""
-_MASTER = re.compile(r"(?P<host>[A-Za-z0-9_.-]{1,253}):(?P<port>[0-9]{1,5})|etcd://[^\s@]{1,1000}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MooncakeSettings:
-    """Which master, and what this client gives and takes.
-
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
-    """
-
-    master: str
-    """`host:port`, or `etcd://…` where several masters take turns."""
-    host: str = ""
-    """This machine's name or address for the others; empty: that towards the master."""
-    protocol: str = "tcp"
-    devices: str = ""
-    """RDMA devices, separated by commas; empty: all."""
-    segment_gib: float = 0.0
-    """Memory that this client gives to the store; 0: others do."""
-    replica_count: int = 1
-    staging_mib: int = 32
-    """Memory for each thread; it is also the most that a value may have."""
-    threads: int = 4
-
-    def __post_init__(self) -> None:
-        try:
-            for field in ("master", "host", "protocol", "devices"):
-                as_text(field, getattr(self, field))
-            as_int("replica_count", self.replica_count, 1, 16)
-            as_int("staging_mib", self.staging_mib, 1, STAGING_MIB_MAX)
-            as_int("threads", self.threads, 1, THREADS_MAX)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        gib = as_float(self.segment_gib)
-        if gib is None or not 0 <= gib <= SEGMENT_GIB_MAX:
-            raise ConfigError(
-                "segment_gib", f"is {self.segment_gib!r}, must be from 0 to {SEGMENT_GIB_MAX}"
-            )
-        if not _MASTER.fullmatch(self.master):
-            raise ConfigError("master", f"is {self.master!r}, must be HOST:PORT or etcd://…")
-        if self.protocol not in ("tcp", "rdma"):
-            raise ConfigError("protocol", f"is {self.protocol!r}, must be 'tcp' or 'rdma'")
 
 
 class _Piece(NamedTuple):
@@ -461,7 +413,7 @@ class MooncakeBlobs:
 
     def _probe(self) -> str:
         """This machine's address towards the master, which must be there."""
-        found = _MASTER.fullmatch(self._settings.master)
+        found = MASTER.fullmatch(self._settings.master)
         if found is None or not found["host"]:
             return socket.gethostname()
         try:

@@ -14,11 +14,9 @@ is read and written by his own thread, before the call ends.
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,6 @@ from penstock.store.blobs import (
 )
 from penstock.store.folder_blobs import FolderBlobs
 from penstock.store.object_index import OBJECT_BYTES_MAX, PackedValues
-from penstock.vocabulary.arguments import as_int, as_seconds, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -41,91 +38,17 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-    from penstock.store.blobs import BlobRead, BlobStore, BlobWrite, Secret
+    from penstock.config.shared_stores import ObjectSettings
+    from penstock.store.blobs import BlobRead, BlobStore, BlobWrite
     from penstock.store.object_index import ValuePlace
 
     Answer = TypeVar("Answer")
 
-THREADS_MAX = 64
-REFRESH_S_MAX = 3_600.0
 CONNECT_S = 5.0
 REQUEST_S = 60.0
 """No request lasts longer, whoever waits for it. Calls have deadlines of their own."""
 RETRIES_MAX = 2
 """Of one request, after an error of the server; the tier above tries again later."""
-_URL = re.compile(r"(?P<scheme>s3|gs|az|file)://(?P<place>[^\s?#@]+)", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSettings:
-    """Which store, and how it is spoken to.
-
-    Without `key_id` and `secret`, credentials are those that the provider's own tools would use:
-    variables such as `AWS_ACCESS_KEY_ID`, a role of the machine, or a file of its command line.
-
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
-    """
-
-    url: str
-    endpoint: str = ""
-    """Of a store that speaks S3 and is not Amazon's, such as `https://minio:9000`."""
-    region: str = ""
-    key_id: Secret | None = None
-    """S3: the access key's name."""
-    secret: Secret | None = None
-    """S3: the secret access key; Azure: the account's key; GCS: the service account's JSON."""
-    ca_file: str = ""
-    """Who signed the server's certificate, where it is none of the system's authorities."""
-    refresh_s: float = 2.0
-    """How often values of others are looked for."""
-    threads: int = 8
-
-    def __post_init__(self) -> None:
-        try:
-            for field in ("url", "endpoint", "region", "ca_file"):
-                as_text(field, getattr(self, field))
-            as_int("threads", self.threads, 1, THREADS_MAX)
-            refresh_s = as_seconds("refresh_s", self.refresh_s)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        if refresh_s > REFRESH_S_MAX:
-            raise ConfigError("refresh_s", f"is {refresh_s}, must be at most {REFRESH_S_MAX:g}")
-        self._require_sense()
-
-    def _require_sense(self) -> None:
-        if not _URL.fullmatch(self.url):
-            # It is not shown: it may have a key, at whatever place.
-            raise ConfigError(
-                "url",
-                "must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://ACCOUNT/CONTAINER/PATH or "
-                "file:///FOLDER, without keys, which are in a file or an environment variable",
-            )
-        if self.scheme == "file" and not self.url.startswith("file:///"):
-            raise ConfigError("url", f"is {self.url!r}, must be file:// and an absolute path")
-        for field, schemes in _ONLY.items():
-            if getattr(self, field) and self.scheme not in schemes:
-                raise ConfigError(
-                    field, f"is given, which has no effect with {self.scheme}://; leave it out"
-                )
-        if self.endpoint and not re.fullmatch(r"https?://[^\s?#@]+", self.endpoint):
-            raise ConfigError("endpoint", "must be http://HOST[:PORT] or https://HOST[:PORT]")
-        if self.scheme == "s3" and bool(self.key_id) != bool(self.secret):
-            raise ConfigError("key_id", "and secret must both be given, or none")
-
-    @property
-    def scheme(self) -> str:
-        return self.url.partition(":")[0]
-
-
-_ONLY: Mapping[str, tuple[str, ...]] = {
-    "endpoint": ("s3",),
-    "region": ("s3",),
-    "key_id": ("s3",),
-    "secret": ("s3", "gs", "az"),
-    "ca_file": ("s3", "gs", "az"),
-}
 
 
 def open_objects(settings: ObjectSettings) -> BlobStore:

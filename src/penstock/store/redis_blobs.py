@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from penstock.config.shared_stores import Node
 from penstock.store.blobs import (
     BlobOutcome,
     BlobStoreError,
@@ -23,7 +24,7 @@ from penstock.store.blobs import (
     check_reads,
     check_record,
 )
-from penstock.store.redis_connections import Node, RedisConnections
+from penstock.store.redis_connections import RedisConnections
 from penstock.store.redis_wire import (
     ErrorReply,
     Taken,
@@ -35,8 +36,8 @@ from penstock.store.redis_wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from penstock.config.shared_stores import RedisSettings
     from penstock.store.blobs import BlobRange, BlobRead, BlobWrite
-    from penstock.store.redis_connections import RedisSettings
     from penstock.store.redis_wire import RedisCommand, RedisWire, Reply
 
     Exchange = Callable[[Node | None, Sequence[RedisCommand], float], list[Reply]]

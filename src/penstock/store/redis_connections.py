@@ -10,155 +10,24 @@ else: not in a URL, a message, a `repr` or a log.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from penstock.config.shared_stores import Node
 from penstock.errors import ConfigError, UnavailableError
 from penstock.store.blobs import BlobStoreError
 from penstock.store.redis_wire import RedisWire
-from penstock.vocabulary.arguments import as_flag, as_int, as_seconds, as_text
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from penstock.store.blobs import Secret
+    from penstock.config.shared_stores import RedisSettings
 
 OPEN_S = 3.0
 """For the connection, for each message of TLS, and for each reply of the log-in. A server that does
 not answer in it is tried anew, so that one that was started again is found."""
-PORT = 6_379
-SENTINEL_PORT = 26_379
-DATABASE_MAX = 9_999
-TTL_S_MAX = 10 * 365 * 86_400
-THREADS_MAX = 64
-_URL = re.compile(
-    r"(?P<scheme>rediss?)://(?:(?P<user>[^@/:\s]*)(?P<secret>:[^@\s]*)?@)?"
-    r"(?P<nodes>[^/@\s]+)(?:/(?P<database>[0-9]{1,4}))?/?"
-)
-_UNIX = re.compile(r"unix://(?P<path>/[^\s?#@]+)")
-_NODE = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]{1,253})(?::(?P<port>[0-9]{1,5}))?")
-
-
-class Node(NamedTuple):
-    """A server: a host with a port, or the path of a Unix socket with port 0."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisSettings:
-    """Which Redis or Valkey, and how it is spoken to.
-
-    | `url`                              | with           | is                                   |
-    |------------------------------------|----------------|--------------------------------------|
-    | `redis://host:6379/0`              |                | one server, database 0               |
-    | `rediss://user@host:6379`          |                | the same over TLS, as an ACL user    |
-    | `unix:///run/redis/redis.sock`     |                | a server of this machine             |
-    | `redis://a:26379,b:26379`          | `sentinel`     | the master that the Sentinels name   |
-    | `redis://a:6379,b:6379`            | `cluster`      | a cluster, found through any of them |
-
-    Raises:
-        ConfigError: a setting is wrong; `field` names it.
-    """
-
-    url: str
-    password: Secret | None = None
-    sentinel: str = ""
-    """The service that Sentinels know the master by."""
-    sentinel_password: Secret | None = None
-    cluster: bool = False
-    ca_file: str = ""
-    """Who signed the server's certificate, where it is none of the system's authorities."""
-    certificate_file: str = ""
-    """The client's own, with `key_file`, where the server asks for one."""
-    key_file: str = ""
-    ttl_s: float | None = None
-    """Values go after this time, used or not; `None`: when the server needs their memory."""
-    threads: int = 4
-
-    def __post_init__(self) -> None:
-        try:
-            for field in ("url", "sentinel", "ca_file", "certificate_file", "key_file"):
-                as_text(field, getattr(self, field))
-            as_flag("cluster", self.cluster)
-            as_int("threads", self.threads, 1, THREADS_MAX)
-            ttl_s = 1.0 if self.ttl_s is None else as_seconds("ttl_s", self.ttl_s)
-        except ValueError as problem:
-            field, _, rest = str(problem).partition(" ")
-            raise ConfigError(field, rest) from None
-        if not 0.001 <= ttl_s <= TTL_S_MAX:
-            raise ConfigError(
-                "ttl_s", f"is {ttl_s}, must be from 0.001 to {TTL_S_MAX} seconds, or None"
-            )
-        self._require_sense()
-
-    def _require_sense(self) -> None:
-        _parsed(self)
-        if self.cluster and self.sentinel:
-            raise ConfigError(
-                "sentinel", f"is {self.sentinel!r} beside cluster, must be one of the two"
-            )
-        if self.cluster and self.database:
-            raise ConfigError("url", f"has database {self.database}, must have 0 for a cluster")
-        if bool(self.certificate_file) != bool(self.key_file):
-            raise ConfigError(
-                "certificate_file",
-                f"is {self.certificate_file!r} and key_file is {self.key_file!r}, must be both or "
-                "none",
-            )
-        if len(self.nodes) > 1 and not self.cluster and not self.sentinel:
-            raise ConfigError(
-                "url", f"has {len(self.nodes)} servers, must have one without sentinel or cluster"
-            )
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The servers that are named; with `sentinel`, the Sentinels."""
-        return _parsed(self)[0]
-
-    @property
-    def username(self) -> str:
-        return _parsed(self)[1]
-
-    @property
-    def database(self) -> int:
-        return _parsed(self)[2]
-
-    @property
-    def encrypted(self) -> bool:
-        return self.url.startswith("rediss:")
-
-
-def _parsed(settings: RedisSettings) -> tuple[tuple[Node, ...], str, int]:
-    """The servers, the user and the database that a URL names."""
-    path = _UNIX.fullmatch(settings.url)
-    if path and not settings.cluster and not settings.sentinel:
-        return (Node(path["path"], 0),), "", 0
-    found = _URL.fullmatch(settings.url)
-    if found is None or found["secret"]:
-        # The URL is not shown: it may have a password, at whatever place.
-        problem = "has a password" if found else "is none"
-        raise ConfigError(
-            "url",
-            f"{problem}, must be redis://HOST:PORT/DATABASE, rediss://USER@HOST:PORT or "
-            "unix:///PATH, where the password is in a file or an environment variable",
-        )
-    nodes = []
-    for text in found["nodes"].split(","):
-        node = _NODE.fullmatch(text)
-        port = int((node and node["port"]) or (SENTINEL_PORT if settings.sentinel else PORT))
-        if node is None or not 0 < port <= 65_535:
-            raise ConfigError("url", f"has server {text[:80]!r}, must be HOST or HOST:PORT")
-        nodes.append(Node(node["host"].strip("[]"), port))
-    return tuple(nodes), found["user"] or "", int(found["database"] or 0)
 
 
 class RedisConnections:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 AHEAD_BYTES = 4 << 20
 """How much is asked for before it is taken. The server has that much in its memory for this
 connection; more does not make it faster."""
+LATE_S = 0.01
+"""By how much a call of the socket may end after the deadline."""
 AHEAD_COMMANDS = 128
 BUFFER_BYTES = 64 << 10
 """Small replies and small ranges are taken from the socket together; a range of at least this size
@@ -110,6 +112,8 @@ class RedisWire:
         self._start = 0
         self._end = 0
         self._deadline = 0.0
+        self._limit_s = -1.0
+        """What the socket was told last."""
         self._gathers = not isinstance(sock, ssl.SSLSocket)
 
     def close(self) -> None:
@@ -170,7 +174,10 @@ class RedisWire:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
+        # Telling the socket is a call of the system; a large value takes a hundred of them.
+        if not left <= self._limit_s <= left + LATE_S:
+            self._socket.settimeout(left)
+            self._limit_s = left
 
     def _send(self, parts: list[bytes | memoryview]) -> None:
         if not self._gathers:

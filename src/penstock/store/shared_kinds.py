@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.config.shared_stores import mooncake_settings, object_settings, redis_settings
 from penstock.errors import UnavailableError
-from penstock.store.blobs import Secret
 from penstock.store.shared import SharedTier
 
 if TYPE_CHECKING:
@@ -23,61 +23,20 @@ Options = Mapping[str, Any]
 
 def _redis(options: Options) -> BlobStore:
     from penstock.store.redis_blobs import RedisBlobs  # noqa: PLC0415
-    from penstock.store.redis_connections import RedisSettings  # noqa: PLC0415
 
-    return RedisBlobs(
-        RedisSettings(
-            url=options["url"],
-            password=_secret(options, "password"),
-            sentinel=options["sentinel"],
-            cluster=options["cluster"],
-            ca_file=options["ca_file"],
-            certificate_file=options["certificate_file"],
-            key_file=options["key_file"],
-            ttl_s=options["ttl_s"] or None,
-            threads=options["threads"],
-        )
-    )
+    return RedisBlobs(redis_settings(options))
 
 
 def _mooncake(options: Options) -> BlobStore:
-    from penstock.store.mooncake_blobs import MooncakeBlobs, MooncakeSettings  # noqa: PLC0415
+    from penstock.store.mooncake_blobs import MooncakeBlobs  # noqa: PLC0415
 
-    return MooncakeBlobs(
-        MooncakeSettings(
-            master=options["master"],
-            host=options["host"],
-            protocol=options["protocol"],
-            devices=options["devices"],
-            segment_gib=options["segment_gib"],
-            replica_count=options["replicas"],
-            staging_mib=options["staging_mib"],
-            threads=options["threads"],
-        )
-    )
+    return MooncakeBlobs(mooncake_settings(options))
 
 
 def _objects(options: Options) -> BlobStore:
-    from penstock.store.object_blobs import ObjectSettings, open_objects  # noqa: PLC0415
+    from penstock.store.object_blobs import open_objects  # noqa: PLC0415
 
-    return open_objects(
-        ObjectSettings(
-            url=options["url"],
-            endpoint=options["endpoint"],
-            region=options["region"],
-            key_id=_secret(options, "key_id"),
-            secret=_secret(options, "secret"),
-            ca_file=options["ca_file"],
-            refresh_s=options["refresh_s"],
-            threads=options["threads"],
-        )
-    )
-
-
-def _secret(options: Options, name: str) -> Secret | None:
-    """Where a secret is, if it is anywhere."""
-    file, variable = options[f"{name}_file"], options[f"{name}_env"]
-    return Secret(file=file, variable=variable) if file or variable else None
+    return open_objects(object_settings(options))
 
 
 CLIENTS: Mapping[str, Callable[[Options], BlobStore]] = {
