@@ -108,6 +108,16 @@ name = "shared"
 """
 
 
+def test_a_quota_that_a_shared_store_cannot_keep_is_refused() -> None:
+    text = HEAD + DEVICE + SHARED + 'kind = "redis"\nurl = "redis://a"\nquotas = { free = 0.5 }'
+
+    message = refusal(text)
+
+    assert message.startswith(
+        "tiers[1].quotas: are {'free': 0.5}, must be left out for kind 'redis'"
+    )
+
+
 @pytest.mark.parametrize(
     ("tier", "said"),
     [

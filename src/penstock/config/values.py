@@ -611,6 +611,16 @@ class Config:
                 f"has {len(self.tier_kinds)} entries for {len(self.cache.tiers)} tiers, "
                 "must have one for each",
             )
+        self._require_kinds_that_suit()
+        self._require_stored_tiers()
+        if self.equal_ranks:
+            self._require_shared_hub()
+        if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
+            raise ConfigError(
+                "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
+            )
+
+    def _require_kinds_that_suit(self) -> None:
         for tier, kind in zip(self.cache.tiers, self.tier_kinds, strict=True):
             if kind.gib and tier.slot_count != UNSIZED_BLOCKS:
                 raise ConfigError(
@@ -623,21 +633,21 @@ class Config:
                     f"tier {tier.name!r}: stored",
                     f"is {tier.stored}, must be {not tier.stored} for kind {kind.name!r}",
                 )
-        self._require_mapped_hub()
-        if self.equal_ranks:
-            self._require_shared_hub()
-        if self.cache.device is not None and self.cache.device.name != DEVICE_NAME:
-            raise ConfigError(
-                "cache.device.name", f"is {self.cache.device.name!r}, must be {DEVICE_NAME!r}"
-            )
 
-    def _require_mapped_hub(self) -> None:
+    def _require_stored_tiers(self) -> None:
         for index, kind in enumerate(self.tier_kinds):
             if kind.name in STORED_KINDS and self.tier_kinds[0].name != "host":
                 raise ConfigError(
                     f"tiers[{index}].kind",
                     f"is {kind.name!r} below tiers[0].kind {self.tier_kinds[0].name!r}, must be "
                     "below 'host': the store process reads and writes that memory",
+                )
+            quotas = self.cache.tiers[index].quotas
+            if quotas and kind.name in SHARED_KINDS:
+                raise ConfigError(
+                    f"tiers[{index}].quotas",
+                    f"are {dict(quotas)}, must be left out for kind {kind.name!r}: what a shared "
+                    "store keeps is its own choice, and it does not count by tenant",
                 )
 
     def _require_shared_hub(self) -> None:
