@@ -1,7 +1,7 @@
 # Everything a clone needs, with nothing but Python 3.11 or newer, pip and make.
 #
 #   PYTHON   the interpreter to build .venv from, and the one that runs the GPU tests
-#   SCENARIO what `make sim` simulates: cache, disk, runtime, handoff or pairs
+#   SCENARIO what `make sim` simulates: cache, disk, shared, runtime, handoff or pairs
 #   SEEDS    how many seeds it runs
 #   JOBS     how many processes tests and simulator use
 
@@ -69,7 +69,7 @@ bench-interference: $(READY) ## what copies cost an engine's steps, by who drive
 bench-vllm: $(READY) $(VLLM_READY) ## vLLM with and without connectors
 	@$(BIN)/lab bench vllm --peer-python $(VLLM)/bin/python --json build/bench-vllm.json
 
-sim: $(READY) ## simulate SCENARIO (cache, disk, runtime, handoff or pairs) from SEEDS seeds
+sim: $(READY) ## simulate SCENARIO (cache, disk, shared, runtime, handoff or pairs) from SEEDS seeds
 	@$(BIN)/lab sim --scenario $(SCENARIO) --seeds $(SEEDS) --jobs $(JOBS)
 
 explore: $(READY) ## visit every state of small handoff worlds (15 minutes)

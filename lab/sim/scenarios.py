@@ -18,6 +18,8 @@ from lab.sim.pairs import PairsSimulation
 from lab.sim.pairs_kinds import PAIRS_KINDS
 from lab.sim.runtime import RuntimeWorld
 from lab.sim.runtime.kinds import RUNTIME_KINDS
+from lab.sim.shared import SharedWorld
+from lab.sim.shared.world import SHARED_KINDS
 from lab.sim.world import World
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Scenario(StrEnum):
     HANDOFF = "handoff"
     PAIRS = "pairs"
     RUNTIME = "runtime"
+    SHARED = "shared"
 
 
 class SimulatedWorld(Protocol):
@@ -64,6 +67,8 @@ def world_of(
             return PairsSimulation(seed, teller=teller)
         case Scenario.RUNTIME:
             return RuntimeWorld(seed, teller=teller)
+        case Scenario.SHARED:
+            return SharedWorld(seed, teller=teller)
 
 
 def kinds_of(scenario: Scenario) -> Kinds:
@@ -79,3 +84,5 @@ def kinds_of(scenario: Scenario) -> Kinds:
             return PAIRS_KINDS
         case Scenario.RUNTIME:
             return RUNTIME_KINDS
+        case Scenario.SHARED:
+            return SHARED_KINDS

@@ -80,6 +80,7 @@ class SharedTier:
         queue_bytes: int = QUEUE_BYTES,
         compress: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        stepped: bool = False,
     ) -> None:
         """Takes the client; it is closed with the tier.
 
@@ -94,6 +95,7 @@ class SharedTier:
             compress: Whether blocks are written compressed (`block_codec`, an extra). Compressed
                 ones are read in any case.
             clock: In seconds.
+            stepped: Whether a simulator takes the steps of its threads, and no thread does.
         """
         self._blobs = blobs
         self._board = SharedBoard(
@@ -106,10 +108,9 @@ class SharedTier:
             queue_bytes=queue_bytes,
             clock=clock,
         )
-        tasks = [
-            SharedKeeper(self._board, blobs).keep,
-            *SharedWorkers(self._board, blobs, compress=compress).tasks(),
-        ]
+        self._keeper = SharedKeeper(self._board, blobs)
+        self._workers = SharedWorkers(self._board, blobs, compress=compress)
+        tasks = [] if stepped else [self._keeper.keep, *self._workers.tasks()]
         self._threads = [
             threading.Thread(target=self._run_thread, args=(task,), name="shared tier", daemon=True)
             for task in tasks

@@ -23,7 +23,7 @@ from penstock.store.shared_geometry import RECORD_BYTES_MAX, EngineGeometry
 from penstock.store.shared_value import generation_name, geometry_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.store.base import Space
     from penstock.store.blobs import BlobStore
@@ -42,31 +42,41 @@ class SharedKeeper:
     def __init__(self, board: SharedBoard, blobs: BlobStore) -> None:
         self._board = board
         self._blobs = blobs
+        self.draw: Callable[[int], bytes] = secrets.token_bytes
+        """Random bytes for generations; a simulator has its own."""
+        self._parsed: dict[bytes, EngineGeometry] = {}
+        """Records as they were read: they hardly change, and are read every second."""
 
     def keep(self) -> None:
         while True:
             with self._board.lock:
-                while not self._board.stopped and (wait_s := self._keeper_wait_s()) > 0:
+                while not self._board.stopped and (wait_s := self.wait_s()) > 0:
                     self._board.keeper_ready.wait(wait_s)
                 if self._board.stopped:
                     return
-                now = self._board.clock()
-                for question in [each for each in self._board.asked if now >= each.until]:
-                    # A worker may still be at it: what it finds is noted for the next one.
-                    self._board.answer(question)
-                    self._board.asked.remove(question)
-                probes = bool(self._board.off) and now >= self._board.retry_at
-                due = [use for use in self._board.spaces.values() if now >= self._due_at(use)]
-                voids = [name for name, made in self._board.voiding.items() if made is None]
-            if probes:
-                self._probe()
-            elif not self._board.off:
-                for use in due:
-                    self._refresh(use)
-                for name in voids:
-                    self._write_generation(name)
+            self.turn()
 
-    def _keeper_wait_s(self) -> float:
+    def turn(self) -> None:
+        """Does what is due."""
+        with self._board.lock:
+            now = self._board.clock()
+            for question in [each for each in self._board.asked if now >= each.until]:
+                # A worker may still be at it: what it finds is noted for the next one.
+                self._board.answer(question)
+                self._board.asked.remove(question)
+            probes = bool(self._board.off) and now >= self._board.retry_at
+            due = [use for use in self._board.spaces.values() if now >= self._due_at(use)]
+            voids = [name for name, made in self._board.voiding.items() if made is None]
+        if probes:
+            self._probe()
+        elif not self._board.off:
+            for use in due:
+                self._refresh(use)
+            for name in voids:
+                self._write_generation(name)
+
+    def wait_s(self) -> float:
+        """How long nothing is due; the lock is held."""
         now = self._board.clock()
         at = min((each.until for each in self._board.asked), default=math.inf)
         if self._board.off:
@@ -130,14 +140,14 @@ class SharedKeeper:
         record_name = generation_name(name)
         record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
         if record is None:
-            fresh = _draw_generation()
+            fresh = self.draw(GENERATION_BYTES)
             if self._blobs.create(record_name, fresh, timeout_s=self._board.timeout_s):
                 record = fresh
             else:
                 record = self._blobs.get(record_name, timeout_s=self._board.timeout_s)
         if record is None or len(record) != GENERATION_BYTES:
             # Not ours to read: begin anew, so that nothing of before is found.
-            record = _draw_generation()
+            record = self.draw(GENERATION_BYTES)
             self._blobs.replace(record_name, record, timeout_s=self._board.timeout_s)
         return int.from_bytes(record, "little") >> 1
 
@@ -149,7 +159,7 @@ class SharedKeeper:
             self._board.signal()
 
     def _write_generation(self, name: bytes) -> None:
-        record = _draw_generation()
+        record = self.draw(GENERATION_BYTES)
         try:
             self._blobs.replace(generation_name(name), record, timeout_s=self._board.timeout_s)
         except BlobStoreError as error:
@@ -180,7 +190,7 @@ class SharedKeeper:
                     break
                 continue
             try:
-                found[number] = EngineGeometry.from_record(record)
+                found[number] = self._parse(record)
             except ValueError as error:
                 logger.warning("shared tier: geometry %d cannot be read: %s", number, error)
         known = {each.names for each in found.values()}
@@ -188,6 +198,15 @@ class SharedKeeper:
             if own.names not in known:
                 self._announce(space, own, free)
         return list(found.values())
+
+    def _parse(self, record: bytes) -> EngineGeometry:
+        geometry = self._parsed.get(record)
+        if geometry is None:
+            geometry = EngineGeometry.from_record(record)
+            if len(self._parsed) >= 2 * GEOMETRIES_MAX:
+                self._parsed.clear()
+            self._parsed[record] = geometry
+        return geometry
 
     def _announce(self, space: Space, own: EngineGeometry, free: list[int]) -> None:
         record = own.to_record()
@@ -207,7 +226,3 @@ class SharedKeeper:
             "ranks find the blocks of this one",
             GEOMETRIES_MAX,
         )
-
-
-def _draw_generation() -> bytes:
-    return secrets.token_bytes(GENERATION_BYTES)

@@ -59,14 +59,18 @@ class SharedWorkers:
                         task = self._board.next_task(may_read, may_write)
                 if task is None:
                     return
-                if isinstance(task, Question):
-                    self._ask(task, memory)
-                elif isinstance(task.job.job, LoadJob):
-                    self._read(task, task.job.job, memory)
-                else:
-                    self._write(task, task.job.job, memory)
+                self.do(task, memory)
         finally:
             memory.close()
+
+    def do(self, task: Question | RunOfBlocks, memory: FrontMemory) -> None:
+        """Does a task of the board; `memory` is of the thread that does."""
+        if isinstance(task, Question):
+            self._ask(task, memory)
+        elif isinstance(task.job.job, LoadJob):
+            self._read(task, task.job.job, memory)
+        else:
+            self._write(task, task.job.job, memory)
 
     def _ask(self, question: Question, memory: FrontMemory) -> None:
         """Asks for the pieces of this engine first, then for those of others."""
@@ -200,14 +204,13 @@ class SharedWorkers:
         return chosen
 
     def _write(self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory) -> None:
-        piece = piece_of(job.arena)
-        names = {value_name(job.space, piece, job.keys[each]) for each in run.positions}
+        names = names_of(run)
         with self._board.lock:
             # Two engines of a machine compute one prompt: the second finds what the first wrote.
-            while self._board.being_written & names:
+            while not self._board.being_written.isdisjoint(names):
                 # Who writes it ends within the time of its calls, and says so.
                 self._board.idle.wait(self._board.timeout_s)
-            self._board.being_written |= names
+            self._board.being_written.update(names)
         failure = ""
         sizes: list[int] = []
         faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
@@ -221,7 +224,7 @@ class SharedWorkers:
                 self._board.fail(error)
         finally:
             with self._board.lock:
-                self._board.being_written -= names
+                self._board.being_written.difference_update(names)
                 self._board.idle.notify_all()
                 self._board.blocks_written += len(sizes)
                 self._board.bytes_written += sum(sizes)
@@ -233,8 +236,7 @@ class SharedWorkers:
         self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory
     ) -> tuple[list[int], dict[int, BlockFault], str]:
         """Writes what is not there; the bytes of each block, and what failed, by place and why."""
-        piece = piece_of(job.arena)
-        names = [value_name(job.space, piece, job.keys[each]) for each in run.positions]
+        names = names_of(run)
         there = self._blobs.exists(names, timeout_s=self._board.timeout_s)
         absent = [place for place, is_there in enumerate(there) if not is_there]
         if not absent:
@@ -265,6 +267,13 @@ class SharedWorkers:
             # Of what other ranks have written nothing is known here: the next one asks.
             for key in keys:
                 self._board.known.pop((job.space, own, key), None)
+
+
+def names_of(run: RunOfBlocks) -> list[str]:
+    """Of the values of an engine's own pieces."""
+    job = run.job.job
+    piece = piece_of(job.arena)
+    return [value_name(job.space, piece, job.keys[each]) for each in run.positions]
 
 
 def _value_run(run: RunOfBlocks, job: SaveJob | LoadJob) -> ValueRun:

@@ -1,0 +1,127 @@
+"""Worlds of engines that share a lying store: clean, and bugs planted in the tier are found."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias
+
+import pytest
+
+from lab.sim.campaign import DEFECTS, Failure, failure_of, run_campaign, run_seeds
+from lab.sim.scenarios import Scenario
+from lab.sim.shared import SharedWorld
+from penstock.cache.operations import BlockFault
+from penstock.store import shared_io
+from penstock.store.shared import SharedTier
+from penstock.store.shared_board import SharedBoard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.store.shared_geometry import Gathering
+    from penstock.store.shared_io import SumsOfArenas, ValueRun
+
+SEEDS = range(40)
+"""None of them finds anything without a planted bug, and each planted bug is found in one."""
+
+Plant: TypeAlias = "Callable[[pytest.MonkeyPatch], None]"
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_no_promise_is_broken_in_a_share_of_the_worlds(first: int) -> None:
+    assert run_seeds(range(first, first + 8), Scenario.SHARED).failures == []
+
+
+@pytest.mark.long
+def test_two_thousand_worlds_see_everything_and_find_nothing() -> None:
+    outcome = run_campaign(range(2000), Scenario.SHARED, jobs=2)
+
+    assert outcome.failures == []
+    assert outcome.coverage.shortfalls() == []
+
+
+def test_a_seed_tells_the_same_story_every_time() -> None:
+    stories: list[list[str]] = [[], []]
+    for lines in stories:
+        SharedWorld(3, teller=lines.append).run()
+
+    assert stories[0] == stories[1]
+    assert len(stories[0]) > 20
+
+
+def plant_blind_reads(patch: pytest.MonkeyPatch) -> None:
+    """What arrives is taken for what was asked for."""
+
+    def believe(
+        run: ValueRun,
+        _gathering: Gathering,
+        _fronts: object,
+        sums: SumsOfArenas,
+        faults: dict[int, BlockFault],
+        *,
+        skipped: object = (),
+    ) -> None:
+        host = run.arena.host
+        places = host.blocks_offset + run.slots.astype("int64") * host.slot_bytes
+        own = sums.of(run.arena, run.arena.form.checksum)
+        pair = (run.salt, run.salt)
+        host.keep_sums(run.slots, own.sum_pairs(host.arena.bytes, places, run.keys, pair)[0])
+        assert skipped is not faults
+
+    patch.setattr(shared_io, "_verify", believe)
+
+
+def plant_early_reports(patch: pytest.MonkeyPatch) -> None:
+    """A job that is cancelled is reported at once, also if a call of it is under way."""
+    cancel = SharedTier.cancel
+
+    def report(tier: SharedTier, ticket: int) -> None:
+        cancel(tier, ticket)
+        with tier._board.lock:
+            job = tier._board.jobs.get(ticket)
+            if job is not None:
+                tier._board.report_all(job.job, BlockFault.UNREADABLE)
+
+    patch.setattr(SharedTier, "cancel", report)
+
+
+def plant_no_way_back(patch: pytest.MonkeyPatch) -> None:
+    """A store that did not answer is not asked again."""
+    switch_off = SharedBoard.switch_off
+
+    def for_good(board: SharedBoard, why: str) -> None:
+        switch_off(board, why)
+        board.retry_at = math.inf
+
+    patch.setattr(SharedBoard, "switch_off", for_good)
+
+
+PLANTED = [
+    pytest.param(plant_blind_reads, SEEDS[11:], {"bytes"}, id="sums not checked"),
+    pytest.param(
+        plant_early_reports, SEEDS[2:], {"operations", "reuse"}, id="reported before the end"
+    ),
+    pytest.param(plant_no_way_back, SEEDS, {"liveness"}, id="never asked again"),
+]
+"""With seeds of which an early one finds it, to be quick."""
+
+
+def first_failure(seeds: range) -> Failure | None:
+    for seed in seeds:
+        try:
+            SharedWorld(seed).run()
+        except DEFECTS as error:
+            return failure_of(seed, error)
+    return None
+
+
+@pytest.mark.parametrize(("plant", "seeds", "checkers"), PLANTED)
+def test_a_bug_planted_in_the_shared_tier_is_found(
+    plant: Plant, seeds: range, checkers: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+
+    found = first_failure(seeds)
+
+    assert found is not None
+    assert found.checker in checkers, found
