@@ -35,6 +35,7 @@ NOT_IN_ALL = {
 }
 IMPORTED_AS = {
     "mooncake": "mooncake-transfer-engine",
+    "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "zmq": "pyzmq",
 }
@@ -45,8 +46,12 @@ NOT_OURS = {
 }
 """Packages that the code imports and no extra installs, and why."""
 
-FOUND_BY_NAME = {"mooncake-transfer-engine", "nixl"}
-"""Packages that are imported by a name in a string."""
+FOUND_BY_NAME = {
+    "mooncake-transfer-engine",
+    "nixl",
+    "opentelemetry-exporter-otlp-proto-http",
+}
+"""Packages that are imported by a name in a string, or lie within the name of another one."""
 
 LIMIT_S = 600.0
 

@@ -207,6 +207,7 @@ SERVE_KEYS: Mapping[str, Setting] = _settings(
     keys_file=String(),
     record=String(),
     record_mib=Whole(minimum=1, maximum=1 << 20),
+    tracing=Flag(),
 )
 
 ROUTING_KEYS: Mapping[str, Setting] = _settings(

@@ -483,6 +483,7 @@ class ServeTable:
     """A file that requests are recorded in, for `penstock replay`; empty: none."""
     record_mib: int = 1024
     """Where recording ends: a GiB names 67 million blocks."""
+    tracing: bool = False
 
     def __post_init__(self) -> None:
         require_host("serve.host", self.host)
@@ -538,9 +539,8 @@ class EventsTable:
     """The same for those who ask for what they missed."""
     topic: str = ""
     token_ids: bool = False
-    """Whether events carry the tokens of blocks, which are what users wrote."""
+    """Whether events carry tokens: what users wrote. Beyond this machine only if `unencrypted`."""
     unencrypted: bool = False
-    """Whether they may do so beyond this machine, where nothing protects them."""
     hashes: str = "integers"
     replay_batches: int = 10_000
     """Batches that can be asked for again; whoever missed more gets a snapshot."""

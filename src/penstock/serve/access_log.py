@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from penstock.serve.tracing import Tracing
+
 logger = logging.getLogger("penstock.serve.access")
 
 SCOPE_KEY = "penstock.request_log"
@@ -74,15 +76,19 @@ def name_request(scope: Scope, name: str) -> None:
 class AccessLog:
     """ASGI middleware that logs and counts requests, and adds the header `x-request-id`."""
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, count: Callable[[str, int], None], tracing: Tracing | None = None
+    ) -> None:
         """Wraps an application.
 
         Args:
             app: What answers.
             count: Called with the name of the endpoint, and the status, of each response.
+            tracing: Makes a span of each request.
         """
         self._app = app
         self._count = count
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entry = scope[SCOPE_KEY] = RequestLog()
@@ -102,7 +108,10 @@ class AccessLog:
         finally:
             # What no route leads to has no endpoint: paths of strangers are no labels.
             self._count(getattr(scope.get("endpoint"), "__name__", "none"), entry.status)
-            _log(scope, entry, time.monotonic() - began)
+            took_s = time.monotonic() - began
+            _log(scope, entry, took_s)
+            if self._tracing is not None:
+                self._tracing.record(scope, entry, took_s)
 
 
 def _log(scope: Scope, entry: RequestLog, took_s: float) -> None:

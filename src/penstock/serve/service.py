@@ -43,6 +43,7 @@ from penstock.serve.request_gate import PauseSettings, RequestGate
 from penstock.serve.role_secret import SECRET_BYTES
 from penstock.serve.router import Router
 from penstock.serve.server_socket import address_of, raise_descriptor_limit
+from penstock.serve.tracing import Tracing
 from penstock.supervisor.client import Supervisor
 from penstock.transport.zeromq import IPC, Listener
 from penstock.transport.zmq_link import ChannelSettings
@@ -109,6 +110,7 @@ class Service:
         self._publisher = EventPublisher(config.events, expected) if config.events else None
         self.router = _router_of(config, self._recorder, self._publisher)
         model = find_model(config.engine.model or None)
+        self.tracing = Tracing() if config.serve.tracing else None
         self.metrics = ServerMetrics()
         self.server = Server(
             self.router,
@@ -156,6 +158,8 @@ class Service:
             self._publisher.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self.tracing is not None:
+            self.tracing.close()
 
     def _accept(self) -> None:
         if self._alarm is not None:
@@ -317,7 +321,7 @@ async def _answer(
 ) -> None:
     assert config.serve is not None
     server = HttpServer(
-        AccessLog(found.server.app(), found.metrics.count_response),
+        AccessLog(found.server.app(), found.metrics.count_response, found.tracing),
         connections_max=raise_descriptor_limit(config.serve.connections_max),
         header_s=config.serve.header_s,
         drain_s=config.serve.drain_s,
