@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from penstock.config import parse_config
-from penstock.config.values import EventsTable
+from penstock.config.routing import EventsTable
 from penstock.engine import messages as ms
 from penstock.errors import ConfigError, UnavailableError
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored, chains_of

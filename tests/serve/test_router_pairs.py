@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.config import parse_config
-from penstock.config.values import RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.engine import messages as ms
 from penstock.engine.spec import EngineSpec
 from penstock.serve.instance_link import InstanceLost

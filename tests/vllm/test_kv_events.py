@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from penstock.config import parse_config
-from penstock.config.values import EventsTable
+from penstock.config.routing import EventsTable
 from penstock.engine import messages as ms
 from penstock.machine.kv_events import AllCleared, BlocksRemoved, BlocksStored
 from penstock.serve.event_publisher import CachedTokens, InstanceStream

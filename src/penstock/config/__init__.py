@@ -3,6 +3,7 @@
 | module     | holds                                                                   |
 |------------|-------------------------------------------------------------------------|
 | `values`   | `Config` and its parts, those of `penstock serve` too, with defaults    |
+| `routing`  | the parts about who gets a request                                      |
 | `keys`     | the kinds of values a key can have                                      |
 | `salt`     | the secret that keys depend on, read where the file says it is          |
 | `schema`   | which tables and keys there are, their ranges, and what they become     |

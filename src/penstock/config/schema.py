@@ -19,6 +19,7 @@ from penstock.cache.settings import (
     WritePolicy,
 )
 from penstock.config.keys import Bytes, EnumChoice, Flag, Number, Shares, String, Whole
+from penstock.config.routing import EventsTable, RoutingTable
 from penstock.config.values import (
     AUTO,
     BLOCKS_MAX,
@@ -27,10 +28,8 @@ from penstock.config.values import (
     SHARED_MEMORY,
     Config,
     EngineTable,
-    EventsTable,
     HandoffTable,
     ModelSettings,
-    RoutingTable,
     ServeTable,
     TierKind,
 )

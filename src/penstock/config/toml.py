@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cache.settings import CacheSettings, TierSettings, WriteKind, WritePolicy
 from penstock.config.keys import Shares, String, nearest, unknown
+from penstock.config.routing import EventsTable, RoutingTable
 from penstock.config.schema import (
     CACHE_KEYS,
     ENGINE_KEYS,
@@ -46,10 +47,8 @@ from penstock.config.values import (
     UNSIZED_BLOCKS,
     Config,
     EngineTable,
-    EventsTable,
     HandoffTable,
     ModelSettings,
-    RoutingTable,
     ServeTable,
     TierKind,
     tier_options,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.config import Config
-    from penstock.config.values import EventsTable
+    from penstock.config.routing import EventsTable
     from penstock.engine import messages as ms
     from penstock.machine.kv_events import KvEvent
     from penstock.serve.instance_link import InstanceLink

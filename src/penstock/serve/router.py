@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.values import RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.engine.messages import (
     Abort,
     ChangePrefill,

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.config.values import RoutingTable
+from penstock.config.routing import RoutingTable
 from penstock.serve.prompt_prefixes import BLOCKS_A_CHUNK
 from penstock.serve.vllm_requests import read_computed, relayed
 from penstock.serve.vllm_server import VllmFailure, VllmRequest, VllmServer, WholeAnswer
