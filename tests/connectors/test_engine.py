@@ -10,7 +10,7 @@ import torch
 from penstock.connectors.base.engine import (
     LayerGroup,
     ServedEngine,
-    handed_tier,
+    handed_tiers,
     layer_numbers,
     tier_of,
 )
@@ -107,7 +107,8 @@ def handed_form(order: str, rank: int, ranks: int, *, by_head: bool = True) -> F
     served = replace(engine(list(caches)), rank=rank, rank_count=ranks)
     tier = tier_of(served, caches, encoding)
     encodings = dict.fromkeys(range(LAYERS), "a head") if by_head else {}
-    return Form(layout=handed_tier(served, tier, encodings).layout)
+    (handed,) = handed_tiers(served, tier, encodings)
+    return Form(layout=handed.layout)
 
 
 @pytest.mark.parametrize("by_head", [True, False])
@@ -150,7 +151,7 @@ def test_blocks_that_do_not_divide_into_their_heads_are_refused() -> None:
     tier = tier_of(odd, caches, encoding)
 
     with pytest.raises(UnavailableError, match="24 bytes and 5 heads"):
-        handed_tier(odd, tier, {0: "a head"})
+        handed_tiers(odd, tier, {0: "a head"})
 
 
 def test_groups_of_a_hybrid_may_lie_over_each_other() -> None:

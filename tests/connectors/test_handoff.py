@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.connectors.base.engine import LayerGroup, ServedEngine, handed_tier, tier_of
+from penstock.connectors.base.engine import (
+    LayerGroup,
+    ServedEngine,
+    handed_layers,
+    handed_tiers,
+    tier_of,
+)
 from penstock.connectors.base.statistics import Counters
 from penstock.connectors.handoff.rank import RankSides
 from penstock.connectors.handoff.requests import HandoffRequests
@@ -21,12 +27,15 @@ from tests.connectors.conftest import TOKENS, FakePool, FakeRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from penstock.connectors.base.engine import HandedLayer
     from penstock.connectors.handoff.requests import HandoffStep
     from penstock.tiers.tensors import TensorTier
 
 torch = pytest.importorskip("torch")
 
 LAYERS, BLOCKS, HEADS = 3, 16, 4
+NULL = 0
+"""The block that stands for those that have left a window."""
 SOON_S = 120.0
 PROMPT = [100 + number for number in range(10)]
 """Two blocks and a half."""
@@ -36,17 +45,25 @@ class Engine:
     """One engine: the requests of its scheduler, the KV of its rank, and both their threads."""
 
     def __init__(
-        self, name: str, *, weights: str = "v1", ranks: int = 1, by_head: bool = True
+        self,
+        name: str,
+        *,
+        weights: str = "v1",
+        ranks: int = 1,
+        by_head: bool = True,
+        groups: Sequence[Sequence[int]] = (range(LAYERS),),
     ) -> None:
+        """Opens it; KV groups with these layers, of which all but the first have windows."""
         heads = HEADS // ranks
+        self._group_of = {layer: at for at, group in enumerate(groups) for layer in group}
         shape = (BLOCKS, heads, TOKENS, 8)
         self.kv = [
             [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(ranks)
         ]
         """A tensor for each rank and layer."""
+        described = [_described(rank, self.kv, groups, by_head=by_head) for rank in range(ranks)]
         self.ranks = [
-            RankSides(name, rank, _described(rank, self.kv, by_head=by_head))
-            for rank in range(ranks)
+            RankSides(name, rank, tiers, layers) for rank, (tiers, layers) in enumerate(described)
         ]
         addresses = [rank.addresses for rank in self.ranks]
         self._rank_threads = [
@@ -69,6 +86,7 @@ class Engine:
             answer={"remote_engine_id": name},
             prefills=True,
             decodes=True,
+            null_block=NULL if len(groups) > 1 else None,
         )
 
     def step(
@@ -76,9 +94,11 @@ class Engine:
         scheduled: dict[str, int] | None = None,
         blocks: Sequence[int] = (),
         preempted: Sequence[str] = (),
+        more: Sequence[Sequence[int]] = (),
     ) -> HandoffStep | None:
-        """A step of the engine, as every worker of it sees it."""
-        step = self.requests.plan_step(scheduled or {}, lambda _: [list(blocks)], preempted)
+        """A step of the engine, as every worker of it sees it; `more` blocks of other KV groups."""
+        tables = [list(blocks), *more]
+        step = self.requests.plan_step(scheduled or {}, lambda _: tables, preempted)
         for thread, rank in zip(self._rank_threads, self.ranks, strict=True):
             if step is not None and step.restarted:
                 thread.post(rank.restart, step.restarted)
@@ -87,11 +107,13 @@ class Engine:
                     thread.post(rank.computed, step.computed, layer)
         return step
 
-    def prefill(self, request: FakeRequest, blocks: Sequence[int]) -> dict[str, Any]:
+    def prefill(
+        self, request: FakeRequest, blocks: Sequence[int], *more: Sequence[int]
+    ) -> dict[str, Any]:
         """Computes a prompt to its end, in one step, and answers it."""
-        self.fill(request.all_token_ids, blocks)
+        self.fill(request.all_token_ids, blocks, *more)
         self.requests.expect(request)
-        self.step({request.request_id: request.num_tokens}, blocks)
+        self.step({request.request_id: request.num_tokens}, blocks, more=more)
         return self.answer(request)
 
     def answer(self, request: FakeRequest) -> dict[str, Any]:
@@ -100,23 +122,25 @@ class Engine:
         assert params is not None
         return params
 
-    def fill(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def fill(self, tokens: Sequence[int], *tables: Sequence[int]) -> None:
         """What a model would write: something of each token, layer and head."""
         own = HEADS // len(self.kv)
         for rank, layers in enumerate(self.kv):
             for layer, tensor in enumerate(layers):
+                blocks = tables[self._group_of[layer]]
                 for position, token in enumerate(tokens):
                     block, place = divmod(position, TOKENS)
                     for head in range(own):
                         number = (token + layer + 50 * (rank * own + head)) % 251
                         tensor[blocks[block], head, place] = number
 
-    def claim(self, request: FakeRequest, blocks: Sequence[int], *, computed: int = 0) -> None:
+    def claim(self, request: FakeRequest, *tables: Sequence[int], computed: int = 0) -> None:
         """A request is queued and gets blocks for what another engine computes."""
         self.requests.expect(request)
         external = self.requests.find_tokens(request, computed)
-        assert external == len(PROMPT) - computed
-        self.requests.start_claim(request, [list(blocks)], external)
+        # With a window, the last token is computed here.
+        assert external == len(PROMPT) - computed - (len(tables) > 1)
+        self.requests.start_claim(request, tables, external)
 
     def ended(self) -> HandoffStep:
         """Steps until a claim has ended."""
@@ -132,15 +156,22 @@ class Engine:
             thread.close()
 
 
-def _described(rank: int, kv: list[list[Any]], *, by_head: bool) -> TensorTier:
+def _described(
+    rank: int, kv: list[list[Any]], groups: Sequence[Sequence[int]], *, by_head: bool
+) -> tuple[list[TensorTier], dict[int, HandedLayer]]:
     """The KV of a rank, as the connector of an engine on a CPU describes it."""
     names = [f"layers.{number}" for number in range(LAYERS)]
-    group = LayerGroup(
-        kind=GroupKind.ATTENTION, layer_names=tuple(names), block_tokens=TOKENS, channels=0
-    )
     served = ServedEngine(
         name="e",
-        groups=(group,),
+        groups=tuple(
+            LayerGroup(
+                kind=GroupKind.SLIDING if at else GroupKind.ATTENTION,
+                layer_names=tuple(names[layer] for layer in group),
+                block_tokens=TOKENS,
+                channels=0,
+            )
+            for at, group in enumerate(groups)
+        ),
         block_count=BLOCKS,
         rank_count=len(kv),
         rank=rank,
@@ -148,7 +179,7 @@ def _described(rank: int, kv: list[list[Any]], *, by_head: bool) -> TensorTier:
     )
     tier = tier_of(served, dict(zip(names, kv[rank], strict=True)), lambda _: "toy blocks")
     heads = dict.fromkeys(range(LAYERS), "toy heads") if by_head else {}
-    return handed_tier(served, tier, heads)
+    return handed_tiers(served, tier, heads), handed_layers(tier.layout)
 
 
 def until(done: Callable[[], Any]) -> Any:
@@ -293,6 +324,73 @@ def test_ranks_of_engines_with_other_numbers_of_them_get_their_heads(
     assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
     assert kv_of(decode, [10, 11, 12]) == kv_of(prefill, [4, 5, 6])
     assert prefill.released()
+
+
+TWO_GROUPS = [[0, 2], [1]]
+"""A layer with a window between two without."""
+
+
+def of_layer(engine: Engine, layer: int, blocks: Sequence[int]) -> list[int]:
+    return (
+        torch.cat([layers[layer][list(blocks)] for layers in engine.kv], dim=1).flatten().tolist()
+    )
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(1, 1), (2, 1)])
+def test_a_group_with_a_window_is_handed_over_as_far_as_it_is_kept(
+    opened: Callable[..., Engine], prefilling: int, decoding: int
+) -> None:
+    prefill = opened("prefill", ranks=prefilling, groups=TWO_GROUPS)
+    decode = opened("decode", ranks=decoding, groups=TWO_GROUPS)
+    params = prefill.prefill(asked(), [3, 1, 2], [NULL, 4, 5])
+    request = FakeRequest("answered", PROMPT, kv_transfer_params=params)
+    nothing = of_layer(decode, 1, [NULL])
+
+    decode.claim(request, [7, 8, 9], [NULL, NULL, 10])
+
+    assert decode.ended().failed == frozenset()
+    for layer in TWO_GROUPS[0]:
+        assert of_layer(decode, layer, [7, 8, 9]) == of_layer(prefill, layer, [3, 1, 2])
+    assert of_layer(decode, 1, [10]) == of_layer(prefill, 1, [5])
+    assert of_layer(decode, 1, [NULL]) == nothing
+    assert prefill.released()
+    assert decode.counters.take()["tokens_received"] == len(PROMPT) - 1
+
+
+def test_a_group_of_which_nothing_is_read_is_not_handed_over(
+    opened: Callable[..., Engine],
+) -> None:
+    prefill, decode = (opened(name, groups=TWO_GROUPS) for name in ("prefill", "decode"))
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9], [NULL, NULL, NULL])
+
+    prefill.prefill(asked(handoff="h-1"), [3, 1, 2], [NULL, 4, 5])
+
+    assert decode.ended().failed == frozenset()
+    assert of_layer(decode, 0, [7, 8, 9]) == of_layer(prefill, 0, [3, 1, 2])
+
+
+def test_a_prompt_of_which_the_prefill_engine_has_lost_a_window_is_computed(
+    opened: Callable[..., Engine],
+) -> None:
+    prefill, decode = (opened(name, groups=TWO_GROUPS) for name in ("prefill", "decode"))
+    params = prefill.prefill(asked(), [3, 1, 2], [NULL, NULL, 5])
+    request = FakeRequest("answered", PROMPT, kv_transfer_params=params)
+
+    decode.claim(request, [7, 8, 9], [NULL, 10, 11])
+
+    assert decode.ended().failed == {"answered"}
+    assert prefill.released()
+
+
+def test_engines_that_group_their_layers_otherwise_refuse_each_other(
+    opened: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = opened("prefill", groups=TWO_GROUPS), opened("decode", groups=[[0], [1, 2]])
+
+    decode.claim(answered(prefill, "h-1"), [7, 8, 9], [NULL, 10, 11])
+
+    assert decode.ended().failed == {"answered"}
+    assert "layers of KV groups is [[0, 2], [1]] here and [[0], [1, 2]] there" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])

@@ -59,6 +59,33 @@ def test_a_prompt_that_is_computed_here_is_there(engines: Engines) -> None:
     assert engines.decode.statistics().under_way == 0
 
 
+def test_a_rank_gets_the_last_blocks_that_it_names(engines: Engines) -> None:
+    engines.decode.claim_by_rank("r", PROMPT, slots=[[6, 7]])
+    (offer,) = engines.prefill.offer_by_rank("r", PROMPT, slots=[[4, 2]])
+    for blocks in engines.source:
+        blocks[4], blocks[2] = 4, 2
+    engines.prefill.computed({"r": len(PROMPT)})
+    engines.prefill.first_token("r", 42)
+    engines.finish()
+
+    assert (offer.first_block, offer.slots) == (1, [4, 2])
+    assert outcomes(engines)["decode"] == ["delivered"]
+    assert all((blocks[6] == 4).all() and (blocks[7] == 2).all() for blocks in engines.target)
+    assert engines.decode.statistics().bytes == 2 * sum(each[0].nbytes for each in engines.source)
+
+
+def test_a_block_that_a_rank_has_no_more_fails_its_handoff(engines: Engines) -> None:
+    engines.decode.claim_by_rank("r", PROMPT, slots=[[5, 6, 7]])
+    engines.prefill.offer_by_rank("r", PROMPT, slots=[[1, 2]])
+    engines.prefill.computed({"r": len(PROMPT)})
+    engines.prefill.first_token("r", 42)
+    engines.finish()
+
+    assert outcomes(engines)["decode"] == ["failed_over"]
+    assert engines.prefill.statistics().refused["block"] >= 1
+    assert all((blocks[5] == 0).all() for blocks in engines.target)
+
+
 def test_what_is_cached_on_either_side_is_not_computed_or_sent_again(engines: Engines) -> None:
     for blocks in engines.source:
         blocks[:2] = 7
@@ -351,6 +378,14 @@ WRONG: list[tuple[Callable[[Engines], object], str]] = [
     (lambda e: e.prefill.offer("r", PROMPT, slots="abc"), "slots is 'abc', must be a sequence"),
     (lambda e: e.prefill.offer("r" * 200, PROMPT, slots=[1, 2, 3]), "handoff has 200 characters"),
     (lambda e: e.prefill.offer("r", PROMPT, slots=[1, 2, 3], cached_tokens=11), "from 0 to 10"),
+    (
+        lambda e: e.decode.claim_by_rank("r", PROMPT, slots=[[1], [2]]),
+        "slots are for 2 ranks, must be for 1",
+    ),
+    (
+        lambda e: e.prefill.offer_by_rank("r", PROMPT, slots=[[1, 2, 3, 4]]),
+        r"slots\[0\] are 4, must be at most 3",
+    ),
     (lambda e: e.prefill.computed({"x": 1}), "handoff is 'x', which was never admitted"),
     (lambda e: e.prefill.computed("x"), "tokens is 'x', must map handoffs to token counts"),
     (lambda e: e.prefill.first_token("r", 1.5), "token is 1.5, must be an int"),

@@ -190,3 +190,32 @@ def test_latent_kv_is_handed_over(run: Run) -> None:
     assert counted(at_once, "prompts_received") == 2 * COUNT
     assert agree(in_turn, cached)
     assert agree(at_once, cached)
+
+
+def test_prompts_of_a_model_with_windows_are_handed_over(run: Run) -> None:
+    """Six KV groups, of which five have a window of three blocks."""
+    # Of the second one, the window of the last token begins in the block before that of the next.
+    lengths = {"lengths": [9 * BLOCK + 5, 9 * BLOCK - 1, 4 * BLOCK]}
+    acts = [
+        {"act": "in_turn", **lengths},
+        {"act": "in_turn", **lengths},
+        {"act": "forget"},
+        {"act": "at_once", **lengths},
+        {"act": "forget"},
+        {"act": "in_turn", **lengths, "passes": "wrong address"},
+        {"act": "forget"},
+        {"act": "alone", **lengths},
+    ]
+    # The prefill engine computes the prompts in pieces.
+    pieces = {"max_num_batched_tokens": 4 * BLOCK}
+
+    results, _ = run("hybrid", acts, both={"connector": PENSTOCK}, prefill=pieces, decode={})
+
+    in_turn, again, _, at_once, _, nobody, _, alone = results
+    assert counted(in_turn, "prompts_received") == COUNT
+    # A window that has gone on since is handed over again.
+    assert counted(again, "prompts_received") < 2 * COUNT
+    assert counted(at_once, "prompts_received") == counted(again, "prompts_received") + COUNT
+    assert counted(nobody, "prompts_not_received") == COUNT
+    for answered in (in_turn, again, at_once, nobody):
+        assert agree(answered, alone)

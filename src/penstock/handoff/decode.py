@@ -24,6 +24,7 @@ from penstock.handoff.handoff import (
     Opening,
     OpeningOptions,
     as_prompt,
+    as_rank_slots,
     as_slots,
     connected,
     draw_incarnation,
@@ -33,6 +34,9 @@ from penstock.vocabulary.arguments import as_int, as_seconds, as_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from penstock.handoff.driver.parts import PartTaker
     from penstock.handoff.driver.shared_listener import SharedListener
@@ -90,25 +94,73 @@ class DecodeHandoff(EngineHandoff):
             UnavailableError: a rank is not connected.
             CapacityError: too many handoffs are under way.
         """
-        name, words = as_text("handoff", handoff), as_prompt(tokens)
-        number = as_int("epoch", epoch, 1)
-        size, source = self._plan.target_tokens, self._plan.source_tokens
+        words, size = as_prompt(tokens), self._plan.target_tokens
         cached = as_int("cached_tokens", cached_tokens, 0, len(words) - 1)
         count = -(-len(words) // size) - cached // size
         blocks = as_slots(slots, count=count, slot_count=self._slot_count)
+        ranks = len(self._engine.machine.ranks)
+        self._claim(handoff, words, [blocks] * ranks, [cached] * ranks, origin, epoch, timeout_s)
+
+    def claim_by_rank(
+        self,
+        handoff: str,
+        tokens: Tokens,
+        *,
+        slots: Sequence[Sequence[int]],
+        origin: str = "",
+        epoch: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Claims a prompt whose blocks are to lie elsewhere on each rank: `claim`, with that.
+
+        Args:
+            handoff: As for `claim`, like all arguments that are not explained here.
+            tokens: The prompt.
+            slots: For each rank, a block of its KV for each of the prompt's *last* blocks. It has
+                those before them, or never reads them, as with a sliding window.
+            origin: What the KV depends on besides model, weights and prompt.
+            epoch: 1; a higher number for each claim that follows a `withdraw`.
+            timeout_s: It fails after this many seconds.
+
+        Raises:
+            ValueError, UnavailableError, CapacityError: As `claim`.
+        """
+        words, size = as_prompt(tokens), self._plan.target_tokens
+        count = -(-len(words) // size)
+        blocks = as_rank_slots(
+            slots,
+            ranks=len(self._engine.machine.ranks),
+            count=count,
+            slot_count=self._slot_count,
+        )
+        cached = [(count - len(each)) * size if len(each) else len(words) for each in blocks]
+        self._claim(handoff, words, blocks, cached, origin, epoch, timeout_s)
+
+    def _claim(
+        self,
+        handoff: object,
+        words: NDArray[np.uint32],
+        slots: Sequence[tuple[int, ...]],
+        cached_tokens: Sequence[int],
+        origin: object,
+        epoch: object,
+        timeout_s: object,
+    ) -> None:
+        name, number = as_text("handoff", handoff), as_int("epoch", epoch, 1)
+        source, ranks = self._plan.source_tokens, self._engine.machine.ranks
         keys = keys_of(self._pair, words, block_tokens=source, origin=as_text("origin", origin))
         patience_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
         with self._access:
             self._engine.submit(
                 name,
                 token_count=len(words),
-                slots=dict.fromkeys(self._engine.machine.ranks, blocks),
+                slots=dict(zip(ranks, slots, strict=True)),
                 keys=keys,
-                cached_tokens=cached,
+                cached_tokens=dict(zip(ranks, cached_tokens, strict=True)),
                 epoch=number,
                 patience_s=patience_s,
             )
-            self._begin(name, len(words) - cached)
+            self._begin(name, len(words) - min(cached_tokens))
 
     def withdraw(self, handoff: str) -> None:
         """Gives the blocks of a claim back; the prefill engine keeps what it has computed.

@@ -468,6 +468,22 @@ def as_slots(slots: Sequence[int], *, count: int, slot_count: int) -> tuple[int,
     return found
 
 
+def as_rank_slots(
+    slots: Sequence[Sequence[int]], *, ranks: int, count: int, slot_count: int
+) -> list[tuple[int, ...]]:
+    """For each rank, one of its blocks for each of the last blocks of a prompt."""
+    given = as_tuple("slots", slots)
+    if len(given) != ranks:
+        raise ValueError(f"slots are for {len(given)} ranks, must be for {ranks}")
+    found: list[tuple[int, ...]] = []
+    for rank, each in enumerate(given):
+        size = len(as_tuple(f"slots[{rank}]", each))
+        if size > count:
+            raise ValueError(f"slots[{rank}] are {size}, must be at most {count}, one a block")
+        found.append(as_slots(each, count=size, slot_count=slot_count))
+    return found
+
+
 def _tier(kv: Kv, layout: Layout | None, block_tokens: int) -> SlotStore:
     tokens = as_int("block_tokens", block_tokens)
     if not isinstance(layout, Layout | None):

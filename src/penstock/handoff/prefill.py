@@ -33,6 +33,7 @@ from penstock.handoff.handoff import (
     Opening,
     OpeningOptions,
     as_prompt,
+    as_rank_slots,
     as_slots,
     connected,
     draw_incarnation,
@@ -43,6 +44,9 @@ from penstock.vocabulary.arguments import as_int, as_seconds, as_text, as_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from penstock.handoff.driver.parts import PartReader
     from penstock.handoff.driver.shared_listener import SharedListener
@@ -64,6 +68,8 @@ class HandoffOffer(msgspec.Struct, frozen=True, array_like=True):
     keys: list[bytes]
     scheduler: int
     """The life of the engine that offers it."""
+    first_block: int = 0
+    """The block of the prompt that `slots` begin with; the rank has none before it."""
 
 
 class PrefillHandoff(EngineHandoff):
@@ -113,27 +119,70 @@ class PrefillHandoff(EngineHandoff):
             UnavailableError: a rank is not connected.
             CapacityError: too many handoffs are under way.
         """
-        name, words = as_text("handoff", handoff), as_prompt(tokens)
+        words = as_prompt(tokens)
         count = -(-len(words) // self._block_tokens)
-        offer = HandoffOffer(
-            name,
-            len(words),
-            as_int("cached_tokens", cached_tokens, 0, len(words)),
-            [*as_slots(slots, count=count, slot_count=self._slot_count)],
-            keys_of(
-                self._pair,
-                words,
-                block_tokens=self._block_tokens,
-                origin=as_text("origin", origin),
-            ),
-            self._engine.life.incarnation,
+        found = as_slots(slots, count=count, slot_count=self._slot_count)
+        first_tokens = as_int("cached_tokens", cached_tokens, 0, len(words))
+        (offer,) = self._offer(handoff, words, [found], first_tokens, origin, timeout_s)
+        return offer
+
+    def offer_by_rank(
+        self,
+        handoff: str,
+        tokens: Tokens,
+        *,
+        slots: Sequence[Sequence[int]],
+        origin: str = "",
+        timeout_s: float | None = None,
+    ) -> list[HandoffOffer]:
+        """Offers a prompt whose blocks lie elsewhere on each rank: `offer`, with one for each.
+
+        Args:
+            handoff: As for `offer`, like all arguments that are not explained here.
+            tokens: The prompt.
+            slots: For each rank, a block of its KV for each of the prompt's *last* blocks. Blocks
+                before them have left the window of its layers, and are not sent.
+            origin: What the KV depends on besides model, weights and prompt.
+            timeout_s: It fails if the decode engine has not asked for it this long.
+
+        Raises:
+            ValueError, UnavailableError, CapacityError: As `offer`.
+        """
+        words = as_prompt(tokens)
+        count = -(-len(words) // self._block_tokens)
+        found = as_rank_slots(
+            slots,
+            ranks=len(self._engine.machine.ranks),
+            count=count,
+            slot_count=self._slot_count,
         )
+        return self._offer(handoff, words, found, 0, origin, timeout_s)
+
+    def _offer(
+        self,
+        handoff: object,
+        words: NDArray[np.uint32],
+        slots: Sequence[tuple[int, ...]],
+        cached_tokens: int,
+        origin: object,
+        timeout_s: object,
+    ) -> list[HandoffOffer]:
+        name, size = as_text("handoff", handoff), self._block_tokens
+        keys = keys_of(self._pair, words, block_tokens=size, origin=as_text("origin", origin))
+        life = self._engine.life.incarnation
+        offers = [
+            HandoffOffer(
+                name, len(words), cached_tokens, [*each], keys, life, len(keys) - len(each)
+            )
+            for each in slots
+        ]
         lease_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
         with self._access:
             self._engine.submit(name, lease_s=lease_s)
             self._begin(name, len(words))
-            self._offered(offer)
-        return offer
+            for offer in offers:
+                self._offered(offer)
+        return offers
 
     def first_token(self, handoff: str, token: int, drafts: Sequence[int] = ()) -> None:
         """The prompt is computed, and this token follows it: the decode engine gets it, too.
@@ -347,6 +396,7 @@ def _admit(driver: PrefillRankDriver, offer: HandoffOffer) -> None:
         slots=offer.slots,
         keys=offer.keys,
         scheduler=offer.scheduler,
+        first_block=offer.first_block,
     )
     if offer.cached_tokens:
         driver.chunk_progress(offer.handoff, tokens=offer.cached_tokens)

@@ -30,7 +30,7 @@ never what its shape suggests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -250,8 +250,11 @@ class TensorTier:
         return cls(Layout(groups=found, block_tokens=block_tokens), storages, memory=memory)
 
     def described_by(self, layout: Layout) -> TensorTier:
-        """The same tensors under another layout."""
-        return TensorTier(layout, self._storages, memory=self.memory)
+        """The same tensors, or those that another layout names, under that layout."""
+        named = sorted(layout.buffer_bytes)
+        if named != list(range(len(named))):
+            layout = _with_buffers(layout, {buffer: at for at, buffer in enumerate(named)})
+        return TensorTier(layout, [self._storages[each] for each in named], memory=self.memory)
 
     @property
     def addresses(self) -> Mapping[int, int]:
@@ -293,3 +296,23 @@ def _bytes_of(storage: torch.UntypedStorage) -> NDArray[np.uint8]:
     view = torch.empty(0, dtype=torch.uint8).set_(storage)
     array: NDArray[np.uint8] = view.numpy()
     return array
+
+
+def _with_buffers(layout: Layout, numbers: Mapping[int, int]) -> Layout:
+    """The same layout, with other numbers for its buffers."""
+    groups = tuple(
+        replace(
+            group,
+            layers=tuple(
+                replace(
+                    layer,
+                    planes=tuple(
+                        replace(plane, buffer=numbers[plane.buffer]) for plane in layer.planes
+                    ),
+                )
+                for layer in group.layers
+            ),
+        )
+        for group in layout.groups
+    )
+    return Layout(groups=groups, block_tokens=layout.block_tokens)

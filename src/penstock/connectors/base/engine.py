@@ -23,7 +23,7 @@ engine then runs without Penstock.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import UnavailableError
 from penstock.tiers.tensors import Held, TensorGroup, TensorLayer, TensorTier
@@ -128,12 +128,6 @@ class ServedEngine:
 
     def why_not_handoff(self) -> str:
         """Why prompts of this engine cannot be handed over; empty if they can."""
-        if not self.blocks_stay:
-            kinds = ", ".join(group.kind.name.lower() for group in self.groups)
-            return (
-                f"this model has {len(self.groups)} KV groups ({kinds}): prompts are handed over "
-                "with one group only, of attention or latent KV"
-            )
         if self.device != "cpu":
             return f"KV lies on {self.device}: prompts are handed over on CPUs only"
         return ""
@@ -184,13 +178,14 @@ def tier_of(
     return TensorTier(Layout.join(layouts[0], *layouts[1:]), storages)
 
 
-def handed_tier(
+def handed_tiers(
     engine: ServedEngine, tier: TensorTier, head_encodings: Mapping[int, str]
-) -> TensorTier:
-    """The same KV, as other engines must know it: blocks that are moved unread have heads, too.
+) -> list[TensorTier]:
+    """The same KV, as other engines must know it: a tier for each KV group, with its own blocks.
 
-    Which ones decides which rank of another engine gets them. In the tiers below the device each
-    rank has its own, so there nobody asks.
+    Blocks that are moved unread have heads here, too: which ones decides which rank of another
+    engine gets them. In the tiers below the device each rank has its own, so there nobody asks.
+    Layers are numbered as `handed_layers` says.
 
     Args:
         engine: The engine, as this rank sees it.
@@ -199,11 +194,37 @@ def handed_tier(
             number, what a head is written in. Other blocks cannot be cut: they go whole, to a rank
             with the same heads.
     """
-    if engine.equal_ranks:
-        return tier
     heads = _heads(engine, engine.rank_heads)
-    groups = tuple(_handed_group(group, heads, head_encodings) for group in tier.layout.groups)
-    return tier.described_by(Layout(groups=groups, block_tokens=tier.layout.block_tokens))
+    numbers = {layer: at.layer for layer, at in handed_layers(tier.layout).items()}
+    found: list[TensorTier] = []
+    for group in tier.layout.groups:
+        handed = group if engine.equal_ranks else _handed_group(group, heads, head_encodings)
+        layers = tuple(replace(each, number=numbers[each.number]) for each in handed.layers)
+        layout = Layout(
+            groups=(replace(handed, layers=layers),), block_tokens=tier.layout.block_tokens
+        )
+        found.append(tier.described_by(layout))
+    return found
+
+
+class HandedLayer(NamedTuple):
+    """Where the KV of a layer is among what is handed over."""
+
+    group: int
+    layer: int
+
+
+def handed_layers(layout: Layout) -> dict[int, HandedLayer]:
+    """Each layer by its number: its KV group, and its number where prompts are handed over.
+
+    There, groups follow each other, so that the layers of one have no gaps. Engines that hand over
+    to each other must have the same layers in the same groups.
+    """
+    found: dict[int, HandedLayer] = {}
+    for number, group in enumerate(layout.groups):
+        for layer in group.layers:
+            found[layer.number] = HandedLayer(number, len(found))
+    return found
 
 
 def _handed_group(group: Group, heads: HeadRange, head_encodings: Mapping[int, str]) -> Group:

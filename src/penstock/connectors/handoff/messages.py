@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 WITHIN_ENGINE = ChannelSettings(silence_s=3600.0)
 """Between a scheduler and its own ranks: a process that stood still, such as one that was stopped,
 goes on with the same ranks. Of one that has ended, the kernel tells at once."""
@@ -50,8 +50,11 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     address: str
     """Where its scheduler listens for the parties of its pairs."""
     rank_addresses: list[str]
+    """Of each KV group of each rank: those of a rank are the same."""
     forms: list[bytes]
-    """How the KV of each rank lies: `Form.to_bytes`."""
+    """How the KV of each KV group of each rank lies: `Form.to_bytes`."""
+    layers: list[list[int]]
+    """Which layers of the model each KV group has."""
     model: str
     weights: str
     version: str
@@ -59,10 +62,11 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def difference(self, other: EngineCard) -> str:
         """Why prompts cannot be handed over between the two; empty if they can."""
-        for field in ("model", "weights", "version"):
+        for field in ("model", "weights", "version", "layers"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
-                return f"{field} is {ours!r} here and {theirs!r} there, must be equal"
+                name = "layers of KV groups" if field == "layers" else field
+                return f"{name} is {ours!r} here and {theirs!r} there, must be equal"
         return ""
 
 
@@ -170,7 +174,8 @@ class AdmitOffer(_Message, frozen=True, kw_only=True):
     """A prompt was offered to a decode engine."""
 
     decode: str
-    offer: HandoffOffer
+    offers: list[HandoffOffer]
+    """For each KV group of the rank."""
 
 
 class ForgetPrompt(_Message, frozen=True, kw_only=True):

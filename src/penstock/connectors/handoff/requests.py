@@ -108,6 +108,7 @@ class HandoffRequests:
         answer: Mapping[str, object],
         prefills: bool,
         decodes: bool,
+        null_block: int | None = None,
     ) -> None:
         """Opens it.
 
@@ -121,6 +122,8 @@ class HandoffRequests:
             answer: What every answer of a prefill engine says of the engine itself.
             prefills: Whether it computes prompts for others.
             decodes: Whether it takes prompts from others.
+            null_block: Stands in a block table for blocks that have left the window of a KV
+                group; `None` if no group has a window.
         """
         self._thread = thread
         self._handoffs = handoffs
@@ -131,6 +134,7 @@ class HandoffRequests:
         self._answer = dict(answer)
         self._prefills = prefills
         self._decodes = decodes
+        self._null_block = null_block
         self._offered: dict[str, _Offered] = {}
         self._claimed: dict[str, _Claimed] = {}
         self._claims: dict[str, _Claimed] = {}
@@ -168,7 +172,7 @@ class HandoffRequests:
         claimed = self._claimed.get(request.request_id)
         if claimed is None or not claimed.open:
             return 0
-        missing = request.num_prompt_tokens - computed
+        missing = self._handed_tokens(request) - computed
         if missing > self._tokens:
             return missing
         # Computing a block is quicker than asking for it.
@@ -179,7 +183,7 @@ class HandoffRequests:
         """The engine has allocated blocks for the tokens that `find_tokens` promised."""
         claimed = self._claimed[request.request_id]
         claimed.open, claimed.under_way, claimed.tokens = False, True, external
-        count = request.num_prompt_tokens
+        count = self._handed_tokens(request)
         first = (count - external) // self._tokens
         self._claims[claimed.handoff] = claimed
         self._thread.post(
@@ -188,8 +192,7 @@ class HandoffRequests:
                 claimed.handoff,
                 claimed.address,
                 list(request.all_token_ids[:count]),
-                list(tables[0][first : self._blocks(count)]),
-                first * self._tokens,
+                [self._kept(table[first : self._blocks(count)]) for table in tables],
                 _origin(request),
             ),
         )
@@ -223,9 +226,9 @@ class HandoffRequests:
                 continue
             count = offered.request.num_prompt_tokens
             known = min(offered.request.num_computed_tokens + token_count, count)
-            computed[offered.handoff] = known
+            computed[offered.handoff] = min(known, self._handed_tokens(offered.request))
             if known == count:
-                self._give(offered, tables(name)[0][: self._blocks(count)])
+                self._give(offered, tables(name))
         received, self._received = frozenset(self._received), set()
         failed, self._failed = frozenset(self._failed), set()
         if not (computed or restarted or received):
@@ -305,19 +308,21 @@ class HandoffRequests:
                 ended.why,
             )
 
-    def _give(self, offered: _Offered, slots: Sequence[int]) -> None:
-        if offered.handoff in self._pins:
+    def _give(self, offered: _Offered, tables: Tables) -> None:
+        count = self._handed_tokens(offered.request)
+        if offered.handoff in self._pins or not count:
             # A router has used a name twice: the earlier prompt has it.
             del self._offered[offered.request.request_id]
             return
         offered.given = True
-        self._pool.touch([self._pool.blocks[each] for each in slots])
-        self._pins[offered.handoff] = list(slots)
-        count = offered.request.num_prompt_tokens
+        slots = [self._kept(table[: self._blocks(count)]) for table in tables]
+        pins = [each for group in slots for each in group]
+        self._pool.touch([self._pool.blocks[each] for each in pins])
+        self._pins[offered.handoff] = pins
         prompt = GivenPrompt(
             offered.handoff,
             list(offered.request.all_token_ids[:count]),
-            list(slots),
+            slots,
             _origin(offered.request),
         )
         self._thread.post(self._handoffs.give, prompt)
@@ -342,6 +347,20 @@ class HandoffRequests:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._tokens)
+
+    def _handed_tokens(self, request: EngineRequest) -> int:
+        """How many leading tokens of a prompt are handed over.
+
+        Where a KV group has a window, all but the last, which the decode engine computes anyway:
+        vLLM keeps the window of the token *after* those that it was promised, and the window of the
+        last token may begin in the block before.
+        """
+        return request.num_prompt_tokens - (self._null_block is not None)
+
+    def _kept(self, blocks: Sequence[int]) -> list[int]:
+        """The last blocks of a table: those before them have left the window."""
+        gone = [at for at, block in enumerate(blocks) if block == self._null_block]
+        return list(blocks[gone[-1] + 1 :] if gone else blocks)
 
 
 def _text(own: object, key: str) -> str:

@@ -82,8 +82,9 @@ class GivenPrompt(NamedTuple):
 
     handoff: str
     tokens: Sequence[int]
-    slots: Sequence[int]
-    """Its blocks on every rank, which stay as they are until `PromptReleased`."""
+    slots: Sequence[Sequence[int]]
+    """For each KV group its last blocks on every rank, which stay as they are until
+    `PromptReleased`; those before them have left the group's window."""
     origin: str
     """What its KV depends on besides the model and the tokens."""
 
@@ -95,9 +96,9 @@ class PromptClaim(NamedTuple):
     address: str
     """Of the prefill engine's scheduler."""
     tokens: Sequence[int]
-    slots: Sequence[int]
-    """Where its missing blocks are to lie, on every rank."""
-    cached_tokens: int
+    slots: Sequence[Sequence[int]]
+    """For each KV group where its last blocks are to lie, on every rank; those before them are
+    there, or never read."""
     origin: str
 
 
@@ -200,8 +201,9 @@ class SchedulerHandoffs:
         self._card = EngineCard(
             name=name,
             address=self._listener.address,
-            rank_addresses=[rank.pairs for rank in ranks],
-            forms=[rank.form for rank in ranks],
+            rank_addresses=[rank.pairs for rank in ranks for _ in rank.forms],
+            forms=[form for rank in ranks for form in rank.forms],
+            layers=ranks[0].layers,
             model=model,
             weights=weights,
             version=version,
@@ -531,10 +533,10 @@ class SchedulerHandoffs:
         assert isinstance(peer.door, PrefillHandoff)
         prompt = given.prompt
         try:
-            offer = peer.door.offer(
+            offers = peer.door.offer_by_rank(
                 prompt.handoff,
                 prompt.tokens,
-                slots=prompt.slots,
+                slots=[*prompt.slots] * len(self._ranks),
                 origin=prompt.origin,
                 timeout_s=LEASE_S,
             )
@@ -545,8 +547,10 @@ class SchedulerHandoffs:
         given.peer = peer
         peer.handoffs.add(prompt.handoff)
         assert peer.pair is not None
-        for channel in self._ranks:
-            send(channel, AdmitOffer(decode=peer.pair.decode.name, offer=offer))
+        groups = len(prompt.slots)
+        for rank, channel in enumerate(self._ranks):
+            own = offers[rank * groups : (rank + 1) * groups]
+            send(channel, AdmitOffer(decode=peer.pair.decode.name, offers=own))
         if given.first_token is not None:
             peer.door.first_token(prompt.handoff, given.first_token)
 
@@ -564,11 +568,10 @@ class SchedulerHandoffs:
     def _begin(self, peer: _Peer, claim: PromptClaim) -> None:
         assert isinstance(peer.door, DecodeHandoff)
         try:
-            peer.door.claim(
+            peer.door.claim_by_rank(
                 claim.handoff,
                 claim.tokens,
-                slots=claim.slots,
-                cached_tokens=claim.cached_tokens,
+                slots=[*claim.slots] * len(self._ranks),
                 origin=claim.origin,
                 timeout_s=CLAIM_S,
             )

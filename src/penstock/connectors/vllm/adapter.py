@@ -42,7 +42,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from penstock.connectors.base.engine import handed_tier, layer_numbers, tier_of
+from penstock.connectors.base.engine import (
+    handed_layers,
+    handed_tiers,
+    layer_numbers,
+    tier_of,
+)
 from penstock.connectors.base.events import EventAnnouncer
 from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
 from penstock.connectors.base.pins import Pins
@@ -123,8 +128,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerConnector | None = None
         self._facts = RankHandshake(facts=None)
         self._tier: TensorTier | None = None
-        self._handed_tier: TensorTier | None = None
-        """The same KV as other engines know it, if prompts are handed over."""
+        self._handed_tiers: list[TensorTier] = []
+        """The same KV as other engines know it, by KV group, if prompts are handed over."""
         self._hand_out: Callable[[], None] | None = None
         self._received = ReceivedLoads()
         self._pool: Any = None
@@ -240,6 +245,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             answer=translation.answer_of(self._vllm_config, self._engine),
             prefills=self._settings.prefills,
             decodes=self._settings.decodes,
+            null_block=self._pool.null_block.block_id if self._engine.window_groups else None,
         )
         log.info(
             "Penstock hands prompts over: role=%s address=%s",
@@ -388,7 +394,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._tier = tier_of(self._engine, kv_caches, encodings)
             self._layers = layer_numbers(self._engine, kv_caches)
             if self._settings.hands_over:
-                self._handed_tier = self._describe_handed(kv_caches, self._tier)
+                self._handed_tiers = self._describe_handed(kv_caches, self._tier)
             if not self._config.equal_ranks:
                 self._open_rank(self._config, arenas=None)
             elif self._engine.rank == WRITER:
@@ -398,10 +404,12 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except (UnavailableError, ValueError) as error:
             self._rank_without(str(error))
 
-    def _describe_handed(self, caches: dict[str, torch.Tensor], tier: TensorTier) -> TensorTier:
+    def _describe_handed(
+        self, caches: dict[str, torch.Tensor], tier: TensorTier
+    ) -> list[TensorTier]:
         heads = translation.head_encodings_of(self._vllm_config, caches, self._engine)
         numbered = {self._layers[name]: encoding for name, encoding in heads.items()}
-        return handed_tier(self._engine, tier, numbered)
+        return handed_tiers(self._engine, tier, numbered)
 
     def get_handshake_metadata(self) -> RankHandshake:
         """What the scheduler must know of this rank; by now every rank has its memory."""
@@ -421,9 +429,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         on_gpu = self._tier.device.type == "cuda"
         self._worker = self._make_worker(rank, on_gpu=on_gpu)
         self._facts = RankHandshake(facts=rank.facts.to_bytes())
-        if self._handed_tier is not None:
+        if self._handed_tiers:
             name = self._engine.name
-            handoffs = RankSides(name, self._engine.rank, self._handed_tier)
+            layers = handed_layers(self._tier.layout)
+            handoffs = RankSides(name, self._engine.rank, self._handed_tiers, layers)
             self._facts.handoff = handoffs.addresses
             self._rank_handoffs = handoffs
             self._handoff_thread = HandoffThread(f"{name}/{self._engine.rank}", handoffs)
@@ -431,7 +440,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _rank_without(self, why: str) -> None:
         self._run_without(f"rank {self._engine.rank}: {why}")
-        self._tier = self._handed_tier = None
+        self._tier, self._handed_tiers = None, []
         self.shutdown()
 
     def _make_worker(self, rank: Rank, *, on_gpu: bool) -> WorkerConnector:

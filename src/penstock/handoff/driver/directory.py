@@ -8,6 +8,7 @@ The one rule: what one rank owes another is computed here alone, from the forms 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -159,20 +160,32 @@ class Directory:
     def wanted(
         self,
         *,
-        cached_tokens: int,
+        cached_tokens: int | Mapping[str, int],
         token_count: int,
         berth_bytes: int,
         part_bytes_min: int = PART_BYTES_MIN,
     ) -> dict[str, tuple[tuple[str, Grid], ...]]:
         """For each decode rank by name, which prefill ranks owe it which parts.
 
+        Args:
+            cached_tokens: what all decode ranks have; or, for each by name, what it has or never
+                reads, which is all tokens of a rank that needs nothing.
+            token_count: of the prompt.
+            berth_bytes: no part is larger.
+            part_bytes_min: layers are put together until a part has this many bytes.
+
         Raises:
             ValueError: the part that is there is no whole number of blocks of both sides, or a
                 block of one layer does not fit a berth.
         """
-        blocks = missing_blocks(self.plan, cached_tokens=cached_tokens, token_count=token_count)
         found: dict[str, list[tuple[str, Grid]]] = {name: [] for name in self.decode.rank_names}
         for (source, target), parts in self._routes.items():
+            cached = cached_tokens
+            if isinstance(cached, Mapping):
+                cached = cached[target]
+                if cached == token_count:
+                    continue
+            blocks = missing_blocks(self.plan, cached_tokens=cached, token_count=token_count)
             cells = max(1, parts.cells_a_layer)
             room = max(parts.layer_bytes_max, CELLS_MAX // cells * parts.layer_bytes_max)
             grid = cut(

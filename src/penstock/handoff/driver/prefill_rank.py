@@ -59,8 +59,10 @@ class _PromptBlocks(NamedTuple):
 
     token_count: int
     slots: tuple[int, ...]
-    """Where its blocks lie on this rank, from the first one on."""
+    """Where its blocks lie on this rank, from `first_block` on."""
     keys: tuple[bytes, ...]
+    first_block: int
+    """Blocks before it are not here any more."""
 
 
 class _TargetArea:
@@ -140,17 +142,20 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         slots: Sequence[int],
         keys: Sequence[bytes],
         scheduler: int | None = None,
+        first_block: int = 0,
     ) -> None:
         """The rank is going to compute a prompt; its blocks will lie in these slots.
 
         Args:
             handoff: its name.
             token_count: of the whole prompt.
-            slots: for each of its blocks, from the first one on.
+            slots: for each of its blocks, from `first_block` on.
             keys: of each of its blocks; the same that the decode side gives.
             scheduler: the incarnation of the scheduler that gives it (`driver.life`), where that
                 may start again beside living ranks: before this returns, nothing is read any
                 more for an earlier life of it, so that the slots may be those of others.
+            first_block: blocks before it have left the window of every layer here: a target that
+                wants them nevertheless does not get the prompt.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -161,10 +166,11 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
         names = block_keys(keys)
         block_count = -(-token_count // self._directory.plan.source_tokens)
-        if not len(numbers) == len(names) == block_count:
+        first = whole_number("first_block", first_block, end=block_count + 1)
+        if len(numbers) != block_count - first or len(names) != block_count:
             raise ValueError(
-                f"slots and keys are {len(numbers)} and {len(names)}, must be {block_count}: one "
-                "for each block"
+                f"slots and keys are {len(numbers)} and {len(names)}, must be "
+                f"{block_count - first} and {block_count}: one for each block"
             )
         effects = self.machine.admit(
             handoff,
@@ -174,7 +180,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             scheduler=scheduler,
         )
         if handoff in self.machine.prompts:
-            self._prompts[handoff] = _PromptBlocks(token_count, numbers, names)
+            self._prompts[handoff] = _PromptBlocks(token_count, numbers, names, first)
         self._carry_out(effects)
 
     def progress(self, handoff: str, *, layer: int, tokens: int) -> None:
@@ -294,10 +300,16 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         if window is None:
             return 0
         area.queue.popleft()
-        blocks = place.source_blocks
-        slots = prompt.slots[blocks.start : blocks.stop]
-        keys = prompt.keys[blocks.start : blocks.stop]
+        blocks, first = place.source_blocks, prompt.first_block
         area.reading[name] = write, place.size
+        if blocks.start < first:
+            why = f"{name.handoff!r} has blocks from {first} on, {blocks.start} is wanted"
+            self._refuse("block", name.target.name, why)
+            # Without sums it is never found intact: its target gives the handoff up.
+            self._packed(name, b"")
+            return 1
+        slots = prompt.slots[blocks.start - first : blocks.stop - first]
+        keys = prompt.keys[blocks.start : blocks.stop]
         try:
             sums = self._reader.read(name, place.form, slots, keys, window)
         except UnavailableError as error:  # Of a device that is lost, or cannot do it.

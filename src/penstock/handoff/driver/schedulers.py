@@ -6,6 +6,7 @@ The one rule: every `Expect` carries all that a rank has to know of its prompt.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.handoff.driver.envelope import (
@@ -25,7 +26,7 @@ from penstock.handoff.protocol.grid import PART_BYTES_MIN
 from penstock.handoff.protocol.prefill_scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.handoff.driver.directory import Directory
     from penstock.handoff.driver.lines import Lines
@@ -87,8 +88,8 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         super().__init__(machine, lines, clock=clock)
         self._directory = directory
         self._part_bytes_min = part_bytes_min
-        self._contents: dict[str, bytes] = {}
-        """Of the handoffs that are under way, as they are attached."""
+        self._contents: dict[str, dict[str, bytes]] = {}
+        """Of the handoffs that are under way, as they are attached: for each rank by name."""
 
     def submit(
         self,
@@ -97,7 +98,7 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         token_count: int,
         slots: Mapping[str, Sequence[int]],
         keys: Sequence[bytes],
-        cached_tokens: int = 0,
+        cached_tokens: int | Mapping[str, int] = 0,
         epoch: int = 1,
         patience_s: float | None = None,
     ) -> None:
@@ -109,7 +110,8 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
             slots: for each decode rank by name, where the missing blocks are to lie.
             keys: of *every* block of the prompt, in blocks of the prefill engine; the last may
                 be partly filled. Sums are bound to them, so both sides must have the same.
-            cached_tokens: what is here already: a whole number of blocks of both sides.
+            cached_tokens: what is here already, or is never read: a whole number of blocks of
+                both sides, or all tokens. One number, or one for each decode rank by name.
             epoch: higher than that of any earlier claim of this handoff.
             patience_s: gives up after this.
 
@@ -119,17 +121,25 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         """
         handoff = handoff_name(handoff)
         token_count = whole_number("token_count", token_count, first=1)
-        cached_tokens = whole_number("cached_tokens", cached_tokens)
+        cached: int | dict[str, int]
+        if isinstance(cached_tokens, Mapping):
+            cached = by_rank = {
+                name: whole_number(f"cached_tokens of {name!r}", cached_tokens.get(name))
+                for name in self.machine.ranks
+            }
+        else:
+            cached = whole_number("cached_tokens", cached_tokens)
+            by_rank = dict.fromkeys(self.machine.ranks, cached)
         epoch = whole_number("epoch", epoch, first=1)
         taken = {name: slot_numbers(f"slots of {name!r}", given) for name, given in slots.items()}
         wanted = self._directory.wanted(
-            cached_tokens=cached_tokens,
+            cached_tokens=cached,
             token_count=token_count,
             berth_bytes=self.machine.settings.bounds.berth_bytes,
             part_bytes_min=self._part_bytes_min,
         )
-        self._require_slots(taken, cached_tokens, token_count)
-        content = self._content_of(block_keys(keys), cached_tokens, token_count)
+        self._require_slots(taken, by_rank, token_count)
+        contents = self._contents_of(block_keys(keys), by_rank, token_count)
         effects = self.machine.submit(
             handoff,
             self._clock(),
@@ -139,16 +149,20 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
             slots=taken,
             patience_s=patience_s,
         )
-        self._contents[handoff] = content
+        self._contents[handoff] = contents
         self._carry_out(effects)
 
     def _require_slots(
-        self, slots: Mapping[str, Sequence[int]], cached_tokens: int, token_count: int
+        self,
+        slots: Mapping[str, Sequence[int]],
+        cached_tokens: Mapping[str, int],
+        token_count: int,
     ) -> None:
         """Refuses what is not one slot of its own for each missing block."""
         size = self._directory.plan.target_tokens
-        missing = -(-token_count // size) - cached_tokens // size
         for name, given in slots.items():
+            cached = cached_tokens.get(name, 0)
+            missing = 0 if cached == token_count else -(-token_count // size) - cached // size
             different = len(set(given))
             if not len(given) == different == missing:
                 raise ValueError(
@@ -156,8 +170,10 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
                     f"{missing} different ones"
                 )
 
-    def _content_of(self, keys: tuple[bytes, ...], cached_tokens: int, token_count: int) -> bytes:
-        """What ranks have to know of a prompt, as it is attached."""
+    def _contents_of(
+        self, keys: tuple[bytes, ...], cached_tokens: Mapping[str, int], token_count: int
+    ) -> dict[str, bytes]:
+        """What each rank has to know of a prompt, as it is attached."""
         size = self._directory.plan.source_tokens
         block_count = -(-token_count // size)
         if len(keys) != block_count:
@@ -165,13 +181,16 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
                 f"keys has {len(keys)} keys, {token_count} tokens in blocks of {size} need "
                 f"{block_count}"
             )
-        missing = keys[cached_tokens // size :]
-        content = encode_content(Content(token_count=token_count, keys=missing))
-        if len(content) > CONTENT_BYTES_MAX:
-            raise ValueError(
-                f"keys have {len(content)} bytes together, must be at most {CONTENT_BYTES_MAX}"
-            )
-        return content
+        contents: dict[int, bytes] = {}
+        for cached in set(cached_tokens.values()):
+            missing = keys[cached // size :] if cached < token_count else ()
+            content = encode_content(Content(token_count=token_count, keys=missing))
+            if len(content) > CONTENT_BYTES_MAX:
+                raise ValueError(
+                    f"keys have {len(content)} bytes together, must be at most {CONTENT_BYTES_MAX}"
+                )
+            contents[cached] = content
+        return {name: contents[cached] for name, cached in cached_tokens.items()}
 
     def cancel(self, handoff: str, *, why: str = "cancelled") -> None:
         """Nobody wants it any more; see `DecodeScheduler.cancel`."""
@@ -182,7 +201,9 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         self._carry_out(self.machine.withdraw(handoff, self._clock()))
 
     def _attach(self, message: msg.AnyMessage) -> bytes:
-        return self._contents.get(message.handoff, b"") if isinstance(message, msg.Expect) else b""
+        if not isinstance(message, msg.Expect):
+            return b""
+        return self._contents.get(message.handoff, {}).get(message.target.name, b"")
 
     def _over(self, ended: HandoffEnded) -> None:
         del self._contents[ended.handoff]
