@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.connectors.base.statistics import STEP_TOKENS_MIN, PrefillTimer
+from penstock.connectors.base.statistics import (
+    STEP_TOKENS_MIN,
+    STEPS_PLANNED_MAX,
+    PrefillTimer,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +44,9 @@ def speed(clock: Clock, reported: list[tuple[int, float]]) -> PrefillTimer:
 
 
 def step(speed: PrefillTimer, clock: Clock, scheduled: dict[str, int], seconds: float) -> None:
-    speed.begin(scheduled)
+    number = speed.begin(scheduled)
     clock.now += seconds
-    speed.end()
+    speed.end(number)
 
 
 def test_a_step_that_prefills_is_reported_with_the_time_between_its_two_calls(
@@ -61,6 +65,35 @@ def test_the_time_between_steps_counts_for_none_of_them(
     step(speed, clock, {"b": BIG}, 0.25)
 
     assert reported == [(BIG, 0.5), (BIG, 0.25)]
+
+
+def test_a_step_that_is_planned_early_begins_when_the_one_before_it_has_ended(
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
+) -> None:
+    first = speed.begin({"a": BIG})
+    clock.now += 0.125
+    second = speed.begin({"a": 2 * BIG})
+    third = speed.begin({"a": 1})
+    for number, seconds in ((first, 0.375), (second, 1.0), (third, 0.25)):
+        clock.now += seconds
+        speed.end(number)
+
+    assert reported == [(BIG, 0.5), (2 * BIG, 1.0)]
+    assert third == 0
+
+
+def test_results_of_a_step_that_never_came_are_forgotten(
+    speed: PrefillTimer, clock: Clock, reported: list[tuple[int, float]]
+) -> None:
+    numbers = [speed.begin({"a": BIG}) for _ in range(STEPS_PLANNED_MAX + 1)]
+    clock.now += 0.5
+
+    speed.end(numbers[0])
+    speed.end(numbers[1])
+
+    assert reported == []
+    step(speed, clock, {"a": BIG}, 0.5)
+    assert reported == [(BIG, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +149,7 @@ def test_a_short_hit_is_computed_by_an_engine_that_prefills_it_sooner_than_it_co
     engine.allocate(make_request("other", ()), 128)
     engine.scheduler.plan_step({"other": 512}, engine.tables.__getitem__)
     clock.now += 512 / 100_000
-    engine.scheduler.apply_reports(())
+    engine.scheduler.apply_reports((), engine.scheduler.timed_step)
 
     assert engine.offload.statistics().prefill_tokens_per_s == pytest.approx(100_000)
     assert engine.scheduler.find_tokens(make_request("short", range(9)), 0) == 0

@@ -347,3 +347,40 @@ def test_requests_are_recorded_once_and_in_the_order_they_came(
     assert [(each["input_length"], each["output_length"]) for each in lines] == [(26, 0), (9, 1)]
     assert [len(each["blocks"]) // 16 for each in lines] == [6, 2]
     assert lines[0]["blocks"].startswith(lines[1]["blocks"])
+
+
+def test_a_request_whose_prompt_another_engine_computed_is_saved_when_it_runs(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine = make_engine()
+    request = make_request("taken", range(10))
+    engine.scheduler.follow_request(request, 0)
+    engine.allocate(request, 3)
+    engine.compute(request)
+    request.num_computed_tokens = 9
+
+    engine.step({"taken": 1})
+    while engine.scheduler.pending:
+        engine.step()
+
+    assert engine.scheduler.counters.take()["blocks_saved"] == 2
+    assert engine.scheduler.find_tokens(make_request("again", range(10)), 0) == 8
+
+
+def test_what_is_saved_of_a_prompt_that_another_engine_computed_is_not_saved_again(
+    make_engine: Any, make_request: Any
+) -> None:
+    engine = make_engine()
+    engine.run(make_request("first", range(9)))
+    engine.scheduler.counters.take()
+    request = make_request("taken", range(14))
+    engine.scheduler.follow_request(request, 0)
+    engine.allocate(request, 4)
+    engine.compute(request)
+    request.num_computed_tokens = 13
+
+    engine.step({"taken": 1})
+    while engine.scheduler.pending:
+        engine.step()
+
+    assert engine.scheduler.counters.take()["blocks_saved"] == 1

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import asynchronous
 import msgspec
 import torch
 import zmq
@@ -110,6 +111,8 @@ def config_of(script: dict[str, Any]) -> str:
 
 
 def open_engine(model: str, script: dict[str, Any]) -> LLM:
+    if script.get("asynchronous"):
+        asynchronous.switch_on()
     transfer = None
     if script.get("connector"):
         name, module = script["connector"]
@@ -124,7 +127,7 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
                 **script.get("extra", {}),
             },
         }
-    return LLM(
+    llm = LLM(
         model=model,
         dtype=script.get("dtype", "float32"),
         # Images are put into a prompt by the model's own processor, which wants a tokenizer.
@@ -143,6 +146,9 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
         disable_log_stats=False,
         **script.get("options", {}),
     )
+    steps = 2 if script.get("asynchronous") else 1
+    assert llm.llm_engine.vllm_config.max_concurrent_batches == steps
+    return llm
 
 
 def prompts_of(act: dict[str, Any]) -> list[Any]:

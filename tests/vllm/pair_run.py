@@ -139,10 +139,14 @@ class Pair:
             os.kill(pid, signal.SIGKILL)
         return {"rows": self._answers(names)}
 
-    def forget(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Both engines forget all KV: vLLM refuses while a block is in use."""
+    def forget(self, act: dict[str, Any]) -> dict[str, Any]:
+        """Both engines forget all KV, but for the host's, if the act `keeps_host`.
+
+        vLLM refuses while a block is in use.
+        """
+        below = not act.get("keeps_host")
         for llm in (self.prefill, self.decode):
-            until(lambda llm=llm: llm.reset_prefix_cache(reset_connector=True))
+            until(lambda llm=llm: llm.reset_prefix_cache(reset_connector=below))
         return {}
 
     def _ask_decode(self, prompts: list[Any], act: dict[str, Any]) -> list[str]:

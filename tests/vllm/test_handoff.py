@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import BLOCK, LENGTHS, PENSTOCK, agree, counted
+from comparing import BLOCK, HITS, LENGTHS, PENSTOCK, agree, counted
 from references import LATENT
 
 if TYPE_CHECKING:
@@ -133,12 +133,13 @@ def test_prompts_of_an_engine_that_is_killed_are_computed(pair: Results, plain_v
 
 
 def test_each_of_two_ranks_takes_the_heads_of_its_peer(run: Run, plain_vllm: Plain) -> None:
+    """With asynchronous scheduling, vLLM's default on GPUs."""
     acts = [
         {"act": "in_turn", "lengths": LENGTHS},
         {"act": "forget"},
         {"act": "at_once", "lengths": LENGTHS},
     ]
-    both = {"connector": PENSTOCK, "ranks": 2}
+    both = {"connector": PENSTOCK, "ranks": 2, "asynchronous": True}
 
     results, _ = run("llama", acts, both=both, ranks=2, prefill={}, decode={})
 
@@ -153,22 +154,25 @@ def test_each_of_two_ranks_takes_the_heads_of_its_peer(run: Run, plain_vllm: Pla
 def test_ranks_take_their_heads_from_an_engine_with_another_number_of_ranks(
     run: Run, plain_vllm: Plain, prefilling: int, decoding: int
 ) -> None:
+    """What was handed over is saved, and joins a step layer by layer when it is needed again."""
     acts = [
         {"act": "in_turn", "lengths": LENGTHS},
         {"act": "forget"},
         {"act": "at_once", "lengths": LENGTHS},
+        {"act": "forget", "keeps_host": True},
+        {"act": "alone", "lengths": LENGTHS},
     ]
+    both = {"connector": PENSTOCK, "extra": {"layerwise": True}}
     prefill, decode = {"ranks": prefilling}, {"ranks": decoding}
 
-    results, _ = run(
-        "llama", acts, both={"connector": PENSTOCK}, ranks=2, prefill=prefill, decode=decode
-    )
+    results, _ = run("llama", acts, both=both, ranks=2, prefill=prefill, decode=decode)
 
-    in_turn, _, at_once = results
+    in_turn, _, at_once, _, alone = results
     assert counted(in_turn, "prompts_received") == COUNT
     assert counted(at_once, "prompts_received") == 2 * COUNT
-    assert agree(in_turn, plain_vllm("llama")["cold"])
-    assert agree(at_once, plain_vllm("llama")["cold"])
+    assert counted(alone, "tokens_loaded") == sum(HITS)
+    for answered in (in_turn, at_once, alone):
+        assert agree(answered, plain_vllm("llama")["cold"])
 
 
 def test_latent_kv_is_handed_over(run: Run) -> None:

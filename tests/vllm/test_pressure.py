@@ -180,7 +180,8 @@ def two_ranks(run: Run) -> Results:
     acts = [generate(), {"act": "events"}, generate(forget=True)]
     acts += [generate(forget=True, tamper="flip"), {"act": "arenas"}, {"act": "events"}]
     acts += [{"act": "reset"}, generate(max_tokens=1, tamper=""), {"act": "events"}]
-    return run("llama", acts, connector=TAMPERED, ranks=2, events=True)[0]
+    how = {"ranks": 2, "events": True, "asynchronous": True}
+    return run("llama", acts, connector=TAMPERED, **how)[0]
 
 
 def test_two_ranks_load_what_each_of_them_saved(two_ranks: Results, plain: dict[str, Any]) -> None:

@@ -251,6 +251,22 @@ class SchedulerConnector:
             return None
         return max(0, min(found.ready, found.worth) - tracked.held) * self._tokens
 
+    def follow_request(self, request: EngineRequest, computed: int) -> None:
+        """Another engine computes what follows the first `computed` tokens: nothing is loaded.
+
+        What is not below the device yet is saved when the request runs, as if it was computed here.
+        """
+        tracked = self._tracked(request)
+        self._give_up_saves(tracked)
+        tracked.voided = False
+        tracked.arriving = (0, 0)
+        tracked.held = computed // self._tokens
+        tracked.saved = 0
+        blocks = (request.num_tokens - 1) // self._tokens
+        if blocks and tracked.save and not tracked.keys.stale:
+            tracked.asked = tracked.keys.upto(blocks)[:blocks]
+            tracked.saved = self._look_again(tracked).ready
+
     def _record(self, tracked: TrackedRequest) -> None:
         """Records a request once, unless it keeps out of the cache."""
         recorder, request = self._recorder, tracked.request
@@ -462,10 +478,15 @@ class SchedulerConnector:
         if self._store is not None:
             self._store.watch()
 
-    def apply_reports(self, reports: Iterable[bytes]) -> None:
-        """Applies the reports of the workers."""
+    @property
+    def timed_step(self) -> int:
+        """The number of the step that was planned last; 0 if it is not timed."""
+        return 0 if self._speed is None else self._speed.begun
+
+    def apply_reports(self, reports: Iterable[bytes], timed_step: int = 0) -> None:
+        """Applies the reports of the workers about a step; `timed_step` is its number."""
         if self._speed is not None:
-            self._speed.end()
+            self._speed.end(timed_step)
         for report in reports:
             self._has_work = self._changed = True
             self._offload.ranks.receive(report)

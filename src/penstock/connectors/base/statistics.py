@@ -95,6 +95,8 @@ prefill is."""
 PREFILL_SHARE_MIN = 0.9
 """The part of a step's tokens. A decoded token costs as much to compute as a prefilled one, and
 more to read its context."""
+STEPS_PLANNED_MAX = 64
+"""Measured steps without results: vLLM has as many under way as it has stages, and one more."""
 REQUEST_TOKENS_MIN = 16
 """A request with at least this many tokens in a step prefills; decoding takes one, or a few with
 drafts."""
@@ -309,7 +311,11 @@ class TransferCounts:
 
 
 class PrefillTimer:
-    """Measures prefill in an engine that executes one step at a time."""
+    """Measures prefill in an engine that executes one step after the other.
+
+    It may plan a step while those before it are executed (asynchronous scheduling): a step then
+    begins when the results of the one before it arrive.
+    """
 
     def __init__(
         self, report: Callable[[int, float], None], *, clock: Callable[[], float] = time.monotonic
@@ -322,25 +328,40 @@ class PrefillTimer:
         """
         self._report = report
         self._clock = clock
-        self._tokens = 0
-        """Tokens that the current step prefills; 0 if the step is not measured."""
-        self._began = 0.0
+        self._count = 0
+        self.begun = 0
+        """The number of the step that was planned last; 0 if it is not measured."""
+        self._planned: dict[int, tuple[int, float]] = {}
+        """Tokens that steps prefill, and since when they are planned, by number."""
+        self._ended = 0.0
+        """When results arrived last."""
 
-    def begin(self, scheduled: Mapping[str, int]) -> None:
-        """A step was planned, with these numbers of tokens of its requests."""
-        self._tokens = 0
+    def begin(self, scheduled: Mapping[str, int]) -> int:
+        """A step was planned, with these numbers of tokens of its requests.
+
+        Returns its number, which must come back with its results; 0 if it is not measured.
+        """
+        self.begun = 0
         total = sum(scheduled.values())
         if total < STEP_TOKENS_MIN:
-            return
+            return 0
         prefilled = sum(count for count in scheduled.values() if count >= REQUEST_TOKENS_MIN)
-        if prefilled >= PREFILL_SHARE_MIN * total:
-            self._tokens, self._began = prefilled, self._clock()
+        if prefilled < PREFILL_SHARE_MIN * total:
+            return 0
+        self._count += 1
+        self.begun = self._count
+        self._planned[self.begun] = prefilled, self._clock()
+        if len(self._planned) > STEPS_PLANNED_MAX:
+            # The results of a step that failed never came.
+            del self._planned[next(iter(self._planned))]
+        return self.begun
 
-    def end(self) -> None:
-        """The results of the step have arrived."""
-        if not self._tokens:
+    def end(self, number: int = 0) -> None:
+        """The results of a step have arrived: of this number, or of one that is not measured."""
+        before, self._ended = self._ended, self._clock()
+        if number not in self._planned:
             return
-        tokens, self._tokens = self._tokens, 0
-        seconds = self._clock() - self._began
+        tokens, planned = self._planned.pop(number)
+        seconds = self._ended - max(planned, before)
         if seconds > 0:
             self._report(tokens, seconds)

@@ -96,6 +96,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     step: StepPlan | None
     handoff: HandoffStep | None = None
+    timed: int = 0
+    """The number of the step, if it is timed."""
 
 
 @dataclass
@@ -103,10 +105,12 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What ranks send to the scheduler, once a step."""
 
     reports: list[bytes] = field(default_factory=list)
+    timed: int = 0
+    """The number of the step, as the scheduler gave it."""
 
     def aggregate(self, other: WorkerReports) -> WorkerReports:
         """The reports of two ranks; their order means nothing."""
-        return WorkerReports(self.reports + other.reports)
+        return WorkerReports(self.reports + other.reports, max(self.timed, other.timed))
 
 
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -142,6 +146,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Whether this step has a forward pass."""
         self._take_events: Callable[[], list[Any]] = list
         """The KV events to publish: none, unless vLLM publishes events."""
+        self._timed = 0
+        """The number of this step, if it is timed, in a worker."""
         self._config: Config | None = None
         self._settings = settings
         self._handoffs: HandoffRequests | None = None
@@ -193,7 +199,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except ConfigError as error:
             self._run_without(str(error))
             return
-        # Steps that overlap cannot be timed.
+        # Then the next step is planned before this one has ended with its copies.
         overlap = self._vllm_config.scheduler_config.async_scheduling
         self._scheduler = SchedulerConnector(
             self._config,
@@ -204,7 +210,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step_blocks=0 if overlap else copied_blocks(ranks),
             announcer=self._make_announcer(self._config),
             joins=self._make_joins(ranks),
-            speed=None if overlap else PrefillTimer(offload.computed),
+            speed=PrefillTimer(offload.computed),
             counts=TransferCounts(BlockBytes.of(ranks, shared=self._config.equal_ranks)),
         )
         for tier in offload.statistics().tiers[-len(self._config.cache.tiers) :]:
@@ -289,6 +295,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._handoffs is not None:
             received = self._handoffs.find_tokens(request, num_computed_tokens)
             if received:
+                self._scheduler.follow_request(request, num_computed_tokens)
                 return received, True
         matched = self._scheduler.find_tokens(request, num_computed_tokens)
         if matched is None:
@@ -319,13 +326,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return StepMetadata(
             self._scheduler.plan_step(*step),
             None if self._handoffs is None else self._handoffs.plan_step(*step),
+            self._scheduler.timed_step,
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The reports of ranks about earlier steps."""
         if self._scheduler is not None:
-            reported = connector_output.kv_connector_worker_meta
-            self._scheduler.apply_reports(reported.reports if reported is not None else ())
+            reported = connector_output.kv_connector_worker_meta or WorkerReports()
+            self._scheduler.apply_reports(reported.reports, reported.timed)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -459,6 +467,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
+        self._timed = connector_metadata.timed
         self._handed = connector_metadata.handoff
         if self._handed is not None and self._handed.restarted:
             assert self._handoff_thread is not None
@@ -517,7 +526,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerReports | None:
         """Reports for the scheduler's side."""
         reports = self._worker.take_reports() if self._worker is not None else []
-        return WorkerReports(reports) if reports else None
+        timed, self._timed = self._timed, 0
+        return WorkerReports(reports, timed) if reports or timed else None
 
     def shutdown(self) -> None:
         """Closes the rank and frees its memory; nothing touches vLLM's memory afterwards."""
