@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections import defaultdict, deque
@@ -44,6 +45,8 @@ kind = "host"
 gib = 0.25
 """
 READY = "Application startup complete"
+RETRY_S = 0.05
+"""A server that refuses a connection is asked again after this."""
 TITLES = {"VLLM::EngineCore": "scheduler", "VLLM::Worker": "worker"}
 """What a process of vLLM calls itself, and what its first thread is; the third serves HTTP."""
 HTTP = "http"
@@ -152,7 +155,10 @@ class VllmForks:
             settings: How it is started.
             port: Where it listens, such as where one listened that has ended.
         """
-        port = port or free_port()
+        reserved = None
+        if port is None:
+            reserved = _reserve_port()
+            port = int(reserved.getsockname()[1])
         # A pipe with a name: its end is the end of all processes that write to it.
         output = self._folder / f"output-{next(self._numbers)}"
         os.mkfifo(output)
@@ -167,7 +173,7 @@ class VllmForks:
             words += ["--kv-transfer-config", json.dumps(settings.transfer)]
         environment = {"VLLM_CPU_OMP_THREADS_BIND": str(settings.core), **settings.environment}
         # It reads before anybody writes: the server waits for that.
-        server = VllmServer(settings.name, port, output)
+        server = VllmServer(settings.name, port, output, reserved)
         job = {"call": "serve", "words": words, "environment": environment, "output": str(output)}
         server.pid = self._ask(job)
         return server
@@ -211,12 +217,24 @@ class VllmForks:
 class VllmServer:
     """One server."""
 
-    def __init__(self, name: str, port: int, output: Path) -> None:
+    def __init__(
+        self, name: str, port: int, output: Path, reserved: socket.socket | None = None
+    ) -> None:
+        """A server whose process is about to be started.
+
+        Args:
+            name: What messages call it.
+            port: Where it listens.
+            output: The pipe that it writes to.
+            reserved: Keeps the port from others until the server listens.
+        """
         self.name = name
         self.port = port
         self.pid = 0
+        self._reserved = reserved
         self._said: deque[str] = deque(maxlen=LINES_KEPT)
         self._ready = Event()
+        self._ended = Event()
         self._heard = False
         Thread(target=self._listen, args=[output], daemon=True).start()
 
@@ -226,9 +244,25 @@ class VllmServer:
         Raises:
             UnavailableError: it ended, or took too long.
         """
-        if not self._ready.wait(START_S) or not self._heard:
+        deadline = time.monotonic() + START_S
+        try:
+            heard = self._ready.wait(START_S) and self._heard
+            # It says that it is ready, and listens then: until it does, it refuses connections.
+            while heard and not self._accepts():
+                heard = time.monotonic() < deadline and not self._ended.wait(RETRY_S)
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()
+        if not heard:
             told = "\n".join(self._said)
             raise UnavailableError(f"server {self.name!r} did not start; its last lines:\n{told}")
+
+    def _accepts(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=KILLED_S).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """Kills all its processes; a second call changes nothing."""
@@ -291,6 +325,7 @@ class VllmServer:
                     self._heard = True
                     self._ready.set()
         # All its processes have ended.
+        self._ended.set()
         self._ready.set()
 
 
@@ -306,6 +341,17 @@ def session_of(leader: int) -> list[int]:
         if int(session) == leader and state != "Z":
             found.append(int(folder.name))
     return found
+
+
+def _reserve_port() -> socket.socket:
+    """A port that nobody else gets while the socket is open, but for a server that asks for it.
+
+    Sockets may share a port, if both say so and only one of them listens; vLLM's says so.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def _openmp_of(python: Path) -> str:
