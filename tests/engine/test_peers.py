@@ -305,6 +305,30 @@ def test_pairs_that_rest_wake_up_for_a_request_and_for_their_peers(
         assert engines.outcomes("d") == {"delivered": 4}
 
 
+def test_pairs_that_rest_are_one_descriptor_to_wait_for_however_many_they_are(
+    checkpoint_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "REST_S", 0.0)
+    folder, _ = checkpoint_of("llama")
+    with fleet(folder, "p", "d0", "d1") as engines:
+        for decode in ("d0", "d1"):
+            engines.introduce("p", decode)
+        engines.until(lambda: all(stepped(each) == 0 for each in engines.engines.values()))
+        handoffs = engines.engines["p"].handoffs
+        assert handoffs is not None
+
+        watched = handoffs.peers.descriptors
+        engines.claim("r", prompt_of(41), "p", "d1")
+        engines.until(lambda: engines.claims("d1") == 1, without="p")
+        ready = wait_any((), watched, deadline=time.monotonic() + SOON_S)
+
+        assert len(watched) == 1
+        assert ready.descriptors == tuple(watched)
+        engines.compute("r", prompt_of(41), "p", "d1")
+        engines.finish()
+        assert engines.outcomes("d1") == {"delivered": 1}
+
+
 def test_a_stranger_does_not_keep_an_engine_without_pairs_awake(checkpoint_of: Any) -> None:
     folder, _ = checkpoint_of("llama")
     with fleet(folder, "p") as engines:

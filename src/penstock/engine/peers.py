@@ -6,8 +6,9 @@ pair, an instance is named after both and the pair's number (`prefill-0>decode-1
 pair in each direction. A pair is closed when the router says so, or when it is introduced anew;
 then a caller from the new one does not meet the side of the old one that is about to be closed.
 
-A pair that nobody has used for `REST_S` rests: all resting pairs together cost one poll a step, and
-one of them is stepped only when something came for it or its deadline is due.
+A pair that nobody has used for `REST_S` rests: all resting pairs together cost one look at an epoll
+descriptor a step, however many they are, and one of them is stepped only when something came for it
+or its deadline is due.
 
 The rule: when a pair is closed, nothing reads or writes blocks for it any more, here or in a rank
 that was told so before its next step.
@@ -15,6 +16,7 @@ that was told so before its next step.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from dataclasses import dataclass, field, replace
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 
 REST_S = 1.0
 """A pair that was used a moment ago may have more to send than its descriptors show."""
+CALLED_MAX = 64
+"""Descriptors that one look finds; the next one finds the others."""
 OPEN_S = 10.0
 """How long a scheduler waits for its own ranks when it opens a pair."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -67,7 +71,7 @@ PairNames = tuple[str, str]
 """The prefill instance and the decode instance."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pair:
     """A pair that is open in this process."""
 
@@ -79,7 +83,7 @@ class _Pair:
     """Whether it is stepped only when something comes for it."""
     descriptors: list[int] = field(default_factory=list)
     """What it waits for while it rests."""
-    due: float | None = None
+    until: float = math.inf
     """When it is stepped although nothing came."""
 
 
@@ -111,8 +115,10 @@ class Peers:
         self._rank = rank
         self._table = spec.config.handoff or HandoffTable()
         self._pairs: dict[PairNames, _Pair] = {}
-        self._watched: select.poll | None = None
-        """A poll over what resting pairs wait for; `None` after that has changed."""
+        self._watchers: dict[int, list[_Pair]] = {}
+        """The resting pairs that wait for a descriptor; several may wait for the same one."""
+        self._rest_until = math.inf
+        """When the first of the resting pairs is due."""
         self._closed_counts = HandedCounts()
         self._listener = SharedListener(
             spec.name,
@@ -120,6 +126,9 @@ class Peers:
             secret=spec.handoff_secret,
             settings=ChannelSettings(ports=port_range(spec.ports)),
         )
+        # Not a poll over all of them: that takes longer with every pair, at each step.
+        self._watched = select.epoll()
+        self._watched.register(self._listener.descriptor, select.EPOLLIN)
         # NIXL takes seconds to load: not while a request waits for its pair.
         self._relay = hold_relay() if tier is not None and self._may_use_nixl() else None
 
@@ -187,9 +196,10 @@ class Peers:
 
     def close_pair(self, prefill: str, decode: str) -> None:
         """Closes a pair if it is open; its handoffs end without a result."""
-        pair = self._pairs.pop((prefill, decode), None)
+        pair = self._pairs.get((prefill, decode))
         if pair is not None:
-            self._watched = None
+            self._wake(pair)
+            del self._pairs[prefill, decode]
             counts = _counts_of(pair.door)
             # Its memory goes with it.
             self._closed_counts += HandedCounts(counts.parts_verified, counts.bytes_moved)
@@ -229,16 +239,14 @@ class Peers:
     def descriptors(self) -> list[int]:
         """File descriptors to wait for beside them."""
         found = [each for pair in self._awake for each in pair.door.descriptors]
-        for pair in self._resting:
-            found += pair.descriptors
-        return [*found, self._listener.descriptor]
+        return [*found, self._watched.fileno()]
 
     def next_deadline(self) -> float | None:
         """When to call `step` at the latest, on the monotonic clock."""
         dues = [pair.door.next_deadline() for pair in self._awake]
-        dues += [pair.due for pair in self._resting]
-        dues.append(self._listener.alarm)
-        return min((due for due in dues if due is not None), default=None)
+        dues += [self._rest_until, self._listener.alarm]
+        first = min(due for due in dues if due is not None)
+        return None if first == math.inf else first
 
     def close_pairs(self) -> None:
         """Closes all pairs: the router that introduced them is gone."""
@@ -248,6 +256,7 @@ class Peers:
     def close(self) -> None:
         """Closes all pairs and listens no more; may be called twice."""
         self.close_pairs()
+        self._watched.close()
         self._listener.close()
         if self._relay is not None:
             self._relay.release()
@@ -267,28 +276,31 @@ class Peers:
         return [pair for pair in self._pairs.values() if pair.rests]
 
     def _wake(self, pair: _Pair) -> None:
-        if pair.rests:
-            pair.rests, self._watched = False, None
+        if not pair.rests:
+            return
+        pair.rests = False
+        for fd in pair.descriptors:
+            self._watchers[fd].remove(pair)
+            if not self._watchers[fd]:
+                del self._watchers[fd]
+                self._watched.unregister(fd)
+        self._rest_until = min((each.until for each in self._resting), default=math.inf)
 
     def _wake_called(self, now: float) -> None:
         """Wakes the resting pairs that have something to do."""
-        resting = self._resting
-        if self._watched is None:
-            self._watched = select.poll()
-            self._watched.register(self._listener.descriptor, select.POLLIN)
-            for pair in resting:
-                for fd in pair.descriptors:
-                    self._watched.register(fd, select.POLLIN)
-        called = {fd for fd, _ in self._watched.poll(0)}
+        called = self._watched.poll(0, CALLED_MAX)
         alarm = self._listener.alarm
-        anybody = self._listener.descriptor in called or (alarm is not None and alarm <= now)
-        if anybody:
+        if not called and now < self._rest_until and (alarm is None or now < alarm):
+            return
+        woken = [pair for fd, _ in called for pair in self._watchers.get(fd, ())]
+        woken += [pair for pair in self._resting if pair.until <= now]
+        listener = self._listener.descriptor
+        if any(fd == listener for fd, _ in called) or (alarm is not None and alarm <= now):
             # Also a caller whose pair is not open: otherwise the descriptor stays readable.
             self._listener.look(frozenset())
-        for pair in resting:
-            due = pair.due is not None and pair.due <= now
-            if anybody or due or not called.isdisjoint(pair.descriptors):
-                self._wake(pair)
+            woken += self._resting
+        for pair in woken:
+            self._wake(pair)
 
     def _let_rest(self, pair: _Pair, now: float) -> None:
         """Lets a pair rest if it was not used lately, and waits for descriptors only."""
@@ -297,8 +309,14 @@ class Peers:
         lines = [each for each in pair.door.waitables if not isinstance(each, ListenerShare)]
         if lines or pair.door.statistics().under_way:
             return
-        pair.descriptors, pair.due = pair.door.descriptors, pair.door.next_deadline()
-        pair.rests, self._watched = True, None
+        due = pair.door.next_deadline()
+        pair.rests, pair.until = True, math.inf if due is None else due
+        pair.descriptors = list(dict.fromkeys(pair.door.descriptors))
+        for fd in pair.descriptors:
+            if fd not in self._watchers:
+                self._watched.register(fd, select.EPOLLIN)
+            self._watchers.setdefault(fd, []).append(pair)
+        self._rest_until = min(self._rest_until, pair.until)
 
     def _settings(self, pair: PairSpec) -> HandoffSettings:
         """The settings with the share of the landing memory that one pair gets."""
