@@ -72,6 +72,19 @@ def latent(ranks: int) -> list[Layout]:
     return [layout] * ranks
 
 
+def hybrid(ranks: int, *, block_tokens: int = 16) -> list[Layout]:
+    """Three KV groups: heads, fewer heads in packed arrays, and latents that all ranks hold."""
+    size = {"block_tokens": block_tokens, "block_count": SLOT_COUNT, "dtype": DType.BF16}
+    return [
+        Layout.join(
+            Layout.split(layers=range(2), heads=shard.heads(HEADS), channels=8, **size),
+            Layout.packed_kv(layers=range(2, 4), heads=shard.heads(2), channels=4, **size),
+            Layout.mla(layers=range(4, 6), channels=24, **size),
+        )
+        for shard in (Shard(tensor_size=ranks, tensor_rank=rank) for rank in range(ranks))
+    ]
+
+
 @pytest.fixture
 def server() -> MemoryServer:
     return MemoryServer()
@@ -133,6 +146,28 @@ def test_engines_with_other_layouts_and_checksums_read_each_others_blocks(
     engine.require_loaded(keys)
 
 
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [((1, 16), (1, 16)), ((1, 16), (4, 16)), ((4, 16), (2, 16)), ((2, 16), (2, 64)),
+     ((2, 64), (1, 16))],
+)  # fmt: skip
+def test_engines_with_several_kv_groups_read_each_others_blocks(
+    open_tier: OpenTier, writer: tuple[int, int], reader: tuple[int, int]
+) -> None:
+    (ranks, size), (readers, wanted_size) = writer, reader
+    keys = draw_chain(1, 128 // size, block_tokens=size)
+    Engine(open_tier(), hybrid(ranks, block_tokens=size), salt=1).save(keys)
+    engine = Engine(open_tier(), hybrid(readers, block_tokens=wanted_size), salt=2)
+    wanted = draw_chain(1, 128 // wanted_size, block_tokens=wanted_size)
+
+    found = found_in_time(engine, wanted)
+    ended = engine.load(wanted)
+
+    assert found == len(wanted)
+    assert [each.faults for each in ended] == [()] * len(engine.arenas)
+    engine.require_loaded(wanted)
+
+
 @pytest.mark.parametrize(("writer", "reader"), [(1, 2), (4, 1), (2, 4)])
 def test_blocks_that_all_ranks_hold_alike_are_stored_once_and_found_by_all(
     open_tier: OpenTier, server: MemoryServer, writer: int, reader: int
@@ -187,8 +222,8 @@ def test_a_damaged_block_of_another_size_spoils_only_what_is_made_of_it(
 
 @pytest.mark.parametrize(
     "other",
-    [split(2, block_tokens=24), split(2, dtype=DType.FP16)],
-    ids=["block size", "dtype"],
+    [split(2, block_tokens=24), split(2, dtype=DType.FP16), hybrid(2)],
+    ids=["block size", "dtype", "groups"],
 )
 def test_blocks_that_mean_something_else_are_not_found(
     open_tier: OpenTier, other: list[Layout]

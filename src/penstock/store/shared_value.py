@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 from penstock.store.base import DIGEST_BYTES, part_name
 from penstock.vocabulary.checksums import SUM_BYTES
 from penstock.vocabulary.keys import KEY_BYTES
+from penstock.vocabulary.layers import GroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +85,10 @@ def piece_of(arena: MappedArena) -> ValuePiece:
     """The piece that a rank's arena holds of each block."""
     form = arena.form
     layout = form.layout
-    told_apart = all(group.heads is not None for group in layout.groups)
+    # Latents are the same on all ranks; heads beside them tell the ranks apart.
+    told_apart = any(group.heads is not None for group in layout.groups) and all(
+        group.heads is not None or group.kind is GroupKind.LATENT for group in layout.groups
+    )
     # The part of a rank that is alone, or whose bytes are those of all others, says nothing more.
     alone = (
         part_name(form, rank=0, rank_count=1, equal=False),
