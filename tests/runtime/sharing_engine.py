@@ -38,9 +38,11 @@ PATIENT = "ask_ms = 10000\ntimeout_s = 60\n"
 class SharingEngine(Engine):
     """An engine of the tests with a shared store below its host memory."""
 
-    def __init__(self, folder: Path, store: str, limits: str = PATIENT) -> None:
+    def __init__(
+        self, folder: Path, store: str, limits: str = PATIENT, *, block_numbers: int = 256
+    ) -> None:
         self.folder = folder
-        self.kv = np.zeros((32, 256), dtype=np.int64)
+        self.kv = np.zeros((32, block_numbers), dtype=np.int64)
         self.cache = penstock.open(penstock.parse_config(HEAD + limits + store), kv=self.kv)
 
     def look_for(self, tokens: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import urllib.request
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.runtime.sharing_engine import SharingEngine, of_redis
-from tests.runtime.stored_engine import all_but_the_last_block, process_of, prompt
+from tests.runtime.stored_engine import SOON_S, all_but_the_last_block, process_of, prompt
 from tests.store.mooncake_master import MooncakeMaster
 from tests.store.redis_server import RedisServer, require_redis
 
@@ -64,6 +65,24 @@ def test_what_one_machine_has_computed_another_one_finds(
 
     assert other.answer(prompt(1)) == all_but_the_last_block(prompt(1))
     assert other.cache.statistics().blocks_corrupt == 0
+
+
+def test_a_miss_says_that_blocks_are_there_in_a_form_that_cannot_be_read(
+    place: Callable[[str, str], SharingEngine], tmp_path: Path
+) -> None:
+    store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
+    place("one", store).save(prompt(1))
+    with SharingEngine(tmp_path / "one", store, block_numbers=128) as other:
+        other.wait_until_on()
+        deadline = time.monotonic() + SOON_S
+        reason = ""
+        while reason != "form" and time.monotonic() < deadline:
+            # Until it has read how others cut their blocks, nobody knows of them.
+            other.look_for(prompt(1))
+            with other.cache.acquire(prompt(1)) as lease:
+                reason = lease.miss.reason.value
+
+    assert reason == "form"
 
 
 @pytest.fixture

@@ -164,6 +164,19 @@ def test_a_prefetch_ends_with_the_first_block_that_is_not_there() -> None:
     assert len(scene.link.finds) == 1
 
 
+def test_a_block_in_a_form_that_cannot_be_read_is_known_and_no_more() -> None:
+    scene = Scene()
+    scene.after(state(), StoreBack())
+    scene.after(page(last=True))
+    keys = [number.to_bytes(16, "big") for number in range(3)]
+    scene.tiers.prefetch(Prefetch(keys=keys, cause="queued"), 0)
+    scene.link.results = [FoundInStore(1, TIER, [False] * 3, foreign=True)]
+
+    [found] = scene.tiers.collect()
+
+    assert found == Discovered(tier=TIER, keys=keys[:1], parents=[None], foreign=True)
+
+
 def test_a_store_has_settled_when_each_tier_is_on_or_has_a_reason_not_to_be() -> None:
     scene = Scene()
     scene.after(StoreBack(), state(on=False, why=OPENING))

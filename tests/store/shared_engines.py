@@ -73,6 +73,8 @@ class Engine:
             self.arenas.append(MappedArena(host, form, part))
         self.arenas = list({arena.part: arena for arena in self.arenas}.values())
         self._ticket = 0
+        self.foreign = False
+        """Whether the last question met a block in a form that cannot be read."""
         self._ended: dict[int, EndedJob] = {}
         tier.attach(SPACE, self.arenas)
         self.follow()
@@ -149,6 +151,7 @@ class Engine:
             lambda: next((each for each in self.tier.take_found() if each.ticket == ticket), None)
         )
         present = list(found.present)
+        self.foreign = found.foreign
         return present.index(False) if False in present else len(present)
 
     def wait(self, tickets: Sequence[int]) -> list[EndedJob]:

@@ -236,6 +236,31 @@ def test_blocks_that_mean_something_else_are_not_found(
 
     # Its own geometry and the foreign one were read when the blocks of a third are found.
     assert found_in_time(engine, keys) == 1
+    assert engine.foreign
+
+
+@pytest.mark.parametrize(("wanted", "foreign"), [(2, False), (3, True), (4, True)])
+def test_a_block_in_a_form_that_cannot_be_read_is_told_where_both_engines_end_a_block(
+    open_tier: OpenTier, wanted: int, *, foreign: bool
+) -> None:
+    Engine(open_tier(), split(1, block_tokens=24)).save(draw_chain(1, 2, block_tokens=24))
+    engine = Engine(open_tier(), split(1))
+    Engine(engine.tier, split(2)).save(draw_chain(2, 1))
+    assert found_in_time(engine, draw_chain(2, 1)) == 1  # Geometries were read.
+
+    found = engine.find(draw_chain(1, wanted))
+
+    assert (found, engine.foreign) == (0, foreign)
+
+
+def test_what_nobody_wrote_is_in_no_form(open_tier: OpenTier) -> None:
+    Engine(open_tier(), split(1, block_tokens=24)).save(draw_chain(1, 2, block_tokens=24))
+    engine = Engine(open_tier(), split(1))
+    Engine(engine.tier, split(2)).save(draw_chain(2, 1))
+    assert found_in_time(engine, draw_chain(2, 1)) == 1
+
+    assert engine.find(draw_chain(3, 4)) == 0
+    assert not engine.foreign
 
 
 def test_a_chain_is_found_as_far_as_all_ranks_have_it(open_tier: OpenTier) -> None:

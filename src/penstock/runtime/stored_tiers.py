@@ -405,9 +405,12 @@ class StoredTiers:
         if wanted is None:
             return
         count = found.present.index(False) if False in found.present else len(found.present)
+        keys, start = wanted.prefetch.keys, wanted.start
+        if found.foreign:
+            first = keys[start + count]
+            yield Discovered(tier=found.tier, keys=[first], parents=[None], foreign=True)
         if not count:
             return
-        keys, start = wanted.prefetch.keys, wanted.start
         before: list[Key | None] = [keys[start - 1] if start else None]
         before += keys[start : start + count - 1]
         yield Discovered(

@@ -124,6 +124,8 @@ class FoundBlocks(NamedTuple):
 
     ticket: int
     present: Sequence[bool]
+    foreign: bool = False
+    """Whether the first block that is not there was written in a form that cannot be read here."""
 
 
 class EndedJob(NamedTuple):

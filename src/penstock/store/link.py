@@ -36,6 +36,7 @@ from penstock.store.messages import (
     BATCH_BYTES,
     BLOCK_BYTES,
     BLOCKS_MAX,
+    IN_ANOTHER_FORM,
     MESSAGE_HEAD_BYTES,
     PAGE_KEYS_MAX,
     AbandonRequest,
@@ -102,6 +103,8 @@ class FoundInStore(NamedTuple):
     tier: int
     present: list[bool]
     """Which blocks are there on every rank."""
+    foreign: bool = False
+    """Whether the first that is not was written in a form that cannot be read here."""
 
 
 class Paged(NamedTuple):
@@ -562,8 +565,10 @@ class StoreLink:
             case FindAnswer():
                 find = self._finds.pop(answer.number, None)
                 if find is not None and len(answer.present) == find.keys:
-                    present = [bool(each) for each in answer.present]
-                    self._results.append(FoundInStore(answer.number, find.tier, present))
+                    present = [each == 1 for each in answer.present]
+                    foreign = IN_ANOTHER_FORM in answer.present
+                    found = FoundInStore(answer.number, find.tier, present, foreign)
+                    self._results.append(found)
             case PageAnswer() | GoneNotice():
                 self._take_blocks(answer)
             case VoidNotice():

@@ -55,6 +55,8 @@ ARENAS_MAX = 256
 TIERS_MAX = 16
 PAGE_KEYS_MAX = 1536
 """Keys of one page: with their parents they fit into a message."""
+IN_ANOTHER_FORM = 2
+"""In a `FindAnswer`: written in a form that the engine cannot read."""
 NO_PARENT = bytes(KEY_BYTES)
 """In place of the key of a block that has none before it."""
 BLOCK_BYTES = 2 * KEY_BYTES + 4
@@ -217,7 +219,7 @@ class JobReport(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class FindAnswer(StoreMessage, array_like=True, frozen=True, gc=False):
-    """One byte a key: 1 if the block is there on every rank, else 0."""
+    """One byte a key: 1 if the block is there on every rank, else 0 or `IN_ANOTHER_FORM`."""
 
     number: U64
     present: bytes

@@ -10,7 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.store.base import AskedTier, FindJob, Space
-from penstock.store.messages import FindAnswer, PageAnswer, join_parents, split_keys
+from penstock.store.messages import (
+    IN_ANOTHER_FORM,
+    FindAnswer,
+    PageAnswer,
+    join_parents,
+    split_keys,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +71,10 @@ class StoreQuestions:
         """Passes answers of a tier on."""
         for each in found:
             find = self._finds.pop(each.ticket)
-            find.session.answer(FindAnswer(find.number, bytes(each.present)))
+            present = bytearray(each.present)
+            if each.foreign:
+                present[present.index(0)] = IN_ANOTHER_FORM
+            find.session.answer(FindAnswer(find.number, bytes(present)))
 
     def page(
         self,

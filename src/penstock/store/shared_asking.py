@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.store.base import FindJob
     from penstock.store.blobs import BlobStore
-    from penstock.store.shared_geometry import Gathering
+    from penstock.store.shared_geometry import EngineGeometry, Gathering
     from penstock.store.shared_io import FrontMemory
     from penstock.store.shared_value import ValuePiece
     from penstock.vocabulary.ids import Key
@@ -63,6 +63,25 @@ def locate(
     if there > here:
         return _in_larger(wanted, there // here, blobs, timeout_s)
     return _in_smaller(wanted, here // there, blobs, memory, timeout_s)
+
+
+def is_there(
+    job: FindJob, start: int, geometry: EngineGeometry, blobs: BlobStore, timeout_s: float
+) -> bool:
+    """Whether a prefix with the block at `start` in it was written in the pieces of an engine.
+
+    Known only where a block of both ends: a key names a prefix, whatever the size of the blocks.
+
+    Raises:
+        BlobStoreError: the store does not answer.
+    """
+    here, there = job.arenas[0].form.block_tokens, geometry.block_tokens
+    for number in range(start, len(job.keys)):
+        if (job.first + number + 1) * here % there == 0:
+            key = job.keys[number]
+            names = [value_name(job.space, piece, key) for piece in geometry.pieces]
+            return all(blobs.exists(names, timeout_s=timeout_s))
+    return False
 
 
 def _in_larger(wanted: Wanted, ratio: int, blobs: BlobStore, timeout_s: float) -> dict[Key, Where]:

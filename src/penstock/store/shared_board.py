@@ -92,6 +92,8 @@ class Question:
     start: int
     """How many leading blocks are known to be there."""
     answered: bool = False
+    foreign: bool = False
+    """Whether the next one was written in a form that cannot be read here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +263,8 @@ class SharedBoard:
             question.answered = True
             count = len(question.job.keys)
             present = [number < question.start for number in range(count)]
-            self.found.append(FoundBlocks(question.job.ticket, present))
+            foreign = question.foreign and question.start < count
+            self.found.append(FoundBlocks(question.job.ticket, present, foreign))
             self.signal()
 
     def forget_question(self, question: Question) -> None:

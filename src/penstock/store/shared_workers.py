@@ -14,18 +14,18 @@ import numpy as np
 from penstock.cache.operations import BlockFault
 from penstock.store.base import LoadJob, SaveJob
 from penstock.store.blobs import BlobStoreError
-from penstock.store.shared_asking import Wanted, locate
+from penstock.store.shared_asking import Wanted, is_there, locate
 from penstock.store.shared_board import Question, RunOfBlocks, Where
 from penstock.store.shared_io import FrontMemory, ValueRun, read_values, write_values
 from penstock.store.shared_resize import read_resized
 from penstock.store.shared_value import piece_of, value_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.store.blobs import BlobStore
     from penstock.store.shared_board import SharedBoard
-    from penstock.store.shared_geometry import Gathering
+    from penstock.store.shared_geometry import EngineGeometry, Gathering
 
 logger = logging.getLogger(__name__)
 _UNREADABLE = BlockFault.UNREADABLE
@@ -83,10 +83,16 @@ class SharedWorkers:
             order = [question.own, *(each.names for each in use.geometries)]
             order = list(dict.fromkeys(order))
             plans = [(each, self._board.gathered(use, question.own, each)) for each in order]
+            unusable = [
+                each
+                for each in use.geometries
+                if isinstance(self._board.gathered(use, question.own, each.names), str)
+            ]
         try:
             for pieces, plan in plans:
                 if isinstance(plan, dict) and question.start < len(job.keys):
                     self._ask_for(question, pieces, plan, memory)
+            self._ask_for_foreign(question, unusable)
         except BlobStoreError as error:
             with self._board.lock:
                 self._board.fail(error)
@@ -115,6 +121,14 @@ class SharedWorkers:
             self._board.succeed()
             self._board.note(question.job.space, question.own, found)
             question.start += len(found)
+
+    def _ask_for_foreign(self, question: Question, unusable: Sequence[EngineGeometry]) -> None:
+        """Asks whether what was not found is there in a form that cannot be read here."""
+        job = question.job
+        for geometry in unusable if question.start < len(job.keys) else ():
+            left_s = question.until - self._board.clock()
+            if left_s > 0 and not question.foreign:
+                question.foreign = is_there(job, question.start, geometry, self._blobs, left_s)
 
     def _read(self, run: RunOfBlocks, job: LoadJob, memory: FrontMemory) -> None:
         faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
