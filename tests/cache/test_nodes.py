@@ -14,7 +14,7 @@ def keys(count: int, *, name: str = "k") -> list[bytes]:
 
 
 def place(table: NodeTable, nodes: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-    table.copy_count[nodes] += 1
+    table.add_copies(nodes)
 
 
 @pytest.fixture

@@ -224,6 +224,18 @@ def a_block_queued_on_a_hop_that_no_copy_moves(books: Books) -> None:
     next(iter(books.rates.hops.values())).begin(1, 0.0)
 
 
+def a_slot_counted_in_another_state(books: Books) -> None:
+    books.device.pool._counts[SlotState.READY] += 1
+
+
+def a_held_slot_that_was_not_counted(books: Books) -> None:
+    books.device.pool.held_count -= 1
+
+
+def a_block_with_a_copy_that_was_not_counted(books: Books) -> None:
+    books.nodes._copied -= 1
+
+
 def work_left_over(books: Books) -> None:
     books.agenda.append((next(books.ledger.running()), np.empty(0, dtype=np.int32)))
 
@@ -267,6 +279,9 @@ PLANTED: list[tuple[Callable[[Books], None], str]] = [
     (a_copy_that_writes_into_a_ready_block, "writes into slot"),
     (a_stage_that_is_not_under_way, "stage|staging"),
     (a_block_queued_on_a_hop_that_no_copy_moves, "the blocks queued on the hops are not those"),
+    (a_slot_counted_in_another_state, r"slots are READY, not \d+ as booked"),
+    (a_held_slot_that_was_not_counted, r"slots are held, not \d+ as booked"),
+    (a_block_with_a_copy_that_was_not_counted, r"blocks are hollow, not \d+ as booked"),
     (work_left_over, "the agenda is not empty between events"),
 ]
 

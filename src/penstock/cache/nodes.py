@@ -54,7 +54,9 @@ class NodeTable:
         self.child_count = np.zeros(capacity, dtype=np.int32)
         """How many nodes follow directly, in whatever tier."""
         self.copy_count = np.zeros(capacity, dtype=np.int16)
-        """In how many tiers a copy lies, or is being written."""
+        """In how many tiers a copy lies, or is being written; see `add_copies`."""
+        self._copied = 0
+        """How many nodes have a copy."""
         self.tenant = np.zeros(capacity, dtype=np.int32)
         """Who pays for it: a number of `Books.tenants`."""
         self.hits = np.zeros(capacity, dtype=np.int32)
@@ -289,10 +291,22 @@ class NodeTable:
             node = parent
         return removed
 
+    def add_copies(self, nodes: NDArray[np.int32]) -> None:
+        """One more tier has a copy of each of these nodes."""
+        before = self.copy_count[nodes]
+        self.copy_count[nodes] = before + 1
+        self._copied += len(nodes) - int(np.count_nonzero(before))
+
+    def drop_copies(self, nodes: NDArray[np.int32]) -> None:
+        """One tier less has a copy of each of these nodes."""
+        left = self.copy_count[nodes] - 1
+        self.copy_count[nodes] = left
+        self._copied -= len(nodes) - int(np.count_nonzero(left))
+
     def hollow_count(self) -> int:
         """How many known blocks have no copy anywhere."""
         # Numbers that no block has count no copies either: blocks leave without any.
-        return len(self.ids) - int(np.count_nonzero(self.copy_count))
+        return len(self.ids) - self._copied
 
     def _grow(self) -> None:
         old = self.capacity

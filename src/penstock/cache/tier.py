@@ -40,6 +40,13 @@ _LONG_RUN = 8
 """With at least this many blocks, an array operation is cheaper than a loop."""
 
 
+_ENDS = {
+    move: ([int(state) for state, of in SLOT_TABLE.legal if of is move], int(target))
+    for (_, move), target in SLOT_TABLE.legal.items()
+}
+"""Each move with the states that it may begin in, and the one that it ends in."""
+
+
 class Room(NamedTuple):
     """What would have to go so that slots can be taken."""
 
@@ -145,7 +152,7 @@ class Tier:
             raise InvariantViolation(f"tier {self.name!r}: a block was placed twice")
         self.slot_of[nodes] = slots
         self.pool.node[slots] = nodes
-        self.nodes.copy_count[nodes] += 1
+        self.nodes.add_copies(nodes)
         self._count_children(nodes, 1)
         if keys is None:
             keys = self.nodes.keys_of(nodes.tolist())
@@ -458,7 +465,7 @@ class Tier:
             self.fetched_from[nodes] = 0
         self.slot_of[nodes] = NOWHERE
         self.pool.node[slots] = NOWHERE
-        self.nodes.copy_count[nodes] -= 1
+        self.nodes.drop_copies(nodes)
         return self._count_children(nodes[staying], -1)
 
     def _forget(self, nodes: NDArray[np.int32], keys: list[Key], *, evicted: bool) -> None:
@@ -537,8 +544,11 @@ class Pool:
         self.holders_view = self.holders.data
         self._free = np.arange(slot_count - 1, -1, -1, dtype=np.int32)
         self.free_count = slot_count
-        self.leaving_count = 0
-        """How many slots are `LEAVING`, and so will soon be free."""
+        self._counts = [0] * len(SlotState)
+        """How many slots are in each state; closed ones are free."""
+        self._counts[SlotState.FREE] = slot_count
+        self.held_count = 0
+        """How many slots a lease or an operation relies on, without victims that are set aside."""
 
     def resize(self, slot_count: int) -> None:
         """Sets how many slots may be used; free ones are closed at once, others when free."""
@@ -567,6 +577,7 @@ class Pool:
         new = np.arange(capacity - 1, self.capacity - 1, -1, dtype=np.int32)
         self._free[self.free_count : self.free_count + count] = new
         self.free_count += count
+        self._counts[SlotState.FREE] += count
         self.capacity = self.slot_count = capacity
 
     def closed_slots(self) -> list[int]:
@@ -612,18 +623,14 @@ class Pool:
     def depart(self, slots: NDArray[np.int32]) -> None:
         """Their blocks are being written to a lower tier, then leave."""
         self._move(slots, SlotMove.DEPART)
-        self.leaving_count += len(slots)
 
     def keep(self, slots: NDArray[np.int32]) -> None:
         """Leaving blocks stay after all."""
         self._move(slots, SlotMove.KEEP)
-        self.leaving_count -= len(slots)
 
     def condemn(self, slots: NDArray[np.int32]) -> None:
         """Nobody may read these slots any more; something may still write to them."""
-        leaving = int(np.count_nonzero(self.state[slots] == LEAVING))
         self._move(slots, SlotMove.CONDEMN)
-        self.leaving_count -= leaving
 
     def evict(self, slots: NDArray[np.int32]) -> None:
         """Frees slots of blocks that this tier forgets."""
@@ -635,7 +642,9 @@ class Pool:
 
     def hold(self, slots: NDArray[np.int32]) -> None:
         """One more lease or operation relies on each of these slots."""
-        self.holders[slots] += 1
+        before = self.holders[slots]
+        self.holders[slots] = before + 1
+        self.held_count += len(slots) - int(np.count_nonzero(before))
 
     def unhold(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """One less; returns the slots that nothing holds any more."""
@@ -646,23 +655,33 @@ class Pool:
             raise InvariantViolation(problem, node=int(self.node[worst]))
         self.holders[slots] = left
         quiet: NDArray[np.int32] = slots[left == 0]
+        self.held_count -= len(quiet)
         return quiet
 
     def count(self, state: SlotState) -> int:
         """How many slots are in a state."""
-        # Compared with a member of an enumeration, NumPy would first make every byte an `int64`.
-        return int(np.count_nonzero(self.state == int(state)))
+        return self._counts[state]
 
-    def count_held(self) -> int:
-        """How many slots a lease or an operation relies on."""
-        return int(np.count_nonzero(self.holders))
+    @property
+    def leaving_count(self) -> int:
+        """How many slots are `LEAVING`, and so will soon be free."""
+        return self._counts[LEAVING]
 
     def free_slots(self) -> NDArray[np.int32]:
         """The free slots, the next one to be taken last."""
         return self._free[: self.free_count].copy()
 
     def _move(self, slots: NDArray[np.int32], move: SlotMove) -> None:
-        self.state[slots] = SLOT_TABLE.after_all(self.state[slots], move)
+        before = self.state[slots]
+        self.state[slots] = SLOT_TABLE.after_all(before, move)
+        # Counted here, so that whoever asks need not look at every slot of a large tier.
+        counts, (sources, target) = self._counts, _ENDS[move]
+        if len(sources) == 1:
+            counts[sources[0]] -= len(slots)
+        else:
+            for state, count in enumerate(np.bincount(before).tolist()):
+                counts[state] -= count
+        counts[target] += len(slots)
 
     def _free_after(self, slots: NDArray[np.int32], move: SlotMove) -> None:
         if len(slots) and self.holders[slots].max() > 0:

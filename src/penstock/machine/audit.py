@@ -81,6 +81,26 @@ def audit(books: Books) -> None:
     if books.expiries.entry_count > 3 * books.nodes.capacity:
         _fail(books, f"{books.expiries.entry_count} times to live are noted, more than blocks")
     _audit_operations(books)
+    # Last: where a slot is wrong, its count is, too.
+    _audit_counts(books, tiers)
+
+
+def _audit_counts(books: Books, tiers: list[Tier]) -> None:
+    """The numbers that are kept for whoever asks are those of the slots and nodes."""
+    for tier in tiers:
+        pool, states = tier.pool, tier.pool.state.tolist()
+        for state in SlotState:
+            if states.count(state) != pool.count(state):
+                counted = f"{states.count(state)} slots are {state.name}, not {pool.count(state)}"
+                _fail(books, f"tier {tier.name}: {counted} as booked")
+        held = sum(map(bool, pool.holders.tolist()))
+        if held != pool.held_count:
+            counted = f"{held} slots are held, not {pool.held_count}"
+            _fail(books, f"tier {tier.name}: {counted} as booked")
+    nodes = books.nodes
+    hollow = len(nodes.ids) - sum(map(bool, nodes.copy_count.tolist()))
+    if hollow != nodes.hollow_count():
+        _fail(books, f"{hollow} blocks are hollow, not {nodes.hollow_count()} as booked")
 
 
 def _fail(books: Books, problem: str, node: int = NOWHERE) -> NoReturn:

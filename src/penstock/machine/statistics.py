@@ -232,7 +232,7 @@ def _tier(books: Books, tier: Tier) -> TierStatistics:
         leaving=pool.leaving_count,
         doomed=pool.count(SlotState.DOOMED),
         closing=pool.closing,
-        held=pool.count_held(),
+        held=pool.held_count,
         tokens_cached=books.counters.tokens_cached_by_tier[tier.index],
         blocks_evicted=books.counters.blocks_evicted_by_tier[tier.index],
     )

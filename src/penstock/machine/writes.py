@@ -136,7 +136,7 @@ def take_room(
     near = _once_each(near[tier.slot_of[near] != NOWHERE])
     tier.pool.hold(tier.slot_of[near])
     # Counted as if they lay here already, or a block without a copy might be forgotten now.
-    books.nodes.copy_count[nodes] += 1
+    books.nodes.add_copies(nodes)
     taken = [nodes[:0]]
     slots = [nodes[:0]]
     for chain in _chains(books, nodes):
@@ -148,7 +148,7 @@ def take_room(
             tier.place(taken[-1], slots[-1], tick=books.tick)
             if count < len(run):
                 break  # What follows in this chain could not be reached.
-    books.nodes.copy_count[nodes] -= 1
+    books.nodes.drop_copies(nodes)
     tier.pool.unhold(tier.slot_of[near])
     tier.offer(near)
     chosen = np.concatenate(taken)
