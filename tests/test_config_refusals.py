@@ -126,6 +126,7 @@ def test_a_quota_that_a_shared_store_cannot_keep_is_refused() -> None:
             "tiers[1].url: is 'redis://***@host', which has a password, must be redis://HOST:PORT",
         ),
         ('kind = "redis"\nurl = "redis://h/?p=hunter2"', "tiers[1].url: is 'redis://h/?***', must"),
+        ('kind = "redis"\nurl = "hunter2"', "tiers[1].url: is '***', must be redis://HOST:PORT"),
         ('kind = "redis"\nurl = "hunter2@host"', "tiers[1].url: is '***', must be redis://HOST"),
         ('kind = "redis"\nurl = "redis://:a@hunter2/b"', "tiers[1].url: is 'redis://***@***', "),
         ('kind = "redis"\nurl = "host:6379"', "tiers[1].url: is 'host:6379', must be redis://"),

@@ -51,7 +51,9 @@ def masked_url(url: str) -> str:
     """An address as a message may show it: whatever may be a password is left out."""
     scheme, mark, rest = url.partition("://")
     if not mark:
-        return url if _NODE.fullmatch(url) else HIDDEN if url else ""
+        # A word alone may be a password; a host with its port is none.
+        found = _NODE.fullmatch(url)
+        return url if found and found["port"] else HIDDEN if url else ""
     if scheme not in SCHEMES:
         return f"{scheme}://{HIDDEN}" if _SCHEME.fullmatch(scheme) else HIDDEN
     named, at, place = rest.rpartition("@")
