@@ -77,8 +77,7 @@ def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Results, R
 @pytest.fixture(scope="module")
 def trained(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
     acts = [SHORTER_CROWD, SHORTER_CROWD]
-    how = {"pool": 20, "asynchronous": True, **SMALL}
-    results, _ = run("smollm2", acts, connector=TAMPERED, **how)
+    results, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
     return [plain_vllm("smollm2")["crowd"]], results
 
 

@@ -36,7 +36,8 @@ def cramped_and_printed(run: Run) -> tuple[Results, str]:
     """
     acts = [CROWD, CROWD, FOLLOWERS, {**CROWD, "seed": 7, "tamper": "slow"}]
     acts += [{**FOLLOWERS, "tamper": "slow"}]
-    return run("llama", acts, connector=TAMPERED, host_blocks=64, **SMALL_POOL)
+    how = {"asynchronous": True, **SMALL_POOL}
+    return run("llama", acts, connector=TAMPERED, host_blocks=64, **how)
 
 
 @pytest.fixture(scope="module")
