@@ -247,6 +247,8 @@ def test_a_prompt_is_handed_over_after_it_was_answered(prefill: Engine, decode: 
     assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
     assert prefill.released()
     assert decode.counters.take()["tokens_received"] == len(PROMPT)
+    sent = prefill.counters.take()
+    assert (sent.get("prompts_sent", 0), sent.get("prompts_not_sent", 0)) == (1, 0)
 
 
 def test_a_prompt_is_handed_over_while_it_is_computed(prefill: Engine, decode: Engine) -> None:
@@ -299,6 +301,8 @@ def test_the_blocks_of_a_prompt_that_is_not_needed_are_free(
     decode.requests.finish(second, completed=False)
 
     assert prefill.released()
+    sent = prefill.counters.take()
+    assert (sent["prompts_sent"], sent["prompts_not_sent"]) == (1, 1)
 
 
 @pytest.mark.parametrize(("prefilling", "decoding"), [(2, 1), (1, 2), (4, 2), (2, 4)])
