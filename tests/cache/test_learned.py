@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from penstock.cache.eviction import LearnedPolicy
-from penstock.cache.eviction.curves import AGES, RankedCells, ReuseCurves, class_of
+from penstock.cache.eviction.curves import (
+    _SLICES,
+    AGES,
+    RankedCells,
+    ReuseCurves,
+    UsualLength,
+    _GittinsIndex,
+    class_of,
+)
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.replay.simulation import Replay
 from penstock.replay.trace import TraceRequest
@@ -18,7 +26,7 @@ from penstock.replay.trace import TraceRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROUNDS = 30
+ROUNDS = 20
 
 
 def mixed_traffic() -> Iterator[TraceRequest]:
@@ -45,21 +53,110 @@ def test_blocks_that_come_back_are_kept_where_lru_loses_them() -> None:
     assert found_with("learned") > 0.5 * 3 * 10 * ROUNDS
 
 
+def test_in_the_shadow_too_others_make_room_for_new_blocks() -> None:
+    curves = ReuseCurves(10)
+    first = curves.begin(0, 0, 0, 8)
+    curves.now = 1.0
+    second = curves.begin(0, 0, 0, 8)
+
+    assert [curves._held[number] for number in (first, second)] == [2, 8]
+
+
+def test_a_lead_counts_only_if_it_is_clear_and_of_whole_prefixes() -> None:
+    curves = ReuseCurves(10)
+    gone = curves.begin(0, 0, 0, 8)
+    curves.now = 1.0
+    kept = curves.begin(0, 0, 0, 10)
+    curves.begin_match()
+    curves.reuse(gone, 8)
+    curves.reuse(kept, 10)
+
+    assert curves._own_hits == curves._lru_hits == 0
+    assert curves.lru_leads
+    curves._lru_hits, curves._own_hits = 100.0, 102.0
+    assert curves.lru_leads
+    curves._own_hits = 104.0
+    assert not curves.lru_leads
+
+
+def test_lengths_are_told_apart_by_what_is_usual() -> None:
+    usual = UsualLength()
+    for _ in range(2000):
+        usual.compare(64)
+
+    assert [usual.compare(count) for count in (1, 31, 33, 63, 65, 127, 129, 10**6)] == [
+        *(0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+
+
+def test_prompts_of_another_length_have_values_of_their_own() -> None:
+    may_leave = dict.fromkeys(range(20_000), 0)
+    policy = LearnedPolicy(20_000, may_leave.get)
+    policy.resize(20_000)
+    for number in range(300):
+        policy.advance(10.0 * number)
+        first = number * 60
+        short = np.arange(first, first + 4, dtype=np.int32)
+        long = np.arange(first + 4, first + 60, dtype=np.int32)
+        for nodes in (short, long):
+            policy.add(nodes, [b"%d" % node for node in nodes.tolist()], tick=number)
+            policy.release(nodes, tick=number)
+        policy.advance(10.0 * number + 2.0)
+        policy.touch(short, tick=number)
+    values = policy._curves.values
+
+    assert values[class_of(0, 0, 0), 0] > 2 * values[class_of(0, 0, 3), 0]
+
+
+def test_the_index_is_the_best_of_all_times_to_stop_at() -> None:
+    share = np.random.default_rng(3).uniform(0.001, 0.4, size=(5, AGES))
+    index = _GittinsIndex(share)
+    for _ in range(_SLICES):
+        index.advance()
+
+    widths = np.diff([0.5 * 2.0 ** (age / 3) for age in range(AGES)], prepend=0.0)
+    for kind, shares in enumerate(share):
+        for age in range(AGES):
+            left, hits, seconds, best = 1.0, 0.0, 0.0, 0.0
+            for later in range(age, AGES):
+                hits += left * shares[later]
+                seconds += left * widths[later] * (1 - shares[later] / 2)
+                left *= 1 - shares[later]
+                best = max(best, hits / seconds)
+            assert index.values[kind, age] == pytest.approx(best, rel=1e-9)
+
+
+def test_values_change_only_when_all_slices_are_done() -> None:
+    curves = ReuseCurves(100)
+    changes = []
+    for second in range(200):
+        curves.now = float(second)
+        curves.reuse(curves.begin(0, 0, 0, 4), 4)
+        before = curves.values
+        curves.turn()
+        if curves.values is not before:
+            changes.append(second + 1)
+
+    assert [change % 64 for change in changes] == [changes[0]] * len(changes)
+    assert len(changes) == 3
+
+
 def interrupt(*_: object) -> None:
     raise AssertionError("it does not end")
 
 
 @pytest.mark.parametrize("since", [0.1, 2.3469998811320694, 1e6 + 0.1, 3e7 + 0.7])
 def test_entries_that_reach_the_end_of_an_age_to_the_last_digit_grow_older(since: float) -> None:
+    ranking = ReuseCurves(8).ranking
     signal.signal(signal.SIGALRM, interrupt)
     signal.alarm(60)
     try:
         for end in (0.5 * 2.0 ** (each / 3) for each in range(AGES - 1)):
             for now in (since + end, math.nextafter(since + end, 0), since + end * (1 - 1e-15)):
-                cells = RankedCells(ReuseCurves(8).ranking, since)
-                cells.push(class_of(0, 0), 1, 7, since)
-                cells.settle(ReuseCurves(8).ranking, now)
-                cells.settle(ReuseCurves(8).ranking, math.nextafter(now, math.inf))
+                cells = RankedCells(ranking, since)
+                cells.push(class_of(0, 0, 0), 1, 7, since)
+                cells.settle(ranking, now)
+                cells.settle(ranking, math.nextafter(now, math.inf))
 
                 assert cells.entries() == [(1, 7, since)]
     finally:
@@ -86,11 +183,11 @@ def test_blocks_leave_by_last_use_until_something_was_learned() -> None:
 
 def test_a_class_that_comes_back_at_once_is_worth_more_than_one_that_does_not() -> None:
     curves = ReuseCurves(1000)
-    often, never = class_of(1, 1), class_of(0, 0)
+    often, never = class_of(1, 1, 0), class_of(0, 0, 0)
     for second in range(1000):
         curves.now = float(second)
-        cohort = curves.begin(often, 4)
-        curves.begin(never, 4)
+        cohort = curves.begin(1, 1, 0, 4)
+        curves.begin(0, 0, 0, 4)
         curves.now += 0.9
         curves.reuse(cohort, 4)
         curves.turn()
@@ -103,6 +200,6 @@ def test_what_is_kept_is_bounded_whatever_the_traffic(monkeypatch: pytest.Monkey
     curves = ReuseCurves(100)
     for second in range(10_000):
         curves.now = float(second)
-        curves.begin(class_of(0, 0), 1)
+        curves.begin(0, 0, 0, 1)
 
     assert len(curves._left) == 1 << 12

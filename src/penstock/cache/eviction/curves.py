@@ -2,16 +2,18 @@
 
 Blocks that were last used by the same event and are of one class are a *cohort*: its age, and how
 many of its blocks were not used again yet, is all that is counted. A class is how often a block was
-hit and how long its last pause was. For each class and age there is the share of blocks that come
-back at that age, of those that got so old. Classes that were seen little take after the others of
-their hit count, these after all blocks, and all blocks after a hazard that falls with age, which
-means LRU.
+hit, how long its last pause was, and how many blocks were used with it, against what is usual. For
+each class and age there is the share of blocks that come back at that age, of those that got so
+old. Classes that were seen little take after those that differ in length alone, these after the
+others of their hit count, these after all blocks, and all blocks after a hazard that falls with
+age, which means LRU.
 
 What a block is worth is its Gittins index: the most hits per second of occupancy that keeping it
-for some time from now on can bring (`values`, by class and age).
+for some time from now on can bring (`values`, by class and age). It is computed anew every so many
+turns, in slices, so that no turn takes long.
 
 Two shadows, of cohorts only, count what LRU and this order would have found in the same room. While
-LRU leads, `lru_leads` is set.
+this order does not lead clearly, `lru_leads` is set.
 
 The one rule that must not break: all that is kept is bounded, whatever the traffic.
 """
@@ -25,10 +27,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.nodes import grown
-from penstock.errors import InvariantViolation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -38,21 +39,30 @@ FIRST_AGE_S = 0.5
 COUNTS = 5
 """Hit counts are told apart as 0, 1, 2, 3 to 4, and more."""
 COUNT_MAX = 5
-PAUSES = 12
-"""Of the pause before the last hit: none yet, then four buckets of age each."""
-CLASSES = COUNTS * PAUSES
+PAUSES = 11
+"""The pause before the last hit, from 1 on: four buckets of age each; without a hit it is 0."""
+LENGTHS = 4
+"""Blocks that were used together: less than half as many as usual, less, more, more than twice."""
+CLASSES = (1 + (COUNTS - 1) * PAUSES) * LENGTHS
 NO_COHORT = -1
 
 _AGES_PER_PAUSE = 4
-_COUNT_BUCKETS = (0, 1, 2, 3, 3, 4)
-_COUNT_BUCKET = np.array(_COUNT_BUCKETS, dtype=np.uint8)
+_BEFORE_PAUSES = tuple(bucket * PAUSES for bucket in (0, 0, 1, 2, 2, 3))
+"""By hit count: the number of kinds, which are hit count and pause, that come before its own."""
+_COUNT_STARTS = (0, *range(1, (COUNTS - 1) * PAUSES + 1, PAUSES))
+"""The first kind of each bucket of hit counts."""
+_KINDS_PER_COUNT = (1, *(PAUSES,) * (COUNTS - 1))
 _PRIOR_SHARE = 0.05
 """A constant share in buckets of equal ratio is a hazard of one over the age."""
-_PRIOR_RUNS = 3.0
+_PRIOR_RUNS = 5.0
 """How many cohorts of mean size a parent's curve counts for."""
 _TURNS_PER_TABLE = 64
+_AGES_PER_SLICE = 4
+_SLICES = AGES // _AGES_PER_SLICE
 _DECAY = 0.98
 """Of what was counted, each time the tables are made anew."""
+_CLEAR_LEAD = 1.03
+"""How much more than LRU's this order's shadow has to find, or blocks leave by last use."""
 _SHADOW_DECAY = 1 - 1 / 1000
 """Of hits of the shadows, each turn."""
 _STALE_MIN = 64
@@ -82,32 +92,55 @@ def pause_of(bucket: int) -> int:
     return min(PAUSES - 1, 1 + bucket // _AGES_PER_PAUSE)
 
 
-def classes_of(counts: NDArray[np.uint8], pauses: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The class of each block."""
-    classes: NDArray[np.uint8] = _COUNT_BUCKET[counts] * np.uint8(PAUSES) + pauses
-    return classes
+def class_of(count: int, pause: int, length: int) -> int:
+    """The class of blocks."""
+    return (_BEFORE_PAUSES[count] + pause) * LENGTHS + length
 
 
-def class_of(count: int, pause: int) -> int:
-    """The class of one block."""
-    return _COUNT_BUCKETS[count] * PAUSES + pause
+class UsualLength:
+    """How many blocks one kind of event is about, of late."""
+
+    _EVENTS = 1000
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        """Of logarithms."""
+        self._events = 0
+
+    def compare(self, count: int) -> int:
+        """Which of `LENGTHS` this many blocks are; they count for what is usual from now on."""
+        octaves = math.log2(count)
+        self._events = min(self._events + 1, self._EVENTS)
+        self._mean += (octaves - self._mean) / self._events
+        return min(LENGTHS - 1, max(0, math.floor(octaves - self._mean) + LENGTHS // 2))
+
+
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Ranking:
     """An order of all cells, from the least valuable on."""
 
-    def __init__(self, cell_at: Sequence[int], *, by_use: bool = False) -> None:
-        self.cell_at = cell_at
-        self.bits = [0] * len(cell_at)
-        """Of each cell: the bit of its place."""
-        for place, cell in enumerate(cell_at):
-            self.bits[cell] = 1 << place
+    def __init__(self, cell_at: NDArray[np.intp], *, by_use: bool = False) -> None:
+        self.cell_at: list[int] = cell_at.tolist()
+        places = np.empty_like(cell_at)
+        places[cell_at] = np.arange(len(cell_at))
+        self.place_of: list[int] = places.tolist()
         self.by_use = by_use
         """Whether cells of one age count as one, in which the last use alone matters."""
 
+    def mask_of(self, cells: Iterable[int]) -> int:
+        """A bit for the place of each of these cells."""
+        places = bytearray(len(self.cell_at))
+        for cell in cells:
+            places[-1 - self.place_of[cell]] = 1
+        return int(places.translate(_DIGITS), 2)
 
-_OLDER_FIRST = np.tile(np.arange(AGES, 0, -1), CLASSES)
-_BY_USE = Ranking(np.argsort(_OLDER_FIRST, kind="stable").tolist(), by_use=True)
+
+_OLDER_FIRST = np.arange(CLASSES * AGES).reshape(CLASSES, AGES).T[::-1].ravel()
+_BY_USE = Ranking(_OLDER_FIRST, by_use=True)
+_ONE_AGE = (1 << CLASSES) - 1
+"""The places of one age in `_BY_USE`, which lie side by side."""
 
 
 class RankedCells:
@@ -136,7 +169,7 @@ class RankedCells:
         heap = self._heaps.get(cell)
         if heap is None:
             heap = self._heaps[cell] = []
-            self._mask |= self._ranking.bits[cell]
+            self._mask |= 1 << self._ranking.place_of[cell]
         heappush(heap, entry)
         self.count += 1
         if heap[0] is entry:
@@ -153,8 +186,14 @@ class RankedCells:
             return cell, self._heaps[cell][0]
         # By last use alone: of one age, the oldest of all classes.
         heaps = self._heaps
-        cells = [other for other in range(cell % AGES, CLASSES * AGES, AGES) if other in heaps]
-        cell = min(cells, key=lambda other: heaps[other][0])
+        first = ranking.place_of[cell % AGES]
+        same_age = mask >> first & _ONE_AGE
+        while same_age:
+            bit = same_age & -same_age
+            same_age ^= bit
+            other = ranking.cell_at[first + bit.bit_length() - 1]
+            if heaps[other][0] < heaps[cell][0]:
+                cell = other
         return cell, heaps[cell][0]
 
     def take(self, cell: int) -> None:
@@ -164,7 +203,7 @@ class RankedCells:
         self.count -= 1
         if not heap:
             del self._heaps[cell]
-            self._mask ^= self._ranking.bits[cell]
+            self._mask ^= 1 << self._ranking.place_of[cell]
 
     def entries(self) -> list[tuple[int, int, float]]:
         """All of them, in no order."""
@@ -183,13 +222,13 @@ class RankedCells:
             (heap[0][2] + _AGE_ENDS[cell % AGES], cell) for cell, heap in self._heaps.items()
         ]
         heapify(self._due)
-        self._mask = sum(self._ranking.bits[cell] for cell in self._heaps)
+        self._mask = self._ranking.mask_of(self._heaps)
 
     def settle(self, ranking: Ranking, now: float) -> None:
         """Takes the latest values over, and moves entries that grew older."""
         if ranking is not self._ranking:
             self._ranking = ranking
-            self._mask = sum(ranking.bits[cell] for cell in self._heaps)
+            self._mask = ranking.mask_of(self._heaps)
         self._now = now
         due = self._due
         while due and due[0][0] <= now:
@@ -225,6 +264,7 @@ class ReuseCurves:
         self._next = 0
         self._since = np.zeros(_COHORTS_MIN)
         self._class = np.zeros(_COHORTS_MIN, dtype=np.uint8)
+        self._hits = np.zeros(_COHORTS_MIN, dtype=np.uint8)
         self._left = np.zeros(_COHORTS_MIN, dtype=np.int64)
         """Blocks that were not used again."""
         self._held = np.zeros(_COHORTS_MIN, dtype=np.int64)
@@ -238,16 +278,23 @@ class ReuseCurves:
         self._lru_hits = 0.0
         self._own_hits = 0.0
         self._own_count = 0
+        # A block is of no use without those before it.
+        self._lru_matches = self._own_matches = True
+        """Whether the shadow has all of the current prompt so far."""
         self._blocks_begun = 1.0
         self._cohorts_begun = 1.0
-        self._make_tables()
+        self._begin_tables()
+        for _ in range(_SLICES):
+            self._index.advance()
+        self._end_tables()
         self._shadow = RankedCells(self._by_value, 0.0)
         self._shadow_limit = _STALE_MIN
 
     # ---------------------------------------------------------------- what is seen
 
-    def begin(self, block_class: int, count: int) -> int:
-        """Blocks of a class were used now; returns the number of their cohort."""
+    def begin(self, hits: int, pause: int, length: int, count: int) -> int:
+        """Blocks of one class were used now; returns the number of their cohort."""
+        block_class = class_of(hits, pause, length)
         number = self._next
         if number - self._base == len(self._since):
             self._make_space()
@@ -255,12 +302,15 @@ class ReuseCurves:
         self._next += 1
         self._since[at] = self.now
         self._class_view[at] = block_class
+        self._hits_view[at] = hits
         self._left_view[at] = self._held_view[at] = count
         self._blocks_begun += count
         self._cohorts_begun += 1
         self._lru_count += count
         self._own_count += count
         self._shadow.settle(self._by_value, self.now)
+        # Others make room first, as in the tier, which refuses no block.
+        self._keep_shadows_small()
         self._shadow.push(block_class, number, number, self.now)
         self._keep_shadows_small()
         if self._shadow.count > self._shadow_limit:
@@ -271,18 +321,40 @@ class ReuseCurves:
         """When a cohort was used; of one that was given up, the earliest time that is known."""
         return self._since_view[max(0, number - self._base)]
 
+    def class_at(self, number: int) -> int:
+        """The class of a cohort; of one that was given up, that of blocks never hit."""
+        at = number - self._base
+        return self._class_view[at] if at >= 0 else 0
+
+    def history_of(self, number: int) -> tuple[int, int]:
+        """The hit count and last pause of a cohort; none of one that was given up."""
+        at = number - self._base
+        if at < 0 or not self._hits_view[at]:
+            return 0, 0
+        hits = self._hits_view[at]
+        return hits, self._class_view[at] // LENGTHS - _BEFORE_PAUSES[hits]
+
+    def begin_match(self) -> None:
+        """What is used again next is the start of a prompt."""
+        self._lru_matches = self._own_matches = True
+
     def reuse(self, number: int, count: int) -> int:
         """Blocks of a cohort are used again; returns the age's bucket, to say their pause."""
         at = number - self._base
         if at < 0:
+            self._lru_matches = self._own_matches = False
             return AGES - 1
         bucket = age_bucket(self.now - self._since_view[at])
         block_class = self._class_view[at]
         self._reused[block_class, bucket] += count
         # What passed an age and was not counted there yet will be missing when it is.
         self._passed[block_class, :bucket] += count * (self._watched[:bucket] <= number)
-        self._lru_hits += self._held_by_lru(number, at, count)
-        self._own_hits += min(count, self._held_view[at])
+        lru_held = self._held_by_lru(number, at, count) if self._lru_matches else 0
+        own_held = min(count, self._held_view[at]) if self._own_matches else 0
+        self._lru_matches = lru_held == count
+        self._own_matches = own_held == count
+        self._lru_hits += lru_held
+        self._own_hits += own_held
         self._take_out(number, at, count)
         return bucket
 
@@ -297,9 +369,15 @@ class ReuseCurves:
         self._turns += 1
         self._lru_hits *= _SHADOW_DECAY
         self._own_hits *= _SHADOW_DECAY
-        if self._turns % _TURNS_PER_TABLE == 0:
+        step = self._turns % _TURNS_PER_TABLE
+        if step == 0:
             self._watch()
-            self._make_tables()
+        elif step == 1:
+            self._begin_tables()
+        elif step <= 1 + _SLICES:
+            self._index.advance()
+        elif step == 2 + _SLICES:
+            self._end_tables()
 
     # ---------------------------------------------------------------- shadows
 
@@ -326,7 +404,7 @@ class ReuseCurves:
         while self._own_count > self._slot_count:
             found = self._shadow.first()
             if found is None:
-                raise InvariantViolation(f"a shadow of {self._own_count} blocks has no cohort")
+                return  # A cohort larger than the tier, which comes next.
             cell, (_, number, _) = found
             at = number - self._base
             held = self._held_view[at] if at >= 0 else 0
@@ -365,34 +443,41 @@ class ReuseCurves:
                 )
                 self._watched[bucket] = last
 
-    def _make_tables(self) -> None:
+    def _begin_tables(self) -> None:
         reused, passed = self._reused, self._passed
-        mean = self._blocks_begun / self._cohorts_begun
-        weight = _PRIOR_RUNS * mean
-        by_count = (COUNTS, PAUSES, AGES)
-        parent_reused = reused.reshape(by_count).sum(axis=1)
-        parent_passed = passed.reshape(by_count).sum(axis=1)
+        weight = _PRIOR_RUNS * self._blocks_begun / self._cohorts_begun
+        kind_reused = reused.reshape(-1, LENGTHS, AGES).sum(axis=1)
+        kind_passed = passed.reshape(-1, LENGTHS, AGES).sum(axis=1)
+        count_reused = np.add.reduceat(kind_reused, _COUNT_STARTS, axis=0)
+        count_passed = np.add.reduceat(kind_passed, _COUNT_STARTS, axis=0)
         share = _shrunk(
-            parent_reused.sum(axis=0), parent_passed.sum(axis=0), _PRIOR_SHARE, 3 * weight
+            count_reused.sum(axis=0), count_passed.sum(axis=0), _PRIOR_SHARE, 3 * weight
         )
-        share = _shrunk(parent_reused, parent_passed, share, 3 * weight)
-        share = _shrunk(reused, passed, np.repeat(share, PAUSES, axis=0), weight)
-        self.values = _gittins(share)
+        share = _shrunk(count_reused, count_passed, share, 3 * weight)
+        share = np.repeat(share, _KINDS_PER_COUNT, axis=0)
+        share = _shrunk(kind_reused, kind_passed, share, weight)
+        share = _shrunk(reused, passed, np.repeat(share, LENGTHS, axis=0), weight)
+        self._index = _GittinsIndex(share)
         reused *= _DECAY
         passed *= _DECAY
         self._blocks_begun *= _DECAY
         self._cohorts_begun *= _DECAY
-        self._by_value = Ranking(np.lexsort((_OLDER_FIRST, self.values.ravel())).tolist())
+
+    def _end_tables(self) -> None:
+        self.values = self._index.values
+        order = np.argsort(self.values.ravel()[_OLDER_FIRST], kind="stable")
+        self._by_value = Ranking(_OLDER_FIRST[order])
         self.ranking = _BY_USE if self.lru_leads else self._by_value
 
     @property
     def lru_leads(self) -> bool:
-        """Whether LRU would have found as much of late."""
-        return self._lru_hits >= self._own_hits
+        """Whether LRU would have found about as much of late, or more."""
+        return self._lru_hits * _CLEAR_LEAD >= self._own_hits
 
     def _look_at_arrays(self) -> None:
         # Reading one number through a memoryview takes a third of the time an array takes.
         self._since_view, self._class_view = self._since.data, self._class.data
+        self._hits_view = self._hits.data
         self._left_view, self._held_view = self._left.data, self._held.data
 
     def _make_space(self) -> None:
@@ -400,6 +485,7 @@ class ReuseCurves:
         if size < _COHORTS_MAX:
             self._since = grown(self._since, 2 * size)
             self._class = grown(self._class, 2 * size)
+            self._hits = grown(self._hits, 2 * size)
             self._left = grown(self._left, 2 * size)
             self._held = grown(self._held, 2 * size)
             self._look_at_arrays()
@@ -408,7 +494,7 @@ class ReuseCurves:
         for number in range(self._base, self._base + gone):
             at = number - self._base
             self._take_out(number, at, int(self._left[at]))
-        for array in (self._since, self._class, self._left, self._held):
+        for array in (self._since, self._class, self._hits, self._left, self._held):
             array[:-gone] = array[gone:]
         self._base += gone
         self._lru_first = max(self._lru_first, self._base)
@@ -426,16 +512,26 @@ def _shrunk(
     return share
 
 
-def _gittins(share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The best hits per second that keeping from each age on, until any later one, brings."""
-    reach = np.cumprod(1 - share, axis=1)
-    reach = np.concatenate((np.ones((len(share), 1)), reach[:, :-1]), axis=1)
-    hits = np.cumsum(reach * share, axis=1)
-    seconds = np.cumsum(reach * _WIDTHS * (1 - share / 2), axis=1)
-    best = np.empty_like(share)
-    for age in range(AGES):
-        hits_before = hits[:, age - 1 : age] if age else 0.0
-        seconds_before = seconds[:, age - 1 : age] if age else 0.0
-        ratio = (hits[:, age:] - hits_before) / (seconds[:, age:] - seconds_before)
-        best[:, age] = ratio.max(axis=1)
-    return best
+class _GittinsIndex:
+    """The best hits per second that keeping from each age on, until any later one, brings.
+
+    Computed for some ages at a time.
+    """
+
+    def __init__(self, share: NDArray[np.float64]) -> None:
+        reach = np.cumprod(1 - share, axis=1)
+        reach = np.concatenate((np.ones((len(share), 1)), reach[:, :-1]), axis=1)
+        self._hits = np.cumsum(reach * share, axis=1)
+        self._seconds = np.cumsum(reach * _WIDTHS * (1 - share / 2), axis=1)
+        self._done = 0
+        self.values = np.empty_like(share)
+
+    def advance(self) -> None:
+        """The next slice of ages."""
+        hits, seconds = self._hits, self._seconds
+        for age in range(self._done, self._done + _AGES_PER_SLICE):
+            hits_before = hits[:, age - 1 : age] if age else 0.0
+            seconds_before = seconds[:, age - 1 : age] if age else 0.0
+            ratio = (hits[:, age:] - hits_before) / (seconds[:, age:] - seconds_before)
+            self.values[:, age] = ratio.max(axis=1)
+        self._done += _AGES_PER_SLICE

@@ -2,8 +2,8 @@
 
 A block is worth its Gittins index (`curves.py`): the hits per second of occupancy that it can be
 expected to bring, by its class and its age. Blocks that may leave are kept by class and age, so the
-least valuable one is found without looking at the others. While a shadow of LRU finds more than one
-of this order, blocks leave by last use alone.
+least valuable one is found without looking at the others. Unless a shadow of this order finds
+clearly more than one of LRU, blocks leave by last use alone.
 
 Of blocks that were evicted a bounded number is remembered by key, so that what comes back too late
 is learned from as well.
@@ -12,7 +12,7 @@ is learned from as well.
 from __future__ import annotations
 
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from penstock.cache.eviction.curves import (
     NO_COHORT,
     RankedCells,
     ReuseCurves,
-    class_of,
-    classes_of,
+    UsualLength,
     pause_of,
 )
 from penstock.cache.nodes import grown
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from penstock.cache.eviction.base import Standing
     from penstock.vocabulary.ids import Key
-
-IntT = TypeVar("IntT", bound=np.integer[Any])
 
 _STALE_MIN = 64
 """A queue with fewer entries than this is not cleaned up."""
@@ -49,16 +46,16 @@ class _Shared:
     def __init__(self, slot_count: int) -> None:
         self.curves = ReuseCurves(slot_count)
         self.ghosts: dict[Key, int] = {}
-        """Key to cohort and hit count, of blocks that were evicted."""
+        """Key to cohort, of blocks that were evicted."""
         self.cohort = np.zeros(0, dtype=np.int64)
-        self.count = np.zeros(0, dtype=np.uint8)
-        self.pause = np.zeros(0, dtype=np.uint8)
+        # New blocks, hits and whole requests are of different lengths.
+        self.usually_added = UsualLength()
+        self.usually_hit = UsualLength()
+        self.usually_released = UsualLength()
 
     def resize(self, node_capacity: int) -> None:
         if len(self.cohort) < node_capacity:
             self.cohort = grown(self.cohort, node_capacity, fill=NO_COHORT)
-            self.count = grown(self.count, node_capacity)
-            self.pause = grown(self.pause, node_capacity)
 
 
 class LearnedPolicy:
@@ -81,6 +78,8 @@ class LearnedPolicy:
         # Every use makes a cohort with a higher number, so that it also says when a use was.
         self._last: tuple[int, int, int] | None = None
         """Priority, cohort and node of what was popped last, if nothing was offered since."""
+        self._touched_last = False
+        """Whether blocks that enter now follow those that were hit."""
         self._look_at_arrays()
 
     def sharing(self, standing: Standing) -> LearnedPolicy:
@@ -95,38 +94,38 @@ class LearnedPolicy:
         """New blocks; those that were evicted not long ago count as hit."""
         if not len(nodes):
             return
-        self._count[nodes] = 0
-        self._pause[nodes] = 0
+        if not self._touched_last:
+            self._curves.begin_match()
+        self._touched_last = False
+        length = self._shared.usually_added.compare(len(nodes))
         again = 0
         if self._ghosts and keys[0] in self._ghosts:
-            again = self._recognize(nodes, keys)
-        if again:
-            self._begin_cohorts(nodes[:again])
+            again = self._recognize(nodes, keys, length)
         if again < len(nodes):
             rest = nodes[again:]
-            self._cohort[rest] = self._curves.begin(class_of(0, 0), len(rest))
+            self._cohort[rest] = self._curves.begin(0, 0, length, len(rest))
         self._curves.turn()
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """A hit shows at what age such blocks are used again."""
         if not len(nodes):
             return
-        parts = _parts(nodes, self._cohort[nodes])
-        for part, cohort in parts:
-            # Blocks of one cohort are of one class, before and after.
-            self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
-            self._count[part] = min(self._count_view[int(part[0])] + 1, COUNT_MAX)
-        self._begin_like(nodes, parts)
+        self._curves.begin_match()
+        self._touched_last = True
+        histories = self._hit(self._cohort[nodes])
+        self._begin(nodes, histories, self._shared.usually_hit.compare(len(nodes)))
         self._curves.turn()
 
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """Their age counts from the end of the request."""
         if not len(nodes):
             return
-        parts = _parts(nodes, self._cohort[nodes])
-        for part, cohort in parts:
-            self._curves.withdraw(cohort, len(part))
-        self._begin_like(nodes, parts)
+        self._touched_last = False
+        histories = []
+        for cohort, count in _runs(self._cohort[nodes]):
+            histories.append((self._curves.history_of(cohort), count))
+            self._curves.withdraw(cohort, count)
+        self._begin(nodes, histories, self._shared.usually_released.compare(len(nodes)))
 
     def offer(self, nodes: Iterable[int]) -> None:
         """Queues blocks by class and age."""
@@ -176,12 +175,11 @@ class LearnedPolicy:
         """An evicted block leaves a ghost; of others nothing more is learned."""
         numbers = np.array(nodes, dtype=np.int32)
         if evicted:
-            packed = self._cohort[numbers] * (COUNT_MAX + 1) + self._count[numbers]
-            self._ghosts.update(zip(keys, packed.tolist(), strict=True))
+            self._ghosts.update(zip(keys, self._cohort[numbers].tolist(), strict=True))
             self._drop_ghosts()
         else:
-            for part, cohort in _parts(numbers, self._cohort[numbers]):
-                self._curves.withdraw(cohort, len(part))
+            for cohort, count in _runs(self._cohort[numbers]):
+                self._curves.withdraw(cohort, count)
         self._cohort[numbers] = NO_COHORT
 
     def candidates(self) -> set[int]:
@@ -197,44 +195,42 @@ class LearnedPolicy:
         self._look_at_arrays()
 
     def _look_at_arrays(self) -> None:
-        shared = self._shared
-        self._cohort, self._count, self._pause = shared.cohort, shared.count, shared.pause
+        self._cohort = self._shared.cohort
         self._cohort_view = self._cohort.data
-        self._count_view, self._pause_view = self._count.data, self._pause.data
 
-    def _begin_like(
-        self, nodes: NDArray[np.int32], parts: list[tuple[NDArray[np.int32], int]]
+    def _hit(self, cohorts: NDArray[np.int64]) -> list[tuple[tuple[int, int], int]]:
+        """Learns from a hit; returns hit count and pause for each run of blocks."""
+        histories = []
+        for cohort, count in _runs(cohorts):
+            hits, _ = self._curves.history_of(cohort)
+            pause = pause_of(self._curves.reuse(cohort, count))
+            histories.append(((min(hits + 1, COUNT_MAX), pause), count))
+        return histories
+
+    def _begin(
+        self, nodes: NDArray[np.int32], histories: list[tuple[tuple[int, int], int]], length: int
     ) -> None:
-        """Makes new cohorts of blocks, given as parts that are of one class each."""
-        if len(parts) > 1:
-            self._begin_cohorts(nodes)
-            return
-        first = int(nodes[0])
-        block_class = class_of(self._count_view[first], self._pause_view[first])
-        self._cohort[nodes] = self._curves.begin(block_class, len(nodes))
+        """Makes new cohorts of blocks, one for neighbours with the same history."""
+        first = end = 0
+        for at, ((hits, pause), count) in enumerate(histories, start=1):
+            end += count
+            if at < len(histories) and histories[at][0] == (hits, pause):
+                continue
+            self._cohort[nodes[first:end]] = self._curves.begin(hits, pause, length, end - first)
+            first = end
 
-    def _begin_cohorts(self, nodes: NDArray[np.int32]) -> None:
-        """Makes new cohorts of blocks, one for neighbours of one class."""
-        classes = classes_of(self._count[nodes], self._pause[nodes])
-        for part, block_class in _parts(nodes, classes):
-            self._cohort[part] = self._curves.begin(block_class, len(part))
-
-    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> int:
+    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key], length: int) -> int:
         """Takes over what is known of leading blocks that were evicted, and returns how many.
 
         A chain leaves from its end, so that the ghosts of its end are dropped first.
         """
         found: list[int] = []
         for key in keys:
-            packed = self._ghosts.pop(key, None)
-            if packed is None:
+            cohort = self._ghosts.pop(key, None)
+            if cohort is None:
                 break
-            found.append(packed)
-        again = nodes[: len(found)]
-        cohorts, counts = np.divmod(np.array(found, dtype=np.int64), COUNT_MAX + 1)
-        self._count[again] = np.minimum(counts + 1, COUNT_MAX)
-        for part, cohort in _parts(again, cohorts):
-            self._pause[part] = pause_of(self._curves.reuse(cohort, len(part)))
+            found.append(cohort)
+        self._begin(nodes[: len(found)], self._hit(np.array(found, dtype=np.int64)), length)
         return len(found)
 
     def _enqueue(self, node: int) -> None:
@@ -244,17 +240,16 @@ class LearnedPolicy:
             if queue is None:
                 queue = self._queues[priority] = RankedCells(self._curves.ranking, self._curves.now)
             queue.settle(self._curves.ranking, self._curves.now)
-            block_class = class_of(self._count_view[node], self._pause_view[node])
             cohort = self._cohort_view[node]
-            queue.push(block_class, cohort, node, self._curves.since_of(cohort))
+            since = self._curves.since_of(cohort)
+            queue.push(self._curves.class_at(cohort), cohort, node, since)
 
     def _drop_ghosts(self) -> None:
         excess = len(self._ghosts) - self._ghost_limit
         if excess > 0:
             gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
-            cohorts = np.array(gone, dtype=np.int64) // (COUNT_MAX + 1)
-            for part, cohort in _parts(cohorts, cohorts):
-                self._curves.withdraw(cohort, len(part))
+            for cohort, count in _runs(np.array(gone, dtype=np.int64)):
+                self._curves.withdraw(cohort, count)
 
     def _drop_stale(self) -> None:
         held_count = 0
@@ -269,14 +264,12 @@ class LearnedPolicy:
         self._queue_limit = 2 * held_count + _STALE_MIN
 
 
-def _parts(
-    nodes: NDArray[IntT], labels: NDArray[np.integer[Any]]
-) -> list[tuple[NDArray[IntT], int]]:
-    """Neighbours with the same label, each with it."""
-    if len(nodes) == 1:
-        return [(nodes, int(labels[0]))]
-    ends = np.flatnonzero(labels[1:] != labels[:-1])
+def _runs(cohorts: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The cohorts of neighbours, each with how many there are."""
+    if len(cohorts) == 1:
+        return [(int(cohorts[0]), 1)]
+    ends = np.flatnonzero(cohorts[1:] != cohorts[:-1])
     if not len(ends):
-        return [(nodes, int(labels[0]))]
-    bounds = [0, *(ends + 1).tolist(), len(nodes)]
-    return [(nodes[first:end], int(labels[first])) for first, end in pairwise(bounds)]
+        return [(int(cohorts[0]), len(cohorts))]
+    bounds = [0, *(ends + 1).tolist(), len(cohorts)]
+    return [(int(cohorts[first]), end - first) for first, end in pairwise(bounds)]
