@@ -21,8 +21,16 @@ class Agenda:
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: object) -> None:
         """Lets something happen after a while."""
+        self.at(self.now + delay_s, action, *arguments)
+
+    def at(self, when: float, action: Callable[..., None], *arguments: object) -> None:
+        """Lets something happen at a time.
+
+        Two entries for one time keep their order. `after` would not do for that: `now` plus what
+        is left until `when` may be a rounding less than `when`.
+        """
         self._entered += 1
-        heappush(self._entries, (self.now + delay_s, self._entered, action, arguments))
+        heappush(self._entries, (when, self._entered, action, arguments))
 
     def run(self, *, step_count_max: int) -> None:
         """Lets everything happen, until nothing is left.

@@ -143,8 +143,7 @@ class PairsSimulation:
         """The router sends an instance something; what it sends arrives in order, or never."""
         instance = self.instances[name]
         instance.heard_at = max(instance.heard_at, self.agenda.now + self.delay_s())
-        wait_s = instance.heard_at - self.agenda.now
-        self.agenda.after(wait_s, self._hear, instance, instance.life, action, arguments)
+        self.agenda.at(instance.heard_at, self._hear, instance, instance.life, action, arguments)
 
     def report(self, name: str, action: Callable[..., None], *arguments: object) -> None:
         """An instance sends the router something."""

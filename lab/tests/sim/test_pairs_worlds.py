@@ -8,6 +8,7 @@ import pytest
 
 from lab.explore import Violation
 from lab.sim import pairs
+from lab.sim.agenda import Agenda
 from lab.sim.campaign import DEFECTS, run_campaign, run_seeds
 from lab.sim.checkers import SimulationError
 from lab.sim.pairs import PairsSimulation
@@ -120,3 +121,16 @@ def test_a_bug_that_was_planted_is_found(
     found = next((each for each in map(finder_of, range(seed_count)) if each != "nobody"), "nobody")
 
     assert found in finders
+
+
+def test_what_happens_at_one_time_keeps_its_order_whenever_it_was_entered() -> None:
+    agenda, seen = Agenda(), []
+
+    def enter(number: int) -> None:
+        agenda.at(0.8618, seen.append, number)
+
+    for number in range(100):
+        agenda.after(0.00313 * number, enter, number)
+    agenda.run(step_count_max=1000)
+
+    assert seen == list(range(100))
