@@ -210,7 +210,8 @@ class SharedWorld:
         """A call hangs: time passes, and whoever has something to do does it."""
         until = self.now + seconds
         for _ in range(4 if self._depth < DEPTH_MAX else 0):
-            self.now = min(until, self.now + self.rng.random() * seconds / 2)
+            # Calls within this one may have taken longer: time does not go back.
+            self.now = max(self.now, min(until, self.now + self.rng.random() * seconds / 2))
             self._nested(self._step)
         self.now = max(self.now, until)
 
