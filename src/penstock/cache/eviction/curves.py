@@ -370,6 +370,8 @@ class ReuseCurves:
         self._lru_hits *= _SHADOW_DECAY
         self._own_hits *= _SHADOW_DECAY
         step = self._turns % _TURNS_PER_TABLE
+        if self._turns < _TURNS_PER_TABLE:
+            return  # Nothing was counted yet.
         if step == 0:
             self._watch()
         elif step == 1:
