@@ -37,6 +37,7 @@ def test_a_server_answers_from_the_store_what_another_one_computed(
     file.write_text(shared_config(redis.url))
     options = ("--config", str(file))
     with serving(model_folder, *options) as running:
+        eventually(lambda: running.cache()["cache"]["tiers"][-1]["on"], wanted=True)
         first = running.complete(TEXT, max_tokens=4)
         # The last token of a prompt is always computed.
         tokens = (first["usage"]["prompt_tokens"] - 1) // 8 * 8
@@ -46,6 +47,7 @@ def test_a_server_answers_from_the_store_what_another_one_computed(
 
         eventually(lambda: stored() >= tokens // 8, wanted=True, within_s=SOON_S)
     with serving(model_folder, *options) as running:
+        eventually(lambda: running.cache()["cache"]["tiers"][-1]["on"], wanted=True)
         second = running.complete(TEXT, max_tokens=4)
         tiers = running.cache()["cache"]["tiers"]
 
