@@ -157,16 +157,17 @@ def test_failed_loads_that_fail_requests_are_refused_unless_they_are_meant(
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_a_model_whose_prompts_cannot_be_handed_over_is_refused_in_that_role(
-    configured: Callable[..., Any], role: str
+def test_an_engine_on_a_gpu_is_refused_in_a_role(
+    configured: Callable[..., Any], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = configured(role)
     config.kv_transfer_config.kv_connector_extra_config["layerwise"] = False
+    assert connect(config, SLIDING, FULL)._config is not None
+
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
 
     with pytest.raises(ConfigError, match=f"kv_role: is '{role}', must be left out: "):
-        connect(config, SLIDING)
-
-    assert connect(config, FULL)._config is not None
+        connect(config, FULL)
 
 
 @pytest.mark.parametrize(
