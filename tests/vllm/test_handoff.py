@@ -132,14 +132,17 @@ def test_prompts_of_an_engine_that_is_killed_are_computed(pair: Results, plain_v
     assert agree(pair["prefill killed"], plain_vllm("llama")["cold"])
 
 
-def test_each_of_two_ranks_takes_the_heads_of_its_peer(run: Run, plain_vllm: Plain) -> None:
-    """With asynchronous scheduling, vLLM's default on GPUs."""
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_each_of_two_ranks_takes_the_heads_of_its_peer(
+    run: Run, plain_vllm: Plain, *, asynchronous: bool
+) -> None:
+    """Also with asynchronous scheduling, where decode was seen to compute all prompts itself."""
     acts = [
         {"act": "in_turn", "lengths": LENGTHS},
         {"act": "forget"},
         {"act": "at_once", "lengths": LENGTHS},
     ]
-    both = {"connector": PENSTOCK, "ranks": 2, "asynchronous": True}
+    both = {"connector": PENSTOCK, "ranks": 2, "asynchronous": asynchronous}
 
     results, _ = run("llama", acts, both=both, ranks=2, prefill={}, decode={})
 
