@@ -202,3 +202,42 @@ def test_a_host_that_nobody_can_listen_on_is_refused(host: str) -> None:
 )
 def test_text_that_is_nested_too_deeply_is_refused_in_one_line(nested: str) -> None:
     assert "\n" not in refusal(nested)
+
+
+SHARED = """
+[[tiers]]
+name = "host"
+kind = "host"
+blocks = 8
+[[tiers]]
+name = "shared"
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'url = "s3://b"\nkey_id_file = "/id"',
+            "key_id_file: is given without secret_file or secret_env, must be both or none",
+        ),
+        (
+            'url = "s3://b"\nsecret_env = "KEY"',
+            "secret_env: is given without key_id_file or key_id_env, must be both or none",
+        ),
+        (
+            'url = "gs://b"\nkey_id_env = "ID"',
+            "key_id_env: is given, which has no effect with gs://; leave it out",
+        ),
+        (
+            'url = "file:///kv"\nsecret_file = "/key"',
+            "secret_file: is given, which has no effect with file://; leave it out",
+        ),
+    ],
+)
+def test_a_key_of_an_object_store_is_refused_by_the_name_in_the_file(
+    keys: str, message: str
+) -> None:
+    found = refusal(f'{HEAD}{DEVICE}{SHARED}kind = "objects"\n{keys}\n')
+
+    assert found == f"tiers[1].{message}"

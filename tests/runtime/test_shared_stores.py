@@ -85,6 +85,25 @@ def test_a_miss_says_that_blocks_are_there_in_a_form_that_cannot_be_read(
     assert reason == "form"
 
 
+def test_a_miss_says_form_where_the_package_for_compressed_blocks_is_missing(
+    place: Callable[[str, str], SharingEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = f'kind = "objects"\nurl = "file://{tmp_path}/objects"\n'
+    place("one", f'{store}compression = "zstd"\n').save(zeros := [0] * len(prompt(1)))
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "zstandard.py").write_text("raise ImportError\n")
+    path = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", f"{without}:{path}" if path else str(without))
+    other = place("other", store)
+    other.look_for(zeros)  # It is there, but cannot be read.
+
+    other.look_for(zeros)
+
+    with other.cache.acquire(zeros) as lease:
+        assert lease.miss.reason.value == "form"
+
+
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of a server that speaks S3, as keys of a tier."""

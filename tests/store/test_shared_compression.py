@@ -13,6 +13,7 @@ from obstore.store import MemoryStore
 from lab.fixtures.memory_blobs import MemoryBlobs, MemoryServer
 from penstock.cache.operations import BlockFault
 from penstock.errors import UnavailableError
+from penstock.store import shared_whole
 from penstock.store.folder_blobs import FolderBlobs
 from penstock.store.messages import StoreTierConfig
 from penstock.store.object_blobs import ObjectBlobs
@@ -211,7 +212,7 @@ def test_a_codec_that_is_not_known_is_missed_and_left_to_others(
 
     ended = engine.load(keys)
 
-    assert faults_of(ended) == {1: BlockFault.UNREADABLE}
+    assert faults_of(ended) == {1: BlockFault.MISSING}
     assert engine.tier.state().blocks_corrupt == 0
     assert name in server.values
 
@@ -226,8 +227,52 @@ def test_without_the_package_compressed_blocks_are_missed_and_the_tier_that_want
 
     ended = engine.load(keys)
 
-    assert faults_of(ended) == {0: BlockFault.UNREADABLE, 1: BlockFault.UNREADABLE}
+    assert faults_of(ended) == {0: BlockFault.MISSING, 1: BlockFault.MISSING}
     assert name_of(server, keys[0])
     options = {"url": f"file://{tmp_path}", "compression": "zstd", "ask_ms": 50, "timeout_s": 2}
     with pytest.raises(UnavailableError, match=r"pip install 'penstock\[compression\]'"):
         open_shared(StoreTierConfig(name="shared", kind="objects", options=options))
+
+
+def test_compressed_blocks_that_cannot_be_read_are_read_once_and_missed_as_another_form(
+    open_tier: OpenTier,
+    server: MemoryServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = draw_chain(1, 4)
+    Engine(open_tier(compress=False), split(1)).save(keys[:1])
+    Engine(open_tier(compress=True), split(1)).save(keys)
+    monkeypatch.setitem(sys.modules, "penstock.store.block_codec", None)
+    monkeypatch.setattr(shared_whole, "_warned", set())
+    engine = Engine(open_tier(compress=False), split(1), salt=2)
+    assert found_in_time(engine, keys) == 4
+    engine.load(keys)
+    server.calls.clear()
+
+    found = [(engine.find(asked), engine.foreign) for asked in (keys, keys[1:], keys)]
+
+    assert found == [(1, True), (0, True), (1, True)]
+    assert "read" not in server.calls
+    assert caplog.text.count("pip install 'penstock[compression]'") == 1
+    assert engine.load(keys[:1])[0].faults == ()
+
+
+def test_a_block_that_could_not_be_read_is_found_again_once_it_was_written_anew(
+    open_tier: OpenTier, server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = draw_chain(1, 2)
+    Engine(open_tier(compress=True), split(1)).save(keys)
+    monkeypatch.setitem(sys.modules, "penstock.store.block_codec", None)
+    engine = Engine(open_tier(compress=False), split(1), salt=2)
+    engine.load(keys)
+    engine.save(keys)
+    still_there = engine.find(keys)
+    for key in keys:
+        del server.values[name_of(server, key)]  # As a store does that needs the room.
+
+    engine.save(keys)
+
+    assert still_there == 0
+    assert engine.find(keys) == 2
+    assert faults_of(engine.load(keys)) == {}

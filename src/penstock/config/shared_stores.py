@@ -326,7 +326,8 @@ class ObjectSettings:
                 "https://HOST[:PORT]",
             )
         if self.scheme == "s3" and bool(self.key_id) != bool(self.secret):
-            raise ConfigError("key_id", "and secret must both be given, or none")
+            given, missing = ("key_id", "secret") if self.key_id else ("secret", "key_id")
+            raise ConfigError(given, f"is given without {missing}, must be both or none")
 
     @property
     def scheme(self) -> str:
@@ -374,16 +375,30 @@ def mooncake_settings(options: Mapping[str, Any]) -> MooncakeSettings:
 
 def object_settings(options: Mapping[str, Any]) -> ObjectSettings:
     """Those of objects and folders."""
-    return ObjectSettings(
-        url=options["url"],
-        endpoint=options["endpoint"],
-        region=options["region"],
-        key_id=_secret(options, "key_id"),
-        secret=_secret(options, "secret"),
-        ca_file=options["ca_file"],
-        refresh_s=options["refresh_s"],
-        threads=options["threads"],
-    )
+    key_id, secret = _secret(options, "key_id"), _secret(options, "secret")
+    try:
+        return ObjectSettings(
+            url=options["url"],
+            endpoint=options["endpoint"],
+            region=options["region"],
+            key_id=key_id,
+            secret=secret,
+            ca_file=options["ca_file"],
+            refresh_s=options["refresh_s"],
+            threads=options["threads"],
+        )
+    except ConfigError as error:
+        raise _as_written(error, options) from None
+
+
+def _as_written(error: ConfigError, options: Mapping[str, Any]) -> ConfigError:
+    """The error with the names that a file has for a secret: that of its file, or its variable."""
+    field, problem = error.field, error.problem
+    if f"{field}_file" in options:
+        field = f"{field}_env" if options[f"{field}_env"] else f"{field}_file"
+    for name in ("key_id", "secret"):
+        problem = problem.replace(f"without {name},", f"without {name}_file or {name}_env,")
+    return ConfigError(field, problem)
 
 
 def _secret(options: Mapping[str, Any], name: str) -> Secret | None:

@@ -215,7 +215,7 @@ class SharedTier:
             there = self._board.walk(question, now)
             counts = use.generation == job.space.generation
             if self._board.off or self._board.closing or not counts:
-                question.start, there = 0, False
+                question.start, question.foreign, there = 0, False, False
             if not there:
                 self._board.answer(question)
                 return

@@ -15,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 PRESENT_S = 10.0
 """How long what was there is not asked for again."""
+UNREADABLE_S = 600.0
+"""How long a value that cannot be decoded here is not read again: the codec comes with another
+process, and a value written anew in the meantime is a miss more."""
 USED_S = 60.0
 """A space that nobody used for so long is not read any more."""
 RUN_BYTES = 8 << 20
@@ -61,6 +65,8 @@ class Where(NamedTuple):
     """Of the blocks there that make up this one; a single one, unless blocks are smaller there."""
     window: int = 0
     """Which part of that one this is, where blocks are larger there."""
+    readable: bool = True
+    """Whether it can be decoded here, as far as is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,10 +259,24 @@ class SharedBoard:
             until, where = self.known.get(at, (0.0, None))
             if now >= until:
                 return True
-            if where is None:
+            if where is None or not where.readable:
+                question.foreign = where is not None
                 return False
             question.start += 1
         return False
+
+    def readable(self, question: Question, found: Mapping[Key, Where]) -> dict[Key, Where]:
+        """What was found, up to the first block that is known to be unreadable here."""
+        job = question.job
+        for count, key in enumerate(found):
+            if self._is_unreadable((job.space, question.own, key)):
+                question.foreign = True
+                return dict(islice(found.items(), count))
+        return dict(found)
+
+    def _is_unreadable(self, at: Known) -> bool:
+        until, where = self.known.get(at, (0.0, None))
+        return where is not None and not where.readable and self.clock() < until
 
     def answer(self, question: Question) -> None:
         if not question.answered:
@@ -272,18 +292,27 @@ class SharedBoard:
             self.asked.remove(question)
 
     def note(self, space: Space, own: tuple[bytes, ...], found: Mapping[Key, Where | None]) -> None:
-        """Remembers for a while where blocks are, for an engine with the pieces `own`."""
+        """Remembers for a while where blocks are, for an engine with the pieces `own`.
+
+        What cannot be read stays so for its time, also if the store still has it.
+        """
         now = self.clock()
         for key, where in found.items():
             at = (space, own, key)
+            if self._is_unreadable(at):
+                continue
             self.known.pop(at, None)
-            self.known[at] = (now + (self.absent_s if where is None else PRESENT_S), where)
+            if where is None:
+                believed_s = self.absent_s
+            else:
+                believed_s = PRESENT_S if where.readable else UNREADABLE_S
+            self.known[at] = (now + believed_s, where)
         while len(self.known) > KNOWN_MAX:
             self.known.popitem(last=False)
 
     def is_known(self, space: Space, own: tuple[bytes, ...], key: Key, now: float) -> bool:
         until, where = self.known.get((space, own, key), (0.0, None))
-        return now < until and where is not None
+        return now < until and where is not None and where.readable
 
     def own_of(self, use: SpaceUse | None, arena: MappedArena) -> tuple[bytes, ...]:
         """The pieces of the engine that an arena is of."""

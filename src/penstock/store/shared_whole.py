@@ -10,7 +10,7 @@ The one rule: what is in `faults` is not looked at, and all the rest is still to
 from __future__ import annotations
 
 import logging
-from functools import cache
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cache.operations import BlockFault
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key
 
 logger = logging.getLogger(__name__)
+_lock = threading.Lock()
+_warned: set[int] = set()
+"""Codecs that a line of the log has named; `_lock` guards it."""
 
 
 class WholeValues(NamedTuple):
@@ -136,12 +139,16 @@ def _decode(codec: int, block: NDArray[np.uint8], stored_bytes: int) -> BlockFau
     return None
 
 
-@cache
 def _warn(codec: int) -> None:
-    """Says once for each codec that its values are missed."""
+    """Says once for each codec that its values are missed, whichever thread meets one first."""
+    with _lock:
+        if codec in _warned:
+            return
+        _warned.add(codec)
     help_text = ": pip install 'penstock[compression]'" if codec == CODEC_PLANES else ""
     logger.warning(
-        "shared tier: values that another engine compressed (codec %d) cannot be read here%s",
+        "shared tier: values that another engine compressed (codec %d) cannot be read here and are "
+        "missed%s",
         codec,
         help_text,
     )

@@ -119,6 +119,7 @@ class SharedWorkers:
         )
         with self._board.lock:
             self._board.succeed()
+            found = self._board.readable(question, found)
             self._board.note(question.job.space, question.own, found)
             question.start += len(found)
 
@@ -174,7 +175,10 @@ class SharedWorkers:
             self._compressed = result.compressed
             for place in places:
                 del faults[place]
-            faults.update({places[at]: fault for at, fault in result.faults.items()})
+            for at, fault in result.faults.items():
+                # The engine forgets what it lacks the codec for, and asks again: `_settle_read`
+                # has the answer. Of a copy that may be fine it would try again at once.
+                faults[places[at]] = BlockFault.MISSING if fault is _UNREADABLE else fault
             self._settle_read(job, own, chosen, result.faults, result.wrong)
 
     def _settle_read(
@@ -190,8 +194,11 @@ class SharedWorkers:
             self._board.blocks_corrupt += sum(
                 each is BlockFault.CORRUPT for each in faults.values()
             )
-            gone = [job.keys[run.positions[place]] for place in faults]
-            self._board.note(job.space, own, dict.fromkeys(gone))
+            for place, fault in faults.items():
+                key = job.keys[run.positions[place]]
+                unreadable = Where(own, (key,), readable=False)
+                found = {key: unreadable if fault is _UNREADABLE else None}
+                self._board.note(job.space, own, found)
         if wrong:
             logger.warning("shared tier: %d values are not what they should be", len(wrong))
             try:
@@ -265,11 +272,15 @@ class SharedWorkers:
             timeout_s=self._board.timeout_s,
         )
         sizes, faults = [], {}
-        for place, problem, size in zip(absent, *result, strict=True):
-            if problem:
-                faults[place] = _UNREADABLE
-            else:
-                sizes.append(size)
+        with self._board.lock:
+            own = self._board.own_of(self._board.spaces.get(job.space.name), job.arena)
+            for place, problem, size in zip(absent, *result, strict=True):
+                if problem:
+                    faults[place] = _UNREADABLE
+                else:
+                    sizes.append(size)
+                    # What was there before and could not be read is there no more.
+                    self._board.known.pop((job.space, own, job.keys[run.positions[place]]), None)
         return sizes, faults, next(filter(None, result.problems), "")
 
     def _note_saved(self, run: RunOfBlocks, job: SaveJob, faults: dict[int, BlockFault]) -> None:
