@@ -1,4 +1,4 @@
-"""What the process that answers clients does without."""
+"""What processes that compute nothing do without."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ import socket
 import subprocess
 import sys
 
+COMMANDS = ("app", "serve", "router", "store", "status", "cache", "top", "dashboard", "plan")
+COMPUTE_NOTHING = (
+    *(f"penstock.cli.{name}" for name in COMMANDS),
+    "penstock.serve.plan",
+    "penstock.serve.service",
+    "penstock.serve.vllm_app",
+    "penstock.engine.instance",
+    "penstock.relay.__main__",
+    "penstock.store.__main__",
+    "penstock.supervisor.__main__",
+    "penstock.supervisor.child",
+)
 
-def test_the_server_imports_neither_torch_nor_transformers() -> None:
+
+def test_processes_that_compute_nothing_import_neither_torch_nor_transformers() -> None:
+    """Among them the scheduler of several ranks, see `test_lives.py`."""
     script = (
-        "import sys, penstock.cli.serve, penstock.serve.plan, penstock.serve.service\n"
+        f"import sys, {', '.join(COMPUTE_NOTHING)}\n"
         "print({'torch', 'transformers'} & set(sys.modules))\n"
     )
 

@@ -54,12 +54,19 @@ def arenas(running: Running) -> dict[str, set[int]]:
     return found
 
 
+def computing(running: Running) -> set[str]:
+    """The processes that have loaded torch."""
+    maps = {name: f"/proc/{pid}/maps" for name, pid in running.children().items()}
+    return {name for name, path in maps.items() if "libtorch" in Path(path).read_text()}
+
+
 def test_a_killed_rank_ends_its_instance_which_comes_back_with_all_ranks(
     model_folder: Path,
 ) -> None:
     with serving(model_folder, "--tp", "2", "--api-key", "secret", *SIZES) as running:
         before = completed(running)
         memory = arenas(running)
+        assert computing(running) == {"rank-0", "rank-1"}
         refused = running.client.post("/v1/completions", json={"prompt": "x"})
 
         for _ in range(ATTEMPTS):

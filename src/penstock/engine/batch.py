@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
 PREVIOUS = -1
@@ -325,6 +325,8 @@ def _sent(
     parts: Sequence[Sequence[int] | NDArray[np.int64]], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Integers on the device: all of them, and each part."""
+    import torch  # noqa: PLC0415  (takes seconds, and a scheduler with ranks computes nothing)
+
     ends = np.cumsum([0, *map(len, parts)]).tolist()
     # On the way to a GPU the copy is read from pinned memory, which torch keeps until it ended.
     pinned = torch.empty(ends[-1], dtype=torch.int64, pin_memory=device.type == "cuda")

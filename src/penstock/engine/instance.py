@@ -4,12 +4,16 @@ It loads the model (or waits for the ranks that do), connects to the server, and
 receive the server's messages, compute a step, send its results. When nothing can run, it waits on
 its channels.
 
+The one rule: where ranks compute, this process does not import torch, which takes seconds and
+180 MiB.
+
 When the server that started it is lost, it ends. When a server that it joined is lost, its requests
 end, its cache stays, and it dials the server again.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import sys
@@ -19,7 +23,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 import penstock
 from penstock.config.values import port_range
@@ -29,13 +32,13 @@ from penstock.engine.engine import Engine, EnginePaused, LocalWorkers
 from penstock.engine.handoffs import InstanceHandoffs, RankHandoffs
 from penstock.engine.orders import Orders
 from penstock.engine.peers import peers_of
+from penstock.engine.process_end import GIVE_UP_S, end_within, leave
 from penstock.engine.remote_workers import RemoteWorkers, ignore_progress, meet_ranks
 from penstock.engine.reports import answer_to, token_bytes_of
 from penstock.engine.requests import Output, Request
 from penstock.engine.sampling_options import Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
 from penstock.engine.spec import InstanceRole, InstanceSpec, read_sealed
-from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
 from penstock.errors import CapacityError, PeerError, UnavailableError
 from penstock.machine.kv_events import KEYS_PER_EVENT, AllCleared, BlocksStored, chains_of
 from penstock.observe import logs
@@ -481,6 +484,8 @@ def build_engine(
         UnavailableError: the ranks did not all connect, or one was lost.
     """
     if spec.ranks == 1:
+        from penstock.engine.worker import load_rank  # noqa: PLC0415  (imports torch)
+
         loaded = load_rank(spec, progress=lambda layers, of: progress(0, layers, of))
         peers = peers_of(spec, loaded.architecture, tier=loaded.tier)
         rank = loaded.worker.handed = None if peers is None else RankHandoffs(peers)
@@ -558,8 +563,13 @@ def main(given: str) -> int:
     """Runs the instance; returns the exit status, 0 for a graceful end."""
     spec = read_sealed(given, InstanceSpec)
     logs.set_up(spec.log_level, as_json=spec.log_json)
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
+    if spec.ranks == 1:
+        import torch  # noqa: PLC0415  (see the one rule)
+
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+    # What was imported stays: a full collection would look at it, for a tenth of a second.
+    gc.freeze()
     with penstock.StopSignal() as stop:
         try:
             why = _serve(spec, _connect(spec, stop), stop)
@@ -641,4 +651,4 @@ def _announce(spec: InstanceSpec) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    leave(main(sys.argv[1]))

@@ -6,6 +6,7 @@ steps until the scheduler sends `End`. Any other end has status 1, and the super
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -21,10 +22,11 @@ import penstock
 from penstock.config.values import port_range
 from penstock.engine.handoffs import RankHandoffs
 from penstock.engine.peers import peers_of
+from penstock.engine.process_end import GIVE_UP_S, end_within, leave
 from penstock.engine.rank_exchange import COLLECTIVE_S, RankExchange
 from penstock.engine.remote_workers import RankCame, RankLoading, encode, join, serve_rank
 from penstock.engine.spec import RankSpec, read_sealed
-from penstock.engine.worker import GIVE_UP_S, end_within, load_rank
+from penstock.engine.worker import load_rank
 from penstock.errors import PeerError, UnavailableError
 from penstock.observe import logs
 from penstock.supervisor.keeper import keeper
@@ -43,6 +45,8 @@ MEET_S = 60.0
 
 def main(given: str) -> int:
     """Runs the rank; returns the exit status, 0 if its scheduler ended and it is not needed."""
+    # What was imported stays: a full collection would look at it, for a tenth of a second.
+    gc.freeze()
     spec = read_sealed(given, RankSpec)
     instance = spec.instance
     logs.set_up(instance.log_level, as_json=instance.log_json)
@@ -136,4 +140,4 @@ def _part() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    leave(main(sys.argv[1]))

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.engine.requests import Phase
 from penstock.observe.statistics import InstanceStatistics
+from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
     from penstock.engine.architecture import Architecture
@@ -47,7 +48,7 @@ def answer_to(ask: Ask, spec: InstanceSpec, engine: Engine, *, token_bytes: int)
 def token_bytes_of(architecture: Architecture, spec: InstanceSpec) -> int:
     """Bytes of KV of one token, over all layers and heads."""
     heads = 2 * architecture.layers * architecture.kv_heads
-    return heads * architecture.head_dim * int(spec.torch_dtype.itemsize)
+    return heads * architecture.head_dim * DType.parse(spec.dtype).itemsize
 
 
 def _statistics(spec: InstanceSpec, engine: Engine, token_bytes: int) -> InstanceStatistics:

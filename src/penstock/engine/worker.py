@@ -13,7 +13,6 @@ its blocks, right after it was submitted. And Triton and CUDA are imported only 
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -310,10 +309,6 @@ def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:
     return found
 
 
-GIVE_UP_S = 60.0
-"""The timeout to release all resources: milliseconds, unless the device is stuck."""
-
-
 def device_of(name: str, rank: int) -> torch.device:
     """The device of a rank, which becomes the current one; with `cuda` alone, rank N gets GPU N.
 
@@ -364,16 +359,6 @@ def lane_on(device: torch.device, *, graphs: bool) -> StepLane | None:
     from penstock.engine.cuda.lane import CudaLane  # noqa: PLC0415 - needs CUDA
 
     return CudaLane(device, graphs=graphs)
-
-
-def end_within(seconds: float) -> None:
-    """Has the kernel kill this process if it still runs after `seconds`.
-
-    For a process that failed and is to be restarted. When it releases memory that a device may
-    still use, CUDA waits for the device without a timeout, and no Python code can interrupt that.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
