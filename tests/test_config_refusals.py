@@ -241,3 +241,48 @@ def test_a_key_of_an_object_store_is_refused_by_the_name_in_the_file(
     found = refusal(f'{HEAD}{DEVICE}{SHARED}kind = "objects"\n{keys}\n')
 
     assert found == f"tiers[1].{message}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            'kind = "redis"\nurl = "redis://h"\nca_file = "/ca"',
+            "ca_file: is given, which has no effect without TLS; url must begin with rediss://",
+        ),
+        (
+            'kind = "redis"\nurl = "unix:///s"\ncertificate_file = "/c"\nkey_file = "/k"',
+            "certificate_file: is given, which has no effect without TLS; url must begin with "
+            "rediss://",
+        ),
+        (
+            'kind = "redis"\nurl = "redis://h"\nsentinel_password_env = "KEY"',
+            "sentinel_password_env: is given, which has no effect without sentinel; leave it out",
+        ),
+        (
+            'kind = "mooncake"\nmaster = "h:1"\ndevices = "mlx5_0"',
+            "devices: is 'mlx5_0', which has no effect with protocol 'tcp', must be empty",
+        ),
+        (
+            'kind = "mooncake"\nmaster = "h:99999"',
+            "master: has port 99999, must be from 1 to 65535",
+        ),
+        ('kind = "mooncake"\nmaster = "h:0"', "master: has port 0, must be from 1 to 65535"),
+        (
+            'kind = "objects"\nurl = "file:///"',
+            "url: is 'file:///', must be file:// and the absolute path of a folder of its own",
+        ),
+        (
+            'kind = "objects"\nurl = "az://account"',
+            "url: is 'az://account', must be az://ACCOUNT/CONTAINER/PATH",
+        ),
+        (
+            'kind = "objects"\nurl = "az://account/"',
+            "url: is 'az://account/', must be az://ACCOUNT/CONTAINER/PATH",
+        ),
+    ],
+)
+def test_what_a_shared_store_could_not_use_is_refused_when_the_file_is_read(
+    keys: str, message: str
+) -> None:
+    assert refusal(f"{HEAD}{DEVICE}{SHARED}{keys}\n") == f"tiers[1].{message}"

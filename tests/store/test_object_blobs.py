@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import obstore
@@ -15,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
+from obstore.store import AzureStore, GCSStore
 
 from penstock.config.shared_stores import ObjectSettings, Secret
 from penstock.errors import ConfigError, UnavailableError
@@ -422,6 +427,23 @@ def test_a_store_that_comes_back_is_used_again(s3: S3) -> None:
     server.stop()
 
 
+def test_a_bucket_that_does_not_exist_is_an_error_that_names_it_until_it_does(s3: S3) -> None:
+    settings = replace(s3.settings(), url="s3://forgotten/kv")
+    blobs = ObjectBlobs(_open_store(settings), refresh_s=SOON_REFRESHED_S)
+
+    for write in (blobs.create, blobs.replace):
+        with pytest.raises(BlobStoreError, match=r"forgotten.*NoSuchBucket") as refusal:
+            write("a", b"1", timeout_s=SOON_S)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(BlobStoreError, match=r"forgotten.*NoSuchBucket"):
+        blobs.exists(["a"], timeout_s=SOON_S)
+
+    bucket = urllib.request.Request(f"{s3.endpoint}/forgotten", method="PUT")
+    urllib.request.urlopen(bucket, timeout=SOON_S).close()
+    assert blobs.create("a", b"1", timeout_s=SOON_S)
+    blobs.close()
+
+
 # A folder
 
 
@@ -468,7 +490,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         ({"url": "ftp://bucket"}, r"^url: is 'ftp://\*\*\*', must be s3://"),
         ({"url": ""}, "^url: is '', must be s3://"),
         ({"url": None}, "^url: is None"),
-        ({"url": "file://relative"}, "^url: is 'file://relative', must be file:// and an absolute"),
+        ({"url": "file://relative"}, "^url: is 'file://relative', must be file:// and the abs"),
         ({"endpoint": "minio:9000"}, "^endpoint: is 'minio:9000', must be http://HOST"),
         ({"endpoint": "http://u:p@minio"}, r"^endpoint: is 'http://\*\*\*', must be"),
         ({"url": "gs://bucket", "region": "eu"}, "^region: is given, which has no effect with gs"),
@@ -494,7 +516,58 @@ def test_settings_that_are_wrong_are_refused_by_their_name(
 def test_a_secret_that_is_not_there_is_told(tmp_path: Path) -> None:
     missing = Secret(file=str(tmp_path / "nowhere"))
 
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match=f"^{missing.file}: cannot be read: No such file"):
         open_objects(ObjectSettings(url="s3://bucket", key_id=missing, secret=missing))
     with pytest.raises(ConfigError, match=r"^ca_file: is .* cannot be read"):
         open_objects(ObjectSettings(url="s3://bucket", ca_file=f"{tmp_path}/nowhere"))
+
+
+def test_the_address_of_azure_names_account_container_and_path(tmp_path: Path) -> None:
+    """As far as a client goes without Azure: what obstore makes of the settings."""
+    key = tmp_path / "key"
+    key.write_text("c2VjcmV0")
+
+    opened = _open_store(
+        ObjectSettings(url="az://account/container/some/path", secret=Secret(file=str(key)))
+    )
+
+    assert isinstance(opened, AzureStore)
+    assert dict(opened.config) == {
+        "account_name": "account",
+        "container_name": "container",
+        "account_key": "c2VjcmV0",
+    }
+    assert opened.prefix == "some/path"
+
+
+def test_the_address_of_google_names_bucket_and_path(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: there is no key")
+    words = ["openssl", "genpkey", "-algorithm", "RSA", "-quiet"]
+    pem = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+    account = {"private_key": pem, "client_email": "a@b", "private_key_id": "1"}
+    key = tmp_path / "key"
+    key.write_text(json.dumps(account))
+
+    opened = _open_store(ObjectSettings(url="gs://bucket/some/path", secret=Secret(file=str(key))))
+
+    assert isinstance(opened, GCSStore)
+    assert opened.prefix == "some/path"
+    assert dict(opened.config)["bucket"] == "bucket"
+
+
+def test_a_server_that_does_not_answer_is_told_with_the_address_and_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "of the test")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    blobs = open_objects(ObjectSettings(url="s3://bucket/kv", endpoint=endpoint))
+
+    with pytest.raises(BlobStoreError) as failure:
+        blobs.get("name", timeout_s=60)
+
+    blobs.close()
+    assert endpoint in str(failure.value)
+    assert str(failure.value).endswith("Connection refused")

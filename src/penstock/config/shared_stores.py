@@ -28,6 +28,7 @@ SHOWN_MAX = 200
 SCHEMES = frozenset({"redis", "rediss", "unix", "s3", "gs", "az", "file"})
 PORT = 6_379
 SENTINEL_PORT = 26_379
+PORT_MAX = 65_535
 TTL_S_MAX = 10 * 365 * 86_400
 THREADS_MAX = 64
 DATABASE_MAX = 9_999
@@ -170,12 +171,24 @@ class RedisSettings:
             )
         if self.cluster and self.database:
             raise ConfigError("url", f"has database {self.database}, must have 0 for a cluster")
+        if self.sentinel_password and not self.sentinel:
+            raise ConfigError(
+                "sentinel_password",
+                "is given, which has no effect without sentinel; leave it out",
+            )
         if bool(self.certificate_file) != bool(self.key_file):
             raise ConfigError(
                 "certificate_file",
                 f"is {self.certificate_file!r} and key_file is {self.key_file!r}, must be both or "
                 "none",
             )
+        for field in ("ca_file", "certificate_file"):
+            if getattr(self, field) and not self.encrypted:
+                # Whoever gives it believes that nobody can listen.
+                raise ConfigError(
+                    field,
+                    "is given, which has no effect without TLS; url must begin with rediss://",
+                )
         if len(self.nodes) > 1 and not self.cluster and not self.sentinel:
             raise ConfigError(
                 "url", f"has {len(self.nodes)} servers, must have one without sentinel or cluster"
@@ -217,7 +230,7 @@ def _parsed(settings: RedisSettings) -> tuple[tuple[Node, ...], str, int]:
     for text in found["nodes"].split(","):
         node = _NODE.fullmatch(text)
         port = int((node and node["port"]) or (SENTINEL_PORT if settings.sentinel else PORT))
-        if node is None or not 0 < port <= 65_535:
+        if node is None or not 0 < port <= PORT_MAX:
             raise ConfigError("url", f"has server {text[:80]!r}, must be HOST or HOST:PORT")
         nodes.append(Node(node["host"].strip("[]"), port))
     return tuple(nodes), found["user"] or "", int(found["database"] or 0)
@@ -260,10 +273,18 @@ class MooncakeSettings:
             raise ConfigError(
                 "segment_gib", f"is {self.segment_gib!r}, must be from 0 to {SEGMENT_GIB_MAX}"
             )
-        if not MASTER.fullmatch(self.master):
+        found = MASTER.fullmatch(self.master)
+        if found is None:
             raise ConfigError("master", f"is {self.master!r}, must be HOST:PORT or etcd://…")
+        if found["port"] and not 0 < int(found["port"]) <= PORT_MAX:
+            raise ConfigError("master", f"has port {found['port']}, must be from 1 to {PORT_MAX}")
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError("protocol", f"is {self.protocol!r}, must be 'tcp' or 'rdma'")
+        if self.devices and self.protocol == "tcp":
+            raise ConfigError(
+                "devices",
+                f"is {self.devices!r}, which has no effect with protocol 'tcp', must be empty",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,8 +333,15 @@ class ObjectSettings:
                 "az://ACCOUNT/CONTAINER/PATH or file:///FOLDER, with keys in secret_file or "
                 "secret_env",
             )
-        if self.scheme == "file" and not self.url.startswith("file:///"):
-            raise ConfigError("url", f"is {self.url!r}, must be file:// and an absolute path")
+        if self.scheme == "file" and not (
+            self.url.startswith("file:///") and self.path.strip("/.")
+        ):
+            raise ConfigError(
+                "url",
+                f"is {self.url!r}, must be file:// and the absolute path of a folder of its own",
+            )
+        if self.scheme == "az" and not self.path.partition("/")[2].strip("/"):
+            raise ConfigError("url", f"is {self.url!r}, must be az://ACCOUNT/CONTAINER/PATH")
         for field, schemes in _ONLY.items():
             if getattr(self, field) and self.scheme not in schemes:
                 raise ConfigError(
@@ -333,6 +361,11 @@ class ObjectSettings:
     def scheme(self) -> str:
         return self.url.partition(":")[0]
 
+    @property
+    def path(self) -> str:
+        """What follows the scheme."""
+        return self.url.partition("://")[2]
+
 
 _ONLY: Mapping[str, tuple[str, ...]] = {
     "endpoint": ("s3",),
@@ -345,18 +378,23 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
 
 def redis_settings(options: Mapping[str, Any]) -> RedisSettings:
     """The settings of a client, from the keys of its tier; so do the two below."""
-    return RedisSettings(
-        url=options["url"],
-        password=_secret(options, "password"),
-        sentinel=options["sentinel"],
-        sentinel_password=_secret(options, "sentinel_password"),
-        cluster=options["cluster"],
-        ca_file=options["ca_file"],
-        certificate_file=options["certificate_file"],
-        key_file=options["key_file"],
-        ttl_s=options["ttl_s"] or None,
-        threads=options["threads"],
-    )
+    password = _secret(options, "password")
+    sentinel_password = _secret(options, "sentinel_password")
+    try:
+        return RedisSettings(
+            url=options["url"],
+            password=password,
+            sentinel=options["sentinel"],
+            sentinel_password=sentinel_password,
+            cluster=options["cluster"],
+            ca_file=options["ca_file"],
+            certificate_file=options["certificate_file"],
+            key_file=options["key_file"],
+            ttl_s=options["ttl_s"] or None,
+            threads=options["threads"],
+        )
+    except ConfigError as error:
+        raise _as_written(error, options) from None
 
 
 def mooncake_settings(options: Mapping[str, Any]) -> MooncakeSettings:

@@ -89,10 +89,15 @@ def _open_store(settings: ObjectSettings) -> ObjectStore:
         "gs": store.GCSStore,
         "az": store.AzureStore,
     }
+    credentials = _credentials(settings)
+    url = settings.url
+    if settings.scheme == "az":
+        # obstore wants the account beside the address, which begins with the container.
+        url = f"az://{settings.path.partition('/')[2]}"
     try:
         opened: ObjectStore = kinds[settings.scheme].from_url(
-            settings.url,
-            config=_credentials(settings),
+            url,
+            config=credentials,
             client_options=client,
             retry_config=retries,
         )
@@ -107,7 +112,8 @@ def _credentials(settings: ObjectSettings) -> dict[str, Any]:
     if settings.scheme == "gs":
         return {"service_account_key": secret} if secret else {}
     if settings.scheme == "az":
-        return {"account_key": secret} if secret else {}
+        account = {"account_name": settings.path.partition("/")[0]}
+        return {**account, "account_key": secret} if secret else account
     config: dict[str, Any] = {}
     if settings.endpoint:
         config |= {"endpoint": settings.endpoint, "virtual_hosted_style_request": False}

@@ -59,7 +59,10 @@ MANIFESTS_AT_ONCE = 32
 MERGE_COUNT = 32
 """So many small manifests become one. Others list and read them when they start."""
 SMALL_MANIFEST_BYTES = 512 << 10
-SHOWN_CHARACTERS = 200
+SHOWN_CHARACTERS = 400
+_RETRIES = re.compile(r" in [0-9.]+\S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ *")
+_CAUSE = re.compile(r'<Code>(\w{1,80})</Code>|\bmessage: "([^"?]{1,80})"')
+"""Of an error of S3 or of the system, in what obstore shows of its own errors."""
 
 
 class OwnManifest(NamedTuple):
@@ -139,7 +142,7 @@ class PackedObjects:
             reading = obstore.get_ranges_async(
                 self._store, f"data/{object_name}", starts=starts, ends=ends
             )
-            return [memoryview(each) for each in await _mapped(reading)]
+            return [memoryview(each) for each in await _mapped(reading, of_one=True)]
         except FileNotFoundError:
             self._index.lose(object_name)
             return None
@@ -172,8 +175,8 @@ class PackedObjects:
     async def get(self, name: str) -> bytes | None:
         """A record."""
         try:
-            found = await _mapped(obstore.get_async(self._store, f"records/{name}"))
-            return bytes(await _mapped(found.bytes_async()))
+            found = await _mapped(obstore.get_async(self._store, f"records/{name}"), of_one=True)
+            return bytes(await _mapped(found.bytes_async(), of_one=True))
         except FileNotFoundError:
             return None
 
@@ -247,8 +250,8 @@ class PackedObjects:
 
     async def _fetch(self, path: str) -> bytes | None:
         try:
-            found = await _mapped(obstore.get_async(self._store, path))
-            return bytes(await _mapped(found.bytes_async()))
+            found = await _mapped(obstore.get_async(self._store, path), of_one=True)
+            return bytes(await _mapped(found.bytes_async(), of_one=True))
         except FileNotFoundError:
             return None
 
@@ -348,7 +351,7 @@ class PackedObjects:
 
     async def _delete(self, path: str) -> None:
         with suppress(FileNotFoundError):
-            await _mapped(obstore.delete_async(self._store, path))
+            await _mapped(obstore.delete_async(self._store, path), of_one=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -361,19 +364,31 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def _mapped(answer: Awaitable[Answer]) -> Answer:
-    """The answer of the store; its errors become ours, except those of files."""
+async def _mapped(answer: Awaitable[Answer], *, of_one: bool = False) -> Answer:
+    """The answer of the store; its errors become ours, except those of files.
+
+    That something is not there concerns a file only where one is read or removed (`of_one`).
+    Otherwise it is the bucket.
+    """
     try:
         return await answer
     except obstore.exceptions.AlreadyExistsError as error:
         raise FileExistsError(str(error)) from None
     except (obstore.exceptions.BaseError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
+        if of_one and isinstance(error, FileNotFoundError):
             raise
         raise BlobStoreError(_shown(error)) from None
 
 
 def _shown(error: Exception) -> str:
     """The first line; what follows a `?` in a URL may be a token."""
-    line = re.sub(r"\?[^\s\"']*", "?…", str(error).partition("\n")[0])
-    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}…"
+    line, _, details = str(error).partition("\n")
+    line = line.partition(": <?xml")[0]
+    line = _RETRIES.sub(" ", re.sub(r"\?[^\s\"']*", "?…", line))
+    cause = _CAUSE.search(details)
+    if cause:
+        line = f"{line}: {cause[1] or cause[2]}"
+    if len(line) <= SHOWN_CHARACTERS:
+        return line
+    # What was tried comes first, and why it failed last.
+    return f"{line[: SHOWN_CHARACTERS // 2]}…{line[-SHOWN_CHARACTERS // 2 :]}"
