@@ -2,7 +2,8 @@
 
 The KV is that of the default model (SmolLM2) for a page of these docs, computed by the reference
 engine and cast to each type. Rates are of one core, by its CPU time, for a whole block: codec and
-byte planes. `plain zstd` and `plain lz4` compress the block as it lies.
+byte planes. `plain zstd` and `plain lz4` compress the block as it lies. With links, the same
+blocks go through a tier in a real Redis behind a link of that rate, with and without compression.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import lz4.block
 import torch
 import zstandard
 
+from lab.bench.compression_links import run_links
 from penstock.bench.measure import summarize
 from penstock.engine.batch import TokenSpan, on_device
 from penstock.engine.checkpoints import RankWeights, find_model
@@ -26,7 +28,7 @@ from penstock.engine.worker import allocate_kv
 from penstock.store.block_codec import LEVEL, decode_block, encode_block
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.bench.report import BenchReport
 
@@ -103,10 +105,25 @@ def real_blocks(tokens: int) -> torch.Tensor:
     return torch.stack(list(kv)).permute(2, 0, 1, 3, 4, 5).contiguous()
 
 
-def run_compression(report: BenchReport, *, tokens: int, rounds: int) -> None:
-    """Measures every codec on every type, and says from which link on the planes pay."""
+def run_compression(
+    report: BenchReport, *, tokens: int, rounds: int, links: Sequence[int] = ()
+) -> None:
+    """Measures every codec on every type, and says from which link on the planes pay.
+
+    Args:
+        report: What it adds to.
+        tokens: Of the page whose KV is used.
+        rounds: Of each measurement.
+        links: Rates in MB/s of links that bfloat16 is saved and loaded over, too.
+
+    Raises:
+        UnavailableError: links cannot be made here.
+    """
     report.progress("computing the KV of a page")
     kv = real_blocks(tokens)
+    if links:
+        cast = kv.to(torch.bfloat16).contiguous().view(torch.uint8).reshape(len(kv), -1)
+        run_links(report, cast.numpy(), links=links, rounds=rounds)
     for dtype, of_torch in DTYPES.items():
         cast = kv.to(of_torch).contiguous().view(torch.uint8).reshape(len(kv), -1)
         blocks = [block.numpy().tobytes() for block in cast]

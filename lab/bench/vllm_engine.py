@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from lab.bench.vllm_first_token import FirstToken, StepCounts
 from penstock.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from lab.bench.vllm_workload import Workload
@@ -81,7 +81,15 @@ def worker_cores() -> str:
 class EngineProcess:
     """One side's engine."""
 
-    def __init__(self, side: str, python: Path, told: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        side: str,
+        python: Path,
+        told: dict[str, Any],
+        *,
+        module: str = "lab.bench.vllm_child",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.side = side
         environment = {
             **os.environ,
@@ -89,9 +97,10 @@ class EngineProcess:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": worker_cores(),
+            **(variables or {}),
         }
         self._process = subprocess.Popen(
-            [str(python), "-m", "lab.bench.vllm_child", json.dumps({"side": side, **told})],
+            [str(python), "-m", module, json.dumps({"side": side, **told})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -116,15 +125,36 @@ class EngineProcess:
         Raises:
             UnavailableError: the engine ended, or took too long.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([seed, asdict(workload)])}\n".encode())
-        self._process.stdin.flush()
-        told = json.loads(self._line("ROUND ", ROUND_S))
+        told = self.ask([seed, asdict(workload)])
         first_tokens = [
             FirstToken(**{**each, "counts": StepCounts(**each["counts"])})
             for each in told.pop("first_tokens")
         ]
         return RoundResult(first_tokens=first_tokens, **told)
+
+    def ask(self, words: object) -> Any:  # noqa: ANN401 - What the module says.
+        """What the engine answers to a line.
+
+        Raises:
+            UnavailableError: it ended, or took too long.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{json.dumps(words)}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("ended") from None
+        return json.loads(self._line("ROUND ", ROUND_S))
+
+    def require_running(self, seconds: float) -> None:
+        """Waits a while for an engine that ends.
+
+        Raises:
+            UnavailableError: it ended.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            raise self._failed("ended")
 
     def close(self) -> None:
         """Ends the engine and all its processes."""

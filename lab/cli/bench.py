@@ -16,6 +16,11 @@ from lab.bench.vllm_handoff import PARTS as HANDOFF_PARTS
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
 from lab.bench.vllm_run import run_vllm
+from lab.bench.vllm_shared import CHUNK_TOKENS as PREFIX_STEP
+from lab.bench.vllm_shared import PROMPTS as SHARED_PROMPTS
+from lab.bench.vllm_shared import SIDES as SHARED_SIDES
+from lab.bench.vllm_shared import TOKENS as SHARED_TOKENS
+from lab.bench.vllm_shared import run_vllm_shared
 from lab.bench.vllm_workload import WORKLOADS
 from penstock.bench.index import ROUNDS, run_growth, run_index
 from penstock.cli.bench import BenchDevice, RoundsOption, finish, new_report
@@ -105,12 +110,19 @@ def bench_compression(
     tokens: Annotated[
         int, typer.Option("--tokens", min=16, max=2048, help="Of the page whose KV is used.")
     ] = 512,
+    links: Annotated[
+        str,
+        typer.Option(
+            "--links", metavar="MB/S,…", help="Loads over links of these rates, too; needs root."
+        ),
+    ] = "",
 ) -> None:
     """Measure lossless compression of real KV: ratio, rate, and where it pays."""
+    rates = _counts(links, option="--links") if links else ()
     from lab.bench.compression import run_compression  # noqa: PLC0415  (needs torch)
 
     report = new_report("lab")
-    run_compression(report, tokens=tokens, rounds=rounds)
+    run_compression(report, tokens=tokens, rounds=rounds, links=rates)
     finish(report, json=json, check=False)
 
 
@@ -181,6 +193,37 @@ def bench_vllm(
         rounds=rounds,
         workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
     )
+    finish(report, json=json, check=check)
+
+
+@commands.command("shared-prefix")
+def bench_shared_prefix(
+    *,
+    json: JsonOption = None,
+    peer_python: PeerOption = None,
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, max=100, help="Each is asked of every side.")
+    ] = SHARED_PROMPTS,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=512, max=131_072, help="Of each prompt's prefix.")
+    ] = SHARED_TOKENS,
+    only: Annotated[
+        str, typer.Option("--only", metavar="SIDES", help=f"By comma: {', '.join(SHARED_SIDES)}.")
+    ] = "",
+    check: CheckOption = False,
+) -> None:
+    """Measure first tokens of prompts that another vLLM replica has computed."""
+    names = tuple(dict.fromkeys(only.split(","))) if only else SHARED_SIDES
+    if not set(names) <= set(SHARED_SIDES):
+        known = ", ".join(SHARED_SIDES)
+        raise typer.BadParameter(f"is {only!r}, must be of {known}", param_hint="--only")
+    if tokens % PREFIX_STEP:
+        raise typer.BadParameter(
+            f"is {tokens}, must be a multiple of {PREFIX_STEP}", param_hint="--tokens"
+        )
+    report = new_report("lab")
+    python = peer_python or Path(sys.executable)
+    run_vllm_shared(report, python=python, tokens=tokens, prompts=prompts, sides=names)
     finish(report, json=json, check=check)
 
 

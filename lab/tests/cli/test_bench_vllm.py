@@ -27,3 +27,8 @@ def test_lengths_of_prompts_must_be_whole_numbers(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().err
     assert "--tokens" in printed
     assert "512,0" in printed
+
+
+def test_a_side_that_shares_nothing_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "shared-prefix", "--only", "carrier pigeons"]) == 2
+    assert "carrier pigeons" in capsys.readouterr().err

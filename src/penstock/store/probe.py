@@ -46,6 +46,8 @@ from penstock.vocabulary.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from penstock.store.base import EndedJob, StoreTier
     from penstock.store.messages import StoreTierConfig
     from penstock.vocabulary.ids import Key
@@ -108,12 +110,23 @@ def probe_tier(config: StoreTierConfig) -> ProbedTier:
 class TierProbe:
     """An arena of `count` blocks of one size over a tier; what it writes is removed at its end.
 
+    With `content`, of shape [any, `block_bytes`], its blocks are saved in turn instead of random
+    ones.
+
     Raises:
         UnavailableError: the tier cannot be used.
     """
 
-    def __init__(self, config: StoreTierConfig, block_bytes: int, count: int) -> None:
+    def __init__(
+        self,
+        config: StoreTierConfig,
+        block_bytes: int,
+        count: int,
+        *,
+        content: NDArray[np.uint8] | None = None,
+    ) -> None:
         self._count = count
+        self._content = content
         self._undo = ExitStack()
         with self._undo:
             self._begin(config, block_bytes, self._undo)
@@ -233,11 +246,26 @@ class TierProbe:
         Raises:
             UnavailableError: the tier cannot be used.
         """
+        total = self._count * self._block_bytes
+        return total / self.save_new(), total / self.load_saved()
+
+    def save_new(self) -> float:
+        """Saves new blocks; how long it took.
+
+        Raises:
+            UnavailableError: the tier cannot be used.
+        """
         keys = self._fill()
         self._ask(keys)
-        total = len(keys) * self._block_bytes
-        saved_s = self._time(self._save(keys))
-        return total / saved_s, total / self._time(self._load(keys))
+        return self._time(self._save(keys))
+
+    def load_saved(self) -> float:
+        """Loads the blocks that were saved last; how long it took.
+
+        Raises:
+            UnavailableError: the tier cannot be used.
+        """
+        return self._time(self._load(self._used[-self._count :]))
 
     def _fill(self) -> list[Key]:
         keys = [secrets.token_bytes(KEY_BYTES) for _ in range(self._count)]
@@ -246,7 +274,9 @@ class TierProbe:
         memory = host.arena.bytes[host.blocks_offset :][: self._count * host.slot_bytes]
         blocks = memory.reshape(self._count, -1)[:, : self._block_bytes]
         chance = np.random.default_rng()
-        if self._compress:
+        if self._content is not None:
+            blocks[:] = self._content[np.arange(self._count) % len(self._content)]
+        elif self._compress:
             numbers = chance.standard_normal((self._count, self._block_bytes // 2), np.float32)
             blocks[:] = numbers.view("<u2")[:, 1::2].copy().view(np.uint8)
         else:
