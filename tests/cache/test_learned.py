@@ -68,8 +68,8 @@ def test_a_lead_counts_only_if_it_is_clear_and_of_whole_prefixes() -> None:
     curves.now = 1.0
     kept = curves.begin(0, 0, 0, 10)
     curves.begin_match()
-    curves.reuse(gone, 8)
-    curves.reuse(kept, 10)
+    curves.reuse(gone, 8, found=False)
+    curves.reuse(kept, 10, found=True)
 
     assert curves._own_hits == curves._lru_hits == 0
     assert curves.lru_leads
@@ -131,7 +131,7 @@ def test_values_change_only_when_all_slices_are_done() -> None:
     changes = []
     for second in range(200):
         curves.now = float(second)
-        curves.reuse(curves.begin(0, 0, 0, 4), 4)
+        curves.reuse(curves.begin(0, 0, 0, 4), 4, found=True)
         before = curves.values
         curves.turn()
         if curves.values is not before:
@@ -188,7 +188,7 @@ def test_a_class_that_comes_back_at_once_is_worth_more_than_one_that_does_not() 
         cohort = curves.begin(1, 1, 0, 4)
         curves.begin(0, 0, 0, 4)
         curves.now += 0.9
-        curves.reuse(cohort, 4)
+        curves.reuse(cohort, 4, found=True)
         curves.turn()
 
     assert curves.values[often, 0] > 10 * curves.values[never, 0]

@@ -13,7 +13,9 @@ for some time from now on can bring (`values`, by class and age). It is computed
 turns, in slices, so that no turn takes long.
 
 Two shadows, of cohorts only, count what LRU and this order would have found in the same room. While
-this order does not lead clearly, `lru_leads` is set.
+this order does not lead clearly, `lru_leads` is set. Besides, it is known how much more the tier
+itself has found than LRU, and how many blocks LRU would still have that the tier gave up. While
+these could cost more than is tolerated, `exposed` is set. In both cases blocks leave by last use.
 
 The one rule that must not break: all that is kept is bounded, whatever the traffic.
 """
@@ -65,6 +67,11 @@ _CLEAR_LEAD = 1.03
 """How much more than LRU's this order's shadow has to find, or blocks leave by last use."""
 _SHADOW_DECAY = 1 - 1 / 1000
 """Of hits of the shadows, each turn."""
+_TOLERANCE = 0.004
+"""Of all blocks that are asked for: how many fewer than LRU may be found. Half a point is the most
+that a user is promised; what is lost before it is noticed needs the rest."""
+_LEDGER_DECAY = 1 - 1 / 10_000
+"""Of what was asked for and found, each turn: what was gained long ago is no credit."""
 _STALE_MIN = 64
 """A shadow with fewer entries than this is not cleaned up."""
 _COHORTS_MIN = 1 << 12
@@ -269,6 +276,8 @@ class ReuseCurves:
         """Blocks that were not used again."""
         self._held = np.zeros(_COHORTS_MIN, dtype=np.int64)
         """Blocks that the shadow of this order has."""
+        self._missing = np.zeros(_COHORTS_MIN, dtype=np.int64)
+        """Blocks that the tier evicted and the shadow of LRU still has."""
         self._look_at_arrays()
         self._watched = np.zeros(AGES, dtype=np.int64)
         """For each age: the first cohort that was not counted as having passed it."""
@@ -281,6 +290,16 @@ class ReuseCurves:
         # A block is of no use without those before it.
         self._lru_matches = self._own_matches = True
         """Whether the shadow has all of the current prompt so far."""
+        self._asked = 0.0
+        """Blocks of late, whether they were found or not."""
+        self._ahead = 0.0
+        """How many more of them were found than LRU would have found."""
+        self._missing_count = 0
+        self._missing_sum = self._missing_squares = 0.0
+        """Of the runs that were evicted before LRU would have done it: blocks, and their squares.
+        """
+        self._given_up_hit = self._given_up_idle = 0.0
+        """Blocks that this order gives up before LRU does: those that LRU then found, or not."""
         self._blocks_begun = 1.0
         self._cohorts_begun = 1.0
         self._begin_tables()
@@ -304,6 +323,7 @@ class ReuseCurves:
         self._class_view[at] = block_class
         self._hits_view[at] = hits
         self._left_view[at] = self._held_view[at] = count
+        self._missing_view[at] = 0
         self._blocks_begun += count
         self._cohorts_begun += 1
         self._lru_count += count
@@ -338,10 +358,19 @@ class ReuseCurves:
         """What is used again next is the start of a prompt."""
         self._lru_matches = self._own_matches = True
 
-    def reuse(self, number: int, count: int) -> int:
-        """Blocks of a cohort are used again; returns the age's bucket, to say their pause."""
+    def ask(self, count: int) -> None:
+        """New blocks were asked for, which nobody has."""
+        self._asked += count
+
+    def reuse(self, number: int, count: int, *, found: bool) -> int:
+        """Blocks of a cohort are used again; returns the age's bucket, to say their pause.
+
+        They were found in the tier, or they had been evicted.
+        """
         at = number - self._base
+        self._asked += count
         if at < 0:
+            self._ahead += count if found else 0
             self._lru_matches = self._own_matches = False
             return AGES - 1
         bucket = age_bucket(self.now - self._since_view[at])
@@ -355,20 +384,43 @@ class ReuseCurves:
         self._own_matches = own_held == count
         self._lru_hits += lru_held
         self._own_hits += own_held
+        self._ahead += (count if found else 0) - lru_held
+        self._given_up_hit += max(0, lru_held - own_held)
         self._take_out(number, at, count)
+        if not found:
+            self._forgive(at, count)
         return bucket
 
-    def withdraw(self, number: int, count: int) -> None:
+    def evict(self, number: int, count: int) -> None:
+        """Blocks of a cohort left the tier to make room."""
+        at = number - self._base
+        if at >= 0 and number >= self._lru_first:
+            self._missing_view[at] += count
+            self._missing_count += count
+            self._missing_sum += count
+            self._missing_squares += count * count
+
+    def withdraw(self, number: int, count: int, *, evicted: bool = False) -> None:
         """Blocks of a cohort are no longer watched, or begin anew, without having been hit."""
         at = number - self._base
         if at >= 0:
             self._take_out(number, at, count)
+            if evicted:
+                self._forgive(at, count)
 
     def turn(self) -> None:
         """One more request came by; the tables are made anew after some of them."""
         self._turns += 1
         self._lru_hits *= _SHADOW_DECAY
+        self._missing_squares *= _SHADOW_DECAY
+        self._missing_sum *= _SHADOW_DECAY
         self._own_hits *= _SHADOW_DECAY
+        self._given_up_hit *= _SHADOW_DECAY
+        self._given_up_idle *= _SHADOW_DECAY
+        self._asked *= _LEDGER_DECAY
+        self._ahead *= _LEDGER_DECAY
+        if not self.ranking.by_use and self.exposed:
+            self.ranking = _BY_USE
         step = self._turns % _TURNS_PER_TABLE
         if self._turns < _TURNS_PER_TABLE:
             return  # Nothing was counted yet.
@@ -399,9 +451,18 @@ class ReuseCurves:
         self._held_view[at] -= gone
         self._own_count -= gone
 
+    def _forgive(self, at: int, count: int) -> None:
+        """Blocks that were evicted no longer count as missing."""
+        count = min(count, self._missing_view[at])
+        self._missing_view[at] -= count
+        self._missing_count -= count
+
     def _keep_shadows_small(self) -> None:
         while self._lru_count > self._slot_count:
-            self._lru_count -= self._left_view[self._lru_first - self._base]
+            at = self._lru_first - self._base
+            self._lru_count -= self._left_view[at]
+            self._given_up_idle += self._left_view[at] - self._held_view[at]
+            self._forgive(at, self._missing_view[at])
             self._lru_first += 1
         while self._own_count > self._slot_count:
             found = self._shadow.first()
@@ -469,18 +530,30 @@ class ReuseCurves:
         self.values = self._index.values
         order = np.argsort(self.values.ravel()[_OLDER_FIRST], kind="stable")
         self._by_value = Ranking(_OLDER_FIRST[order])
-        self.ranking = _BY_USE if self.lru_leads else self._by_value
+        self.ranking = _BY_USE if self.lru_leads or self.exposed else self._by_value
 
     @property
     def lru_leads(self) -> bool:
         """Whether LRU would have found about as much of late, or more."""
         return self._lru_hits * _CLEAR_LEAD >= self._own_hits
 
+    @property
+    def exposed(self) -> bool:
+        """Whether what the tier lacks may cost more than is allowed, against LRU."""
+        usual = self._blocks_begun / self._cohorts_begun
+        hit = self._given_up_hit + _PRIOR_RUNS * usual
+        expected = self._missing_count * hit / (hit + self._given_up_idle)
+        # Blocks come back as they went, in runs: a few long ones make a large difference.
+        run = max(usual, self._missing_squares / max(1.0, self._missing_sum))
+        doubt = max(run, math.sqrt(expected * run))
+        return expected + doubt > _TOLERANCE * self._asked + self._ahead
+
     def _look_at_arrays(self) -> None:
         # Reading one number through a memoryview takes a third of the time an array takes.
         self._since_view, self._class_view = self._since.data, self._class.data
         self._hits_view = self._hits.data
         self._left_view, self._held_view = self._left.data, self._held.data
+        self._missing_view = self._missing.data
 
     def _make_space(self) -> None:
         size = len(self._since)
@@ -490,13 +563,15 @@ class ReuseCurves:
             self._hits = grown(self._hits, 2 * size)
             self._left = grown(self._left, 2 * size)
             self._held = grown(self._held, 2 * size)
+            self._missing = grown(self._missing, 2 * size)
             self._look_at_arrays()
             return
         gone = size // 2
         for number in range(self._base, self._base + gone):
             at = number - self._base
             self._take_out(number, at, int(self._left[at]))
-        for array in (self._since, self._class, self._hits, self._left, self._held):
+            self._forgive(at, int(self._missing[at]))
+        for array in (self._since, self._class, self._hits, self._left, self._held, self._missing):
             array[:-gone] = array[gone:]
         self._base += gone
         self._lru_first = max(self._lru_first, self._base)

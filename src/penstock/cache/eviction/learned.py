@@ -98,12 +98,15 @@ class LearnedPolicy:
             self._curves.begin_match()
         self._touched_last = False
         length = self._shared.usually_added.compare(len(nodes))
-        again = 0
+        known: list[tuple[tuple[int, int], int]] = []
         if self._ghosts and keys[0] in self._ghosts:
-            again = self._recognize(nodes, keys, length)
+            known = self._recognize(keys)
+        again = sum(count for _, count in known)
         if again < len(nodes):
             rest = nodes[again:]
+            self._curves.ask(len(rest))
             self._cohort[rest] = self._curves.begin(0, 0, length, len(rest))
+        self._begin(nodes[:again], known, length)
         self._curves.turn()
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
@@ -112,7 +115,7 @@ class LearnedPolicy:
             return
         self._curves.begin_match()
         self._touched_last = True
-        histories = self._hit(self._cohort[nodes])
+        histories = self._hit(self._cohort[nodes], found=True)
         self._begin(nodes, histories, self._shared.usually_hit.compare(len(nodes)))
         self._curves.turn()
 
@@ -175,7 +178,10 @@ class LearnedPolicy:
         """An evicted block leaves a ghost; of others nothing more is learned."""
         numbers = np.array(nodes, dtype=np.int32)
         if evicted:
-            self._ghosts.update(zip(keys, self._cohort[numbers].tolist(), strict=True))
+            cohorts = self._cohort[numbers]
+            self._ghosts.update(zip(keys, cohorts.tolist(), strict=True))
+            for cohort, count in _runs(cohorts):
+                self._curves.evict(cohort, count)
             self._drop_ghosts()
         else:
             for cohort, count in _runs(self._cohort[numbers]):
@@ -198,29 +204,33 @@ class LearnedPolicy:
         self._cohort = self._shared.cohort
         self._cohort_view = self._cohort.data
 
-    def _hit(self, cohorts: NDArray[np.int64]) -> list[tuple[tuple[int, int], int]]:
+    def _hit(self, cohorts: NDArray[np.int64], *, found: bool) -> list[tuple[tuple[int, int], int]]:
         """Learns from a hit; returns hit count and pause for each run of blocks."""
         histories = []
         for cohort, count in _runs(cohorts):
             hits, _ = self._curves.history_of(cohort)
-            pause = pause_of(self._curves.reuse(cohort, count))
+            pause = pause_of(self._curves.reuse(cohort, count, found=found))
             histories.append(((min(hits + 1, COUNT_MAX), pause), count))
         return histories
 
     def _begin(
         self, nodes: NDArray[np.int32], histories: list[tuple[tuple[int, int], int]], length: int
     ) -> None:
-        """Makes new cohorts of blocks, one for neighbours with the same history."""
-        first = end = 0
-        for at, ((hits, pause), count) in enumerate(histories, start=1):
-            end += count
-            if at < len(histories) and histories[at][0] == (hits, pause):
+        """Makes new cohorts of blocks, one for neighbours with the same history.
+
+        From the end on: a block may leave before those that it follows, so it is the older one.
+        """
+        first = end = len(nodes)
+        for at in range(len(histories) - 1, -1, -1):
+            (hits, pause), count = histories[at]
+            first -= count
+            if at and histories[at - 1][0] == (hits, pause):
                 continue
             self._cohort[nodes[first:end]] = self._curves.begin(hits, pause, length, end - first)
-            first = end
+            end = first
 
-    def _recognize(self, nodes: NDArray[np.int32], keys: Sequence[Key], length: int) -> int:
-        """Takes over what is known of leading blocks that were evicted, and returns how many.
+    def _recognize(self, keys: Sequence[Key]) -> list[tuple[tuple[int, int], int]]:
+        """Learns from leading blocks that were evicted; returns the history of each run.
 
         A chain leaves from its end, so that the ghosts of its end are dropped first.
         """
@@ -230,8 +240,7 @@ class LearnedPolicy:
             if cohort is None:
                 break
             found.append(cohort)
-        self._begin(nodes[: len(found)], self._hit(np.array(found, dtype=np.int64)), length)
-        return len(found)
+        return self._hit(np.array(found, dtype=np.int64), found=False)
 
     def _enqueue(self, node: int) -> None:
         priority = self._standing(node)
@@ -249,7 +258,7 @@ class LearnedPolicy:
         if excess > 0:
             gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
             for cohort, count in _runs(np.array(gone, dtype=np.int64)):
-                self._curves.withdraw(cohort, count)
+                self._curves.withdraw(cohort, count, evicted=True)
 
     def _drop_stale(self) -> None:
         held_count = 0
