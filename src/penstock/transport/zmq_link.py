@@ -69,6 +69,9 @@ SECRET_BYTES_MIN = 16
 RETRY_S, RETRY_MAX_S = 0.1, 2.0
 """A listener that is not there, or breaks off, is tried again after the first, then after twice as
 long each time, up to the second."""
+HERE_RETRY_S, HERE_RETRY_MAX_S = 0.01, 0.2
+"""The same on one machine, where an attempt costs microseconds, and who listens often comes a
+moment later."""
 CONNECT_S = 4.0
 """The timeout of one attempt over tcp. The kernel's own is two minutes, with ever longer pauses:
 after a cut it would find the other end much later than it could."""
@@ -424,9 +427,11 @@ class Dialling:
             keys = keys_from(secret)
             knock_with(self._socket, key or keys.public, keys if key else None)
         self._monitor: Socket = self._socket.get_monitor_socket(_BROKEN_OFF)
-        if address.startswith("tcp://"):
-            self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(RETRY_S))
-            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, milliseconds(RETRY_MAX_S))
+        far = address.startswith("tcp://")
+        retry_s, longest_s = (RETRY_S, RETRY_MAX_S) if far else (HERE_RETRY_S, HERE_RETRY_MAX_S)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, milliseconds(retry_s))
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, milliseconds(longest_s))
+        if far:
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, milliseconds(CONNECT_S))
             self._socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(CONNECT_S))
         self._socket.connect(address)
