@@ -20,14 +20,19 @@ from penstock.engine.engine import Engine
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling_options import Sampled, Sampling
 from penstock.engine.scheduler import Scheduler, SchedulerSettings
-from penstock.engine.steps import HandedCounts, Step, StepResult
+from penstock.engine.steps import HandedCounts, Step, StepResult, StepTimes
 from penstock.errors import CapacityError
+from penstock.runtime.copy_executor import _MoverState
+from penstock.runtime.engine_steps import EngineSteps
+from penstock.runtime.rank_links import LocalLink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from penstock.engine.sampling_options import TokenSampling
+    from penstock.movers.base import Moved
     from penstock.transport.base import Channel
+    from penstock.vocabulary.ids import OperationId
 
 BLOCK = 4
 VOCABULARY = 13
@@ -114,6 +119,53 @@ def expected(request: Request, number: int) -> list[int]:
         answer.tokens.append(said[-1])
         values.append(stored(values[-1], said[-1]))
     return said
+
+
+class LateLoads:
+    """Loads onto the device whose ends are noticed some polls after their blocks have come.
+
+    Until then a step can join them, as it can where layers arrive one after the other.
+    """
+
+    def __init__(self, mover: Any, polls: int) -> None:
+        self._mover = mover
+        self._polls = polls
+        self._noticed: list[tuple[int, Moved]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+    @property
+    def busy(self) -> bool:
+        return self._mover.busy or bool(self._noticed)
+
+    def poll(self, *, budget_bytes: int) -> tuple[list[Moved], int]:
+        moved, spent = self._mover.poll(budget_bytes=budget_bytes)
+        waiting = [(left - 1, each) for left, each in self._noticed]
+        waiting += [(self._polls, each) for each in moved]
+        self._noticed = [each for each in waiting if each[0] > 0]
+        return [each for left, each in waiting if left <= 0], spent
+
+    def joinable(self, operation: OperationId, *, step_s: float) -> bool:
+        assert step_s > 0
+        return operation in [each.operation for _, each in self._noticed]
+
+    def join(self, operations: Collection[OperationId]) -> None:  # noqa: ARG002
+        raise AssertionError("the fake workers read blocks that are there")
+
+    def wait_layer(self, layer: int, stream: int) -> None:  # noqa: ARG002
+        raise AssertionError("the fake workers have no layers")
+
+
+def notice_loads_late(engine: Engine, polls: int) -> None:
+    links = engine.cache._driver.links
+    assert isinstance(links, LocalLink)
+    executor = links.executor
+    movers = dict(executor.movers)
+    movers[1, 0] = LateLoads(movers[1, 0], polls)  # type: ignore[assignment]
+    executor._movers = movers
+    executor._states = [_MoverState(mover) for mover in movers.values()]
+    executor.steps = EngineSteps(movers)
 
 
 def make_engine(*, blocks: int, host_blocks: int, flying: int) -> Engine:
@@ -259,11 +311,14 @@ class World:
     blocks=st.sampled_from([12, 16, 40]),
     host_blocks=st.sampled_from([1, 30]),
     flying=st.sampled_from([1, 2]),
+    late=st.sampled_from([0, 1, 3]),
 )
 def test_every_request_ends_once_with_the_right_answer_and_leaves_nothing(
-    actions: list[Add | int | str], blocks: int, host_blocks: int, flying: int
+    actions: list[Add | int | str], blocks: int, host_blocks: int, flying: int, late: int
 ) -> None:
     world = World(make_engine(blocks=blocks, host_blocks=host_blocks, flying=flying))
+    if late:
+        notice_loads_late(world.engine, late)
 
     for action in actions:
         world.act(action)
@@ -296,6 +351,65 @@ def test_blocks_are_loaded_while_full_steps_compute_other_requests() -> None:
     world.act("step")
 
     assert world.engine.scheduler.count(Phase.LOADING) == 1
+    world.finish()
+    world.require_right_answers()
+
+
+def below_the_device_alone(*, late: int) -> World:
+    """A world with a prompt of five blocks in host memory, of which none is on the device."""
+    world = World(make_engine(blocks=12, host_blocks=30, flying=1))
+    world.act(Add(0, 20, 1, 1, 0, "", store=True))
+    world.finish()
+    world.act(Add(1, 47, 1, 1, 0, "", store=True))
+    world.finish()
+    notice_loads_late(world.engine, late)
+    return world
+
+
+def test_a_request_joins_a_step_and_its_token_is_held_back_until_its_blocks_are_verified() -> None:
+    world = below_the_device_alone(late=5)
+
+    world.act(Add(0, 22, 3, 1, 0, "", store=True))
+    world.act("step")
+    world.act("step")
+
+    scheduler = world.engine.scheduler
+    assert (scheduler.joins, scheduler.flying, scheduler.count(Phase.LOADING)) == (1, 0, 1)
+    assert "r2" not in {name for name, _ in world.reported}
+    world.finish()
+    world.require_right_answers()
+    assert world.reported["r2", 0][0].cached_by_tier == (0, 20)
+
+
+def test_what_was_computed_on_a_damaged_block_is_computed_again() -> None:
+    world = below_the_device_alone(late=5)
+    links = world.engine.cache._driver.links
+    assert isinstance(links, LocalLink)
+    host: Any = links.executor.stores[1]
+    host.blocks([0]).buffers[0][...] ^= 1
+
+    world.act(Add(0, 22, 3, 1, 0, "", store=True))
+    world.finish()
+
+    assert world.engine.scheduler.joins == 1
+    world.require_right_answers()
+    assert world.engine.cache.statistics().blocks_corrupt == 5
+
+
+def test_a_step_that_others_need_waits_for_no_load_before_its_length_is_known() -> None:
+    world = below_the_device_alone(late=5)
+    scheduler = world.engine.scheduler
+    scheduler.step_times = StepTimes()
+    world.act(Add(0, 22, 3, 1, 0, "", store=True))
+    world.act("step")
+    world.act(Add(2, 9, 3, 1, 0, "", store=True))
+
+    world.act("step")
+    beside = scheduler.joins
+    scheduler.step_times.add(9, 0, 1.0)
+    world.act("step")
+
+    assert (beside, scheduler.joins) == (0, 1)
     world.finish()
     world.require_right_answers()
 

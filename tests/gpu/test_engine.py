@@ -157,6 +157,34 @@ def test_a_prefix_from_anywhere_gives_the_logits_of_a_fresh_one(
     assert difference(far, fresh) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_step_joins_blocks_that_arrive_layer_by_layer(engines: Any, graphs: bool) -> None:  # noqa: FBT001
+    engine = engines(torch.bfloat16, blocks=60, host_blocks=400, layer_wise="auto", graphs=graphs)
+    first = prompt(640, 1)
+    run(engine, asked("first", first, 1))
+    longer = [*first, *prompt(9, 2)]
+    near = run(engine, asked("near", longer, 6))["near"]
+    found = []
+
+    for number in range(3):
+        others = range(10 * number, 10 * number + 3)
+        run(engine, *(asked(f"other{n}", prompt(800, 10 + n), 2) for n in others))
+        # Loads begin when this has ended, since it may use any block.
+        lane = engine.workers.worker._lane
+        with lane.computing():
+            torch.cuda._sleep(LONG_CYCLES)
+        engine.cache.steps.submitted(lane.stream)
+        name = f"far{number}"
+        found.append(run(engine, asked(name, longer, 6))[name])
+
+    # The rate of the first load was not known.
+    assert engine.scheduler.joins == 2
+    for outputs in found:
+        assert outputs[0].cached_by_tier[1] == 640
+        assert tokens_of(outputs) == tokens_of(near)
+        assert difference(outputs, near) < BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_one_block_of_another_request_is_far_outside_the_bound(
     models: dict[Any, Model], dtype: torch.dtype

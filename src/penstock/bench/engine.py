@@ -83,6 +83,7 @@ class EngineBench:
                 settings=self._settings,
                 graphs=self._plan.graphs,
                 load_gate=self._plan.load_gate,
+                layer_wise=self._plan.layer_wise,
             )
             found.append(Clients(stack.enter_context(engine)))
         return found[0], found[1]
@@ -185,7 +186,7 @@ class EngineBench:
                     "computed": computed_s(off, new),
                     "wire": wire.copy_s(),
                 }
-            self._say(f"hits, round {number}: {round_s}")
+            self._say(f"hits, round {number}: {round_s}, {on.engine.scheduler.joins} joined")
             if number >= 0:
                 for side, seconds in round_s.items():
                     found[side].append(seconds)
@@ -217,7 +218,8 @@ class EngineBench:
             busy, arrived = running.beside(prefixes)
             p99 = [1e3 * quantile(each, 0.99) for each in (quiet, busy)]
             p50 = [1e3 * quantile(each, 0.5) for each in (quiet, busy)]
-            self._say(f"latency, round {number}: {p50} {p99} ms, {arrived}")
+            joined = on.engine.scheduler.joins
+            self._say(f"latency, round {number}: {p50} {p99} ms, {arrived}, {joined} joined")
             if number >= 0:
                 alone.append(quiet)
                 beside.append(busy)

@@ -123,6 +123,7 @@ class Model:
         settings: SchedulerSettings,
         graphs: bool = True,
         load_gate: str = "measured",
+        layer_wise: str = "off",
         disk: Path | None = None,
     ) -> Iterator[Engine]:
         """An engine on this model; with `host_blocks`, it has a host tier, and `disk` below it."""
@@ -145,6 +146,7 @@ class Model:
             cache.block_tokens = {block_tokens}
             cache.blocks = {blocks}
             cache.load_gate = "{load_gate}"
+            cache.layer_wise = "{layer_wise}"
             tiers = [{host if host_blocks else ""}{below if disk else ""}]
             """
         )

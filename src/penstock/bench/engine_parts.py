@@ -325,6 +325,7 @@ class EnginePlan:
     hit_rounds: int = 5
     graphs: bool = True
     load_gate: str = "measured"
+    layer_wise: str = "off"
     parts: tuple[str, ...] = PARTS
     chats: ChatPlan = field(default_factory=ChatPlan)
     decode: DecodePlan = field(default_factory=DecodePlan)

@@ -50,6 +50,8 @@ class Variant:
     load_gate: str = "measured"
     loads_ahead: bool = True
     """Whether loads begin before there is room in a step."""
+    layer_wise: str = "off"
+    """Whether loads fill one layer after another, so that a step can join them."""
     infinite: bool = False
     """Every prefix that came before is there, without any copy."""
 
@@ -257,6 +259,7 @@ class TrafficStage:
             cache.block_tokens = {self._block_tokens}
             cache.blocks = {self._blocks}
             cache.load_gate = "{variant.load_gate}"
+            cache.layer_wise = "{variant.layer_wise}"
             cache.eviction = "{variant.eviction}"
             tiers = [{host if variant.host else ""}]
             """

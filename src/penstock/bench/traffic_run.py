@@ -46,6 +46,8 @@ class RunResult:
     computed_instead: float = 0
     """Tokens that were found below, and that were predicted to be computed sooner."""
     preemptions: float = 0
+    joins: float = 0
+    """Requests that joined a step before their blocks had come."""
 
     @property
     def per_s(self) -> float:
@@ -99,7 +101,9 @@ class TrafficRun:
                 self._rest()
         result.seconds = self._now()
         result.passed = self._late + self._overdue() <= result.late_allowed
-        result.first_token_s += [self._now() - self._due[each] for each in self._unanswered]
+        waited = [self._now() - self._due[each] for each in self._unanswered]
+        # A run that was given up has turns that were not due yet.
+        result.first_token_s += [seconds for seconds in waited if seconds > 0]
         for name, value in self._counts().items():
             setattr(result, name, value - before[name])
         self._engine.abort_all()
@@ -179,4 +183,5 @@ class TrafficRun:
             "saved_bytes": sum(size for (source, _), size in hops.items() if source == device),
             "computed_instead": found.tokens_computed_instead,
             "preemptions": self._engine.scheduler.preemptions,
+            "joins": self._engine.scheduler.joins,
         }

@@ -201,17 +201,33 @@ def bench_engine(
     load_gate: Annotated[
         str, typer.Option("--load-gate", help="measured, or off: whatever is found is loaded.")
     ] = "measured",
+    layer_wise: Annotated[
+        str, typer.Option("--layer-wise", help="off, or auto: steps join loads layer by layer.")
+    ] = "off",
     check: CheckOption = False,
 ) -> None:
     """Measure the engine on a GPU, with and without a host tier (needs CUDA)."""
     report = new_report("penstock")
     parts = tuple(only.split(","))
-    _run_engine(report, rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
+    _run_engine(
+        report,
+        rounds=rounds,
+        parts=parts,
+        graphs=graphs,
+        load_gate=load_gate,
+        layer_wise=layer_wise,
+    )
     finish(report, json=json, check=check)
 
 
 def _run_engine(
-    report: BenchReport, *, rounds: int, parts: tuple[str, ...], graphs: bool, load_gate: str
+    report: BenchReport,
+    *,
+    rounds: int,
+    parts: tuple[str, ...],
+    graphs: bool,
+    load_gate: str,
+    layer_wise: str,
 ) -> None:
     try:
         import torch  # noqa: PLC0415 - an extra
@@ -224,7 +240,9 @@ def _run_engine(
 
     if not set(parts) <= set(PARTS):
         raise typer.BadParameter(f"is {','.join(parts)}, must be of {', '.join(PARTS)}")
-    plan = EnginePlan(rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate)
+    plan = EnginePlan(
+        rounds=rounds, parts=parts, graphs=graphs, load_gate=load_gate, layer_wise=layer_wise
+    )
     run_engine(report, plan)
 
 

@@ -20,7 +20,14 @@ import msgspec
 
 from penstock.engine.batch import is_decode
 from penstock.engine.requests import Phase
-from penstock.engine.steps import COPIES_ALONE, STEP_S, FreedTier, HandedCounts, Step
+from penstock.engine.steps import (
+    COPIES_ALONE,
+    PREFILL_SHARE,
+    STEP_S,
+    FreedTier,
+    HandedCounts,
+    Step,
+)
 from penstock.engine.weights import WeightsNotLoaded
 from penstock.errors import CapacityError, UnavailableError
 from penstock.runtime.memory import ResizeStatus
@@ -35,10 +42,6 @@ if TYPE_CHECKING:
     from penstock.engine.steps import StepResult
     from penstock.engine.worker import Pending, Worker
     from penstock.transport.base import Channel
-
-
-PREFILL_SHARE = 0.75
-"""Prefill speed is measured in steps in which at least this share of the tokens is prompts."""
 
 
 class Workers(Protocol):
@@ -497,6 +500,10 @@ class Engine:
         self._finished = now
         prefilled = sum(len(span.tokens) for span in flight.step.spans if not is_decode(span))
         decoded = sum(is_decode(span) for span in flight.step.spans)
+        if flight.step.joins:
+            # It may have waited for blocks.
+            return
+        self.scheduler.step_times.add(prefilled, decoded, max(1e-9, seconds))
         if prefilled > PREFILL_SHARE * (prefilled + decoded):
             self.cache.computed(prefilled, max(1e-9, seconds))
 

@@ -57,6 +57,19 @@ class LayerWeights:
             mine.copy_(theirs)
 
 
+class LayerGates(Protocol):
+    """What a step's layers wait for on the device: see `EngineSteps`."""
+
+    def wait_layer(self, layer: int, stream: int) -> None:
+        """Has a stream wait for the blocks of one layer."""
+        ...
+
+
+def layer_waits(gates: LayerGates | None, stream: int) -> Callable[[int], None]:
+    """For `Decoder.forward`: has the stream wait before each layer."""
+    return _ignore if gates is None else lambda layer: gates.wait_layer(layer, stream)
+
+
 def _ignore(_layer: int) -> None:
     pass
 
@@ -128,15 +141,18 @@ class Decoder:
         batch: StepBatch,
         kv: Sequence[torch.Tensor],
         *,
+        before_layer: Callable[[int], None] = _ignore,
         after_layer: Callable[[int], None] = _ignore,
     ) -> torch.Tensor | None:
         """The logits of the output rows on the first rank, `None` on the others.
 
-        `after_layer` is called when the KV of a layer is computed, or queued on a GPU.
+        `before_layer` is called before the KV of a layer is used, and `after_layer` when it is
+        computed, or queued on a GPU.
         """
         hidden = embedding(batch.tokens, self._embedding)
         turn = self._attention.turn(self._angles, batch)
         for number, layer in enumerate(self._layers):
+            before_layer(number)
             hidden = hidden + self._attended(layer, hidden, kv[number], turn, batch)
             after_layer(number)
             hidden = hidden + self._mlp(layer, hidden)

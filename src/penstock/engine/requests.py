@@ -3,7 +3,7 @@
 | `Phase`    | means                                                     | next                 |
 |------------|-----------------------------------------------------------|----------------------|
 | `WAITING`  | has no blocks: new, preempted, or its blocks were lost     | `LOADING`, `RUNNING` |
-| `LOADING`  | its blocks are being loaded to the device                  | `RUNNING`, `WAITING` |
+| `LOADING`  | its blocks are being loaded; a step may have joined them    | `RUNNING`, `WAITING` |
 | `FORKING`  | waits for the first answer's prompt, to share its blocks   | `RUNNING`, `WAITING` |
 | `CLAIMING` | a handoff brings its prompt's KV from another instance     | `RUNNING`            |
 | `RUNNING`  | can be part of a step                                     | `WAITING`, `ENDED`   |
@@ -121,8 +121,8 @@ class Answer:
     """One answer to a request: its tokens, its blocks, and how far its steps are."""
 
     __slots__ = (
-        *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "lease", "sought"),
-        "next_request",
+        *("arrival", "cached_by_tier", "computed", "flying", "handed", "held", "joined", "lease"),
+        *("next_request", "sought", "withheld"),
         *("number", "phase", "reason", "request", "scheduled", "scored", "shares", "since"),
         *("spent_s", "tokens", "unknown"),
     )
@@ -152,9 +152,13 @@ class Answer:
         self.handed = not request.handoff or number > 0 or request.scores_prompt
         """Whether its handoff has begun or is not wanted; it is tried once."""
         self.held = False
+        """Whether a handoff reads or writes its blocks."""
         self.sought = False
         """Whether a shared store was asked for its blocks, and may not have answered."""
-        """Whether a handoff reads or writes its blocks."""
+        self.joined = False
+        """Whether a step computes, or has computed, on loads that are not verified yet."""
+        self.withheld: Sampled | None = None
+        """The token of that step, until they are."""
         self.next_request: Request | None = None
         """The request with another handoff, which is tried when the present one has ended."""
         self.scored = 1 if request.scores_prompt and number == 0 else len(request.prompt)

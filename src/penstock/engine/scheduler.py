@@ -5,8 +5,9 @@
     outputs = scheduler.finish(step, sampled)   # in the order of the steps
 
 Decodes come first, then chunks of prompts, then new requests, within a number of tokens a step. A
-request that loads blocks from a lower tier does not delay others. When blocks run out, the least
-urgent request is preempted and later finds its blocks in the cache.
+request that loads blocks from a lower tier does not delay others; where its layers arrive in time,
+it joins a step before the last has come, and its token is held back until all are verified. When
+blocks run out, the least urgent request is preempted and later finds its blocks in the cache.
 
 The one rule: a lease is released or preempted only when no step under way uses its blocks, even if
 its request has ended.
@@ -22,8 +23,9 @@ from penstock.cache.states import LeaseState
 from penstock.engine.handoffs import Handoffs
 from penstock.engine.requests import Answer, Output, Phase, Reason, Request
 from penstock.engine.sampling_options import Sampled
-from penstock.engine.steps import Draw, HandedSpan, PlannedStep, Score, Step
+from penstock.engine.steps import Draw, HandedSpan, PlannedStep, Score, Step, StepTimes
 from penstock.errors import CapacityError
+from penstock.runtime.lease import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 COMMITTED_BLOCKS = 4
 """Blocks of an answer that are committed together (fewer at its end): each commit costs its step a
 save, and half an answer is rarely reused."""
+ALONE_S = 1e6
+"""The length of a step that has nothing else to compute: whatever it waits for delays nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,9 @@ class Scheduler:
         self.cache = cache
         self.settings = settings
         self.preemptions = 0
+        self.joins = 0
+        """Requests that joined a step before their blocks were loaded."""
+        self.step_times = StepTimes()
         self._handoffs = handoffs or Handoffs()
         self._has_tiers = bool(cache.config.cache.tiers)
         self.block_tokens = block_tokens
@@ -225,6 +232,8 @@ class Scheduler:
             if late or crowded or not self._admit(answer):
                 break
             self._schedule(answer, plan)
+        for answer in self._in_order(Phase.LOADING):
+            self._join(answer, plan)
         if not plan.chunks:
             return None
         return self._launch(plan)
@@ -254,6 +263,9 @@ class Scheduler:
         for score, found in zip(step.scores, scored, strict=True):
             self._scored(self._answers[score.answer], step.spans[score.span].start + 1, found)
         for draw, token in zip(step.draws, sampled, strict=True):
+            if self._answers[draw.answer].joined:
+                self._answers[draw.answer].withheld = token
+                continue
             self._chosen(self._answers[draw.answer], self._answers[owners[draw.span]], token)
         # Outputs come first: the release of a long lease takes time, and can wait until the next
         # step is planned, while another one is computed.
@@ -277,10 +289,29 @@ class Scheduler:
             if answer.lease.state is LeaseState.LOST:
                 answer.lease.release()
                 answer.lease, answer.scheduled = None, 0
+                answer.joined, answer.withheld = False, None
                 answer.enter(Phase.WAITING)
+            elif answer.joined:
+                self._judge(answer)
             elif answer.phase is Phase.LOADING and answer.lease.state is LeaseState.READY:
                 self._begin(answer)
         self._release_ended()
+
+    def _judge(self, answer: Answer) -> None:
+        """Its blocks are verified: what was computed on them counts, or is computed again."""
+        assert answer.lease is not None
+        verdict = answer.lease.take_verdict()
+        if verdict is Verdict.HOLD:
+            return
+        token, answer.withheld = answer.withheld, None
+        answer.joined = False
+        if verdict is Verdict.ROLL_BACK:
+            self._begin(answer)
+            return
+        answer.enter(Phase.RUNNING)
+        answer.lease.commit(answer.tokens[answer.lease.token_count : answer.computed])
+        if token is not None:
+            self._chosen(answer, answer, token)
 
     def _begin(self, answer: Answer) -> None:
         """Its blocks are loaded: it can run, unless a handoff brings its prompt."""
@@ -320,6 +351,27 @@ class Scheduler:
             return
         ends = count == answer.left
         plan.add(answer, count, ends=ends)
+
+    def _join(self, answer: Answer, plan: PlannedStep) -> None:
+        """Computes on blocks that still arrive, where the step would hardly wait for them."""
+        lease, steps = answer.lease, self.cache.steps
+        count = plan.room_for(answer)
+        if lease is None or steps is None or answer.joined or plan.full or count < 1:
+            return
+        request = answer.request
+        if request.answers > 1 or answer.scores or not answer.handed:
+            return
+        if len(lease.block_table) * self.block_tokens < answer.scheduled + count:
+            return
+        loads = lease.loads
+        step_s = self.step_times.expected_s(plan.prompt_tokens + count) if plan.chunks else ALONE_S
+        if not loads or not step_s or not steps.joinable(loads, step_s=step_s):
+            return
+        lease.join()
+        answer.joined = True
+        plan.joins += loads
+        plan.add(answer, count, ends=count == answer.left)
+        self.joins += 1
 
     def _is_searching(self, answer: Answer) -> bool:
         """Whether a store has yet to say which blocks of a request it has; never for long."""
@@ -438,7 +490,15 @@ class Scheduler:
             self._answers[draw.answer].unknown += 1
         self._steps += 1
         offers = self._handoffs.take_offers()
-        step = Step(self._steps, spans, draws, offers=offers, handed=handed, scores=scores)
+        step = Step(
+            self._steps,
+            spans,
+            draws,
+            offers=offers,
+            handed=handed,
+            scores=scores,
+            joins=plan.joins,
+        )
         self._flying.append((step, owners))
         return step
 
@@ -457,6 +517,9 @@ class Scheduler:
         if answer.phase is Phase.ENDED or answer.lease is None:
             return
         answer.computed = span.stop
+        if answer.joined:
+            # Nothing is committed before the blocks are verified.
+            return
         if span.start < len(answer.request.prompt):
             answer.lease.commit(answer.tokens[answer.lease.token_count : span.stop])
         elif span.stop - answer.lease.token_count >= COMMITTED_BLOCKS * self.block_tokens:
@@ -480,7 +543,7 @@ class Scheduler:
     def _publish(self, answer: Answer) -> None:
         """Commits the full blocks of an answer that are not committed yet."""
         lease = answer.lease
-        if lease is None or lease.state is not LeaseState.READY:
+        if lease is None or answer.joined or lease.state is not LeaseState.READY:
             return
         full = answer.computed // self.block_tokens * self.block_tokens
         if full > lease.token_count:

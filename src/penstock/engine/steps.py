@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +13,7 @@ import msgspec
 from penstock.engine.batch import PREVIOUS, TokenSpan
 from penstock.engine.sampling_options import Sampled, TokenSampling  # noqa: TC001
 from penstock.handoff import HandoffOffer  # noqa: TC001
+from penstock.vocabulary.ids import OperationId  # noqa: TC001
 
 if TYPE_CHECKING:
     from penstock.engine.requests import Answer
@@ -76,6 +79,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The spans whose KV is handed over."""
     scores: list[Score] = []
     """Chunks whose log-probabilities are returned."""
+    joins: list[OperationId] = []
+    """Loads that its layers wait for; only with the rank in this process."""
 
 
 class FreedTier(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +124,29 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The counters of a rank that takes part in handoffs."""
 
 
+class StepTimes:
+    """How long steps take, by medians of the last ones."""
+
+    def __init__(self) -> None:
+        self._token_s: deque[float] = deque(maxlen=15)
+        self._decode_s: deque[float] = deque(maxlen=15)
+
+    def add(self, prefilled: int, decoded: int, seconds: float) -> None:
+        """A step has ended; one that is no clear case says nothing."""
+        if not prefilled:
+            self._decode_s.append(seconds)
+        elif prefilled > PREFILL_SHARE * (prefilled + decoded):
+            self._token_s.append(seconds / prefilled)
+
+    def expected_s(self, prefilled: int) -> float:
+        """For a step with so many tokens of prompts; 0 while nothing is known."""
+        decode_s = median(self._decode_s) if self._decode_s else 0.0
+        token_s = median(self._token_s) if self._token_s else 0.0
+        return decode_s + prefilled * token_s
+
+
+PREFILL_SHARE = 0.75
+"""Prefill speed is measured in steps in which at least this share of the tokens is prompts."""
 SCORED_TOKENS = 128
 """The most prompt tokens of a step whose log-probabilities are returned: each needs a row of logits
 as wide as the vocabulary."""
@@ -160,6 +188,8 @@ class PlannedStep:
     def __init__(self, tokens: int, requests: int) -> None:
         self.tokens_left = tokens
         self.chunks: list[Chunk] = []
+        self.joins: list[OperationId] = []
+        """Loads that it does not wait for before it begins."""
         self._scored_left = SCORED_TOKENS
         self._requests = requests
         self._names: set[int] = set()
@@ -182,6 +212,10 @@ class PlannedStep:
         self.tokens_left -= count
         if answer.scores:
             self._scored_left -= count
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks if chunk.count > 1)
 
     def in_batch_order(self) -> list[Chunk]:
         """Chunks of prompts first, single tokens of running answers last."""

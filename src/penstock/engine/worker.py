@@ -22,7 +22,7 @@ import torch
 
 from penstock.engine.batch import lay_out
 from penstock.engine.checkpoints import RankWeights, find_model
-from penstock.engine.model import Alone, Decoder, Ranks, Together
+from penstock.engine.model import Alone, Decoder, Ranks, Together, layer_waits
 from penstock.engine.rank_exchange import ExchangedRanks
 from penstock.engine.sampling import Named, SampledBatch, scored
 from penstock.engine.sharding import share_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.engine.checkpoints import ModelFiles
     from penstock.engine.cuda.memory import GpuMemory
     from penstock.engine.handoffs import RankHandoffs
-    from penstock.engine.model import Attention
+    from penstock.engine.model import Attention, LayerGates
     from penstock.engine.rank_exchange import RankExchange
     from penstock.engine.sharding import Share
     from penstock.engine.spec import InstanceSpec
@@ -112,9 +112,13 @@ class StepLane(Protocol):
         ...
 
     def forward(
-        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+        self,
+        decoder: Decoder,
+        batch: StepBatch,
+        kv: Sequence[torch.Tensor],
+        gates: LayerGates | None = None,
     ) -> torch.Tensor | None:
-        """The logits of a step that nobody watches."""
+        """The logits of a step that nobody watches; its layers wait for what has joined it."""
         ...
 
     def mark(self) -> StepMark:
@@ -142,10 +146,14 @@ class CpuLane:
         return sheet.sent(torch.device("cpu"))
 
     def forward(
-        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+        self,
+        decoder: Decoder,
+        batch: StepBatch,
+        kv: Sequence[torch.Tensor],
+        gates: LayerGates | None = None,
     ) -> torch.Tensor | None:
         """The logits of a step that nobody watches."""
-        return decoder.forward(batch, kv)
+        return decoder.forward(batch, kv, before_layer=layer_waits(gates, self.stream))
 
     def mark(self) -> StepMark:
         return self
@@ -294,9 +302,13 @@ class Worker:
     def _forward(self, step: Step, batch: StepBatch) -> torch.Tensor | None:
         lane = self._lane
         computed = None if self.handed is None else self.handed.begin(step, lane.stream)
+        gates = self.steps if self.steps is not None and self.steps.fills_layers else None
+        if gates is not None and step.joins:
+            gates.join(step.joins)
         if computed is None:
-            return lane.forward(self.decoder, batch, self.kv)
-        return self.decoder.forward(batch, self.kv, after_layer=computed)
+            return lane.forward(self.decoder, batch, self.kv, gates)
+        waits = layer_waits(gates, lane.stream)
+        return self.decoder.forward(batch, self.kv, before_layer=waits, after_layer=computed)
 
 
 def _scores(logits: torch.Tensor, step: Step, sheet: Sheet) -> list[Named]:

@@ -17,7 +17,7 @@ from penstock.cache.settings import DEVICE, HUB
 from penstock.errors import UnavailableError
 from penstock.movers.base import WAIT_S, Moved, WaitsForDevice
 from penstock.movers.table import mover_between
-from penstock.runtime.engine_steps import EngineSteps
+from penstock.runtime.engine_steps import EngineSteps, FillsLayers
 from penstock.tiers.base import GivesBack
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 DEVICE_SHARE = 16
 """How much less a byte that a device copies counts in a step's budget: 64 MiB of it are 1 GiB
 for a GPU, which PCIe 5 moves in 20 ms. The movers bound what is in flight themselves."""
+LAYERS_SHARE = 8 * DEVICE_SHARE
+"""The same for loads that come layer by layer: they are a call a layer, however long, and a step
+can join only what was submitted whole."""
 NOT_GIVEN_BACK = (
     "the KV is in memory of a GPU that belongs to the engine, which must be able to give it back: "
     "see TensorTier.memory"
@@ -80,6 +83,9 @@ class _MoverState:
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.device = mover if isinstance(mover, WaitsForDevice) else None
+        # A device copies by itself: submitting a byte costs far less than copying it.
+        by_layers = LAYERS_SHARE if isinstance(mover, FillsLayers) else DEVICE_SHARE
+        self.cheaper = 1 if self.device is None else by_layers
 
 
 class CopyExecutor:
@@ -146,10 +152,8 @@ class CopyExecutor:
         for state in self._states:
             if not state.mover.busy:
                 continue
-            # A device copies by itself: submitting a byte costs far less than copying it.
-            cheaper = 1 if state.device is None else DEVICE_SHARE
-            moved, spent = state.mover.poll(budget_bytes=max(0, budget_bytes) * cheaper)
-            budget_bytes -= spent // cheaper
+            moved, spent = state.mover.poll(budget_bytes=max(0, budget_bytes) * state.cheaper)
+            budget_bytes -= spent // state.cheaper
             for ended in moved:
                 self._waits_since = None
                 del self._mover_of[ended.operation]

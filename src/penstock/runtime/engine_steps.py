@@ -104,6 +104,11 @@ class EngineSteps:
         """Why the device's copies are submitted from Python, which takes longer; else empty."""
         return next((mover.without for mover in self._calling if mover.without), "")
 
+    @property
+    def fills_layers(self) -> bool:
+        """Whether loads arrive layer by layer, so that steps can join them."""
+        return self._filling is not None
+
     def guard(self, stream: int, slots: ArrayLike) -> bool:
         """What is submitted to the stream from now on may write these device blocks again.
 

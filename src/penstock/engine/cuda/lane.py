@@ -10,6 +10,8 @@ prompt tokens where a request continues a long prefix. A step is padded to the n
 rows that write nothing; its input is copied to where the graph reads it, and its logits stay where
 the graph leaves them until the next replay of the same shape.
 
+Where loads fill layer by layer, each layer waits for what has joined the step, also in a graph.
+
 Two rules. All work of a step begins and ends in one stream, so an event behind a step is behind all
 steps before it; that stream waits for the stream that attention uses beside it. And a graph holds
 addresses: it belongs to one model and the blocks it was captured with, and its output is used in
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from penstock.engine.batch import BatchShape, Sheet, StepBatch
+from penstock.engine.model import layer_waits
 from penstock.movers.cuda.marks import Marks
 from penstock.movers.cuda.streams import Bell, StreamEvent
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from penstock.engine.model import Decoder
+    from penstock.engine.model import Decoder, LayerGates
     from penstock.movers.cuda.marks import StreamMark
 
 HIGH = -1
@@ -69,11 +72,15 @@ class CudaLane:
         return batch
 
     def forward(
-        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+        self,
+        decoder: Decoder,
+        batch: StepBatch,
+        kv: Sequence[torch.Tensor],
+        gates: LayerGates | None = None,
     ) -> torch.Tensor | None:
         if self._graphs is not None and batch.shape is not None:
-            return self._graphs.replay(decoder, batch, kv)
-        return decoder.forward(batch, kv)
+            return self._graphs.replay(decoder, batch, kv, gates)
+        return decoder.forward(batch, kv, before_layer=layer_waits(gates, self.stream))
 
     def mark(self) -> StreamMark:
         return self._marks.make()
@@ -99,6 +106,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._captured: dict[BatchShape, _Captured] = {}
+        self._gates: LayerGates | None = None
         self._pool: object = None
 
     def shape_for(self, sheet: Sheet) -> BatchShape | None:
@@ -118,10 +126,20 @@ class StepGraphs:
         return BatchShape(rows, blocks, tail_rows, _blocks(tail.stop, sheet))
 
     def replay(
-        self, decoder: Decoder, batch: StepBatch, kv: Sequence[torch.Tensor]
+        self,
+        decoder: Decoder,
+        batch: StepBatch,
+        kv: Sequence[torch.Tensor],
+        gates: LayerGates | None,
     ) -> torch.Tensor:
-        """The logits of a step, in the current stream."""
+        """The logits of a step, in the current stream; layers wait for the gates they were given.
+
+        Graphs with the gates of another cache are captured again.
+        """
         assert batch.shape is not None
+        if gates is not self._gates:
+            self._captured.clear()
+            self._gates = gates
         captured = self._captured.get(batch.shape)
         if captured is None:
             captured = self._capture(decoder, batch.shape, kv)
@@ -135,7 +153,8 @@ class StepGraphs:
     ) -> _Captured:
         # All rows are padding, so nothing is written during warm-up and capture.
         empty = Sheet(kv[0].shape[2]).sent(decoder.device, shape)
-        decoder.forward(empty, kv)
+        waits = layer_waits(self._gates, torch.cuda.current_stream().cuda_stream)
+        decoder.forward(empty, kv, before_layer=waits)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph,
@@ -143,7 +162,7 @@ class StepGraphs:
             stream=torch.cuda.current_stream(),
             capture_error_mode="thread_local",
         ):
-            logits = decoder.forward(empty, kv)
+            logits = decoder.forward(empty, kv, before_layer=waits)
         assert logits is not None
         self._pool = graph.pool()
         return _Captured(graph, empty, logits)
