@@ -64,7 +64,13 @@ def cached(answer: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [("--instances", "2"), ("--tp", "2"), ("--prefill-tp", "2", "--decode-tp", "1")]
+    "options",
+    [
+        ("--instances", "2"),
+        # The pair below has two ranks as well.
+        pytest.param(("--tp", "2"), marks=pytest.mark.long),
+        ("--prefill-tp", "2", "--decode-tp", "1"),
+    ],
 )
 def test_every_instance_answers_as_a_server_that_began_with_the_new_weights(
     model_folder: Path, other_folder: Path, wanted: Any, options: tuple[str, ...]

@@ -164,7 +164,10 @@ def test_a_wrong_size_is_refused(server: Running, body: Any, message: str) -> No
     assert message in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("options", [(), ("--instances", "2")])
+# Two instances share a disk, so they show what one does.
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.long), ("--instances", "2")]
+)
 def test_a_disk_is_resized_while_requests_are_answered(
     model_folder: Path, tmp_path: Path, always_load: tuple[str, str], options: tuple[str, ...]
 ) -> None:

@@ -27,6 +27,8 @@ STRANGERS = {**FOLLOWERS, "seed": 8}
 FEWER = crowd(12, 12, 160, max_tokens=48, seed=7)
 THREE = {**FOLLOWERS, "lengths": FOLLOWERS["lengths"][:3]}
 SHORTER_CROWD = crowd(13, 32, 120, max_tokens=24, seed=5)
+SMALLER_CROWD = crowd(13, 10, 120, max_tokens=24, seed=5)
+"""For the trained model, which is much larger than the others."""
 LONG = generate(max_tokens=3 * BLOCK)
 
 KINDS = {
@@ -51,7 +53,7 @@ ACTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "latent": KINDS,
     "hybrid": {**KINDS, "crowd": SHORTER_CROWD},
-    "smollm2": {**KINDS, "crowd": SHORTER_CROWD},
+    "smollm2": {**KINDS, "crowd": SMALLER_CROWD},
 }
 # vLLM's kernels for latent attention need bfloat16 on the CPU, where the same tokens computed in
 # other pieces differ in the third digit of KV, and in most answers after a few tokens. So requests

@@ -48,18 +48,27 @@ def bench(served: tuple[Running, Path], results: Path, *options: str) -> Any:
     return json.loads((results / "told.json").read_text())
 
 
+COMPLETIONS = ("--backend", "openai", "--endpoint", "/v1/completions", "--ignore-eos")
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ("--backend", "openai", "--endpoint", "/v1/completions", "--ignore-eos"),
-        ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--ignore-eos"),
-        (
-            *("--backend", "openai", "--endpoint", "/v1/completions", "--ignore-eos"),
-            *("--temperature", "0.7", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.05"),
-            *("--repetition-penalty", "1.1", "--logprobs", "2"),
+        # Those with sampling are completions as well.
+        pytest.param(COMPLETIONS, id="completions", marks=pytest.mark.long),
+        pytest.param(
+            ("--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--ignore-eos"),
+            id="chat",
+        ),
+        pytest.param(
+            (
+                *COMPLETIONS,
+                *("--temperature", "0.7", "--top-k", "20", "--top-p", "0.9", "--min-p", "0.05"),
+                *("--repetition-penalty", "1.1", "--logprobs", "2"),
+            ),
+            id="sampling",
         ),
     ],
-    ids=["completions", "chat", "sampling"],
 )
 def test_vllm_bench_serve_is_answered(
     served: tuple[Running, Path], tmp_path: Path, options: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Other models than a Llama with 32 requests at once and a pool too small for them.
+"""Other models than a Llama with many requests at once and a pool too small for them.
 
 `test_pressure.py` does the same with a Llama, and more. Latent attention is not here: what its
 kernels compute depends on what else is computed in the same step, so that plain vLLM does not
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from comparing import TAMPERED, agree, cached, counted, generate
-from references import SHORTER_CROWD
+from references import SHORTER_CROWD, SMALLER_CROWD
 
 if TYPE_CHECKING:
     from conftest import Plain, Results, Run
@@ -76,14 +76,25 @@ def test_events_tell_the_groups_of_a_block_as_vllm_does(hybrid: tuple[Results, R
 
 @pytest.fixture(scope="module")
 def trained(run: Run, plain_vllm: Plain) -> tuple[Results, Results]:
-    acts = [SHORTER_CROWD, SHORTER_CROWD]
-    results, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
+    acts = [SMALLER_CROWD, SMALLER_CROWD]
+    results, _ = run("smollm2", acts, connector=TAMPERED, pool=16, **SMALL)
     return [plain_vllm("smollm2")["crowd"]], results
 
 
 def test_a_trained_model_under_pressure_says_the_same(trained: tuple[Results, Results]) -> None:
-    plain, results = trained
+    require_the_same_under_pressure(*trained)
 
+
+@pytest.mark.long
+def test_a_trained_model_in_a_large_crowd_says_the_same(run: Run) -> None:
+    plain, _ = run("smollm2", [SHORTER_CROWD])
+    acts = [SHORTER_CROWD, SHORTER_CROWD]
+    results, _ = run("smollm2", acts, connector=TAMPERED, pool=20, **SMALL)
+
+    require_the_same_under_pressure(plain, results)
+
+
+def require_the_same_under_pressure(plain: Results, results: Results) -> None:
     assert results[1]["metrics"]["vllm:num_preemptions"] > 0
     assert counted(results[1], "tokens_loaded") > 0
     assert agree(results[0], plain[0])
