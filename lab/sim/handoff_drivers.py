@@ -57,15 +57,20 @@ class Drivers:
     def _is_over(self, life: Life) -> bool:
         return self._world.actors[life.name].identity.life != life
 
-    def _is_given_up(self, source: Life, write: WriteId) -> bool:
-        """Whether its rank has abandoned a write, before or after it was posted."""
-        posting = self._world.prefill_rank(source.name).writes.get(write)
-        return posting is None or (posting.abandoned and posting.phase is Phase.ASKED)
+    def _is_given_up(self, source: Life, write: ef.Write) -> bool:
+        """Whether its rank has abandoned a write, before or after it was posted.
+
+        A part of a prompt that is computed anew is asked for again under the same name.
+        """
+        posting = self._world.prefill_rank(source.name).writes.get(write.write)
+        if posting is None or posting.write is not write:
+            return True
+        return posting.abandoned and posting.phase is Phase.ASKED
 
     # ---------------------------------------------------------------- writes
 
     def _post(self, source: Life, write: ef.Write) -> None:
-        if self._is_over(source) or self._is_given_up(source, write.write):
+        if self._is_over(source) or self._is_given_up(source, write):
             return
         target = self._world.decode_rank(write.write.target.name)
         gone = target.identity.life != write.write.target
@@ -82,15 +87,18 @@ class Drivers:
         """What was not read in time is over; what was posted may have been read."""
         if self._is_over(source):
             return
-        posting = self._world.prefill_rank(source.name).writes.get(write)
-        if posting is None or posting.phase is Phase.LANDED:
+        rank = self._world.prefill_rank(source.name)
+        posting = rank.writes.get(write)
+        if posting is None or posting.phase is Phase.LANDED or not posting.abandoned:
             return
-        if posting.phase is Phase.ASKED or self._rng.random() < 0.5:
+        # Of a prompt that is computed anew, what was posted goes on.
+        let_go = write.handoff not in rank.machine.prompts
+        if posting.phase is Phase.ASKED or (let_go and self._rng.random() < 0.5):
             self._world.give(source.name, do.GiveUp(write))
 
     def _land(self, source: Life, write: ef.Write) -> None:
         """A posted write lands, fails, or finds its poster or its target dead."""
-        if self._is_over(source) or self._is_given_up(source, write.write):
+        if self._is_over(source) or self._is_given_up(source, write):
             return  # It is a ghost now, or nobody writes it any more.
         name = write.write
         target = self._world.decode_rank(name.target.name)

@@ -71,6 +71,22 @@ class Engines:
             self._compute(rank, handoff)
         if self._rng.random() < self._weather.cancel:
             world.after(self._rng.uniform(0.0, 2.0), self._cancel, PREFILL, handoff, 0)
+        if self._weather.preempt and self._rng.random() < self._weather.preempt:
+            world.after(self._rng.uniform(0.0, 0.5), self._preempt, handoff)
+
+    def _preempt(self, handoff: str) -> None:
+        """The prefill engine gives the blocks of a prompt to others, and computes it anew."""
+        scheduler = self._world.prefill_scheduler
+        if (handoff, 0) not in scheduler.open or handoff in scheduler.tokens:
+            return
+        self._world.note("preemption")
+        for rank in self._world.scene.prefill_ranks:
+            actor = self._world.prefill_rank(rank)
+            if actor.owners.get(handoff) == scheduler.identity.life.incarnation:
+                was_computed = actor.is_computed(handoff)
+                self._world.give(rank, do.Restart(handoff))
+                if was_computed:
+                    self._compute(rank, handoff)
 
     def _compute(self, rank: str, handoff: str) -> None:
         delay_s = self._weather.layer_s * self._rng.expovariate(1.0) * self._world.slowness(rank)

@@ -25,6 +25,7 @@ FAULT_KINDS = (
     "message twice",
     "part corrupt",
     "partition",
+    "preemption",
     "rank dies",
     "request lost",
     "scheduler dies",

@@ -18,6 +18,7 @@ from penstock.handoff.protocol.settings import HandoffBounds, HandoffSettings, H
 CALM_SHARE = 0.25
 SLOW_LINK_SHARE = 0.15
 LONG_CUT_SHARE = 0.25
+PREEMPTING_SHARE = 0.15
 _LINK_DRAWS = 0x51_0E_1A_6B_2D_44_93_07
 AMPLE_S = 4000.0
 """Thirty resends at the longest cap (128 s): so many are not all lost, not even at 30 % loss. With
@@ -60,6 +61,8 @@ class HandoffWeather:
     write_failure: float
     cancel: float
     """Each engine, for itself."""
+    preempt: float
+    """The prefill engine loses the blocks of a prompt, and computes it anew."""
     withdraw: float
     insistence: float
     """The decode engine claims again what was not delivered."""
@@ -116,6 +119,7 @@ def draw_handoff_weather(rng: Random) -> HandoffWeather:
         crash_count=count(0.4, 3),
         partition_count=count(0.3, 2),
         long_cut=link.random() < LONG_CUT_SHARE,
+        preempt=0.5 if link.random() < PREEMPTING_SHARE and not calm else 0.0,
         suspicion_count=count(0.3, 3),
         fence_on_death=rng.random() < 0.3,
     )

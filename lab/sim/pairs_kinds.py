@@ -32,8 +32,8 @@ FAULT_KINDS = (
 )
 
 PAIRS_KINDS = Kinds(
-    # A scheduler does not start again without its ranks, so no write has to be given up.
-    events=tuple(kind for kind in EVENT_KINDS if kind not in {"Withdraw", "GiveUp"}),
+    # A scheduler does not start again without its ranks, nor a prompt, so no write is given up.
+    events=tuple(kind for kind in EVENT_KINDS if kind not in {"Withdraw", "GiveUp", "Restart"}),
     faults=FAULT_KINDS,
     copy_word="handoff",
     copies=tuple(kind for kind in HANDOFF_KINDS.copies if kind != "decode withdrawn"),

@@ -109,7 +109,7 @@ def draw_pairs_weather(rng: Random) -> PairsWeather:
     """The weather of one seed."""
     drawn = draw_handoff_weather(rng)
     calm = drawn.calm
-    base = replace(drawn, withdraw=0.0, insistence=0.0, misrouting=0.0)
+    base = replace(drawn, withdraw=0.0, insistence=0.0, misrouting=0.0, preempt=0.0)
 
     def count(chance: float, most: int, *, also_calm: bool = False) -> int:
         number = rng.randint(1, most) if rng.random() < chance else 0

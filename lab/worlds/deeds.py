@@ -83,6 +83,12 @@ class Progress(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class Restart(msgspec.Struct, frozen=True):
+    """A rank has lost the blocks of a prompt, which is computed anew."""
+
+    handoff: str
+
+
 class FirstToken(msgspec.Struct, frozen=True):
     """The prompt is computed."""
 
@@ -196,6 +202,7 @@ Deed = (
     | Many
     | Prefill
     | Progress
+    | Restart
     | FirstToken
     | Submit
     | Leave

@@ -155,13 +155,8 @@ class PrefillRankActor(Actor[PrefillRank]):
                     now=now,
                     scheduler=scheduler,
                 )
-            case do.Progress(handoff=handoff, layer=layer, tokens=tokens):
-                self._reuse_blocks(self.owners[handoff])
-                first = self.scene.layers_of(self.name, handoff).start
-                marks = list(self.computed[handoff])
-                marks[layer - first] = tokens
-                self.computed[handoff] = tuple(marks)
-                return self.machine.progress(handoff, layer=layer, tokens=tokens, now=now)
+            case do.Progress() | do.Restart():
+                return self._compute(deed, now)
             case do.Observe(write=write):
                 assert self.writes.pop(write).phase is Phase.LANDED
                 return self.machine.write_done(write, now)
@@ -182,6 +177,17 @@ class PrefillRankActor(Actor[PrefillRank]):
             case _:
                 self._go_on(deed)
                 return []
+
+    def _compute(self, deed: do.Progress | do.Restart, now: float) -> Effects:
+        handoff, marks = deed.handoff, list(self.computed[deed.handoff])
+        if isinstance(deed, do.Restart):
+            self.computed[handoff] = (0,) * len(marks)
+            return self.machine.restart(handoff, now)
+        self._reuse_blocks(self.owners[handoff])
+        first = self.scene.layers_of(self.name, handoff).start
+        marks[deed.layer - first] = deed.tokens
+        self.computed[handoff] = tuple(marks)
+        return self.machine.progress(handoff, layer=deed.layer, tokens=deed.tokens, now=now)
 
     def _lose_links(self, now: float) -> Effects:
         """No write is observed to be done any more; those that were posted may land yet."""

@@ -33,6 +33,7 @@ _WORDS = {
     do.Many: "in one step",
     do.Prefill: "begins to compute",
     do.Progress: "has computed",
+    do.Restart: "has lost the blocks of",
     do.FirstToken: "has the first token",
     do.Submit: "posts",
     do.Leave: "write lands",

@@ -16,8 +16,10 @@ from penstock.connectors.base.statistics import PrefillTimer
 from penstock.connectors.base.worker import WorkerConnector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    from tests.connectors.handoff_pair import Engine
 
 TOKENS = 4
 NULL = 0
@@ -216,3 +218,29 @@ def make_request() -> type[FakeRequest]:
 @pytest.fixture
 def make_pool() -> type[FakePool]:
     return FakePool
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Engine]]:
+    """Opens engines that hand prompts over, and closes them."""
+    from tests.connectors.handoff_pair import Engine  # noqa: PLC0415 - needs torch
+
+    engines: list[Engine] = []
+
+    def open_engine(name: str, **how: Any) -> Engine:
+        engines.append(Engine(name, **how))
+        return engines[-1]
+
+    yield open_engine
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def prefill(opened: Callable[..., Engine]) -> Engine:
+    return opened("prefill")
+
+
+@pytest.fixture
+def decode(opened: Callable[..., Engine]) -> Engine:
+    return opened("decode")

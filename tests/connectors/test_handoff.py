@@ -1,240 +1,27 @@
-"""Two engines in one process whose prompts are handed over: threads, listeners and KV are real."""
+"""Prompts that one engine computes and another answers: handed over, or computed by decode."""
 
 from __future__ import annotations
 
-import random
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.connectors.base.engine import (
-    LayerGroup,
-    ServedEngine,
-    handed_layers,
-    handed_tiers,
-    tier_of,
+from tests.connectors.conftest import TOKENS, FakeRequest
+from tests.connectors.handoff_pair import (
+    NULL,
+    PROMPT,
+    TWO_GROUPS,
+    answered,
+    asked,
+    kv_of,
+    of_layer,
+    until,
 )
-from penstock.connectors.base.statistics import Counters
-from penstock.connectors.handoff.rank import RankSides
-from penstock.connectors.handoff.requests import HandoffRequests
-from penstock.connectors.handoff.scheduler import SchedulerHandoffs
-from penstock.connectors.handoff.thread import HandoffThread
-from penstock.transport.waiting import wait_readable
-from penstock.vocabulary.layers import GroupKind
-from tests.connectors.conftest import TOKENS, FakePool, FakeRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
-    from penstock.connectors.base.engine import HandedLayer
-    from penstock.connectors.handoff.requests import HandoffStep
-    from penstock.tiers.tensors import TensorTier
-
-torch = pytest.importorskip("torch")
-
-LAYERS, BLOCKS, HEADS = 3, 16, 4
-NULL = 0
-"""The block that stands for those that have left a window."""
-SOON_S = 120.0
-PROMPT = [100 + number for number in range(10)]
-"""Two blocks and a half."""
-
-
-class Engine:
-    """One engine: the requests of its scheduler, the KV of its rank, and both their threads."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        weights: str = "v1",
-        ranks: int = 1,
-        by_head: bool = True,
-        groups: Sequence[Sequence[int]] = (range(LAYERS),),
-    ) -> None:
-        """Opens it; KV groups with these layers, of which all but the first have windows."""
-        heads = HEADS // ranks
-        self._group_of = {layer: at for at, group in enumerate(groups) for layer in group}
-        shape = (BLOCKS, heads, TOKENS, 8)
-        self.kv = [
-            [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(ranks)
-        ]
-        """A tensor for each rank and layer."""
-        described = [_described(rank, self.kv, groups, by_head=by_head) for rank in range(ranks)]
-        self.ranks = [
-            RankSides(name, rank, tiers, layers) for rank, (tiers, layers) in enumerate(described)
-        ]
-        addresses = [rank.addresses for rank in self.ranks]
-        self._rank_threads = [
-            HandoffThread(f"{name}/{number}", rank) for number, rank in enumerate(self.ranks)
-        ]
-        handoffs = SchedulerHandoffs(
-            name, addresses, model="toy", weights=weights, version="test 1"
-        )
-        self._handoffs = handoffs
-        self.address = handoffs.address
-        self.pool = FakePool(BLOCKS)
-        self.counters = Counters()
-        self.requests = HandoffRequests(
-            HandoffThread(name, handoffs),
-            handoffs,
-            self.pool,
-            counters=self.counters,
-            block_tokens=TOKENS,
-            address=handoffs.address,
-            answer={"remote_engine_id": name},
-            prefills=True,
-            decodes=True,
-            null_block=NULL if len(groups) > 1 else None,
-        )
-
-    def step(
-        self,
-        scheduled: dict[str, int] | None = None,
-        blocks: Sequence[int] = (),
-        preempted: Sequence[str] = (),
-        more: Sequence[Sequence[int]] = (),
-    ) -> HandoffStep | None:
-        """A step of the engine, as every worker of it sees it; `more` blocks of other KV groups."""
-        tables = [list(blocks), *more]
-        step = self.requests.plan_step(scheduled or {}, lambda _: tables, preempted)
-        for thread, rank in zip(self._rank_threads, self.ranks, strict=True):
-            if step is not None and step.restarted:
-                thread.post(rank.restart, step.restarted)
-            if step is not None and step.computed:
-                for layer in range(LAYERS):
-                    thread.post(rank.computed, step.computed, layer)
-        return step
-
-    def prefill(
-        self, request: FakeRequest, blocks: Sequence[int], *more: Sequence[int]
-    ) -> dict[str, Any]:
-        """Computes a prompt to its end, in one step, and answers it."""
-        self.fill(request.all_token_ids, blocks, *more)
-        self.requests.expect(request)
-        self.step({request.request_id: request.num_tokens}, blocks, more=more)
-        return self.answer(request)
-
-    def answer(self, request: FakeRequest) -> dict[str, Any]:
-        request.all_token_ids.append(7)
-        params = self.requests.finish(request, completed=True)
-        assert params is not None
-        return params
-
-    def fill(self, tokens: Sequence[int], *tables: Sequence[int]) -> None:
-        """What a model would write: something of each token, layer and head."""
-        own = HEADS // len(self.kv)
-        for rank, layers in enumerate(self.kv):
-            for layer, tensor in enumerate(layers):
-                blocks = tables[self._group_of[layer]]
-                for position, token in enumerate(tokens):
-                    block, place = divmod(position, TOKENS)
-                    for head in range(own):
-                        number = (token + layer + 50 * (rank * own + head)) % 251
-                        tensor[blocks[block], head, place] = number
-
-    def claim(self, request: FakeRequest, *tables: Sequence[int], computed: int = 0) -> None:
-        """A request is queued and gets blocks for what another engine computes."""
-        self.requests.expect(request)
-        external = self.requests.find_tokens(request, computed)
-        # With a window, the last token is computed here.
-        assert external == len(PROMPT) - computed - (len(tables) > 1)
-        self.requests.start_claim(request, tables, external)
-
-    def ended(self) -> HandoffStep:
-        """Steps until a claim has ended."""
-        return until(lambda: step if (step := self.step()) and step.received else None)
-
-    def released(self) -> bool:
-        """Steps until no block is pinned."""
-        return until(lambda: self.step() is None and not self.pool.pinned)
-
-    def close(self) -> None:
-        self.requests.close()
-        for thread in self._rank_threads:
-            thread.close()
-
-
-def _described(
-    rank: int, kv: list[list[Any]], groups: Sequence[Sequence[int]], *, by_head: bool
-) -> tuple[list[TensorTier], dict[int, HandedLayer]]:
-    """The KV of a rank, as the connector of an engine on a CPU describes it."""
-    names = [f"layers.{number}" for number in range(LAYERS)]
-    served = ServedEngine(
-        name="e",
-        groups=tuple(
-            LayerGroup(
-                kind=GroupKind.SLIDING if at else GroupKind.ATTENTION,
-                layer_names=tuple(names[layer] for layer in group),
-                block_tokens=TOKENS,
-                channels=0,
-            )
-            for at, group in enumerate(groups)
-        ),
-        block_count=BLOCKS,
-        rank_count=len(kv),
-        rank=rank,
-        kv_heads=HEADS,
-    )
-    tier = tier_of(served, dict(zip(names, kv[rank], strict=True)), lambda _: "toy blocks")
-    heads = dict.fromkeys(range(LAYERS), "toy heads") if by_head else {}
-    return handed_tiers(served, tier, heads), handed_layers(tier.layout)
-
-
-def until(done: Callable[[], Any]) -> Any:
-    """Asks until something is there; threads go on meanwhile."""
-    deadline = time.monotonic() + SOON_S
-    while not (found := done()):
-        assert time.monotonic() < deadline, "it did not happen"
-        wait_readable(NEVER, time.monotonic() + 0.002)
-    return found
-
-
-NEVER = torch.multiprocessing.Pipe()[0].fileno()
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def open_engine(name: str, **how: Any) -> Engine:
-        engines.append(Engine(name, **how))
-        return engines[-1]
-
-    yield open_engine
-    for engine in engines:
-        engine.close()
-
-
-@pytest.fixture
-def prefill(opened: Callable[..., Engine]) -> Engine:
-    return opened("prefill")
-
-
-@pytest.fixture
-def decode(opened: Callable[..., Engine]) -> Engine:
-    return opened("decode")
-
-
-def asked(name: str = "asked", **own: str) -> FakeRequest:
-    return FakeRequest(name, PROMPT, kv_transfer_params={"do_remote_decode": True, "penstock": own})
-
-
-def answered(prefill: Engine, handoff: str) -> FakeRequest:
-    own = {"handoff": handoff, "address": prefill.address}
-    return FakeRequest(
-        "answered", PROMPT, kv_transfer_params={"do_remote_prefill": True, "penstock": own}
-    )
-
-
-def kv_of(engine: Engine, blocks: Sequence[int]) -> list[list[int]]:
-    """Of each layer what all ranks together have of a prompt, token after token."""
-    found = []
-    for layers in zip(*engine.kv, strict=True):
-        whole = torch.cat([tensor[list(blocks)] for tensor in layers], dim=1)
-        found.append(whole.transpose(1, 2).flatten()[: len(PROMPT) * HEADS * 8].tolist())
-    return found
+    from tests.connectors.handoff_pair import Engine
 
 
 def test_a_prompt_is_handed_over_after_it_was_answered(prefill: Engine, decode: Engine) -> None:
@@ -312,8 +99,8 @@ def test_ranks_of_engines_with_other_numbers_of_them_get_their_heads(
     prefill, decode = opened("prefill", ranks=prefilling), opened("decode", ranks=decoding)
     params = prefill.prefill(asked(), [3, 1, 2])
     second = asked("second", handoff="h-2")
-    prefill.requests.expect(second)
     second.all_token_ids = second.all_token_ids[::-1]
+    prefill.requests.expect(second)
     prefill.fill(second.all_token_ids, [4, 5, 6])
 
     decode.claim(FakeRequest("answered", PROMPT, kv_transfer_params=params), [7, 8, 9])
@@ -328,16 +115,6 @@ def test_ranks_of_engines_with_other_numbers_of_them_get_their_heads(
     assert kv_of(decode, [7, 8, 9]) == kv_of(prefill, [3, 1, 2])
     assert kv_of(decode, [10, 11, 12]) == kv_of(prefill, [4, 5, 6])
     assert prefill.released()
-
-
-TWO_GROUPS = [[0, 2], [1]]
-"""A layer with a window between two without."""
-
-
-def of_layer(engine: Engine, layer: int, blocks: Sequence[int]) -> list[int]:
-    return (
-        torch.cat([layers[layer][list(blocks)] for layers in engine.kv], dim=1).flatten().tolist()
-    )
 
 
 @pytest.mark.parametrize(("prefilling", "decoding"), [(1, 1), (2, 1)])
@@ -519,66 +296,3 @@ def test_the_kv_of_another_prompt_is_never_taken(prefill: Engine, decode: Engine
 
     assert decode.ended().failed == {"answered"}
     assert prefill.released()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_handoffs_that_are_aborted_anywhere_end_once_and_leave_nothing(
-    prefill: Engine, decode: Engine, seed: int
-) -> None:
-    draw = random.Random(seed)
-    ended: dict[str, bool] = {}
-    for number in range(30):
-        name, source, target = f"h-{number}", [3, 1, 2], [7, 8, 9]
-        wanted, given = answered(prefill, name), asked(name, handoff=name)
-        prompt = [draw.randrange(1000) for _ in PROMPT]
-        wanted.all_token_ids, given.all_token_ids = [*prompt], [*prompt]
-        prefill.fill(prompt, source)
-        prefill.requests.expect(given)
-        decode.requests.expect(wanted)
-        acts = ["claim", "compute", draw.choice(["answer", "abort prefill"])]
-        if draw.random() < 0.5:
-            acts.insert(draw.randrange(len(acts)), "abort decode")
-        if draw.random() < 0.5:
-            acts.remove("claim")
-            acts.append("claim")
-        done = _carry_out(acts, prefill, decode, wanted, given, source, target)
-        if "claim" in done:
-            step = decode.ended()
-            assert step.received == {"answered"}
-            ended[name] = not step.failed
-            if ended[name]:
-                assert kv_of(decode, target) == kv_of(prefill, source)
-        else:
-            decode.requests.finish(wanted, completed=False)
-        assert prefill.released()
-
-    assert any(ended.values())
-    assert not all(ended.values())
-
-
-def _carry_out(
-    acts: list[str],
-    prefill: Engine,
-    decode: Engine,
-    wanted: FakeRequest,
-    given: FakeRequest,
-    source: list[int],
-    target: list[int],
-) -> list[str]:
-    """Does these things in their order, as far as an engine would: which ones were done."""
-    done: list[str] = []
-    for act in acts:
-        if act == "claim" and "abort decode" not in done:
-            decode.claim(wanted, target)
-        elif act == "compute":
-            prefill.step({given.request_id: len(PROMPT)}, source)
-        elif act == "answer":
-            prefill.answer(given)
-        elif act == "abort prefill":
-            prefill.requests.finish(given, completed=False)
-        elif act == "abort decode":
-            decode.requests.finish(wanted, completed=False)
-        else:
-            continue
-        done.append(act)
-    return done

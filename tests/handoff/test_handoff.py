@@ -74,6 +74,34 @@ def test_a_rank_gets_the_last_blocks_that_it_names(engines: Engines) -> None:
     assert engines.decode.statistics().bytes == 2 * sum(each[0].nbytes for each in engines.source)
 
 
+def test_a_prompt_goes_over_step_by_step_and_from_other_blocks_when_it_is_computed_anew(
+    engines: Engines,
+) -> None:
+    engines.meet()
+    engines.decode.claim_by_rank("r", PROMPT, slots=[[5, 6, 7]], part_tokens=BLOCK)
+    engines.prefill.offer_by_rank("r", PROMPT, slots=[[]], first_blocks=[0])
+    meeting = engines.decode.statistics().parts
+    for blocks in engines.source:
+        blocks[[0, 3, 4]] = np.array([1, 2, 3])[:, None, None]
+
+    engines.prefill.extend("r", [0])
+    engines.prefill.computed({"r": BLOCK})
+    engines.until(lambda: engines.decode.statistics().parts > meeting)
+    sent = engines.prefill.early_bytes
+    engines.prefill.restart("r")
+    for blocks in engines.source:
+        blocks[0] = 9
+        blocks[2] = 1
+    engines.prefill.extend("r", [2, 3, 4])
+    engines.prefill.computed({"r": len(PROMPT)})
+    engines.prefill.first_token("r", 42)
+    engines.finish()
+
+    assert outcomes(engines)["decode"] == ["delivered"]
+    assert all((blocks[[5, 6, 7], 0, 0] == [1, 2, 3]).all() for blocks in engines.target)
+    assert sent == sum(blocks[0].nbytes for blocks in engines.source)
+
+
 def test_a_block_that_a_rank_has_no_more_fails_its_handoff(engines: Engines) -> None:
     engines.decode.claim_by_rank("r", PROMPT, slots=[[5, 6, 7]])
     engines.prefill.offer_by_rank("r", PROMPT, slots=[[1, 2]])
@@ -386,6 +414,21 @@ WRONG: list[tuple[Callable[[Engines], object], str]] = [
         lambda e: e.prefill.offer_by_rank("r", PROMPT, slots=[[1, 2, 3, 4]]),
         r"slots\[0\] are 4, must be at most 3",
     ),
+    (
+        lambda e: e.prefill.offer_by_rank("r", PROMPT, slots=[[1, 2]], first_blocks=[2]),
+        r"first_blocks\[0\] is 2, must be an int from 0 to 1",
+    ),
+    (
+        lambda e: e.prefill.offer_by_rank("r", PROMPT, slots=[[]], first_blocks=[0, 0]),
+        "first_blocks are for 2 ranks, must be for 1",
+    ),
+    (
+        lambda e: e.decode.claim_by_rank("r", PROMPT, slots=[[1, 2, 3]], part_tokens=0),
+        "part_tokens is 0, must be an int of at least 1",
+    ),
+    (lambda e: e.prefill.extend("x", [1]), "handoff is 'x', which was never admitted"),
+    (lambda e: e.prefill.extend("x", [1.5]), r"slots\[0\] is 1.5, must be an int"),
+    (lambda e: e.prefill.restart("x"), "handoff is 'x', which was never admitted"),
     (lambda e: e.prefill.computed({"x": 1}), "handoff is 'x', which was never admitted"),
     (lambda e: e.prefill.computed("x"), "tokens is 'x', must map handoffs to token counts"),
     (lambda e: e.prefill.first_token("r", 1.5), "token is 1.5, must be an int"),

@@ -21,8 +21,21 @@ REFUSALS = (ValueError, PenstockError, IndexFails)
 PROMPT = [1, 2, 3]
 CALLS: dict[str, dict[str, Any]] = {
     "prefill.offer": {"tokens": PROMPT, "slots": [0], "cached_tokens": 0, "origin": ""},
-    "prefill.offer_by_rank": {"tokens": PROMPT, "slots": [[0]], "origin": ""},
-    "decode.claim_by_rank": {"tokens": PROMPT, "slots": [[0]], "origin": "", "epoch": 1},
+    "prefill.offer_by_rank": {
+        "tokens": PROMPT,
+        "slots": [[0]],
+        "first_blocks": [0],
+        "origin": "",
+    },
+    "prefill.extend": {"slots": []},
+    "prefill.restart": {},
+    "decode.claim_by_rank": {
+        "tokens": PROMPT,
+        "slots": [[0]],
+        "origin": "",
+        "epoch": 1,
+        "part_tokens": BLOCK,
+    },
     "decode.claim": {"tokens": PROMPT, "slots": [0], "cached_tokens": 0, "origin": "", "epoch": 1},
     "prefill.first_token": {"token": 1, "drafts": ()},
     "prefill.computed": {"tokens": None, "layer": 0, "stream": None},

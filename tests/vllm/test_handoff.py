@@ -39,7 +39,7 @@ def pair(run: Run) -> Results:
     """What a pair answered in each act."""
     acts = [{"lengths": LENGTHS, **act} for act in ACTS.values()]
     # The prefill engine computes the prompts in pieces.
-    pieces = {"max_num_batched_tokens": 4 * BLOCK}
+    pieces = {"max_num_batched_tokens": 2 * BLOCK}
     results, _ = run("llama", acts, both={"connector": PENSTOCK}, prefill=pieces, decode={})
     return dict(zip(ACTS, results, strict=True))
 

@@ -110,6 +110,7 @@ class DecodeHandoff(EngineHandoff):
         origin: str = "",
         epoch: int = 1,
         timeout_s: float | None = None,
+        part_tokens: int | None = None,
     ) -> None:
         """Claims a prompt whose blocks are to lie elsewhere on each rank: `claim`, with that.
 
@@ -121,6 +122,8 @@ class DecodeHandoff(EngineHandoff):
             origin: What the KV depends on besides model, weights and prompt.
             epoch: 1; a higher number for each claim that follows a `withdraw`.
             timeout_s: It fails after this many seconds.
+            part_tokens: KV is sent in parts of at most so many tokens: what the prefill engine
+                computes in a step, so that a longer prompt is sent step by step.
 
         Raises:
             ValueError, UnavailableError, CapacityError: As `claim`.
@@ -134,7 +137,8 @@ class DecodeHandoff(EngineHandoff):
             slot_count=self._slot_count,
         )
         cached = [(count - len(each)) * size if len(each) else len(words) for each in blocks]
-        self._claim(handoff, words, blocks, cached, origin, epoch, timeout_s)
+        most = None if part_tokens is None else as_int("part_tokens", part_tokens, 1)
+        self._claim(handoff, words, blocks, cached, origin, epoch, timeout_s, most)
 
     def _claim(
         self,
@@ -145,6 +149,7 @@ class DecodeHandoff(EngineHandoff):
         origin: object,
         epoch: object,
         timeout_s: object,
+        part_tokens: int | None = None,
     ) -> None:
         name, number = as_text("handoff", handoff), as_int("epoch", epoch, 1)
         source, ranks = self._plan.source_tokens, self._engine.machine.ranks
@@ -159,6 +164,7 @@ class DecodeHandoff(EngineHandoff):
                 cached_tokens=dict(zip(ranks, cached_tokens, strict=True)),
                 epoch=number,
                 patience_s=patience_s,
+                part_tokens=part_tokens,
             )
             self._begin(name, len(words) - min(cached_tokens))
 

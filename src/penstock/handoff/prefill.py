@@ -29,6 +29,7 @@ from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 from penstock.handoff.handoff import (
     EngineHandoff,
+    Handoff,
     HandoffRank,
     Opening,
     OpeningOptions,
@@ -69,7 +70,8 @@ class HandoffOffer(msgspec.Struct, frozen=True, array_like=True):
     scheduler: int
     """The life of the engine that offers it."""
     first_block: int = 0
-    """The block of the prompt that `slots` begin with; the rank has none before it."""
+    """The block of the prompt that `slots` begin with; the rank has none before it. Slots of the
+    last blocks may follow: `ComputingHandoff.extend`."""
 
 
 class PrefillHandoff(EngineHandoff):
@@ -132,6 +134,7 @@ class PrefillHandoff(EngineHandoff):
         tokens: Tokens,
         *,
         slots: Sequence[Sequence[int]],
+        first_blocks: Sequence[int] | None = None,
         origin: str = "",
         timeout_s: float | None = None,
     ) -> list[HandoffOffer]:
@@ -142,21 +145,20 @@ class PrefillHandoff(EngineHandoff):
             tokens: The prompt.
             slots: For each rank, a block of its KV for each of the prompt's *last* blocks. Blocks
                 before them have left the window of its layers, and are not sent.
+            first_blocks: For each rank, the block of the prompt that its `slots` begin with, where
+                they are not the last ones: an engine that computes a prompt in several steps tells
+                its ranks of the blocks that follow by `extend`.
             origin: What the KV depends on besides model, weights and prompt.
             timeout_s: It fails if the decode engine has not asked for it this long.
 
         Raises:
             ValueError, UnavailableError, CapacityError: As `offer`.
         """
-        words = as_prompt(tokens)
+        words, ranks = as_prompt(tokens), len(self._engine.machine.ranks)
         count = -(-len(words) // self._block_tokens)
-        found = as_rank_slots(
-            slots,
-            ranks=len(self._engine.machine.ranks),
-            count=count,
-            slot_count=self._slot_count,
-        )
-        return self._offer(handoff, words, found, 0, origin, timeout_s)
+        found = as_rank_slots(slots, ranks=ranks, count=count, slot_count=self._slot_count)
+        firsts = None if first_blocks is None else _as_firsts(first_blocks, found, count=count)
+        return self._offer(handoff, words, found, 0, origin, timeout_s, firsts)
 
     def _offer(
         self,
@@ -166,15 +168,15 @@ class PrefillHandoff(EngineHandoff):
         cached_tokens: int,
         origin: object,
         timeout_s: object,
+        first_blocks: Sequence[int] | None = None,
     ) -> list[HandoffOffer]:
         name, size = as_text("handoff", handoff), self._block_tokens
         keys = keys_of(self._pair, words, block_tokens=size, origin=as_text("origin", origin))
         life = self._engine.life.incarnation
+        firsts = first_blocks or [len(keys) - len(each) for each in slots]
         offers = [
-            HandoffOffer(
-                name, len(words), cached_tokens, [*each], keys, life, len(keys) - len(each)
-            )
-            for each in slots
+            HandoffOffer(name, len(words), cached_tokens, [*each], keys, life, first)
+            for each, first in zip(slots, firsts, strict=True)
         ]
         lease_s = None if timeout_s is None else as_seconds("timeout_s", timeout_s)
         with self._access:
@@ -202,12 +204,10 @@ class PrefillHandoff(EngineHandoff):
         """An offer was made; the engine sends it to ranks elsewhere."""
 
 
-class LocalPrefillHandoff(PrefillHandoff):
-    """A prefill engine whose one rank is in this process."""
+class ComputingHandoff(Handoff):
+    """The rank that computes prompts, in this process."""
 
-    def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
-        super().__init__(opening, [rank])
-        self._rank = rank
+    _rank: PrefillRankDriver
 
     def computed(
         self,
@@ -235,11 +235,50 @@ class LocalPrefillHandoff(PrefillHandoff):
             given.report(self._rank)
             self._advance_beside(stream)
 
+    def extend(self, handoff: str, slots: Sequence[int]) -> None:
+        """The next blocks of a prompt, whose offer did not name them all, lie in these slots.
+
+        Must come before they are reported as computed. A handoff that has ended is left alone.
+
+        Raises:
+            ValueError: the handoff was never offered, or has fewer blocks; or a slot is wrong.
+        """
+        name, given = as_text("handoff", handoff), as_tuple("slots", slots)
+        blocks = [as_int(f"slots[{number}]", each) for number, each in enumerate(given)]
+        with self._access:
+            self._rank.extend(name, blocks)
+
+    def restart(self, handoff: str) -> None:
+        """A prompt has lost its blocks, and is computed anew in others, which `extend` tells.
+
+        When this returns, the blocks that it had are not read any more. What was sent counts. A
+        handoff that has ended is left alone.
+
+        Raises:
+            ValueError: the handoff was never offered.
+        """
+        name = as_text("handoff", handoff)
+        with self._access:
+            self._rank.restart(name)
+
+    @property
+    def early_bytes(self) -> int:
+        """Bytes that were sent before the slot of their prompt's last block was known."""
+        return self._rank.early_bytes
+
+
+class LocalPrefillHandoff(PrefillHandoff, ComputingHandoff):
+    """A prefill engine whose one rank is in this process."""
+
+    def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
+        super().__init__(opening, [rank])
+        self._rank = rank
+
     def _offered(self, offer: HandoffOffer) -> None:
         _admit(self._rank, offer)
 
 
-class PrefillHandoffRank(HandoffRank):
+class PrefillHandoffRank(HandoffRank, ComputingHandoff):
     """One of several ranks of a prefill engine, in a process of its own."""
 
     def __init__(self, opening: Opening, rank: PrefillRankDriver) -> None:
@@ -259,22 +298,6 @@ class PrefillHandoffRank(HandoffRank):
             raise ValueError(f"offer is {reprlib.repr(offer)}, must be a HandoffOffer")  # noqa: TRY004
         with self._access:
             _admit(self._rank, offer)
-
-    def computed(
-        self,
-        tokens: Mapping[str, int],
-        *,
-        layer: int | None = None,
-        stream: object = None,
-    ) -> None:
-        """The KV of the first tokens of some prompts is in its blocks; sends what that allows.
-
-        Arguments and errors as `LocalPrefillHandoff.computed`.
-        """
-        given = _Computed(tokens, layer, stream)
-        with self._access:
-            given.report(self._rank)
-            self._advance_beside(stream)
 
 
 @overload
@@ -400,6 +423,17 @@ def _admit(driver: PrefillRankDriver, offer: HandoffOffer) -> None:
     )
     if offer.cached_tokens:
         driver.chunk_progress(offer.handoff, tokens=offer.cached_tokens)
+
+
+def _as_firsts(first_blocks: object, slots: Sequence[tuple[int, ...]], *, count: int) -> list[int]:
+    """For each rank, the block that its slots begin with."""
+    given = as_tuple("first_blocks", first_blocks)
+    if len(given) != len(slots):
+        raise ValueError(f"first_blocks are for {len(given)} ranks, must be for {len(slots)}")
+    return [
+        as_int(f"first_blocks[{rank}]", first, 0, count - len(slots[rank]))
+        for rank, first in enumerate(given)
+    ]
 
 
 class _Computed:

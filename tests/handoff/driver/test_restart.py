@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.fixtures.handoff_pair import Shape, keys_of
+from lab.fixtures.handoff_pair import LAYERS, Shape, keys_of
+from penstock.handoff.driver.progress import LayerEvents
 from penstock.handoff.driver.schedulers import PrefillSchedulerDriver
 
 if TYPE_CHECKING:
@@ -136,3 +137,79 @@ def test_what_a_device_was_reading_for_an_earlier_life_is_forgotten(world: World
     assert not world.is_right("old", here, range(TOKENS))
     assert not rank.machine.statistics().areas_poisoned
     assert "new" in rank.machine.prompts
+
+
+def test_what_was_queued_is_not_read_from_blocks_that_a_prompt_has_lost(world: World) -> None:
+    here = begin(world, "r")
+    rank = world.sending["prefill/0"]
+    blocks = TOKENS // world.directory.plan.source_tokens
+    under_way = rank.machine.statistics().writes_under_way
+
+    rank.restart("r")
+    world.pools["prefill/0"].compute("other", [*range(blocks)], range(TOKENS), range(LAYERS))
+    world.settle()
+    assert "r" not in world.outcomes("decode")
+    rank.extend("r", [*range(blocks, 2 * blocks)])
+    world.compute("r", [*range(blocks, 2 * blocks)], range(TOKENS))
+    world.settle()
+
+    assert under_way > 1
+    assert world.outcomes("decode") == {"r": "delivered"}
+    assert world.is_right("r", here, range(TOKENS))
+
+
+def test_what_a_device_was_computing_into_blocks_that_are_lost_is_not_reported() -> None:
+    passed: list[bool] = []
+
+    class Event:
+        def record(self, stream: object) -> None:
+            """Nothing to do."""
+
+        @property
+        def reached(self) -> bool:
+            return bool(passed)
+
+        def close(self) -> None:
+            """Nothing to do."""
+
+    events = LayerEvents(Event)
+    events.record({"lost": 4, "kept": 8}, 1, 0)
+
+    events.forget("lost")
+    passed.append(True)
+
+    assert [(each.handoff, each.tokens) for each in events.poll()] == [("kept", 8)]
+
+
+def test_the_blocks_of_a_prompt_may_be_named_step_by_step(world: World) -> None:
+    rank, size = world.sending["prefill/0"], world.directory.plan.source_tokens
+    keys = keys_of("r", TOKENS, size)
+    blocks = [*range(len(keys))]
+    world.decode.submit("r", token_count=TOKENS, slots={"decode/0": blocks}, keys=keys)
+    world.prefill.submit("r")
+    rank.admit("r", token_count=TOKENS, slots=[], keys=keys)
+
+    for step in blocks[:-1]:
+        with pytest.raises(ValueError, match="slots of later blocks of 'r' are not known yet"):
+            rank.chunk_progress("r", tokens=(step + 1) * size)
+        rank.extend("r", [step])
+        world.compute("r", blocks, range((step + 1) * size))
+        world.settle()
+    early, moved = rank.early_bytes, rank.bytes_moved
+    rank.extend("r", blocks[-1:])
+    world.compute("r", blocks, range(TOKENS))
+    world.prefill.first_token("r", tokens=(1,))
+    world.settle()
+
+    assert early == moved == rank.early_bytes
+    assert world.is_right("r", blocks, range(TOKENS))
+
+
+def test_more_blocks_than_a_prompt_has_are_refused(world: World) -> None:
+    there, _ = world.submit("r", TOKENS)
+    rank = world.sending["prefill/0"]
+
+    with pytest.raises(ValueError, match="slots are 1, must be at most 0: one a block"):
+        rank.extend("r", there[:1])
+    with pytest.raises(ValueError, match="handoff is 'x', which was never admitted"):
+        rank.extend("x", there[:1])

@@ -1,4 +1,4 @@
-"""A prefill scheduler that starts again beside living ranks (P16)."""
+"""A prefill scheduler that starts again beside living ranks (P16), or a prompt from its start."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def abandoned(effects: list[eff.AnyEffect]) -> list[eff.AnyEffect]:
 def admitted(rank: Party, handoff: str, scheduler: int | None) -> list[eff.AnyEffect]:
     assert isinstance(rank, PrefillRank)
     return rank.admit(handoff, token_count=4, layers=range(2), now=1.0, scheduler=scheduler)
+
+
+def computed(rank: Party) -> list[eff.AnyEffect]:
+    assert isinstance(rank, PrefillRank)
+    return rank.chunk_progress("h", tokens=rank.prompts["h"].token_count, now=1.0)
 
 
 def sees_dead(world: World) -> list[eff.AnyEffect]:
@@ -183,3 +188,55 @@ def test_p16_a_life_that_gave_work_is_heard_before_it_has_greeted(make_world: ty
     world.do("p0", lambda p: p.receive(release, 1.0))
 
     assert [released.handoff for released in world.said(msg.Released)] == ["next"]
+
+
+def test_p8_a_prompt_that_lost_its_blocks_is_written_when_it_is_computed_again(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    rank = rank_of(world)
+    lost = [write.write for write in world.posted]
+
+    effects = rank.restart("h", 1.0)
+    world.posted.clear()
+    for write in lost:
+        assert rank.write_dropped(write, 1.0) == []
+
+    assert abandoned(effects) == lost
+    assert len(lost) == 2
+    world.do("p0", computed)
+    assert {write.write.part for write in world.posted} == {write.part for write in lost}
+    world.drive()
+    assert world.outcome("D") == ["delivered"]
+
+
+def test_p8_what_was_written_before_a_prompt_lost_its_blocks_counts(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    world.land()
+    world.observe()
+    world.run_messages()
+    world.take()
+    world.run_messages()
+    (rest,) = [write.write for write in world.posted]
+
+    assert abandoned(rank_of(world).restart("h", 1.0)) == [rest]
+    world.posted.clear()
+    world.do("p0", lambda p: p.write_dropped(rest, 1.0))
+    world.do("p0", computed)
+
+    assert [write.write.part for write in world.posted] == [rest.part]
+
+
+def test_p8_a_prompt_that_was_released_or_never_known_is_not_restarted(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    rank = rank_of(world)
+    world.do("P", lambda p: p.cancel("h", 1.0))
+    world.run_messages()
+
+    assert rank.restart("h", 2.0) == []
+    with pytest.raises(ValueError, match="handoff is 'x', which was never admitted"):
+        rank.restart("x", 2.0)

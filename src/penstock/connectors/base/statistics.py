@@ -62,6 +62,7 @@ COUNTERS: Mapping[str, str] = {
     "requests_refused": "Requests kept out because their kv_transfer_params were wrong.",
     "prompts_sent": "Prompts whose KV a decode engine has received and verified.",
     "prompts_not_sent": "Prompts that were offered and not taken, or whose handoff failed.",
+    "bytes_sent_early": "Bytes of prompts sent before the last step that computes them began.",
     "prompts_received": "Prompts whose KV was received from a prefill engine and verified.",
     "prompts_not_received": "Prompts computed here because their handoff failed.",
     "tokens_received": "Tokens whose KV was received from prefill engines.",

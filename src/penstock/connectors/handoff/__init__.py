@@ -4,7 +4,7 @@
 |-------------|---------------------------------------------------------------------|--------------|
 | `requests`  | which requests are handed over; their blocks; what a step reports   | the engine's |
 | `scheduler` | the scheduler's pairs; which prompts are offered, which are claimed | its own      |
-| `rank`      | a rank's sides of these pairs; how far its prompts are computed     | its own      |
+| `rank`      | a rank's sides of these pairs; blocks of prompts, how far computed  | its own      |
 | `thread`    | the thread that runs one of the two                                 |              |
 | `messages`  | what engines say to each other, and schedulers to their ranks       |              |
 
@@ -15,6 +15,6 @@ calls to it, and collects what has ended.
 Public: `thread.HandoffThread`, `rank.RankSides`, `scheduler.SchedulerHandoffs`,
 `requests.HandoffRequests` and `requests.HandoffStep`.
 
-The rule: a prompt's blocks are pinned from its offer to its end, and a claim's blocks stay with
-their request until its end was reported to the engine.
+The rule: a prompt's blocks are read while they are its request's own, or pinned, and a claim's
+blocks stay with their request until its end was reported to the engine.
 """

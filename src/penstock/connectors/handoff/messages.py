@@ -15,13 +15,14 @@ Frames are a mark, a version byte and msgpack; unknown fields are refused.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 # msgspec reads the annotations when a message arrives, so this import must be real.
 from penstock.errors import CapacityError, UnavailableError
 from penstock.handoff import HandoffEngine, HandoffOffer, HandoffPair
+from penstock.handoff.protocol.messages import INDEX_MAX
 from penstock.transport.base import (
     FRAME_BYTES_MAX,
     ChannelClosed,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 WITHIN_ENGINE = ChannelSettings(silence_s=3600.0)
 """Between a scheduler and its own ranks: a process that stood still, such as one that was stopped,
 goes on with the same ranks. Of one that has ended, the kernel tells at once."""
@@ -59,6 +60,8 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weights: str
     version: str
     """Of the engine's software: another one may keep other numbers in the same bytes."""
+    step_tokens: Annotated[int, msgspec.Meta(ge=1, le=INDEX_MAX)]
+    """How many tokens it computes in a step at most: longer prompts are sent step by step."""
 
     def difference(self, other: EngineCard) -> str:
         """Why prompts cannot be handed over between the two; empty if they can."""
@@ -175,7 +178,7 @@ class AdmitOffer(_Message, frozen=True, kw_only=True):
 
     decode: str
     offers: list[HandoffOffer]
-    """For each KV group of the rank."""
+    """For each KV group of the rank, without slots: the rank's own steps say where blocks lie."""
 
 
 class ForgetPrompt(_Message, frozen=True, kw_only=True):

@@ -2,11 +2,13 @@
 
 In a pair each KV group of a rank is a party of its own: a prompt has other blocks in each.
 
-Its scheduler says which pairs to open and which prompts were offered. The engine's thread reports
-each layer of each step. Nobody may want a prompt until it is computed, so progress is kept for
-every prompt from its first layer on, and sent when its offer comes.
+Its scheduler says which pairs to open and which prompts were offered. The engine's thread says
+which blocks a step adds to a prompt, and reports each of its layers. Nobody may want a prompt until
+it is computed, so both are kept for every prompt from its first step on, and used when its offer
+comes: before, between or after the steps that compute it.
 
-The one rule: KV is reported that is in its blocks.
+The one rule: KV is reported that is in its blocks, and nothing is read of blocks that a prompt has
+lost.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import logging
 from collections import OrderedDict
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from penstock.connectors.handoff.messages import (
     WITHIN_ENGINE,
@@ -71,6 +75,27 @@ class RankAddresses(NamedTuple):
     """Which layers of the model each KV group has."""
 
 
+class AddedBlocks(NamedTuple):
+    """Blocks that a step adds to a prompt."""
+
+    known: int
+    """How many it had before."""
+    groups: tuple[tuple[int, ...], ...]
+    """The next ones of each KV group."""
+
+
+class _Prompt:
+    """A prompt that is being computed, or was: its blocks by KV group, and tokens by layer."""
+
+    def __init__(self, groups: int) -> None:
+        self.blocks: list[list[int]] = [[] for _ in range(groups)]
+        self.layers: dict[int, int] = {}
+
+    @property
+    def known(self) -> int:
+        return sum(map(len, self.blocks))
+
+
 class RankSides:
     """The sides of one rank."""
 
@@ -101,10 +126,11 @@ class RankSides:
         self._scheduler: ZmqChannel | None = None
         self._open: dict[PairNames, tuple[RankSide, ...]] = {}
         """The sides of each pair, one for each KV group."""
-        self._progress: OrderedDict[str, dict[int, int]] = OrderedDict()
-        """Tokens computed in each layer, by handoff."""
+        self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
         self._offered: dict[str, Sequence[PrefillHandoffRank]] = {}
         """Where a handoff was admitted, by KV group."""
+        self._early_bytes = self._early_closed = 0
+        """In all pairs, and in those that are closed."""
 
     @property
     def addresses(self) -> RankAddresses:
@@ -119,22 +145,46 @@ class RankSides:
 
     # ---------------------------------------------------------------- from the engine's thread
 
+    def extend(self, added: Mapping[str, AddedBlocks]) -> None:
+        """A step is going to compute the KV of these blocks of some prompts."""
+        for handoff, (known, groups) in added.items():
+            prompt = self._prompts.get(handoff)
+            if prompt is None and not known:
+                prompt = self._prompts[handoff] = _Prompt(len(self._tiers))
+                if len(self._prompts) > PROMPTS_MAX:
+                    self._prompts.popitem(last=False)
+            if prompt is None or prompt.known != known:
+                # It was forgotten meanwhile: what follows alone is of no use.
+                self.restart([handoff])
+                self._forget(handoff)
+                continue
+            sides = self._offered.get(handoff)
+            for group, blocks in enumerate(groups):
+                prompt.blocks[group] += blocks
+                if sides is not None and blocks:
+                    sides[group].extend(handoff, blocks)
+
     def computed(self, tokens: Mapping[str, int], layer: int) -> None:
         """The KV of the first tokens of some prompts is in its blocks, in one layer."""
         for handoff, count in tokens.items():
-            layers = self._progress.get(handoff)
-            if layers is None:
-                layers = self._progress[handoff] = {}
-                if len(self._progress) > PROMPTS_MAX:
-                    self._forget(next(iter(self._progress)))
-            layers[layer] = count
+            prompt = self._prompts.get(handoff)
+            if prompt is None:
+                continue
+            prompt.layers[layer] = count
             if (sides := self._offered.get(handoff)) is not None:
                 self._report(sides, handoff, layer, count)
 
     def restart(self, handoffs: Iterable[str]) -> None:
-        """Prompts that nobody was offered yet have lost their blocks."""
+        """Prompts have lost their blocks: when this returns, those are not read any more."""
         for handoff in handoffs:
-            self._forget(handoff)
+            self._prompts.pop(handoff, None)
+            for side in self._offered.get(handoff, ()):
+                side.restart(handoff)
+
+    @property
+    def early_bytes(self) -> int:
+        """What was sent of prompts before their last step began; any thread may ask."""
+        return self._early_bytes
 
     # ---------------------------------------------------------------- what the thread calls
 
@@ -147,6 +197,8 @@ class RankSides:
         self._listener.look(frozenset())
         for side in self._sides:
             side.step()
+        now_open = sum(s.early_bytes for s in self._sides if isinstance(s, PrefillHandoffRank))
+        self._early_bytes = self._early_closed + now_open
 
     @property
     def has_work(self) -> bool:
@@ -217,11 +269,12 @@ class RankSides:
         sides = [side for side in opened if isinstance(side, PrefillHandoffRank)]
         if not sides:
             return
-        for side, offer in zip(sides, offers, strict=True):
-            side.admit(offer)
         handoff = offers[0].handoff
+        prompt = self._prompts.get(handoff) or _Prompt(len(sides))
+        for side, offer, blocks in zip(sides, offers, prompt.blocks, strict=True):
+            side.admit(msgspec.structs.replace(offer, slots=[*blocks]))
         self._offered[handoff] = sides
-        for layer, count in self._progress.get(handoff, {}).items():
+        for layer, count in prompt.layers.items():
             self._report(sides, handoff, layer, count)
 
     def _report(
@@ -253,8 +306,10 @@ class RankSides:
         closed = {id(side) for side in sides}
         self._offered = {name: at for name, at in self._offered.items() if id(at[0]) not in closed}
         for side in sides:
+            if isinstance(side, PrefillHandoffRank):
+                self._early_closed += side.early_bytes
             side.close()
 
     def _forget(self, handoff: str) -> None:
-        self._progress.pop(handoff, None)
+        self._prompts.pop(handoff, None)
         self._offered.pop(handoff, None)

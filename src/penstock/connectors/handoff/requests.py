@@ -18,6 +18,12 @@ use, so proxies that know those need no change:
 
 Everything here is called by the engine's own thread.
 
+A prompt may be asked for from the moment that its request is queued; each step that computes it
+says which blocks it adds, and ranks send what is in them while later steps compute. Until its last
+step its blocks are the request's own, which the engine may preempt: then ranks let go of them
+before the step begins that gives them to others. From its last step on, or its abort, they are
+pinned.
+
 The one rule: the engine is told of the end of a claim once, and does not use or free the blocks of
 the claim before.
 """
@@ -33,6 +39,7 @@ import msgspec
 
 from penstock.connectors.base.keys import PARAMETER
 from penstock.connectors.base.statistics import RateLimitedLog
+from penstock.connectors.handoff.rank import AddedBlocks
 from penstock.connectors.handoff.scheduler import (
     ClaimEnded,
     GivenPrompt,
@@ -62,7 +69,10 @@ class HandoffStep:
     computed: Mapping[str, int] = field(default_factory=dict)
     """How many leading tokens of each prompt are computed when the step has ended."""
     restarted: tuple[str, ...] = ()
-    """Prompts that have lost their blocks, before anything of this step is computed."""
+    """Prompts that have lost their blocks: nothing of this step may be computed before ranks have
+    let go of them."""
+    added: Mapping[str, AddedBlocks] = field(default_factory=dict)
+    """Blocks that this step adds to prompts."""
     received: frozenset[str] = frozenset()
     """Requests whose claims have ended."""
     failed: frozenset[str] = frozenset()
@@ -75,8 +85,16 @@ class _Offered:
 
     request: EngineRequest
     handoff: str
-    given: bool = False
-    """Whether its blocks were given to the scheduler's thread."""
+    first_blocks: Sequence[int] = ()
+    """The block that is first sent of each KV group."""
+    slots: list[list[int]] = field(default_factory=list)
+    """The blocks of each KV group from there on, as far as the engine has taken them."""
+    tokens: int = 0
+    """How many leading tokens are computed, or in the last step that was planned."""
+    begun: bool = False
+    """Whether a step was planned that computes some of it."""
+    whole: bool = False
+    """Whether its last step was planned."""
 
 
 @dataclass(slots=True)
@@ -104,10 +122,10 @@ class HandoffRequests:
         *,
         counters: Counters,
         block_tokens: int,
-        address: str,
         answer: Mapping[str, object],
         prefills: bool,
         decodes: bool,
+        skipped_blocks: Callable[[int], Sequence[int]],
         null_block: int | None = None,
     ) -> None:
         """Opens it.
@@ -118,10 +136,11 @@ class HandoffRequests:
             pool: The engine's blocks.
             counters: Where it counts.
             block_tokens: Tokens of a block.
-            address: Where decode engines introduce themselves.
             answer: What every answer of a prefill engine says of the engine itself.
             prefills: Whether it computes prompts for others.
             decodes: Whether it takes prompts from others.
+            skipped_blocks: How many leading blocks of each KV group are out of its window, for a
+                request with so many computed tokens.
             null_block: Stands in a block table for blocks that have left the window of a KV
                 group; `None` if no group has a window.
         """
@@ -130,17 +149,18 @@ class HandoffRequests:
         self._pool = pool
         self._counters = counters
         self._tokens = block_tokens
-        self._address = address
+        self._address = handoffs.address
         self._answer = dict(answer)
         self._prefills = prefills
         self._decodes = decodes
+        self._skipped_blocks = skipped_blocks
         self._null_block = null_block
         self._offered: dict[str, _Offered] = {}
         self._claimed: dict[str, _Claimed] = {}
         self._claims: dict[str, _Claimed] = {}
         """Claims under way, by handoff; their requests may have been aborted."""
         self._pins: dict[str, list[int]] = {}
-        """Blocks of prompts that were given, by handoff."""
+        """Blocks that are pinned for prompts that were given and not released, by handoff."""
         self._warnings = RateLimitedLog()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -162,7 +182,7 @@ class HandoffRequests:
         handoff, address = (_text(own, key) for key in ("handoff", "address"))
         if params.get("do_remote_decode") and self._prefills:
             name = handoff or f"{request.request_id[:100]}-{secrets.token_hex(8)}"
-            self._offered[request.request_id] = _Offered(request, name)
+            self._give(_Offered(request, name))
         elif params.get("do_remote_prefill") and self._decodes and handoff and address:
             self._claimed[request.request_id] = _Claimed(request, handoff, address)
             self._thread.post(self._handoffs.meet, address)
@@ -202,6 +222,10 @@ class HandoffRequests:
         claimed = self._claimed.get(request.request_id)
         return claimed is not None and claimed.open
 
+    def is_offered(self, request: EngineRequest) -> bool:
+        """Whether another engine may get the KV of a request, as soon as it is in its blocks."""
+        return request.request_id in self._offered
+
     def plan_step(
         self,
         scheduled: Mapping[str, int],
@@ -220,20 +244,29 @@ class HandoffRequests:
             return None
         restarted = self._restart(preempted)
         computed: dict[str, int] = {}
+        added: dict[str, AddedBlocks] = {}
         for name, token_count in scheduled.items():
             offered = self._offered.get(name)
-            if offered is None or offered.given:
+            if offered is None or offered.whole:
                 continue
-            count = offered.request.num_prompt_tokens
-            known = min(offered.request.num_computed_tokens + token_count, count)
-            computed[offered.handoff] = min(known, self._handed_tokens(offered.request))
-            if known == count:
-                self._give(offered, tables(name))
+            if offered.request.num_computed_tokens < offered.tokens:
+                # The engine has taken a step back: what it computed is void.
+                restarted.append(self._lose_blocks(offered))
+            blocks = self._extend(offered, token_count, tables(name))
+            if blocks is not None:
+                added[offered.handoff] = blocks
+                computed[offered.handoff] = offered.tokens
         received, self._received = frozenset(self._received), set()
         failed, self._failed = frozenset(self._failed), set()
         if not (computed or restarted or received):
             return None
-        return HandoffStep(computed=computed, restarted=restarted, received=received, failed=failed)
+        return HandoffStep(
+            computed=computed,
+            restarted=tuple(restarted),
+            added=added,
+            received=received,
+            failed=failed,
+        )
 
     def finish(self, request: EngineRequest, *, completed: bool) -> dict[str, object] | None:
         """A request has ended; returns what the client must pass on to a decode engine.
@@ -250,8 +283,8 @@ class HandoffRequests:
         offered = self._offered.pop(request.request_id, None)
         if offered is None:
             return None
-        if not (completed and offered.given and request.num_tokens > request.num_prompt_tokens):
-            self._thread.post(self._handoffs.drop, offered.handoff, "the request was aborted")
+        if not (completed and offered.whole and request.num_tokens > request.num_prompt_tokens):
+            self._drop(offered, "the request was aborted")
             return None
         first_token = request.all_token_ids[request.num_prompt_tokens]
         self._thread.post(self._handoffs.first_token, offered.handoff, first_token)
@@ -266,7 +299,8 @@ class HandoffRequests:
 
     def reset(self) -> None:
         """What was computed is void: prompts are not handed over, claims fail."""
-        for handoff in self._pins:
+        waiting = {each.handoff for each in self._offered.values() if not each.begun}
+        for handoff in self._pins.keys() - waiting:
             self._thread.post(self._handoffs.drop, handoff, "the engine was reset")
         for handoff in self._claims:
             self._thread.post(self._handoffs.cancel_claim, handoff)
@@ -308,38 +342,79 @@ class HandoffRequests:
                 ended.why,
             )
 
-    def _give(self, offered: _Offered, tables: Tables) -> None:
+    def _extend(self, offered: _Offered, token_count: int, tables: Tables) -> AddedBlocks | None:
+        """The blocks that a step adds to a prompt; `None` if nobody gets it, or not any more."""
+        request = offered.request
+        known = min(request.num_computed_tokens + token_count, request.num_prompt_tokens)
+        offered.tokens = min(known, self._handed_tokens(request))
+        offered.begun = True
+        offered.whole = known == request.num_prompt_tokens
+        if offered.handoff not in self._pins:
+            return None
+        before, end = sum(map(len, offered.slots)), self._blocks(offered.tokens)
+        groups = tuple(
+            tuple(table[first + len(slots) : end])
+            for slots, first, table in zip(offered.slots, offered.first_blocks, tables, strict=True)
+        )
+        if any(self._null_block in blocks for blocks in groups):
+            self._drop(offered, "blocks of its window are not there")
+            return None
+        for slots, blocks in zip(offered.slots, groups, strict=True):
+            slots.extend(blocks)
+        if offered.whole:
+            self._pin(offered)
+        return AddedBlocks(before, groups)
+
+    def _give(self, offered: _Offered) -> None:
+        """Lets decode engines have a prompt: they ask before its first tokens are computed."""
         count = self._handed_tokens(offered.request)
         if offered.handoff in self._pins or not count:
             # A router has used a name twice: the earlier prompt has it.
-            del self._offered[offered.request.request_id]
             return
-        offered.given = True
-        slots = [self._kept(table[: self._blocks(count)]) for table in tables]
-        pins = [each for group in slots for each in group]
-        self._pool.touch([self._pool.blocks[each] for each in pins])
-        self._pins[offered.handoff] = pins
+        # Of a group with a window, only what is in it when the prompt is computed.
+        offered.first_blocks = [
+            min(each, self._blocks(count)) for each in self._skipped_blocks(count)
+        ]
+        offered.slots = [[] for _ in offered.first_blocks]
+        self._offered[offered.request.request_id] = offered
+        self._pins[offered.handoff] = []
         prompt = GivenPrompt(
             offered.handoff,
             list(offered.request.all_token_ids[:count]),
-            slots,
+            offered.first_blocks,
             _origin(offered.request),
         )
         self._thread.post(self._handoffs.give, prompt)
 
-    def _restart(self, preempted: Iterable[str]) -> tuple[str, ...]:
-        """Prompts that must be computed anew; one whose blocks were given is not handed over."""
+    def _pin(self, offered: _Offered) -> None:
+        """Keeps the blocks of a prompt until it is released, whatever its request does."""
+        pins = self._pins.get(offered.handoff)
+        if pins is not None and not pins:
+            pins += [each for group in offered.slots for each in group]
+            self._pool.touch([self._pool.blocks[each] for each in pins])
+
+    def _restart(self, preempted: Iterable[str]) -> list[str]:
+        """Prompts that are computed anew; one that was computed whole is not handed over."""
         found: list[str] = []
         for name in preempted:
             offered = self._offered.get(name)
             if offered is None:
                 continue
-            if offered.given:
-                del self._offered[name]
-                self._thread.post(self._handoffs.drop, offered.handoff, "it was preempted")
+            if offered.whole:
+                self._drop(offered, "it was preempted")
             else:
-                found.append(offered.handoff)
-        return tuple(found)
+                found.append(self._lose_blocks(offered))
+        return found
+
+    def _drop(self, offered: _Offered, why: str) -> None:
+        """A prompt is not handed over: whoever asks for it is told."""
+        self._pin(offered)
+        self._thread.post(self._handoffs.drop, offered.handoff, why)
+
+    def _lose_blocks(self, offered: _Offered) -> str:
+        offered.tokens = 0
+        offered.slots = [[] for _ in offered.slots]
+        return offered.handoff
 
     def _spare(self, claimed: _Claimed) -> None:
         claimed.open = False

@@ -1,8 +1,9 @@
 """The scheduler's pairs: who is introduced, which prompts are offered, which are claimed.
 
 As the prefill side it is called by decode engines, and offers a prompt when two things have
-happened, in whatever order: its request has all its blocks, and a decode engine wants it. As the
-decode side it calls the engine whose address came with a request, and claims.
+happened, in whatever order: its request is queued, and a decode engine wants it. Where its blocks
+lie, the steps of the engine say to its ranks. As the decode side it calls the engine whose address
+came with a request, and claims.
 
 | a channel to another engine | the pair                                                        |
 |-----------------------------|-----------------------------------------------------------------|
@@ -18,6 +19,7 @@ The one rule: each prompt that was given ends with one `PromptReleased`, each cl
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from contextlib import ExitStack
@@ -82,9 +84,9 @@ class GivenPrompt(NamedTuple):
 
     handoff: str
     tokens: Sequence[int]
-    slots: Sequence[Sequence[int]]
-    """For each KV group its last blocks on every rank, which stay as they are until
-    `PromptReleased`; those before them have left the group's window."""
+    first_blocks: Sequence[int]
+    """For each KV group the first block that may be sent; those before it are out of the group's
+    window when the prompt is computed."""
     origin: str
     """What its KV depends on besides the model and the tokens."""
 
@@ -152,7 +154,8 @@ class _Given:
     """A prompt of this engine."""
 
     prompt: GivenPrompt
-    deadline: float
+    deadline: float = math.inf
+    """When somebody must have asked for it, once it is computed."""
     peer: _Peer | None = None
     """Whom it was offered to."""
     first_token: int | None = None
@@ -169,6 +172,7 @@ class SchedulerHandoffs:
         model: str,
         weights: str,
         version: str,
+        step_tokens: int,
     ) -> None:
         """Listens for other engines from now on.
 
@@ -178,6 +182,7 @@ class SchedulerHandoffs:
             model: The model that it serves.
             weights: The version of its weights.
             version: Of the engine's software.
+            step_tokens: How many tokens it computes in a step at most.
 
         Raises:
             UnavailableError: a rank does not answer.
@@ -207,6 +212,7 @@ class SchedulerHandoffs:
             model=model,
             weights=weights,
             version=version,
+            step_tokens=step_tokens,
         )
         self._peers: list[_Peer] = []
         self._prompts: dict[str, _Given] = {}
@@ -224,11 +230,11 @@ class SchedulerHandoffs:
     # ---------------------------------------------------------------- as the prefill side
 
     def give(self, prompt: GivenPrompt) -> None:
-        """All blocks of a prompt are known: it is offered to the engine that wants it.
+        """A prompt is going to be computed: it is offered to the engine that wants it.
 
         No other prompt has its name until its `PromptReleased`.
         """
-        given = _Given(prompt, time.monotonic() + LEASE_S)
+        given = _Given(prompt)
         self._prompts[prompt.handoff] = given
         if why := self._dropped.pop(prompt.handoff, ""):
             self._release(given, why)
@@ -243,6 +249,7 @@ class SchedulerHandoffs:
         if given is None:
             return
         given.first_token = token
+        given.deadline = _soon(LEASE_S)
         if given.peer is not None and isinstance(given.peer.door, PrefillHandoff):
             given.peer.door.first_token(handoff, token)
 
@@ -531,12 +538,14 @@ class SchedulerHandoffs:
 
     def _offer(self, given: _Given, peer: _Peer) -> None:
         assert isinstance(peer.door, PrefillHandoff)
-        prompt = given.prompt
+        prompt, ranks = given.prompt, len(self._ranks)
+        groups = len(prompt.first_blocks)
         try:
             offers = peer.door.offer_by_rank(
                 prompt.handoff,
                 prompt.tokens,
-                slots=[*prompt.slots] * len(self._ranks),
+                slots=[()] * groups * ranks,
+                first_blocks=[*prompt.first_blocks] * ranks,
                 origin=prompt.origin,
                 timeout_s=LEASE_S,
             )
@@ -547,7 +556,6 @@ class SchedulerHandoffs:
         given.peer = peer
         peer.handoffs.add(prompt.handoff)
         assert peer.pair is not None
-        groups = len(prompt.slots)
         for rank, channel in enumerate(self._ranks):
             own = offers[rank * groups : (rank + 1) * groups]
             send(channel, AdmitOffer(decode=peer.pair.decode.name, offers=own))
@@ -567,6 +575,7 @@ class SchedulerHandoffs:
 
     def _begin(self, peer: _Peer, claim: PromptClaim) -> None:
         assert isinstance(peer.door, DecodeHandoff)
+        assert peer.pair is not None
         try:
             peer.door.claim_by_rank(
                 claim.handoff,
@@ -574,6 +583,7 @@ class SchedulerHandoffs:
                 slots=[*claim.slots] * len(self._ranks),
                 origin=claim.origin,
                 timeout_s=CLAIM_S,
+                part_tokens=peer.pair.prefill.step_tokens,
             )
         except (UnavailableError, CapacityError, ValueError) as error:
             self._end_claim(claim.handoff, why=str(error))
@@ -592,6 +602,9 @@ class SchedulerHandoffs:
         if peer.prefills:
             self._end_claim(result.handoff, delivered=result.delivered, why=result.why)
         elif (given := self._prompts.get(result.handoff)) is not None:
+            if not result.delivered:
+                # Another engine may ask for it, while it is still being computed.
+                self._remember_dropped(result.handoff, result.why or result.outcome.value)
             self._release(given, result.outcome.value)
 
     def _end_claim(self, handoff: str, *, delivered: bool = False, why: str = "") -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, ParamSpec, Protocol
 
 from penstock.errors import InvariantViolation
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """How often it steps at least: the longest that a timer nobody told it about is late."""
+MAKE_S = 60.0
+"""How long `make` waits for a call: the thread does bounded work in between."""
 CLOSE_S = 10.0
 """How long `close` waits for a step that is under way."""
 
@@ -89,6 +91,29 @@ class HandoffThread:
         self.require()
         self._calls.put(lambda: call(*args, **kwargs))
         os.eventfd_write(self._wake, 1)
+
+    def make(
+        self,
+        call: Callable[Arguments, object],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> None:
+        """Has the thread make a call, and waits until it was made.
+
+        Raises:
+            InvariantViolation: the thread has ended by an error of ours, or hangs.
+        """
+        made = Event()
+
+        def making() -> None:
+            call(*args, **kwargs)
+            made.set()
+
+        self.post(making)
+        if not made.wait(MAKE_S):
+            raise InvariantViolation(
+                f"the handoff thread of {self._name!r} did not make a call within {MAKE_S:g} s"
+            )
 
     def require(self) -> None:
         """Checks that it runs: otherwise nothing that is under way would ever end.

@@ -107,10 +107,16 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     reports: list[bytes] = field(default_factory=list)
     timed: int = 0
     """The number of the step, as the scheduler gave it."""
+    sent_early: int = 0
+    """Bytes of prompts that were sent since the last report, before their last step began."""
 
     def aggregate(self, other: WorkerReports) -> WorkerReports:
         """The reports of two ranks; their order means nothing."""
-        return WorkerReports(self.reports + other.reports, max(self.timed, other.timed))
+        return WorkerReports(
+            self.reports + other.reports,
+            max(self.timed, other.timed),
+            self.sent_early + other.sent_early,
+        )
 
 
 class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -156,6 +162,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._handoff_thread: HandoffThread | None = None
         self._handed: HandoffStep | None = None
         """What the scheduler's side says of handoffs in this step, in a worker."""
+        self._sent_early = 0
+        """Bytes that this worker has reported."""
         if why_not := self._engine.why_not():
             self._run_without(why_not)
             return
@@ -240,6 +248,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model=config.model.name,
             weights=config.model.weights_version,
             version=f"vllm {found_version()}",
+            step_tokens=self._vllm_config.scheduler_config.max_num_batched_tokens,
         )
         self._handoffs = HandoffRequests(
             HandoffThread(self._engine.name, handoffs),
@@ -247,10 +256,10 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._pool,
             counters=scheduler.counters,
             block_tokens=self._engine.block_tokens,
-            address=handoffs.address,
             answer=translation.answer_of(self._vllm_config, self._engine),
             prefills=self._settings.prefills,
             decodes=self._settings.decodes,
+            skipped_blocks=translation.skipped_blocks(self._kv_cache_manager),
             null_block=self._pool.null_block.block_id if self._engine.window_groups else None,
         )
         log.info(
@@ -300,6 +309,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         matched = self._scheduler.find_tokens(request, num_computed_tokens)
         if matched is None:
             return None, False
+        if self._handoffs is not None and self._handoffs.is_offered(request):
+            # Its KV is sent before a step that it joined would be verified.
+            return matched, matched > 0
         return matched, matched > 0 and not self._scheduler.can_join(request, matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -334,6 +346,8 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             reported = connector_output.kv_connector_worker_meta or WorkerReports()
             self._scheduler.apply_reports(reported.reports, reported.timed)
+            if reported.sent_early:
+                self._scheduler.counters.add("bytes_sent_early", reported.sent_early)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -469,10 +483,13 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         self._timed = connector_metadata.timed
         self._handed = connector_metadata.handoff
-        if self._handed is not None and self._handed.restarted:
+        if self._handed is not None and (self._handed.restarted or self._handed.added):
             assert self._handoff_thread is not None
             assert self._rank_handoffs is not None
-            self._handoff_thread.post(self._rank_handoffs.restart, self._handed.restarted)
+            if self._handed.restarted:
+                # This step may compute others into their blocks.
+                self._handoff_thread.make(self._rank_handoffs.restart, self._handed.restarted)
+            self._handoff_thread.post(self._rank_handoffs.extend, self._handed.added)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """What the step computes on starts now, the rest when it was submitted."""
@@ -527,7 +544,9 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Reports for the scheduler's side."""
         reports = self._worker.take_reports() if self._worker is not None else []
         timed, self._timed = self._timed, 0
-        return WorkerReports(reports, timed) if reports or timed else None
+        sent = self._rank_handoffs.early_bytes if self._rank_handoffs is not None else 0
+        early, self._sent_early = sent - self._sent_early, sent
+        return WorkerReports(reports, timed, early) if reports or timed or early else None
 
     def shutdown(self) -> None:
         """Closes the rank and frees its memory; nothing touches vLLM's memory afterwards."""

@@ -283,6 +283,18 @@ def computed_tokens(kv_cache_manager: Any, request: Any) -> int:
     return int(tokens)
 
 
+def skipped_blocks(kv_cache_manager: Any) -> Callable[[int], list[int]]:
+    """How many leading blocks of each KV group a request with so many computed tokens lost."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+
+    def skipped(tokens: int) -> list[int]:
+        return [
+            manager.get_num_skipped_tokens(tokens) // manager.block_size for manager in managers
+        ]
+
+    return skipped
+
+
 def events_wanted(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     events = vllm_config.kv_events_config

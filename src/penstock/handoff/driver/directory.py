@@ -164,6 +164,7 @@ class Directory:
         token_count: int,
         berth_bytes: int,
         part_bytes_min: int = PART_BYTES_MIN,
+        part_tokens: int | None = None,
     ) -> dict[str, tuple[tuple[str, Grid], ...]]:
         """For each decode rank by name, which prefill ranks owe it which parts.
 
@@ -173,6 +174,7 @@ class Directory:
             token_count: of the prompt.
             berth_bytes: no part is larger.
             part_bytes_min: layers are put together until a part has this many bytes.
+            part_tokens: a part has blocks of at most so many tokens; at least one block.
 
         Raises:
             ValueError: the part that is there is no whole number of blocks of both sides, or a
@@ -195,6 +197,7 @@ class Directory:
                 block_tokens=self.plan.unit_tokens,
                 berth_bytes=min(berth_bytes, room),
                 part_bytes_min=part_bytes_min,
+                part_tokens=part_tokens,
             )
             found[target].append((source, grid))
         return {name: tuple(sources) for name, sources in found.items()}

@@ -59,10 +59,20 @@ class _PromptBlocks(NamedTuple):
 
     token_count: int
     slots: tuple[int, ...]
-    """Where its blocks lie on this rank, from `first_block` on."""
+    """Where its blocks lie on this rank, from `first_block` on, as far as that is known."""
     keys: tuple[bytes, ...]
     first_block: int
-    """Blocks before it are not here any more."""
+    """Blocks before it are not here any more, or never read."""
+
+    @property
+    def known_blocks(self) -> int:
+        """Leading blocks of the prompt whose place is known, or that are not here."""
+        return self.first_block + len(self.slots)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the place of every block is known."""
+        return self.known_blocks == len(self.keys)
 
 
 class _TargetArea:
@@ -123,6 +133,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         self._connect = connect
         self._progress = progress
         self._budget_bytes = budget_bytes
+        self.early_bytes = 0
+        """Of `bytes_moved`, what was moved before the place of a prompt's last block was known."""
         self._prompts: dict[str, _PromptBlocks] = {}
         self._areas: dict[str, _TargetArea] = {}
         self._left: list[_TargetArea] = []
@@ -149,7 +161,8 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         Args:
             handoff: its name.
             token_count: of the whole prompt.
-            slots: for each of its blocks, from `first_block` on.
+            slots: for each of its blocks, from `first_block` on; or for the first of them, if
+                `extend` tells the rest before they are computed.
             keys: of each of its blocks; the same that the decode side gives.
             scheduler: the incarnation of the scheduler that gives it (`driver.life`), where that
                 may start again beside living ranks: before this returns, nothing is read any
@@ -159,17 +172,17 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
 
         Raises:
             TypeError: an argument is of another kind.
-            ValueError: see `PrefillRank.admit`; or there is not one slot and key for each block;
-                or a slot is not one of this rank.
+            ValueError: see `PrefillRank.admit`; or there is not one key for each block, or more
+                slots than blocks; or a slot is not one of this rank.
         """
         handoff, token_count = handoff_name(handoff), whole_number("token_count", token_count)
         numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
         names = block_keys(keys)
         block_count = -(-token_count // self._directory.plan.source_tokens)
         first = whole_number("first_block", first_block, end=block_count + 1)
-        if len(numbers) != block_count - first or len(names) != block_count:
+        if len(numbers) > block_count - first or len(names) != block_count:
             raise ValueError(
-                f"slots and keys are {len(numbers)} and {len(names)}, must be "
+                f"slots and keys are {len(numbers)} and {len(names)}, must be at most "
                 f"{block_count - first} and {block_count}: one for each block"
             )
         effects = self.machine.admit(
@@ -183,13 +196,54 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             self._prompts[handoff] = _PromptBlocks(token_count, numbers, names, first)
         self._carry_out(effects)
 
+    def extend(self, handoff: str, slots: Sequence[int]) -> None:
+        """The next blocks of a prompt will lie in these slots.
+
+        Raises:
+            TypeError: an argument is of another kind.
+            ValueError: the prompt was never admitted, or has fewer blocks; or a slot is not one of
+                this rank.
+        """
+        numbers = slot_numbers("slots", slots, end=self._reader.slot_count)
+        if self.machine.require_progress(handoff, layer=None, tokens=0) is None:
+            return
+        prompt = self._prompts[handoff]
+        missing = len(prompt.keys) - prompt.known_blocks
+        if len(numbers) > missing:
+            raise ValueError(f"slots are {len(numbers)}, must be at most {missing}: one a block")
+        self._prompts[handoff] = prompt._replace(slots=prompt.slots + numbers)
+
+    def restart(self, handoff: str) -> None:
+        """The prompt has lost its blocks; where they lie anew, `extend` tells.
+
+        When this returns, the blocks that it had are not read any more.
+
+        Raises:
+            ValueError: the prompt was never admitted.
+        """
+        self._carry_out(self.machine.restart(handoff, self._clock()))
+        if self._progress is not None:
+            self._progress.forget(handoff)
+        if handoff in self.machine.prompts:
+            self._prompts[handoff] = self._prompts[handoff]._replace(slots=())
+
     def progress(self, handoff: str, *, layer: int, tokens: int) -> None:
-        """The KV of the first `tokens` tokens *is* there in one layer."""
+        """The KV of the first `tokens` tokens *is* there in one layer.
+
+        Raises:
+            ValueError: see `PrefillRank.progress`; or it is not known where these blocks lie.
+        """
         now = self._clock()
+        self._require_known(handoff, tokens)
         self._carry_out(self.machine.progress(handoff, layer=layer, tokens=tokens, now=now))
 
     def chunk_progress(self, handoff: str, *, tokens: int) -> None:
-        """The KV of the first `tokens` tokens *is* there in every layer."""
+        """The KV of the first `tokens` tokens *is* there in every layer.
+
+        Raises:
+            ValueError: as for `progress`.
+        """
+        self._require_known(handoff, tokens)
         self._carry_out(self.machine.chunk_progress(handoff, tokens=tokens, now=self._clock()))
 
     def submitted(self, tokens: Mapping[str, int], *, layer: int | None, stream: int) -> None:
@@ -202,7 +256,16 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
             raise ValueError(f"stream is {stream}, must be left out: the KV is not on a GPU")
         for handoff, count in tokens.items():
             self.machine.require_progress(handoff, layer=layer, tokens=count)
+            self._require_known(handoff, count)
         self._progress.record(tokens, layer, stream)
+
+    def _require_known(self, handoff: str, tokens: int) -> None:
+        prompt, size = self._prompts.get(handoff), self._directory.plan.source_tokens
+        if prompt is not None and tokens > prompt.known_blocks * size:
+            raise ValueError(
+                f"tokens is {tokens}, must be at most {prompt.known_blocks * size}: slots of later "
+                f"blocks of {handoff!r} are not known yet"
+            )
 
     def drive(self, until: float) -> None:
         """Sends while the engine waits for its step's result anyway.
@@ -325,6 +388,7 @@ class PrefillRankDriver(PartyDriver[PrefillRank]):
         if sums is not None:
             self._packed(name, sums)
         self.bytes_moved += place.size
+        self.early_bytes += 0 if prompt.is_known else place.size
         return max(place.size, 1)
 
     def _packed(self, name: WriteId, sums: bytes) -> None:

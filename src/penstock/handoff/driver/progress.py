@@ -54,7 +54,7 @@ class DeviceEvent(Protocol):
 
 class _Recorded(NamedTuple):
     event: DeviceEvent
-    tokens: Mapping[str, int]
+    tokens: dict[str, int]
     layer: int | None
 
 
@@ -79,6 +79,11 @@ class LayerEvents:
         event = self._spare.pop() if self._spare else self._make()
         event.record(stream)
         self._recorded.append(_Recorded(event, dict(tokens), layer))
+
+    def forget(self, handoff: str) -> None:
+        """What was submitted for a prompt is not reported any more: its blocks are lost."""
+        for recorded in self._recorded:
+            recorded.tokens.pop(handoff, None)
 
     @property
     def busy(self) -> bool:

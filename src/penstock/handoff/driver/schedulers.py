@@ -101,6 +101,7 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         cached_tokens: int | Mapping[str, int] = 0,
         epoch: int = 1,
         patience_s: float | None = None,
+        part_tokens: int | None = None,
     ) -> None:
         """Claims the part of a prompt that is missing here. Ends with one `HandoffEnded`.
 
@@ -114,6 +115,7 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
                 both sides, or all tokens. One number, or one for each decode rank by name.
             epoch: higher than that of any earlier claim of this handoff.
             patience_s: gives up after this.
+            part_tokens: a part has blocks of at most so many tokens; at least one block.
 
         Raises:
             TypeError: an argument is of another kind.
@@ -121,22 +123,18 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         """
         handoff = handoff_name(handoff)
         token_count = whole_number("token_count", token_count, first=1)
-        cached: int | dict[str, int]
-        if isinstance(cached_tokens, Mapping):
-            cached = by_rank = {
-                name: whole_number(f"cached_tokens of {name!r}", cached_tokens.get(name))
-                for name in self.machine.ranks
-            }
-        else:
-            cached = whole_number("cached_tokens", cached_tokens)
-            by_rank = dict.fromkeys(self.machine.ranks, cached)
+        by_rank = self._by_rank(cached_tokens)
+        cached = by_rank if isinstance(cached_tokens, Mapping) else int(cached_tokens)
         epoch = whole_number("epoch", epoch, first=1)
+        if part_tokens is not None:
+            part_tokens = whole_number("part_tokens", part_tokens, first=1)
         taken = {name: slot_numbers(f"slots of {name!r}", given) for name, given in slots.items()}
         wanted = self._directory.wanted(
             cached_tokens=cached,
             token_count=token_count,
             berth_bytes=self.machine.settings.bounds.berth_bytes,
             part_bytes_min=self._part_bytes_min,
+            part_tokens=part_tokens,
         )
         self._require_slots(taken, by_rank, token_count)
         contents = self._contents_of(block_keys(keys), by_rank, token_count)
@@ -151,6 +149,14 @@ class DecodeSchedulerDriver(PartyDriver[DecodeScheduler]):
         )
         self._contents[handoff] = contents
         self._carry_out(effects)
+
+    def _by_rank(self, cached_tokens: int | Mapping[str, int]) -> dict[str, int]:
+        if not isinstance(cached_tokens, Mapping):
+            return dict.fromkeys(self.machine.ranks, whole_number("cached_tokens", cached_tokens))
+        return {
+            name: whole_number(f"cached_tokens of {name!r}", cached_tokens.get(name))
+            for name in self.machine.ranks
+        }
 
     def _require_slots(
         self,

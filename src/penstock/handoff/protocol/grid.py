@@ -134,11 +134,13 @@ def cut(
     block_tokens: int,
     berth_bytes: int,
     part_bytes_min: int = PART_BYTES_MIN,
+    part_tokens: int | None = None,
 ) -> Grid:
     """Cuts what one rank owes another into parts that fit a berth.
 
     A part is one layer, so that it can leave as soon as the layer is computed; blocks are split
-    where a layer does not fit, and layers are put together where one alone would be tiny.
+    where a layer does not fit, or is computed in several steps, and layers are put together where
+    one alone would be tiny.
 
     Args:
         layers: that both ranks hold.
@@ -147,6 +149,7 @@ def cut(
         block_tokens: tokens of a block: the coarser of the two sides' blocks.
         berth_bytes: no part is larger.
         part_bytes_min: layers are put together until a part has this many bytes.
+        part_tokens: a part has blocks of at most so many tokens, and at least one block.
 
     Raises:
         ValueError: one block of one layer does not fit a berth, or something is empty.
@@ -156,6 +159,8 @@ def cut(
     if cell_bytes > berth_bytes:
         raise ValueError(f"cell_bytes is {cell_bytes}, must be at most berth_bytes {berth_bytes}")
     part_blocks = min(len(blocks), berth_bytes // cell_bytes)
+    if part_tokens is not None:
+        part_blocks = min(part_blocks, max(1, part_tokens // block_tokens))
     layer_bytes = part_blocks * cell_bytes
     wished = -(-min(part_bytes_min, berth_bytes) // layer_bytes)
     part_layers = max(1, min(wished, berth_bytes // layer_bytes, len(layers)))

@@ -142,6 +142,25 @@ class PrefillRank(Party):
             self._raise(handoff, prompt, tokens, prompt.layers)
         return self.effects
 
+    def restart(self, handoff: str, now: float) -> list[AnyEffect]:
+        """The prompt has lost its blocks, and is computed anew in others (P8).
+
+        Nothing is read for it until progress comes again: the caller carries the effects out
+        before others get the blocks. Parts that a target has, or that were read, stay as they are.
+
+        Raises:
+            ValueError: the prompt was never admitted.
+        """
+        prompt = self._known(handoff)
+        self._start(now)
+        if prompt is not None:
+            self.prompts[handoff] = prompt.restarted()
+            for wants in self.wants.values():
+                if handoff in wants:
+                    wants[handoff] = wants[handoff]._replace(ready=0)
+            self._abandon_writes(handoff)
+        return self.effects
+
     def require_progress(self, handoff: str, *, layer: int | None, tokens: int) -> Prompt | None:
         """The prompt of which so much may be reported; none if it was released.
 
@@ -203,6 +222,7 @@ class PrefillRank(Party):
         self._under_way(write)
         self._start(now)
         self._count("writes dropped")
+        self._owe_again(write)
         self._free(write)
         self._after_end(write)
         return self.effects
@@ -381,11 +401,24 @@ class PrefillRank(Party):
             life = Life(self.scheduler, scheduler)
             self._meet(Identity(life, Role.PREFILL_SCHEDULER, self.identity.facts))
 
-    def _abandon_writes(self) -> None:
-        """Nothing more is read of prompts that were let go: their blocks are given to others."""
+    def _abandon_writes(self, restarted: str = "") -> None:
+        """Nothing more is read of prompts that were let go, or of one that was restarted.
+
+        Their blocks are given to others.
+        """
         for write, posted in sorted(self.writes.items()):
-            if not posted.observed and write.handoff not in self.prompts:
+            lost = write.handoff not in self.prompts or write.handoff == restarted
+            if lost and not posted.observed:
                 self.effects.append(AbandonWrite(write=write))
+
+    def _owe_again(self, write: WriteId) -> None:
+        """A part of a prompt that was restarted was not written."""
+        target = write.target.name
+        want, lane = self.wants.get(target, {}).get(write.handoff), self.lanes.get(target)
+        if want is not None and want.epoch == write.epoch and lane is not None:
+            # In another area it may have been written since.
+            again = lane.holds(write) << write.part
+            self.wants[target][write.handoff] = want._replace(posted=want.posted & ~again)
 
     def _known(self, handoff: str) -> Prompt | None:
         """The prompt; none if it was released."""

@@ -1,7 +1,8 @@
 """The values that a prefill rank keeps: prompts, what decode ranks want of them, and its writes.
 
 Watermarks record how far the computation is; sets record which parts were written and which the
-target has. Neither ever goes back, except by a new epoch or a new area.
+target has. Neither ever goes back, except by a new epoch or a new area, or where a prompt is
+computed anew.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class Prompt(NamedTuple):
         first, end = layers.start - self.layer_first, layers.stop - self.layer_first
         middle = (max(mark, tokens) for mark in marks[first:end])
         return self._replace(watermarks=(*marks[:first], *middle, *marks[end:]))
+
+    def restarted(self) -> Prompt:
+        """The prompt after its blocks were lost."""
+        return self._replace(watermarks=(0,) * len(self.watermarks))
 
 
 class Want(NamedTuple):
