@@ -1,7 +1,8 @@
 """Two vLLM engines, one that computes prompts and one that answers them, and what is done to them.
 
 As `engine_run.py`, for a pair: the script has a script for each engine, under `prefill` and
-`decode`. `fork_server.py` calls it. Both count into one page of metrics.
+`decode`. `fork_server.py` calls it. The page of metrics is the decode engine's: vLLM takes those of
+an earlier engine of the process off it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from engine_run import metrics_of, open_engine, processes, prompts_of, row_of, until
+from prometheus_client import REGISTRY
 
 from penstock.connectors.handoff import scheduler
 from penstock.handoff import HandoffSettings, HandoffTimes
@@ -57,6 +59,7 @@ class Pair:
         before = {pid for pid, _ in processes()}
         both = script.get("both", {})
         self.prefill = open_engine(model, {"role": "kv_producer", **both, **script["prefill"]})
+        self._sent_early = counters_of("vllm:penstock_bytes_sent_early")
         self._prefilling = [pid for pid, _ in processes() if pid not in before]
         self.decode = open_engine(model, {"role": "kv_consumer", **both, **script["decode"]})
         self._address = ""
@@ -83,6 +86,24 @@ class Pair:
         self._ask_prefill(prompts, names, act)
         drain(self.prefill)
         return {"rows": self._answers(names)}
+
+    def in_pieces(self, act: dict[str, Any]) -> dict[str, Any]:
+        """As `at_once`, until something was sent of a prompt before its last piece was computed.
+
+        How soon the decode engine asks for a prompt is up to the machine: it gets more time in each
+        round, and all KV is forgotten in between.
+        """
+        prompts, before = prompts_of(act), value_of(self._sent_early)
+        for ahead_s in (0.0, 0.1, 0.3, 1.0, 3.0, 9.0):
+            names = self._ask_decode(prompts, act)
+            Event().wait(ahead_s)
+            self._ask_prefill(prompts, names, act)
+            drain(self.prefill)
+            rows = self._answers(names)
+            if sent := value_of(self._sent_early) - before:
+                break
+            self.forget(act)
+        return {"rows": rows, "early": sent}
 
     def alone(self, act: dict[str, Any]) -> dict[str, Any]:
         """The decode engine computes the prompts, or finds them in vLLM's own cache."""
@@ -166,6 +187,16 @@ class Pair:
     def _answers(self, names: list[str]) -> list[dict[str, Any]]:
         ended = drain(self.decode)
         return [row_of(ended[name]) for name in names]
+
+
+def counters_of(name: str) -> list[Any]:
+    """The counters of the engine that was opened last, which it counts into for ever."""
+    return [each for each in REGISTRY._collector_to_names if getattr(each, "_name", "") == name]
+
+
+def value_of(counters: list[Any]) -> float:
+    found = [sample for each in counters for metric in each.collect() for sample in metric.samples]
+    return sum(sample.value for sample in found if sample.name.endswith("_total"))
 
 
 def drain(llm: LLM) -> dict[str, Any]:

@@ -21,6 +21,10 @@ ACTS = {
     "forgotten": {"act": "forget"},
     "at once": {"act": "at_once"},
     "forgotten 2": {"act": "forget"},
+    "in pieces": {"act": "in_pieces", "lengths": [30 * BLOCK, 9 * BLOCK + 5]},
+    "forgotten 7": {"act": "forget"},
+    "in one piece": {"act": "alone", "lengths": [30 * BLOCK, 9 * BLOCK + 5]},
+    "forgotten 8": {"act": "forget"},
     "nobody there": {"act": "in_turn", "passes": "wrong address"},
     "forgotten 3": {"act": "forget"},
     "decode aborted": {"act": "abort_decode"},
@@ -80,6 +84,12 @@ def test_what_the_decode_engine_has_itself_is_not_handed_over(
 def test_both_engines_can_be_asked_at_once(pair: Results, plain_vllm: Plain) -> None:
     assert received(pair, "at once") == (COUNT, 0)
     assert agree(pair["at once"], plain_vllm("llama")["cold"])
+
+
+def test_pieces_of_a_prompt_are_sent_before_its_last_one_is_computed(pair: Results) -> None:
+    assert received(pair, "in pieces")[0] >= 2
+    assert pair["in pieces"]["early"] > 0
+    assert agree(pair["in pieces"], pair["in one piece"])
 
 
 def test_prompts_of_an_engine_that_is_not_there_are_computed(
