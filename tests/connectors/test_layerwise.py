@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.connectors.base.layerwise import LOADS_MAX, LayerwiseScheduler, joined_blocks
+from penstock.connectors.base.layerwise import (
+    LOADS_MAX,
+    HeldRequests,
+    LayerwiseScheduler,
+    joined_blocks,
+)
 from penstock.connectors.base.pins import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.worker import WorkerConnector
+from penstock.errors import InvariantViolation
 from penstock.runtime.messages import decode_plan
 
 TOKENS, LAYERS, POOL = 4, 3, 64
@@ -38,10 +44,33 @@ class Step:
         return self.worker.take_received()
 
 
+class Asynchronous:
+    """An engine that plans steps ahead, and what it was told of its requests."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def hold(self, request: Any) -> None:
+        self.told.append(("hold", request.request_id))
+
+    def resume(self, request: Any) -> None:
+        self.told.append(("resume", request.request_id))
+
+    def discard(self, request: Any) -> None:
+        self.told.append(("discard", request.request_id))
+
+
 class Layered:
     """Scheduler and worker in one process, as vLLM calls them with `layerwise`."""
 
-    def __init__(self, make_pool: Any, *, blocks_max: int = 32, wait_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        make_pool: Any,
+        *,
+        blocks_max: int = 32,
+        wait_s: float = 30.0,
+        ahead: Asynchronous | None = None,
+    ) -> None:
         self.config = penstock.parse_config(
             f"""
             version = 1
@@ -56,15 +85,17 @@ class Layered:
         self.withheld: list[tuple[str, list[int], int]] = []
         self.tables: dict[str, list[list[int]]] = {}
         self.scheduled: dict[str, Any] = {}
+        self.pins = Pins(make_pool(400))
         self.scheduler = SchedulerConnector(
             self.config,
             self.offload,
-            Pins(make_pool(400)),
+            self.pins,
             null_block=0,
             window_groups=(),
             joins=LayerwiseScheduler(
                 lambda name, ids, first: self.withheld.append((name, [*ids], first)),
                 blocks_max=blocks_max,
+                held=HeldRequests(ahead, self.pins) if ahead is not None else None,
             ),
         )
         self.worker = WorkerConnector(
@@ -93,15 +124,17 @@ class Layered:
                 for layer, kv in enumerate(self.kv, start=1):
                     kv[block, : len(tokens)] = np.array(tokens)[:, None] * layer
 
-    def step(self, scheduled: dict[str, int]) -> Step:
-        reported = self.scheduler.plan_step(scheduled, self.tables.__getitem__)
+    def step(self, scheduled: dict[str, int], preempted: tuple[str, ...] = ()) -> Step:
+        reported = self.scheduler.plan_step(scheduled, self.tables.__getitem__, preempted)
         for name in scheduled:
             # As vLLM does it, when a step is put together.
             self.scheduled[name].num_computed_tokens = self.scheduled[name].num_tokens
         return Step(reported, self.worker)
 
     def receive(self) -> dict[str, int]:
-        self.scheduler.apply_reports(self.worker.take_reports())
+        self.scheduler.apply_reports(
+            self.worker.take_reports(), joined_step=self.worker.take_joined_step()
+        )
         return self.scheduler.counters.take()
 
     def keep(self, request: Any) -> None:
@@ -454,3 +487,130 @@ def test_a_step_after_that_is_a_step_like_any_other(engine: Layered, make_reques
     assert not step.begin()
     step.layers()
     assert not step.end().invalid_blocks
+
+
+@pytest.fixture
+def ahead() -> Asynchronous:
+    return Asynchronous()
+
+
+@pytest.fixture
+def planned(ahead: Asynchronous, make_pool: Any, make_request: Any) -> tuple[Layered, Step]:
+    """An engine that plans ahead, and a step that a request has joined; its results are not there.
+
+    The step before it, of another request, has not ended either.
+    """
+    engine = Layered(make_pool, ahead=ahead)
+    engine.keep(make_request("first", PROMPT))
+    before = engine.step({"first": 1})
+    again = make_request("again", PROMPT)
+    matched, joins = engine.ask(again)
+    assert joins
+    engine.place(again, 20, matched)
+    step = engine.step({"again": 2})
+    before.begin()
+    before.end()
+    engine.receive()
+    return engine, step
+
+
+def test_no_step_is_planned_on_loads_that_were_not_verified(
+    planned: tuple[Layered, Step], ahead: Asynchronous
+) -> None:
+    engine, step = planned
+    engine.step({"first": 1})
+    meanwhile = [*ahead.told]
+
+    step.begin()
+    step.layers()
+    step.end()
+    engine.receive()
+
+    assert meanwhile == [("hold", "again")]
+    assert ahead.told == [("hold", "again"), ("resume", "again")]
+
+
+def test_an_engine_that_plans_a_step_of_a_held_request_is_noticed(
+    planned: tuple[Layered, Step],
+) -> None:
+    engine, _ = planned
+
+    with pytest.raises(InvariantViolation, match="request again is in a step that was planned"):
+        engine.step({"again": 1})
+
+
+def test_a_request_goes_on_when_its_step_has_ended_not_when_its_load_was_given_up(
+    planned: tuple[Layered, Step], ahead: Asynchronous
+) -> None:
+    """The results of the step before may come when the load has timed out in the books."""
+    engine, step = planned
+    (operation, *_) = step.reported.joined[0].operations
+    engine.offload.cancel(operation)
+
+    engine.receive()
+    meanwhile = [*ahead.told]
+    step.begin()
+    step.layers()
+    step.end()
+    engine.receive()
+
+    assert meanwhile == [("hold", "again")]
+    assert ahead.told[-1] == ("resume", "again")
+
+
+def test_what_a_step_gives_for_a_request_that_lost_its_blocks_meanwhile_is_not_used(
+    planned: tuple[Layered, Step], ahead: Asynchronous
+) -> None:
+    engine, step = planned
+    engine.step({"first": 1}, preempted=("again",))
+
+    step.begin()
+    step.layers()
+    step.end()
+    engine.receive()
+
+    assert ahead.told == [("hold", "again"), ("discard", "again")]
+
+
+def test_a_request_that_starts_over_at_once_waits_for_its_new_step(
+    planned: tuple[Layered, Step], ahead: Asynchronous, make_request: Any
+) -> None:
+    """As after a reset of vLLM's prefix cache, which drops what was under way itself."""
+    engine, step = planned
+    again = make_request("again", PROMPT)
+    engine.scheduler.finish_request("again")
+    engine.place(again, 30, engine.ask(again)[0])
+    next_step = engine.step({"again": 2}, preempted=("again",))
+
+    step.begin()
+    step.layers()
+    step.end()
+    engine.receive()
+    meanwhile = [*ahead.told]
+    next_step.begin()
+    next_step.layers()
+    next_step.end()
+    engine.receive()
+
+    assert meanwhile == [("hold", "again"), ("hold", "again")]
+    assert ahead.told[-1] == ("resume", "again")
+
+
+def test_blocks_of_an_aborted_request_are_nobody_elses_before_its_step_has_ended(
+    planned: tuple[Layered, Step], ahead: Asynchronous
+) -> None:
+    engine, step = planned
+    engine.scheduler.finish_request("again")
+    meanwhile = engine.pins.count
+    engine.damage(step, 3)
+
+    step.begin()
+    step.layers()
+    invalid = step.end().invalid_blocks
+    engine.receive()
+
+    assert meanwhile == FULL + 1
+    assert invalid == {23}
+    assert engine.pins.count == 0
+    assert ahead.told == [("hold", "again")]
+    engine.offload.audit()

@@ -1,7 +1,7 @@
 """The tampered connector where steps compute on their loads: it also tells how they were begun.
 
 What `PENSTOCK_TAMPER` says is done to every load that a step has joined, as `tampered_connector`
-says: loads here have three blocks at least. Two words more are about the step itself:
+says, if it has three blocks at least. Two words more are about the step itself:
 
 | word     | what is done                                                  | must be        |
 |----------|---------------------------------------------------------------|----------------|
@@ -50,7 +50,8 @@ class LayeredWorking(WorkerConnector):
                 zero_on_device(self._rank.executor.stores[0], 0, [slot])
         if self.word not in {"", "device", "late", "astray"} and self._rank.facts.rank == 0:
             # Each slot once, however many requests load it.
-            places = {tuple(load.source_slots.tolist()[1:3]) for load in self.loads}
+            longer = [load for load in self.loads if len(load.keys) > 2]
+            places = {tuple(load.source_slots.tolist()[1:3]) for load in longer}
             for place in places:
                 tamper(self._rank.executor.stores[1], self.word, *place)
         self._layerwise._wait_s = 0.0 if self.word == "late" else 30.0

@@ -38,14 +38,15 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
     return plain_vllm("llama")
 
 
-@pytest.fixture(scope="module")
-def engine(run: Run) -> tuple[Results, str]:
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "asynchronous"])
+def engine(run: Run, request: pytest.FixtureRequest) -> tuple[Results, str]:
     """The connector: cold, from host memory, with each kind of damage, and with what else fails."""
     acts = [generate(), generate(forget=True, tamper="remember"), {"act": "reset"}]
     acts += [generate(forget=True, tamper="", **FIRST_BLOCK), generate(forget=True)]
     acts += [generate(forget=True, tamper=word) for word in DETECTED]
     acts += [generate(forget=True, tamper=word) for word in ("late", "astray", "device", "")]
-    return run("llama", acts, connector=LAYERED, **LAYERWISE)
+    how = {**LAYERWISE, "asynchronous": request.param}
+    return run("llama", acts, connector=LAYERED, **how)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,8 @@ def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
 ) -> None:
     acts = [generate(), generate(forget=True), generate(forget=True, tamper="flip")]
 
-    results, output = run("llama", acts, connector=LAYERED, ranks=2, **LAYERWISE)
+    how = {**LAYERWISE, "ranks": 2, "asynchronous": True}
+    results, output = run("llama", acts, connector=LAYERED, **how)
 
     assert cached(results[1]) == HITS
     assert agree(results[1], plain["cached"])
@@ -155,13 +157,18 @@ def test_a_block_that_one_rank_finds_damaged_is_computed_by_both(
 
 
 def test_a_pool_of_twenty_blocks_is_enough(run: Run, plain: dict[str, Any]) -> None:
-    results, output = run("llama", [FEWER, FEWER], connector=LAYERED, **LAYERWISE, **SMALL_POOL)
+    """Requests are preempted, and then some of their loads are damaged."""
+    acts = [FEWER, FEWER, {**FEWER, "tamper": "flip"}]
+    how = {**LAYERWISE, **SMALL_POOL, "asynchronous": True}
+    results, output = run("llama", acts, connector=LAYERED, **how)
 
     assert results[1]["metrics"]["vllm:num_preemptions"] > 0
     assert agree(results[0], plain["fewer"])
     assert agree(results[1], plain["fewer"])
     assert joined(output)
     assert counted(results[1], "loads_failed") == 0
+    assert agree(results[2], plain["fewer"])
+    assert counted(results[2], "loads_failed") > 0
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +198,17 @@ def test_no_second_request_is_served_from_a_block_that_was_not_verified(
     assert joined(output)[1] == "3 by layer 3 invalid"
     assert max(cached(results[4])) < SHARED
     assert agree(results[4], plain["three"])
+
+
+def test_nor_is_one_in_a_step_that_was_planned_before_that_was_known(
+    run: Run, plain: dict[str, Any], together: list[dict[str, Any]]
+) -> None:
+    how = {**LAYERWISE, **TOGETHER, "asynchronous": True}
+    results, output = run("llama", together[:3], connector=LAYERED, **how)
+
+    assert joined(output)[0] == "3 by layer 6 invalid"
+    assert agree(results[1], plain["three"])
+    assert agree(results[2], plain["three"])
 
 
 def test_left_to_itself_vllm_would_serve_them(

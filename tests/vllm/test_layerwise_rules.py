@@ -59,13 +59,9 @@ def configured(model: Callable[[str], Path]) -> Callable[..., Any]:
     return configure
 
 
-def connect(config: Any, *groups: str) -> Any:
-    """The scheduler's half of the connector, for a model with these KV groups."""
+def described(*groups: str) -> Any:
+    """The KV of a model with these groups."""
     import torch  # noqa: PLC0415
-    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
-        KVConnectorFactory,
-    )
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
         FullAttentionSpec,
         KVCacheConfig,
@@ -83,7 +79,7 @@ def connect(config: Any, *groups: str) -> Any:
         FULL: FullAttentionSpec(**shape),
         SLIDING: SlidingWindowSpec(**shape, sliding_window=64),
     }
-    described = KVCacheConfig(
+    return KVCacheConfig(
         num_blocks=8,
         kv_cache_tensors=[],
         kv_cache_groups=[
@@ -91,7 +87,18 @@ def connect(config: Any, *groups: str) -> Any:
             for number, group in enumerate(groups)
         ],
     )
-    return KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, described)
+
+
+def connect(config: Any, *groups: str) -> Any:
+    """The scheduler's half of the connector, for a model with these KV groups."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
+        KVConnectorFactory,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
+
+    return KVConnectorFactory.create_connector(
+        config, KVConnectorRole.SCHEDULER, described(*groups)
+    )
 
 
 def test_one_group_with_all_its_blocks_is_served(configured: Callable[..., Any]) -> None:
@@ -106,14 +113,131 @@ def test_what_vllm_could_not_take_back_is_refused(
         connect(configured(), *groups)
 
 
-def test_asynchronous_scheduling_is_refused_and_the_message_says_what_to_set(
-    configured: Callable[..., Any],
-) -> None:
+def test_asynchronous_scheduling_is_served(configured: Callable[..., Any]) -> None:
     config = configured()
     config.scheduler_config.async_scheduling = True
 
-    with pytest.raises(ConfigError, match="set --no-async-scheduling"):
-        connect(config, FULL)
+    assert connect(config, FULL)._config.layer_wise == "auto"
+
+
+class Planning:
+    """vLLM's asynchronous scheduler, and a request in a step whose results are not there.
+
+    The first of its blocks was cached, which stands for one that was loaded.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: PLC0415
+        from vllm.v1.structured_output import StructuredOutputManager  # noqa: PLC0415
+
+        from penstock.connectors.vllm.translation import AsynchronousScheduler  # noqa: PLC0415
+
+        config.kv_transfer_config = None
+        config.scheduler_config.async_scheduling = True
+        config.cache_config.num_gpu_blocks = 8
+        self.scheduler: Any = AsyncScheduler(
+            config, described(FULL), StructuredOutputManager(config), block_size=32
+        )
+        first = self.request("first", 40)
+        self.answer(self.scheduler.schedule())
+        self.scheduler.finish_requests("first", first.status.FINISHED_ABORTED)
+        self.requested = self.request("again", 48)
+        self.step = self.scheduler.schedule()
+        self.engine = AsynchronousScheduler()
+
+    def request(self, name: str, tokens: int) -> Any:
+        from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+        from vllm.utils.hashing import sha256  # noqa: PLC0415
+        from vllm.v1.core.kv_cache_utils import (  # noqa: PLC0415
+            get_request_block_hasher,
+            init_none_hash,
+        )
+        from vllm.v1.request import Request  # noqa: PLC0415
+
+        init_none_hash(sha256)
+        request = Request(
+            name,
+            [*range(tokens)],
+            SamplingParams(max_tokens=9),
+            None,
+            block_hasher=get_request_block_hasher(32, sha256),
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def answer(self, step: Any, invalid: tuple[int, ...] = ()) -> None:
+        """The results of a step: token 7 for each request, and blocks that failed to load."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415
+
+        names = [*step.num_scheduled_tokens]
+        self.scheduler.update_from_output(
+            step,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: at for at, name in enumerate(names)},
+                sampled_token_ids=[[7] for _ in names],
+                kv_connector_output=KVConnectorOutput(invalid_block_ids=set(invalid)),
+            ),
+        )
+
+    def plan(self) -> int:
+        """How many tokens of the request the next step has."""
+        return int(self.scheduler.schedule().num_scheduled_tokens.get("again", 0))
+
+
+@pytest.fixture
+def planning(configured: Callable[..., Any]) -> Planning:
+    planning = Planning(configured())
+    assert planning.step.num_scheduled_tokens == {"again": 16}
+    return planning
+
+
+def test_vllm_plans_no_step_of_a_request_that_is_held(planning: Planning) -> None:
+    planning.engine.hold(planning.requested)
+
+    meanwhile = planning.plan()
+    planning.answer(planning.step)
+    planning.engine.resume(planning.requested)
+
+    assert meanwhile == 0
+    assert planning.plan() == 1
+    assert [*planning.requested.output_token_ids] == [7]
+
+
+def test_vllm_takes_back_the_one_step_of_a_request_that_was_held(planning: Planning) -> None:
+    ((block, *_),) = planning.scheduler.kv_cache_manager.get_block_ids("again")
+    planning.engine.hold(planning.requested)
+    planning.plan()
+
+    planning.answer(planning.step, invalid=(block,))
+    planning.engine.resume(planning.requested)
+
+    # All 48 of the prompt, and not the token that was dropped.
+    assert planning.plan() == 48
+    assert not planning.requested.output_token_ids
+
+
+def test_vllm_uses_no_token_of_a_held_request_that_was_preempted(planning: Planning) -> None:
+    planning.engine.hold(planning.requested)
+    planning.scheduler.running.remove(planning.requested)
+    planning.scheduler._preempt_request(planning.requested, 0.0)
+
+    planning.engine.discard(planning.requested)
+    planning.answer(planning.step)
+
+    assert not planning.requested.output_token_ids
+    assert planning.plan() > 0
+
+
+def test_left_to_itself_vllm_uses_it(planning: Planning) -> None:
+    """The control, and one more: by itself it plans the next step at once."""
+    assert planning.plan() == 1
+    planning.scheduler.running.remove(planning.requested)
+    planning.scheduler._preempt_request(planning.requested, 0.0)
+
+    planning.answer(planning.step, invalid=(1, 2))
+
+    assert [*planning.requested.output_token_ids] == [7]
 
 
 def test_the_runner_that_never_counts_back_is_refused(

@@ -91,7 +91,7 @@ def print_vllm_flag(
         bool,
         typer.Option(
             "--layerwise",
-            help="Steps compute on loads while they arrive; vLLM must not schedule asynchronously.",
+            help="Steps compute on loads while they arrive; not with vLLM's V2 model runner.",
         ),
     ] = False,
     role: VllmRole = ROLE,

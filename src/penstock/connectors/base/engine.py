@@ -75,8 +75,8 @@ class ServedEngine:
     """Where its KV lies."""
     unsupported: tuple[str, ...] = ()
     """Options of the engine that the connector does not support."""
-    asynchronous: tuple[str, ...] = ()
-    """Options that let a step's results be used before the engine can take them back."""
+    irreversible: tuple[str, ...] = ()
+    """Options with which it cannot take a step back."""
 
     @property
     def block_tokens(self) -> int:
@@ -122,8 +122,8 @@ class ServedEngine:
                 f"is true with {len(self.groups)} KV groups ({kinds}), must be false: a step on "
                 "damaged blocks can be taken back with one group only, of attention or latent KV"
             )
-        if self.asynchronous:
-            return f"is true, must be false, or: {'; '.join(self.asynchronous)}"
+        if self.irreversible:
+            return f"is true, must be false, or: {'; '.join(self.irreversible)}"
         return ""
 
     def why_not_handoff(self) -> str:

@@ -3,6 +3,7 @@
 | class                | does                                                                    |
 |----------------------|-------------------------------------------------------------------------|
 | `LayerwiseScheduler` | chooses which requests join, and hides their blocks from other requests |
+| `HeldRequests`       | keeps them out of steps that are planned before their loads are verified |
 | `LayerwiseWorker`    | starts loads before the forward pass, waits layer by layer, ends them   |
 
 On a GPU a layer waits on the device for its own blocks, or the whole step for all of them where
@@ -13,16 +14,21 @@ The one rule: nothing that was computed on a load leaves its step before the loa
 every rank. Until then no other request can match its blocks, and they are not saved. Where the
 load fails, its blocks are reported as invalid in the same step, and the engine drops the token and
 computes the blocks.
+
+An engine that schedules asynchronously plans the next step before it has the results of this one.
+Then no further step of the request is planned until they are there: it has nothing to take back
+but the one step. If it loses its blocks meanwhile, to others or because it is aborted, what the
+step gives is not used, and nobody gets the blocks before the results are there.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.connectors.base.statistics import GIVEN_UP
-from penstock.errors import UnavailableError
+from penstock.errors import InvariantViolation, UnavailableError
 from penstock.movers.base import WAIT_S
 from penstock.runtime.copy_executor import DEVICE_SHARE
 from penstock.runtime.messages import decode_plan
@@ -30,8 +36,10 @@ from penstock.runtime.rank import STEP_BUDGET_BYTES
 from penstock.vocabulary.checksums import Algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from penstock.connectors.base.keys import EngineRequest
+    from penstock.connectors.base.pins import Pins
     from penstock.connectors.base.scheduler import RequestLoad, StepPlan
     from penstock.movers.base import Moved
     from penstock.runtime.rank import Rank
@@ -62,15 +70,21 @@ def joined_blocks(ranks: Iterable[RankFacts]) -> int:
 class LayerwiseScheduler:
     """The scheduler's side: the requests that join the step being put together."""
 
-    def __init__(self, withhold: Withhold, *, blocks_max: int) -> None:
+    def __init__(
+        self, withhold: Withhold, *, blocks_max: int, held: HeldRequests | None = None
+    ) -> None:
         """No request yet.
 
         Args:
             withhold: Removes blocks of a request, from a given one on, from the engine's own
                 prefix cache, which lists them before they hold data.
             blocks_max: How many blocks may join a step.
+            held: Where the next step is planned before the results of this one are there.
         """
         self._withhold = withhold
+        self._held = held
+        self.step = 0
+        """The number of the last step that requests have joined."""
         self._room = self._blocks_max = blocks_max
         self.starting: list[RequestLoad] = []
 
@@ -79,17 +93,121 @@ class LayerwiseScheduler:
         begun = sum(len(loading.operations) for loading in self.starting)
         return blocks <= self._room and begun + loads <= LOADS_MAX
 
-    def add(self, loading: RequestLoad, row: Sequence[int], *, first: int, blocks: int) -> None:
+    def add(
+        self,
+        loading: RequestLoad,
+        request: EngineRequest,
+        row: Sequence[int],
+        *,
+        first: int,
+        blocks: int,
+    ) -> None:
         """A request joins: no other request may use its blocks from `first` on yet."""
         self._withhold(loading.request, row[first:], first)
+        if self._held is not None:
+            self._held.add(request, self.step + 1, row[first:], loading.operations)
         self._room -= blocks
         self.starting.append(loading)
 
-    def take(self) -> tuple[RequestLoad, ...]:
-        """The loads that join this step; later ones join the next."""
+    def take(
+        self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
+    ) -> tuple[RequestLoad, ...]:
+        """The loads that join this step; later ones join the next.
+
+        Args:
+            scheduled: The requests of this step.
+            preempted: Requests whose blocks the engine has taken since the last step.
+        """
+        if self._held is not None:
+            self._held.begin_step(self.step + 1, scheduled, preempted)
         taken, self.starting = tuple(self.starting), []
+        self.step += bool(taken)
         self._room = self._blocks_max
         return taken
+
+    def end_step(self, step: int) -> None:
+        """The engine has the results of a step: those who joined it go on, or start over."""
+        if self._held is not None:
+            self._held.end_step(step)
+
+    def forget(self, name: str) -> None:
+        """A request has ended."""
+        if self._held is not None:
+            self._held.forget(name)
+
+
+class OverlappingEngine(Protocol):
+    """What can be done to a request of an engine that plans a step before it has the last one's."""
+
+    def hold(self, request: EngineRequest) -> None:
+        """Plans no further step of it."""
+        ...
+
+    def resume(self, request: EngineRequest) -> None:
+        """Plans steps of it again; the results of all its steps are there."""
+        ...
+
+    def discard(self, request: EngineRequest) -> None:
+        """Uses nothing of what its steps will give; it has lost its blocks and starts over."""
+        ...
+
+
+class HeldRequests:
+    """Requests that have joined a step whose results are not there."""
+
+    def __init__(self, engine: OverlappingEngine, pins: Pins) -> None:
+        """No request yet.
+
+        Args:
+            engine: Holds requests.
+            pins: The engine's pool. An invalid block is reported by its number alone, so it must
+                belong to nobody else by then.
+        """
+        self._engine = engine
+        self._pins = pins
+        self._requests: dict[str, tuple[int, EngineRequest]] = {}
+        """Each request with the number of the step that it has joined."""
+
+    def add(
+        self,
+        request: EngineRequest,
+        step: int,
+        block_ids: Sequence[int],
+        operations: Sequence[OperationId],
+    ) -> None:
+        """A request joins a step that is being put together: no other is planned with it."""
+        self._engine.hold(request)
+        self._requests[request.request_id] = step, request
+        if operations:
+            self._pins.add(block_ids, operations)
+
+    def begin_step(self, step: int, scheduled: Collection[str], preempted: Collection[str]) -> None:
+        """A step was put together: its number is this one, if it has loads that it computes on.
+
+        Raises:
+            InvariantViolation: the engine has planned a step of a request that is held.
+        """
+        for name, (joined, request) in [*self._requests.items()]:
+            if joined == step:
+                continue  # It may have been preempted before that: it starts over with this step.
+            if name in preempted:
+                del self._requests[name]
+                self._engine.discard(request)
+            elif name in scheduled:
+                raise InvariantViolation(
+                    f"request {name} is in a step that was planned before its loads were verified"
+                )
+
+    def end_step(self, step: int) -> None:
+        """The results of a step, and of all before it, are there and were applied."""
+        for name, (joined, request) in [*self._requests.items()]:
+            if joined <= step:
+                del self._requests[name]
+                self._engine.resume(request)
+
+    def forget(self, name: str) -> None:
+        """A request has ended."""
+        self._requests.pop(name, None)
 
 
 class LayerwiseWorker:
@@ -131,6 +249,7 @@ class LayerwiseWorker:
         self._left: set[int] | None = None
         """Layers that have not waited yet; `None` where the step waits for all loads at once."""
         self._given_up: set[OperationId] = set()
+        self._ended = 0
 
     @property
     def under_way(self) -> bool:
@@ -206,8 +325,15 @@ class LayerwiseWorker:
             log.error("%d loads given up: cause=%s", len(self._slots_of), GIVEN_UP)
             self._slots_of.clear()
             self._work(0)
+        if self._step is not None:
+            self._ended = self._step.step
         self._step, self._left = None, None
         return self._invalid
+
+    def take_ended(self) -> int:
+        """The number of the step that has ended since the last call; 0 if none has."""
+        ended, self._ended = self._ended, 0
+        return ended
 
     def _submit(self, beside: Callable[[], int]) -> None:
         """On a GPU: starts every load on the device, so that layers can wait for it there."""

@@ -29,6 +29,7 @@ import numpy as np
 from penstock.cache.nodes import NOWHERE
 from penstock.cache.operations import Outcome, Purpose
 from penstock.connectors.base.keys import KeyChains, RequestKeys, read_options, tenant_of
+from penstock.connectors.base.layerwise import LayerwiseScheduler
 from penstock.connectors.base.statistics import TransferCounts
 from penstock.connectors.base.store_prefetch import StorePrefetch, StoreWait
 from penstock.machine.effects import Ended
@@ -36,14 +37,13 @@ from penstock.replay.recording import recorder_of
 from penstock.vocabulary.hints import NO_HINTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from penstock.config import Config
     from penstock.connectors.base.events import EventAnnouncer
     from penstock.connectors.base.keys import EngineRequest
-    from penstock.connectors.base.layerwise import LayerwiseScheduler
     from penstock.connectors.base.pins import Pins
     from penstock.connectors.base.statistics import PrefillTimer, Taken
     from penstock.machine.effects import Found, Settled, Started
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from penstock.vocabulary.ids import Key, OperationId
 
     Tables = Sequence[Sequence[int]]
-    from collections.abc import Sequence
 
 LOAD_ATTEMPTS = 3
 """After this many failed loads a request is computed: failures must not delay it for ever."""
@@ -79,6 +78,8 @@ class StepPlan:
     """Plans to execute before the forward pass, and before `plan`."""
     joined: tuple[RequestLoad, ...] = ()
     """What the forward pass computes on: these loads are in `early`."""
+    step: int = 0
+    """The number of the last step with such loads: it comes back with the results of this one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,12 +155,12 @@ class SchedulerConnector:
             config: Fitted to the engine: `ServedEngine.fit_config`.
             offload: The tiers below the device.
             pins: The engine's pool, for pinning blocks.
-            null_block: The block id that stands in a block table for a block that is not needed.
+            null_block: Stands in a block table for a block that is not needed.
             window_groups: The KV groups whose blocks the engine takes from running requests.
             step_blocks: How many blocks are certainly copied before the engine allocates again.
             announcer: Publishes KV events, if the engine wants them.
             joins: Lets steps compute on loads while they arrive, where that is on.
-            speed: Measures prefill, where steps do not overlap.
+            speed: Measures prefill.
             counts: Where it counts.
         """
         self._offload = offload
@@ -172,7 +173,7 @@ class SchedulerConnector:
         groups = range(config.cache.group_count)
         self._whole_groups = [group for group in groups if group not in self._window_groups]
         self._announcer = announcer
-        self._joins = joins
+        self._joins = joins or LayerwiseScheduler(lambda *_: None, blocks_max=0)
         self._speed = speed
         self._counts = counts or TransferCounts()
         self._recorder = recorder_of(config)
@@ -185,7 +186,6 @@ class SchedulerConnector:
         self._loading: dict[OperationId, _Load] = {}
         self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
         self._saving_blocks = 0
-        """Blocks being saved."""
         self._rising: dict[OperationId, _Prefetch] = {}
         self._has_work = False
         """Whether anything has happened since the tiers were last stepped: most steps only decode,
@@ -318,10 +318,8 @@ class SchedulerConnector:
         tracked = self._requests[request.request_id]
         blocks = matched // self._tokens
         # Queued behind loads that no step waits for, the step would wait for those as well.
-        tracked.joins = (
-            self._joins is not None
-            and self._joins.has_room(blocks, -(-blocks // self._most))
-            and all(load.tracked.joins for load in self._loading.values())
+        tracked.joins = self._joins.has_room(blocks, -(-blocks // self._most)) and all(
+            load.tracked.joins for load in self._loading.values()
         )
         return tracked.joins
 
@@ -350,8 +348,8 @@ class SchedulerConnector:
             operations=started.operations,
             missing=tuple(int(slot) for slot in missing),
         )
-        if tracked.joins and self._joins is not None:
-            self._joins.add(loading, tables[0], first=first, blocks=count)
+        if tracked.joins:
+            self._joins.add(loading, request, tables[0], first=first, blocks=count)
         else:
             self._starting.append(loading)
         tracked.loads = set(started.operations)
@@ -377,6 +375,7 @@ class SchedulerConnector:
             self._recorder.end(name, request.num_tokens - request.num_prompt_tokens)
         if self._store is not None:
             self._store.begin_turn(tracked.wait)
+        self._joins.forget(name)
         for operation in () if tracked.joins else sorted(tracked.loads):
             self._has_work = True
             self._offload.cancel(operation)
@@ -423,7 +422,7 @@ class SchedulerConnector:
         self,
         scheduled: Mapping[str, int],
         tables: Callable[[str], Tables],
-        preempted: Iterable[str] = (),
+        preempted: Collection[str] = (),
     ) -> StepPlan | None:
         """What every worker has to do in this step; `None` in most steps.
 
@@ -436,7 +435,7 @@ class SchedulerConnector:
         for name in preempted:
             if (tracked := self._requests.get(name)) is not None:
                 self._give_up_saves(tracked)
-        joined = self._joins.take() if self._joins is not None else ()
+        joined = self._joins.take(scheduled, preempted)
         early = tuple(iter(self._offload.ranks.take_plan, None)) if joined else ()
         self._save_computed(scheduled, tables)
         self._owes_step = False
@@ -455,7 +454,7 @@ class SchedulerConnector:
         plan = self._offload.ranks.take_plan()
         if plan is None and not loads and not joined:
             return None
-        return StepPlan(plan=plan, loads=loads, early=early, joined=joined)
+        return StepPlan(plan=plan, loads=loads, early=early, joined=joined, step=self._joins.step)
 
     def _save_computed(self, scheduled: Mapping[str, int], tables: Callable[[str], Tables]) -> None:
         """Starts to save the blocks that the step completes."""
@@ -483,14 +482,17 @@ class SchedulerConnector:
         """The number of the step that was planned last; 0 if it is not timed."""
         return 0 if self._speed is None else self._speed.begun
 
-    def apply_reports(self, reports: Iterable[bytes], timed_step: int = 0) -> None:
-        """Applies the reports of the workers about a step; `timed_step` is its number."""
+    def apply_reports(
+        self, reports: Iterable[bytes], timed_step: int = 0, joined_step: int = 0
+    ) -> None:
+        """Applies the reports of the workers about a step, with its numbers where it has some."""
         if self._speed is not None:
             self._speed.end(timed_step)
         for report in reports:
             self._has_work = self._changed = True
             self._offload.ranks.receive(report)
         self._apply_ended()
+        self._joins.end_step(joined_step)
 
     def _apply_ended(self) -> None:
         ended = self._offload.poll()

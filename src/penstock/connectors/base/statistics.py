@@ -73,7 +73,7 @@ GAUGES: Mapping[str, str] = {
     "host_slots_ready": "Blocks in it that can be loaded.",
     "disk_on": "1 while a disk can be used, 0 while it is off, starts, or is not configured.",
     "disk_blocks": "Blocks on the disk, of all engines that share it, on each rank.",
-    "pinned_blocks": "Device blocks that are kept from reuse until their save has settled.",
+    "pinned_blocks": "Device blocks that are kept from reuse until a copy has settled.",
 }
 TIMES: Mapping[str, str] = {
     "load_seconds": "From the moment that vLLM gave a request blocks to load into, to its end.",

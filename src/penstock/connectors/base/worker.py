@@ -195,6 +195,10 @@ class WorkerConnector:
         reports, self._reports = self._reports, []
         return reports
 
+    def take_joined_step(self) -> int:
+        """The number of the step that has ended with the loads it computed on; 0 if none has."""
+        return self._layerwise.take_ended()
+
     def close(self) -> None:
         """Closes the rank: nothing touches the engine's memory afterwards."""
         self._rank.close()

@@ -49,7 +49,7 @@ from penstock.connectors.base.engine import (
     tier_of,
 )
 from penstock.connectors.base.events import EventAnnouncer
-from penstock.connectors.base.layerwise import LayerwiseScheduler, joined_blocks
+from penstock.connectors.base.layerwise import HeldRequests, LayerwiseScheduler, joined_blocks
 from penstock.connectors.base.pins import Pins
 from penstock.connectors.base.scheduler import SchedulerConnector
 from penstock.connectors.base.shared_arenas import ArenaServer, fetch_arenas
@@ -109,6 +109,8 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The number of the step, as the scheduler gave it."""
     sent_early: int = 0
     """Bytes of prompts that were sent since the last report, before their last step began."""
+    joined: int = 0
+    """The number of the step, if it computed on loads."""
 
     def aggregate(self, other: WorkerReports) -> WorkerReports:
         """The reports of two ranks; their order means nothing."""
@@ -116,6 +118,7 @@ class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.reports + other.reports,
             max(self.timed, other.timed),
             self.sent_early + other.sent_early,
+            max(self.joined, other.joined),
         )
 
 
@@ -209,15 +212,16 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         # Then the next step is planned before this one has ended with its copies.
         overlap = self._vllm_config.scheduler_config.async_scheduling
+        pins = Pins(self._pool)
         self._scheduler = SchedulerConnector(
             self._config,
             offload,
-            Pins(self._pool),
+            pins,
             null_block=self._pool.null_block.block_id,
             window_groups=self._engine.window_groups,
             step_blocks=0 if overlap else copied_blocks(ranks),
             announcer=self._make_announcer(self._config),
-            joins=self._make_joins(ranks),
+            joins=self._make_joins(ranks, pins if overlap else None),
             speed=PrefillTimer(offload.computed),
             counts=TransferCounts(BlockBytes.of(ranks, shared=self._config.equal_ranks)),
         )
@@ -268,10 +272,15 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             handoffs.address,
         )
 
-    def _make_joins(self, ranks: Sequence[RankFacts]) -> LayerwiseScheduler | None:
+    def _make_joins(
+        self, ranks: Sequence[RankFacts], overlapping: Pins | None
+    ) -> LayerwiseScheduler | None:
         if self._withhold is None:
             return None
-        return LayerwiseScheduler(self._withhold, blocks_max=joined_blocks(ranks))
+        held = None
+        if overlapping is not None:
+            held = HeldRequests(translation.AsynchronousScheduler(), overlapping)
+        return LayerwiseScheduler(self._withhold, blocks_max=joined_blocks(ranks), held=held)
 
     def _make_announcer(self, config: Config) -> EventAnnouncer | None:
         wanted = translation.events_wanted(self._vllm_config)
@@ -345,7 +354,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The reports of ranks about earlier steps."""
         if self._scheduler is not None:
             reported = connector_output.kv_connector_worker_meta or WorkerReports()
-            self._scheduler.apply_reports(reported.reports, reported.timed)
+            self._scheduler.apply_reports(reported.reports, reported.timed, reported.joined)
             if reported.sent_early:
                 self._scheduler.counters.add("bytes_sent_early", reported.sent_early)
 
@@ -542,11 +551,14 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> WorkerReports | None:
         """Reports for the scheduler's side."""
-        reports = self._worker.take_reports() if self._worker is not None else []
         timed, self._timed = self._timed, 0
         sent = self._rank_handoffs.early_bytes if self._rank_handoffs is not None else 0
         early, self._sent_early = sent - self._sent_early, sent
-        return WorkerReports(reports, timed, early) if reports or timed or early else None
+        found = WorkerReports(timed=timed, sent_early=early)
+        if self._worker is not None:
+            found.reports = self._worker.take_reports()
+            found.joined = self._worker.take_joined_step()
+        return found if found != WorkerReports() else None
 
     def shutdown(self) -> None:
         """Closes the rank and frees its memory; nothing touches vLLM's memory afterwards."""

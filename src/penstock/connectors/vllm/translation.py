@@ -70,6 +70,8 @@ PACKING = "CPU_ATTN"
 """The CPU's kernels that pack blocks for an instruction set. They say for which."""
 PLAIN = ("AMX_MLA", "CPU_MLA")
 """The CPU's kernels that write what a token has one number after the other."""
+NEVER = 1 << 62
+"""A step that is never reached."""
 
 
 def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
@@ -116,18 +118,16 @@ def engine_of(vllm_config: Any, kv_cache_config: Any) -> ServedEngine:
         kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
         device=vllm_config.device_config.device_type,
         unsupported=tuple(unsupported),
-        asynchronous=_asynchronous(vllm_config),
+        irreversible=_irreversible(vllm_config),
     )
 
 
-def _asynchronous(vllm_config: Any) -> tuple[str, ...]:
+def _irreversible(vllm_config: Any) -> tuple[str, ...]:
     """What keeps vLLM from taking a step back on whose loads a block was damaged."""
     found = []
-    if vllm_config.scheduler_config.async_scheduling:
-        # The next step is put together before anybody knows, from blocks and tokens of this one.
-        found.append("asynchronous scheduling is on, set --no-async-scheduling")
     if vllm_config.use_v2_model_runner:
-        # It counts a request's computed tokens on the device, and never counts back.
+        # It counts a request's computed tokens on the device, and counts back for requests that
+        # were preempted only; no connector can have vLLM preempt one.
         found.append("the V2 model runner is used, set VLLM_USE_V2_MODEL_RUNNER=0")
     if vllm_config.speculative_config is not None:
         found.append("speculative decoding is on, leave it off")
@@ -273,6 +273,30 @@ def withholding(kv_cache_manager: Any) -> Callable[[str, Sequence[int], int], No
         entered[request] = min(entered[request], first)
 
     return withhold
+
+
+class AsynchronousScheduler:
+    """vLLM's asynchronous scheduling, as far as it concerns one request.
+
+    vLLM has a field for each of these, for a purpose of its own: stages of a pipeline, drafts, and
+    resets of its prefix cache.
+    """
+
+    def hold(self, request: Any) -> None:
+        # Until then no step may have it. Where vLLM does not know the field, this must fail.
+        request.next_decode_eligible_step += NEVER
+
+    def resume(self, request: Any) -> None:
+        request.next_decode_eligible_step = 0
+        # How many tokens its steps in flight will give: none is in flight. Of a step that was
+        # taken back vLLM still counts the token.
+        request.num_output_placeholders = 0
+
+    def discard(self, request: Any) -> None:
+        request.next_decode_eligible_step = 0
+        # Otherwise vLLM uses what a preempted request's last step gives, and looks for invalid
+        # blocks in running requests alone.
+        request.drop_stale_output = True
 
 
 def computed_tokens(kv_cache_manager: Any, request: Any) -> int:
