@@ -12,6 +12,7 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING
 
+from penstock.cache.eviction import Remembers
 from penstock.cache.operations import Purpose
 from penstock.cache.states import OperationMove, OperationState
 from penstock.errors import InvariantViolation, PenstockError
@@ -79,6 +80,24 @@ class CacheMachine:
             raise
         self._suspect = ""
         return books.effects
+
+    def learned(self) -> dict[str, bytes]:
+        """What the eviction policies have learned, by tier; for those that can save it."""
+        return {
+            tier.name: tier.policy.learned()
+            for tier in self._books.owned_tiers()
+            if isinstance(tier.policy, Remembers)
+        }
+
+    def recall(self, tier: str, data: bytes) -> None:
+        """Gives the policy of a tier what `learned` returned in another process.
+
+        Raises:
+            ValueError: it is damaged, or of another version; nothing was changed.
+        """
+        for each in self._books.owned_tiers():
+            if each.name == tier and isinstance(each.policy, Remembers):
+                each.policy.recall(data)
 
     def handle_timer(self, now: float) -> list[Effect]:
         """Deals with deadlines that have passed."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.machine.statistics import CacheStatistics, StoreStatistics
     from penstock.runtime.rank_links import RankLinks
+    from penstock.runtime.saved_curves import SavedCurves
     from penstock.runtime.status import Health
     from penstock.runtime.stored_tiers import StoredTiers, StoreStatus
     from penstock.vocabulary.ids import OperationId
@@ -94,6 +95,8 @@ class Driver:
             None if acknowledgements is None else MissingReports(acknowledgements.received)
         )
         """What ranks are asked when a report of theirs did not come; `None` if none can be lost."""
+        self.curves: SavedCurves | None = None
+        """Where what the eviction policies learn is kept for the next process, if anywhere."""
         self.ready_s: dict[str, float] = {}
         """How long it took until each tier below the device could be used, by its name."""
         self.copies = CopyLog(self.machine.tier_names)
@@ -303,6 +306,8 @@ class Driver:
                 # Copies may have settled meanwhile.
                 left = len(self.machine.operations)
                 drained = msgspec.structs.replace(drained, unsettled=left)
+                if self.curves is not None:
+                    self.curves.save()
         self.access.close()
         if self.stored is not None:
             self.stored.close(self._clock() + max(timeout_s, STORE_CLOSE_S))

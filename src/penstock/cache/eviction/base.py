@@ -114,3 +114,20 @@ class FollowsRequests(Protocol):
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:
         """A request that used these blocks has ended: a use, but not a hit."""
         ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A policy whose knowledge can outlive the process."""
+
+    def learned(self) -> bytes:
+        """What it knows of the traffic, some KiB without any key."""
+        ...
+
+    def recall(self, data: bytes) -> None:
+        """Begins with what `learned` returned in another process.
+
+        Raises:
+            ValueError: it is damaged, or of another version; nothing was changed.
+        """
+        ...

@@ -46,6 +46,8 @@ PAUSES = 11
 LENGTHS = 4
 """Blocks that were used together: less than half as many as usual, less, more, more than twice."""
 CLASSES = (1 + (COUNTS - 1) * PAUSES) * LENGTHS
+COUNTS_SAVED = 2 * CLASSES * AGES + 2
+"""Numbers that outlive the process."""
 NO_COHORT = -1
 
 _AGES_PER_PAUSE = 4
@@ -110,16 +112,16 @@ class UsualLength:
     _EVENTS = 1000
 
     def __init__(self) -> None:
-        self._mean = 0.0
+        self.mean = 0.0
         """Of logarithms."""
-        self._events = 0
+        self.events = 0
 
     def compare(self, count: int) -> int:
         """Which of `LENGTHS` this many blocks are; they count for what is usual from now on."""
         octaves = math.log2(count)
-        self._events = min(self._events + 1, self._EVENTS)
-        self._mean += (octaves - self._mean) / self._events
-        return min(LENGTHS - 1, max(0, math.floor(octaves - self._mean) + LENGTHS // 2))
+        self.events = min(self.events + 1, self._EVENTS)
+        self.mean += (octaves - self.mean) / self.events
+        return min(LENGTHS - 1, max(0, math.floor(octaves - self.mean) + LENGTHS // 2))
 
 
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
@@ -302,10 +304,7 @@ class ReuseCurves:
         """Blocks that this order gives up before LRU does: those that LRU then found, or not."""
         self._blocks_begun = 1.0
         self._cohorts_begun = 1.0
-        self._begin_tables()
-        for _ in range(_SLICES):
-            self._index.advance()
-        self._end_tables()
+        self._make_tables()
         self._shadow = RankedCells(self._by_value, 0.0)
         self._shadow_limit = _STALE_MIN
 
@@ -433,6 +432,22 @@ class ReuseCurves:
         elif step == 2 + _SLICES:
             self._end_tables()
 
+    # ---------------------------------------------------------------- what outlives the process
+
+    def counts(self) -> NDArray[np.float64]:
+        """What was counted so far, in one row."""
+        begun = (self._blocks_begun, self._cohorts_begun)
+        return np.concatenate((self._reused.ravel(), self._passed.ravel(), begun))
+
+    def take_counts(self, counts: NDArray[np.float64]) -> None:
+        """Begins with what `counts` was once; what LRU finds is compared from now on."""
+        cells = CLASSES * AGES
+        self._reused += counts[:cells].reshape(CLASSES, AGES)
+        self._passed += counts[cells : 2 * cells].reshape(CLASSES, AGES)
+        self._blocks_begun += counts[2 * cells]
+        self._cohorts_begun += counts[2 * cells + 1]
+        self._make_tables()
+
     # ---------------------------------------------------------------- shadows
 
     def _held_by_lru(self, number: int, at: int, count: int) -> int:
@@ -505,6 +520,13 @@ class ReuseCurves:
                     classes[part], weights=left[part], minlength=CLASSES
                 )
                 self._watched[bucket] = last
+
+    def _make_tables(self) -> None:
+        """All slices at once."""
+        self._begin_tables()
+        for _ in range(_SLICES):
+            self._index.advance()
+        self._end_tables()
 
     def _begin_tables(self) -> None:
         reused, passed = self._reused, self._passed

@@ -17,13 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cache.eviction.curves import (
+    AGES,
+    CLASSES,
     COUNT_MAX,
+    COUNTS_SAVED,
     NO_COHORT,
     RankedCells,
     ReuseCurves,
     UsualLength,
     pause_of,
 )
+from penstock.cache.eviction.saved import decode_counts, encode_counts
 from penstock.cache.nodes import grown
 
 if TYPE_CHECKING:
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 
 _STALE_MIN = 64
 """A queue with fewer entries than this is not cleaned up."""
+_OCTAVES_MAX = 32
+"""No event is about more blocks than this power of two."""
 _GHOSTS_MIN, _GHOSTS_MAX = 1 << 16, 1 << 20
 """Evicted blocks that are remembered: as many as there are slots, within these bounds."""
 
@@ -52,6 +58,10 @@ class _Shared:
         self.usually_added = UsualLength()
         self.usually_hit = UsualLength()
         self.usually_released = UsualLength()
+
+    @property
+    def usual(self) -> tuple[UsualLength, ...]:
+        return (self.usually_added, self.usually_hit, self.usually_released)
 
     def resize(self, node_capacity: int) -> None:
         if len(self.cohort) < node_capacity:
@@ -187,6 +197,26 @@ class LearnedPolicy:
             for cohort, count in _runs(self._cohort[numbers]):
                 self._curves.withdraw(cohort, count)
         self._cohort[numbers] = NO_COHORT
+
+    def learned(self) -> bytes:
+        """What was learned, without any key: for `recall` in another process."""
+        usual = [number for each in self._shared.usual for number in (each.mean, each.events)]
+        counts = np.concatenate((self._curves.counts(), usual))
+        return encode_counts(counts, CLASSES, AGES)
+
+    def recall(self, data: bytes) -> None:
+        """Begins with what another process has learned.
+
+        Raises:
+            ValueError: it is damaged, or of another version; nothing was changed.
+        """
+        counts = decode_counts(data, CLASSES, AGES, COUNTS_SAVED + 2 * len(self._shared.usual))
+        usual = counts[COUNTS_SAVED:].tolist()
+        if max(usual[::2]) > _OCTAVES_MAX:
+            raise ValueError("it has lengths that no prompt reaches")
+        for each, mean, events in zip(self._shared.usual, usual[::2], usual[1::2], strict=True):
+            each.mean, each.events = mean, round(events)
+        self._curves.take_counts(counts[:COUNTS_SAVED])
 
     def candidates(self) -> set[int]:
         return {
