@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -289,3 +291,26 @@ def test_a_channel_whose_pulse_is_lost_waits_for_a_time_that_is_to_come() -> Non
         assert alarm is not None
         assert alarm > time.monotonic() + 1000
         channel.close()
+
+
+# Prints how large the kernel's table of its open files is when it listens.
+LISTENING = """
+import resource, sys
+from penstock.transport.zeromq import Listener
+
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+with Listener("engine"), open("/proc/self/status") as status:
+    print(*(line.split()[1] for line in status if line.startswith("FDSize:")))
+"""
+
+
+@pytest.mark.parametrize(("limit", "room"), [(8192, 4096), (96, 96)])
+def test_opening_a_channel_never_waits_for_the_table_of_open_files_to_grow(
+    limit: int, room: int
+) -> None:
+    """It would wait until every core has been through the kernel's scheduler."""
+    command = [sys.executable, "-c", LISTENING, str(limit)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert int(told) >= room

@@ -142,12 +142,10 @@ def test_prompts_of_an_engine_that_is_killed_are_computed(pair: Results, plain_v
     assert agree(pair["prefill killed"], plain_vllm("llama")["cold"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.long), True])
 def test_each_of_two_ranks_takes_the_heads_of_its_peer(
     run: Run, plain_vllm: Plain, *, asynchronous: bool
 ) -> None:
-    """Six processes: on two busy cores decode was seen to compute all prompts itself."""
     acts = [
         {"act": "in_turn", "lengths": LENGTHS},
         {"act": "forget"},

@@ -24,8 +24,11 @@ for tcp only the host that was dialled.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
+import resource
 import select
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +68,8 @@ SOCKETS_MAX = 4096
 """A channel takes six: link and pulse, and for each the two ends of its monitor."""
 CONTROL_FRAMES = 64
 """Room beside the window for what is not the caller's: opening, credit and closing."""
+DESCRIPTORS = 4096
+"""Files that a process may have open before the kernel's table of them has to grow."""
 SECRET_BYTES_MIN = 16
 RETRY_S, RETRY_MAX_S = 0.1, 2.0
 """A listener that is not there, or breaks off, is tried again after the first, then after twice as
@@ -146,10 +151,25 @@ def context() -> zmq.Context[Socket]:
     """
     found = _contexts.get(os.getpid())
     if found is None:
+        _make_room_for_descriptors()
         found = _contexts[os.getpid()] = zmq.Context()
         found.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         atexit.register(found.destroy)
     return found
+
+
+def _make_room_for_descriptors() -> None:
+    """Has the kernel make the table of this process's open files as large as it may ever need.
+
+    The table doubles when it is full, and in a process with threads the one that opens the file
+    then sleeps until every core has been through the scheduler (`synchronize_rcu`). Where others
+    spin on all cores, as vLLM's workers do, that took 15 s: in the midst of opening a pair.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = (DESCRIPTORS if limit == resource.RLIM_INFINITY else min(DESCRIPTORS, limit)) - 1
+    # Who may open no file any more is told so by the socket that is made next.
+    with suppress(OSError), open(os.devnull, "rb") as file:
+        os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, last))
 
 
 class Keys(NamedTuple):
