@@ -7,9 +7,10 @@ from lab.sim.handoff_kinds import EVENT_KINDS, HANDOFF_KINDS
 from lab.sim.handoff_kinds import FAULT_KINDS as PAIR_FAULT_KINDS
 
 _NOT_HERE = frozenset(
-    {"claimed anyway", "rank dies", "request lost", "scheduler dies", "withdrawal"}
+    {"claimed anyway", "preemption", "rank dies", "request lost", "scheduler dies", "withdrawal"}
 )
-"""Requests are tried again by the router, and processes die with their instance."""
+"""Requests are tried again by the router, no prompt is computed anew, and processes die with their
+instance."""
 
 FAULT_KINDS = (
     *(kind for kind in PAIR_FAULT_KINDS if kind not in _NOT_HERE),

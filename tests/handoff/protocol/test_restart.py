@@ -229,13 +229,29 @@ def test_p8_what_was_written_before_a_prompt_lost_its_blocks_counts(
     assert [write.write.part for write in world.posted] == [rest.part]
 
 
+def test_p16_nothing_is_read_of_a_prompt_that_lost_its_blocks_while_it_was_released(
+    make_world: type[World],
+) -> None:
+    world = make_world().busy()
+    lost = [write.write for write in world.posted]
+    world.do("P", lambda p: p.cancel("h", 1.0))
+    world.run_messages()
+    assert not world.said(msg.Released)
+
+    assert abandoned(rank_of(world).restart("h", 2.0)) == lost
+    world.posted.clear()
+    for write in lost:
+        world.do("p0", lambda p, write=write: p.write_dropped(write, 2.0))
+    assert [released.handoff for released in world.said(msg.Released)] == ["h"]
+
+
 def test_p8_a_prompt_that_was_released_or_never_known_is_not_restarted(
     make_world: type[World],
 ) -> None:
     world = make_world().busy()
     rank = rank_of(world)
     world.do("P", lambda p: p.cancel("h", 1.0))
-    world.run_messages()
+    world.drive()
 
     assert rank.restart("h", 2.0) == []
     with pytest.raises(ValueError, match="handoff is 'x', which was never admitted"):

@@ -158,7 +158,8 @@ class PrefillRank(Party):
             for wants in self.wants.values():
                 if handoff in wants:
                     wants[handoff] = wants[handoff]._replace(ready=0)
-            self._abandon_writes(handoff)
+        # Also of one that was released while something was to be read of it.
+        self._abandon_writes(handoff)
         return self.effects
 
     def require_progress(self, handoff: str, *, layer: int | None, tokens: int) -> Prompt | None:
