@@ -188,7 +188,7 @@ def test_where_vllm_cannot_take_a_step_back_none_computes_on_loads(
 
 
 def test_a_refusal_says_what_to_set() -> None:
-    asynchronous = "asynchronous scheduling is on, set --no-async-scheduling"
+    runner = "the V2 model runner is on, set VLLM_USE_V2_MODEL_RUNNER=0"
 
-    assert asynchronous in engine(asynchronous=(asynchronous,)).why_not_layerwise()
+    assert runner in engine(irreversible=(runner,)).why_not_layerwise()
     assert engine().why_not_layerwise() == ""

@@ -305,10 +305,9 @@ class LearnedPolicy:
 
 def _runs(cohorts: NDArray[np.int64]) -> list[tuple[int, int]]:
     """The cohorts of neighbours, each with how many there are."""
-    if len(cohorts) == 1:
-        return [(int(cohorts[0]), 1)]
-    ends = np.flatnonzero(cohorts[1:] != cohorts[:-1])
-    if not len(ends):
-        return [(int(cohorts[0]), len(cohorts))]
-    bounds = [0, *(ends + 1).tolist(), len(cohorts)]
+    count = len(cohorts)
+    if not count:
+        return []
+    (ends,) = (cohorts[1:] != cohorts[:-1]).nonzero()
+    bounds = [0, *(ends + 1).tolist(), count]
     return [(int(cohorts[first]), end - first) for first, end in pairwise(bounds)]
