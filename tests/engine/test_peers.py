@@ -313,6 +313,9 @@ def test_pairs_that_rest_are_one_descriptor_to_wait_for_however_many_they_are(
     with fleet(folder, "p", "d0", "d1") as engines:
         for decode in ("d0", "d1"):
             engines.introduce("p", decode)
+            # Also a pair that is still being opened may rest, and then d1 is waited for, too.
+            engines.submit(f"first of {decode}", prompt_of(30), "p", decode)
+        engines.finish()
         engines.until(lambda: all(stepped(each) == 0 for each in engines.engines.values()))
         handoffs = engines.engines["p"].handoffs
         assert handoffs is not None
@@ -326,7 +329,7 @@ def test_pairs_that_rest_are_one_descriptor_to_wait_for_however_many_they_are(
         assert ready.descriptors == tuple(watched)
         engines.compute("r", prompt_of(41), "p", "d1")
         engines.finish()
-        assert engines.outcomes("d1") == {"delivered": 1}
+        assert engines.outcomes("d1") == {"delivered": 2}
 
 
 def test_a_stranger_does_not_keep_an_engine_without_pairs_awake(checkpoint_of: Any) -> None:
