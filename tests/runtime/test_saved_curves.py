@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import threading
 import zlib
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import penstock
 from penstock.cache.eviction import SAVED_BYTES_MAX, LearnedPolicy
 from penstock.machine.machine import CacheMachine
 from penstock.replay.simulation import sized_cache
-from penstock.runtime.saved_curves import SavedCurves
+from penstock.runtime.saved_curves import SavedCurves, traffic_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,6 +120,15 @@ def curves(tmp_path: Path) -> SavedCurves:
     return found
 
 
+def quota_config(folder: Path) -> penstock.Config:
+    """Like the other, and tenants have shares of the host tier."""
+    quotas = '[tiers.quotas]\nacme = 0.5\n"*" = 0.25\n'
+    text = TOML.format(path=folder).replace(
+        '[[tiers]]\nname = "disk"', f'{quotas}[[tiers]]\nname = "disk"'
+    )
+    return penstock.parse_config(text)
+
+
 def machine_of(config: penstock.Config) -> CacheMachine:
     return CacheMachine(sized_cache(config, token_bytes=1024), incarnation=1)
 
@@ -185,6 +195,134 @@ def test_a_folder_that_cannot_be_written_to_is_logged(
         curves.save()
 
     assert [record.getMessage()[:16] for record in caplog.records] == ["curves not saved"] * 2
+
+
+def learn(config: penstock.Config, folder: Path) -> None:
+    """Leaves behind the curves of a busy policy, for whoever asks for any of this cache's."""
+    curves = SavedCurves.of(config, machine_of(config))
+    assert curves is not None
+    curves.save()
+    for file in folder.glob("*.curves"):
+        file.write_bytes(busy_policy().learned())
+
+
+def test_tenants_with_quotas_begin_with_what_such_tenants_learned(tmp_path: Path) -> None:
+    config = quota_config(tmp_path)
+    learn(config, tmp_path)
+    machine = machine_of(config)
+    curves = SavedCurves.of(config, machine)
+    assert curves is not None
+    curves.restore()
+
+    assert sorted(file.name.partition(".")[2] for file in tmp_path.iterdir()) == [
+        "device.curves",
+        "host.curves",
+        "host.quotas.curves",
+    ]
+    host = machine._books.tiers[1]
+    for tenant, name in enumerate(("acme", "another")):
+        host.introduce(tenant, name)
+    policies = [policy for _, policy in host.quota_policies()]
+    assert len(policies) == 2
+    for policy in policies:
+        assert isinstance(policy, LearnedPolicy)
+        assert policy._curves.counts().sum() > 1000
+        assert policy._curves is not host.policy._curves  # type: ignore[attr-defined]
+
+
+def test_a_tenant_learns_for_the_next_process(tmp_path: Path) -> None:
+    config = quota_config(tmp_path)
+    machine = machine_of(config)
+    host = machine._books.tiers[1]
+    host.introduce(0, "acme")
+    ((_, policy),) = host.quota_policies()
+    before = machine.learned()
+    node = np.arange(4, dtype=np.int32)
+    policy.add(node, [b"%d" % each for each in node.tolist()], tick=1)
+    after = machine.learned()
+
+    assert [name for name in after if after[name] != before[name]] == ["host.quotas"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"v1"', '"v2"'), ('"m"', '"another model"'), ("block_tokens = 4", "block_tokens = 8")],
+)
+def test_curves_are_of_the_traffic_so_new_weights_keep_them_and_another_model_has_its_own(
+    old: str, new: str, tmp_path: Path
+) -> None:
+    learn(config_of(tmp_path), tmp_path)
+    text = TOML.format(path=tmp_path).replace(old, new)
+    machine = machine_of(penstock.parse_config(text))
+    curves = SavedCurves.of(penstock.parse_config(text), machine)
+    assert curves is not None
+    curves.restore()
+
+    policy = machine._books.device.policy
+    assert isinstance(policy, LearnedPolicy)
+    assert (policy._curves.counts().sum() > 1000) == (new == '"v2"')
+
+
+def test_what_is_learned_before_new_weights_and_after_them_is_in_one_file(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    kv = np.zeros((32, 64), dtype=np.int64)
+    with penstock.open(config_of(tmp_path / "disk"), kv=kv) as cache:
+        cache.change_weights("v2")
+
+    names = [file.name.partition(".")[0] for file in (tmp_path / "disk").glob("*.curves")]
+    changed = TOML.format(path=tmp_path).replace('"v1"', '"v2"')
+    assert {*names} == {traffic_name(penstock.parse_config(changed)).hex()}
+
+
+def test_a_disk_that_does_not_answer_keeps_no_cache_from_closing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path)
+    machine = machine_of(config)
+    curves = SavedCurves(tmp_path, bytes(16), machine, patience_s=0.05)
+    stuck = tmp_path / f"{bytes(16).hex()}.device.curves.{os.getpid()}.new"
+    os.mkfifo(stuck)  # To write into a pipe that nobody reads takes for ever, too.
+    with caplog.at_level(logging.WARNING):
+        curves.save()
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"curves not saved: folder={tmp_path} cause=not written within 0.05 s"
+    ]
+    left = [each for each in threading.enumerate() if each.name == "penstock-curves"]
+    assert [each.daemon for each in left] == [True]
+    reader = os.open(stuck, os.O_RDONLY | os.O_NONBLOCK)
+    left[0].join(60)
+    os.close(reader)
+    assert not left[0].is_alive()
+
+
+def test_a_disk_that_does_not_answer_keeps_no_cache_from_opening(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn(config_of(tmp_path), tmp_path)
+    machine = machine_of(config_of(tmp_path))
+    before = machine.learned()
+    answers, real_open = threading.Event(), os.open
+
+    def slow_open(path: Path, *arguments: int) -> int:
+        if str(path).endswith(".curves"):
+            answers.wait(60)
+        return real_open(path, *arguments)
+
+    monkeypatch.setattr(os, "open", slow_open)
+    name = next(tmp_path.glob("*.host.curves")).name.partition(".")[0]
+    with caplog.at_level(logging.WARNING):
+        SavedCurves(tmp_path, bytes.fromhex(name), machine, patience_s=0.05).restore()
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"curves not used: folder={tmp_path} cause=not read within 0.05 s"
+    ]
+    left = [each for each in threading.enumerate() if each.name == "penstock-curves"]
+    answers.set()
+    for each in left:
+        each.join(60)
+    # What comes too late is not used: the machine may be at work by then.
+    assert machine.learned() == before
 
 
 def test_a_cache_that_is_opened_again_begins_with_what_the_last_one_learned(

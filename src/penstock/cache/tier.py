@@ -89,16 +89,16 @@ class Tier:
         """Copies that did not get a priority above zero, for their tenant had its share."""
         self._hint_share = hint_share
         self.policy = self._make_policy()
-        self.followers: list[FollowsRequests] = []
+        self.quota_arrays = self._make_policy() if settings.quotas else None
+        """Of a policy that lets others share its arrays: a block has one tenant, so all can. There
+        before any tenant, for it may be given what an earlier process has learned of them."""
+        both: tuple[object, ...] = (self.policy, self.quota_arrays)
+        self.followers = [each for each in both if isinstance(each, FollowsRequests)]
         """The policies that are told the time; the first one, if there is any, is `policy`."""
-        if isinstance(self.policy, FollowsRequests):
-            self.followers.append(self.policy)
         self._quota_shares: dict[int, float] = {}
         self._quotas: dict[int, int] = {}
         self._quota_policies: dict[int, EvictionPolicy] = {}
         """A tenant with a quota evicts its own blocks first, so they are also queued here."""
-        self._quota_arrays: EvictionPolicy | None = None
-        """Of a policy that lets others share its arrays: a block has one tenant, so all can."""
         self._marked: list[EvictionPolicy] = []
         """The policies that the last plan asked for victims."""
 
@@ -499,19 +499,16 @@ class Tier:
         return list(zip(values.tolist(), counts.tolist(), strict=True))
 
     def _make_quota_policy(self, tenant: int) -> EvictionPolicy:
-        if self._quota_arrays is None:
-            self._quota_arrays = self._make_policy()
-            if isinstance(self._quota_arrays, FollowsRequests):
-                self.followers.append(self._quota_arrays)
-        if not isinstance(self._quota_arrays, SharesArrays):
+        shared = self.quota_arrays
+        if shared is None or not isinstance(shared, SharesArrays):
             return self._make_policy()
         owners, standing = self.nodes, self.standing
 
         def own_standing(node: int) -> int | None:
             return standing(node) if owners.tenant[node] == tenant else None
 
-        policy = self._quota_arrays.sharing(own_standing)
-        self._quota_arrays.resize(self.nodes.capacity)
+        policy = shared.sharing(own_standing)
+        shared.resize(self.nodes.capacity)
         policy.resize(self.nodes.capacity)
         return policy
 

@@ -203,6 +203,7 @@ class Driver:
 
     def change_weights(self, config: Config) -> list[ef.Effect]:
         """Voids everything cached here; in the store, other weights have blocks of their own."""
+        # What eviction policies have learned is kept: it is of the traffic, which goes on.
         effects = self.handle(Reset(why=f"weights are now {config.model.weights_version}"))
         if self.stored is not None:
             self.stored.enter_space_of(config)
