@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,8 @@ from penstock.replay.trace import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 ROUNDS = 20
 
@@ -51,6 +54,59 @@ def test_blocks_that_come_back_are_kept_where_lru_loses_them() -> None:
     assert found_with("lru") == 0
     # Not in the first rounds; the last block of a prompt is never taken from the cache.
     assert found_with("learned") > 0.5 * 3 * 10 * ROUNDS
+
+
+def what_is_left() -> tuple[int, list[bytes], NDArray[np.float64]]:
+    """Blocks that were found, the keys that lie in the tier at last, and what they are worth."""
+    device = TierSettings(name="device", slot_count=60, eviction="learned")
+    replay = Replay(CacheSettings(device=device, block_tokens=1))
+    replay.run(islice(mixed_traffic(), 600))
+    books = replay.machine._books
+    tier = books.tiers[0]
+    policy = tier.policy
+    assert isinstance(policy, LearnedPolicy)
+    policy.learned()
+    keys = sorted(books.nodes.keys_of(tier.ready_nodes().tolist()))
+    return sum(replay.tally.tokens_by_tier), keys, policy._curves.values
+
+
+def test_blocks_leave_in_the_same_order_whenever_uses_are_learned_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, keys, values = what_is_left()
+    monkeypatch.setattr("penstock.cache.eviction.learned._USES_NOTED", 1)
+    monkeypatch.setattr("penstock.cache.eviction.learned._OFFERS_NOTED", 0)
+    found_at_once, keys_at_once, values_at_once = what_is_left()
+
+    assert (found, keys) == (found_at_once, keys_at_once)
+    assert np.array_equal(values, values_at_once)
+
+
+def test_a_bounded_number_of_uses_and_of_blocks_that_may_leave_is_noted() -> None:
+    may_leave = dict.fromkeys(range(100), 0)
+    policy = LearnedPolicy(100, may_leave.get)
+    policy.resize(100)
+    nodes = np.arange(100, dtype=np.int32)
+    policy.add(nodes, [b"%d" % node for node in range(100)], tick=0)
+    for tick in range(1000):
+        policy.touch(nodes, tick=tick)
+        policy.offer(nodes.tolist())
+        assert len(policy._shared.noted) < 4
+        assert len(policy._offered) <= 1024
+
+    assert policy.candidates() == set(range(100))
+
+
+def test_an_array_may_be_written_to_after_it_was_given_to_the_policy() -> None:
+    policy = LearnedPolicy(8, dict.fromkeys(range(8), 0).get)
+    policy.resize(8)
+    nodes = np.arange(4, dtype=np.int32)
+    policy.add(nodes, [b"0", b"1", b"2", b"3"], tick=0)
+    nodes[:] = 7
+
+    assert (
+        policy.leave_together(0, np.arange(8, dtype=np.int32)).tolist() == [True] * 4 + [False] * 4
+    )
 
 
 def test_in_the_shadow_too_others_make_room_for_new_blocks() -> None:
@@ -152,8 +208,8 @@ def test_entries_that_reach_the_end_of_an_age_to_the_last_digit_grow_older(since
     try:
         for end in (0.5 * 2.0 ** (each / 3) for each in range(AGES - 1)):
             for now in (since + end, math.nextafter(since + end, 0), since + end * (1 - 1e-15)):
-                cells = RankedCells(ranking, since)
-                cells.push(class_of(0, 0, 0), 1, 7, since)
+                cells = RankedCells(ranking, lambda _: True)
+                cells.push(class_of(0, 0, 0), 0, (1, 7, since))
                 cells.settle(ranking, now)
                 cells.settle(ranking, math.nextafter(now, math.inf))
 

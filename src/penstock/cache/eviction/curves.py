@@ -23,6 +23,7 @@ The one rule that must not break: all that is kept is bounded, whatever the traf
 from __future__ import annotations
 
 import math
+from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ import numpy as np
 from penstock.cache.nodes import grown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -76,7 +77,7 @@ _LEDGER_DECAY = 1 - 1 / 10_000
 """Of what was asked for and found, each turn: what was gained long ago is no credit."""
 _STALE_MIN = 64
 """A shadow with fewer entries than this is not cleaned up."""
-_COHORTS_MIN = 1 << 12
+_COHORTS_MIN = 1 << 8
 _COHORTS_MAX = 1 << 18
 """Older cohorts are given up: their blocks are no longer learned from."""
 
@@ -96,7 +97,7 @@ def age_bucket(age_s: float) -> int:
 _AGE_ENDS = [*_EDGES[:-1].tolist(), math.inf]
 
 
-def pause_of(bucket: int) -> int:
+def _pause_of(bucket: int) -> int:
     """The class of pauses that an age at a hit belongs to."""
     return min(PAUSES - 1, 1 + bucket // _AGES_PER_PAUSE)
 
@@ -119,7 +120,8 @@ class UsualLength:
     def compare(self, count: int) -> int:
         """Which of `LENGTHS` this many blocks are; they count for what is usual from now on."""
         octaves = math.log2(count)
-        self.events = min(self.events + 1, self._EVENTS)
+        if self.events < self._EVENTS:
+            self.events += 1
         self.mean += (octaves - self.mean) / self.events
         return min(LENGTHS - 1, max(0, math.floor(octaves - self.mean) + LENGTHS // 2))
 
@@ -131,10 +133,11 @@ class Ranking:
     """An order of all cells, from the least valuable on."""
 
     def __init__(self, cell_at: NDArray[np.intp], *, by_use: bool = False) -> None:
-        self.cell_at: list[int] = cell_at.tolist()
         places = np.empty_like(cell_at)
         places[cell_at] = np.arange(len(cell_at))
-        self.place_of: list[int] = places.tolist()
+        # Few places are looked at before there is another ranking: lists would cost more.
+        self.cell_at = cell_at.data
+        self.place_of = places.data
         self.by_use = by_use
         """Whether cells of one age count as one, in which the last use alone matters."""
 
@@ -159,9 +162,10 @@ class RankedCells:
     time from which its age counts. Later entries have a higher order and a later time.
     """
 
-    def __init__(self, ranking: Ranking, now: float) -> None:
+    def __init__(self, ranking: Ranking, holds: Callable[[tuple[int, int, float]], bool]) -> None:
         self._ranking = ranking
-        self._now = now
+        self._holds = holds
+        """Whether an entry still does; one that does not never will again."""
         self._heaps: dict[int, list[tuple[int, int, float]]] = {}
         """By cell; none of them is empty."""
         self._due: list[tuple[float, int]] = []
@@ -170,19 +174,19 @@ class RankedCells:
         """One bit for each cell that is not empty, the least valuable cell lowest."""
         self.count = 0
 
-    def push(self, block_class: int, order: int, subject: int, since: float) -> None:
-        self._push(block_class, age_bucket(self._now - since), (order, subject, since))
-
-    def _push(self, block_class: int, bucket: int, entry: tuple[int, int, float]) -> None:
+    def push(self, block_class: int, bucket: int, entry: tuple[int, int, float]) -> None:
+        """Adds an entry of a class and age, whenever the others were settled last."""
+        self.count += 1
         cell = block_class * AGES + bucket
         heap = self._heaps.get(cell)
         if heap is None:
-            heap = self._heaps[cell] = []
+            self._heaps[cell] = [entry]
             self._mask |= 1 << self._ranking.place_of[cell]
-        heappush(heap, entry)
-        self.count += 1
-        if heap[0] is entry:
-            heappush(self._due, (entry[2] + _AGE_ENDS[bucket], cell))
+        else:
+            heappush(heap, entry)
+            if heap[0] is not entry:
+                return
+        heappush(self._due, (entry[2] + _AGE_ENDS[bucket], cell))
 
     def first(self) -> tuple[int, tuple[int, int, float]] | None:
         """The cell that comes first, and its first entry; nothing is taken."""
@@ -238,21 +242,32 @@ class RankedCells:
         if ranking is not self._ranking:
             self._ranking = ranking
             self._mask = ranking.mask_of(self._heaps)
-        self._now = now
         due = self._due
         while due and due[0][0] <= now:
-            _, cell = heappop(due)
-            heap = self._heaps.get(cell, [])
-            block_class, bucket = divmod(cell, AGES)
-            end = _AGE_ENDS[bucket]
-            while heap and heap[0][2] + end <= now:
-                entry = heap[0]
-                self.take(cell)
-                # A sum and a difference of times need not agree in their last digit.
-                older = max(bucket + 1, age_bucket(now - entry[2]))
-                self._push(block_class, older, entry)
-            if heap:
-                heappush(due, (heap[0][2] + end, cell))
+            cell = heappop(due)[1]
+            heap = self._heaps.get(cell)
+            if heap is not None:
+                self._move_older(cell, heap, now)
+
+    def _move_older(self, cell: int, heap: list[tuple[int, int, float]], now: float) -> None:
+        """Moves those entries of a cell that are too old for it; drops what no longer holds."""
+        block_class, bucket = divmod(cell, AGES)
+        end, next_end = _AGE_ENDS[bucket], _AGE_ENDS[bucket + 1]
+        while heap:
+            entry = heap[0]
+            since = entry[2]
+            if since + end > now:
+                heappush(self._due, (since + end, cell))
+                return
+            heappop(heap)
+            self.count -= 1
+            if self._holds(entry):
+                older = bucket + 1
+                if now - since >= next_end:
+                    older = max(older, age_bucket(now - since))
+                self.push(block_class, older, entry)
+        del self._heaps[cell]
+        self._mask ^= 1 << self._ranking.place_of[cell]
 
 
 class ReuseCurves:
@@ -261,12 +276,14 @@ class ReuseCurves:
     def __init__(self, slot_count: int) -> None:
         self._slot_count = slot_count
         self.now = 0.0
-        self.values = np.zeros((CLASSES, AGES))
+        self._index, self._by_value = _known_at_first()
+        self.values = self._index.values
         self.ranking = _BY_USE
         """What blocks should leave by now: `_by_value`, or by last use while LRU leads."""
-        self._by_value = _BY_USE
         self._reused = np.zeros((CLASSES, AGES))
         self._passed = np.zeros((CLASSES, AGES))
+        # Reading one number through a memoryview takes a third of the time an array takes.
+        self._reused_view, self._passed_view = self._reused.ravel().data, self._passed.ravel().data
         self._turns = 0
         self._base = 0
         """The number of the first cohort that is known."""
@@ -282,7 +299,9 @@ class ReuseCurves:
         """Blocks that the tier evicted and the shadow of LRU still has."""
         self._look_at_arrays()
         self._watched = np.zeros(AGES, dtype=np.int64)
-        """For each age: the first cohort that was not counted as having passed it."""
+        """For each age: the first cohort that was not counted as having passed it; the older the
+        age, the older the cohort."""
+        self._watched_view = self._watched.data
         self._lru_first = 0
         """The oldest cohort that the shadow of LRU has whole."""
         self._lru_count = 0
@@ -302,10 +321,9 @@ class ReuseCurves:
         """
         self._given_up_hit = self._given_up_idle = 0.0
         """Blocks that this order gives up before LRU does: those that LRU then found, or not."""
-        self._blocks_begun = 1.0
-        self._cohorts_begun = 1.0
-        self._make_tables()
-        self._shadow = RankedCells(self._by_value, 0.0)
+        self._blocks_begun = _DECAY
+        self._cohorts_begun = _DECAY
+        self._shadow = RankedCells(self._by_value, self._is_held)
         self._shadow_limit = _STALE_MIN
 
     # ---------------------------------------------------------------- what is seen
@@ -327,30 +345,31 @@ class ReuseCurves:
         self._cohorts_begun += 1
         self._lru_count += count
         self._own_count += count
-        self._shadow.settle(self._by_value, self.now)
         # Others make room first, as in the tier, which refuses no block.
-        self._keep_shadows_small()
-        self._shadow.push(block_class, number, number, self.now)
-        self._keep_shadows_small()
+        if self._lru_count > self._slot_count or self._own_count > self._slot_count:
+            self._keep_shadows_small()
+        self._shadow.push(block_class, 0, (number, number, self.now))
+        if self._lru_count > self._slot_count or self._own_count > self._slot_count:
+            self._keep_shadows_small()
         if self._shadow.count > self._shadow_limit:
             self._drop_stale()
         return number
 
-    def since_of(self, number: int) -> float:
-        """When a cohort was used; of one that was given up, the earliest time that is known."""
-        return self._since_view[max(0, number - self._base)]
+    def class_and_since(self, number: int) -> tuple[int, float]:
+        """The class of a cohort, and when it was used.
 
-    def class_at(self, number: int) -> int:
-        """The class of a cohort; of one that was given up, that of blocks never hit."""
+        Of one that was given up, that of blocks never hit, and the earliest time that is known.
+        """
         at = number - self._base
-        return self._class_view[at] if at >= 0 else 0
+        if at < 0:
+            return 0, self._since_view[0]
+        return self._class_view[at], self._since_view[at]
 
-    def history_of(self, number: int) -> tuple[int, int]:
-        """The hit count and last pause of a cohort; none of one that was given up."""
-        at = number - self._base
-        if at < 0 or not self._hits_view[at]:
-            return 0, 0
+    def _history_at(self, at: int) -> tuple[int, int]:
+        """The hit count and last pause of a cohort."""
         hits = self._hits_view[at]
+        if not hits:
+            return 0, 0
         return hits, self._class_view[at] // LENGTHS - _BEFORE_PAUSES[hits]
 
     def begin_match(self) -> None:
@@ -361,8 +380,8 @@ class ReuseCurves:
         """New blocks were asked for, which nobody has."""
         self._asked += count
 
-    def reuse(self, number: int, count: int, *, found: bool) -> int:
-        """Blocks of a cohort are used again; returns the age's bucket, to say their pause.
+    def reuse(self, number: int, count: int, *, found: bool) -> tuple[int, int]:
+        """Blocks of a cohort are used again; returns their history with this hit.
 
         They were found in the tier, or they had been evicted.
         """
@@ -371,12 +390,17 @@ class ReuseCurves:
         if at < 0:
             self._ahead += count if found else 0
             self._lru_matches = self._own_matches = False
-            return AGES - 1
+            return 1, _pause_of(AGES - 1)
         bucket = age_bucket(self.now - self._since_view[at])
         block_class = self._class_view[at]
-        self._reused[block_class, bucket] += count
+        cell = block_class * AGES + bucket
+        self._reused_view[cell] += count
         # What passed an age and was not counted there yet will be missing when it is.
-        self._passed[block_class, :bucket] += count * (self._watched[:bucket] <= number)
+        for age in range(bucket - 1, -1, -1):
+            if self._watched_view[age] > number:
+                break
+            cell -= 1
+            self._passed_view[cell] += count
         lru_held = self._held_by_lru(number, at, count) if self._lru_matches else 0
         own_held = min(count, self._held_view[at]) if self._own_matches else 0
         self._lru_matches = lru_held == count
@@ -388,7 +412,7 @@ class ReuseCurves:
         self._take_out(number, at, count)
         if not found:
             self._forgive(at, count)
-        return bucket
+        return min(self._hits_view[at] + 1, COUNT_MAX), _pause_of(bucket)
 
     def evict(self, number: int, count: int) -> None:
         """Blocks of a cohort left the tier to make room."""
@@ -399,13 +423,18 @@ class ReuseCurves:
             self._missing_sum += count
             self._missing_squares += count * count
 
-    def withdraw(self, number: int, count: int, *, evicted: bool = False) -> None:
-        """Blocks of a cohort are no longer watched, or begin anew, without having been hit."""
+    def withdraw(self, number: int, count: int, *, evicted: bool = False) -> tuple[int, int]:
+        """Blocks of a cohort are no longer watched, or begin anew, without having been hit.
+
+        Returns their history.
+        """
         at = number - self._base
-        if at >= 0:
-            self._take_out(number, at, count)
-            if evicted:
-                self._forgive(at, count)
+        if at < 0:
+            return 0, 0
+        self._take_out(number, at, count)
+        if evicted:
+            self._forgive(at, count)
+        return self._history_at(at)
 
     def turn(self) -> None:
         """One more request came by; the tables are made anew after some of them."""
@@ -479,6 +508,8 @@ class ReuseCurves:
             self._given_up_idle += self._left_view[at] - self._held_view[at]
             self._forgive(at, self._missing_view[at])
             self._lru_first += 1
+        if self._own_count > self._slot_count:
+            self._shadow.settle(self._by_value, self.now)
         while self._own_count > self._slot_count:
             found = self._shadow.first()
             if found is None:
@@ -493,14 +524,14 @@ class ReuseCurves:
             if gone:
                 self._held_view[at] -= gone
 
+    def _is_held(self, entry: tuple[int, int, float]) -> bool:
+        """Whether the shadow of this order has blocks of the entry's cohort."""
+        at = entry[1] - self._base
+        return at >= 0 and self._held_view[at] > 0
+
     def _drop_stale(self) -> None:
         """Removes cohorts of which the shadow has nothing any more."""
-        base, held = self._base, self._held
-        kept = {
-            entry
-            for entry in self._shadow.entries()
-            if entry[1] >= base and held[entry[1] - base] > 0
-        }
+        kept = {entry for entry in self._shadow.entries() if self._is_held(entry)}
         # Each has a block at least, so there are no more than slots.
         self._shadow_limit = 2 * len(kept) + _STALE_MIN
         self._shadow.keep_only(kept)
@@ -530,19 +561,8 @@ class ReuseCurves:
 
     def _begin_tables(self) -> None:
         reused, passed = self._reused, self._passed
-        weight = _PRIOR_RUNS * self._blocks_begun / self._cohorts_begun
-        kind_reused = reused.reshape(-1, LENGTHS, AGES).sum(axis=1)
-        kind_passed = passed.reshape(-1, LENGTHS, AGES).sum(axis=1)
-        count_reused = np.add.reduceat(kind_reused, _COUNT_STARTS, axis=0)
-        count_passed = np.add.reduceat(kind_passed, _COUNT_STARTS, axis=0)
-        share = _shrunk(
-            count_reused.sum(axis=0), count_passed.sum(axis=0), _PRIOR_SHARE, 3 * weight
-        )
-        share = _shrunk(count_reused, count_passed, share, 3 * weight)
-        share = np.repeat(share, _KINDS_PER_COUNT, axis=0)
-        share = _shrunk(kind_reused, kind_passed, share, weight)
-        share = _shrunk(reused, passed, np.repeat(share, LENGTHS, axis=0), weight)
-        self._index = _GittinsIndex(share)
+        usual = self._blocks_begun / self._cohorts_begun
+        self._index = _GittinsIndex(_shares(reused, passed, _PRIOR_RUNS * usual))
         reused *= _DECAY
         passed *= _DECAY
         self._blocks_begun *= _DECAY
@@ -550,8 +570,7 @@ class ReuseCurves:
 
     def _end_tables(self) -> None:
         self.values = self._index.values
-        order = np.argsort(self.values.ravel()[_OLDER_FIRST], kind="stable")
-        self._by_value = Ranking(_OLDER_FIRST[order])
+        self._by_value = self._index.ranking()
         self.ranking = _BY_USE if self.lru_leads or self.exposed else self._by_value
 
     @property
@@ -600,6 +619,21 @@ class ReuseCurves:
         np.maximum(self._watched, self._base, out=self._watched)
 
 
+def _shares(
+    reused: NDArray[np.float64], passed: NDArray[np.float64], weight: float
+) -> NDArray[np.float64]:
+    """By class and age: the share of blocks that come back at that age, of those that got there."""
+    kind_reused = reused.reshape(-1, LENGTHS, AGES).sum(axis=1)
+    kind_passed = passed.reshape(-1, LENGTHS, AGES).sum(axis=1)
+    count_reused = np.add.reduceat(kind_reused, _COUNT_STARTS, axis=0)
+    count_passed = np.add.reduceat(kind_passed, _COUNT_STARTS, axis=0)
+    share = _shrunk(count_reused.sum(axis=0), count_passed.sum(axis=0), _PRIOR_SHARE, 3 * weight)
+    share = _shrunk(count_reused, count_passed, share, 3 * weight)
+    share = np.repeat(share, _KINDS_PER_COUNT, axis=0)
+    share = _shrunk(kind_reused, kind_passed, share, weight)
+    return _shrunk(reused, passed, np.repeat(share, LENGTHS, axis=0), weight)
+
+
 def _shrunk(
     reused: NDArray[np.float64],
     passed: NDArray[np.float64],
@@ -618,19 +652,42 @@ class _GittinsIndex:
     """
 
     def __init__(self, share: NDArray[np.float64]) -> None:
-        reach = np.cumprod(1 - share, axis=1)
-        reach = np.concatenate((np.ones((len(share), 1)), reach[:, :-1]), axis=1)
-        self._hits = np.cumsum(reach * share, axis=1)
-        self._seconds = np.cumsum(reach * _WIDTHS * (1 - share / 2), axis=1)
+        # By age, then class: what is computed of one age lies side by side.
+        share = np.ascontiguousarray(share.T)
+        reach = np.ones_like(share)
+        np.cumprod(1 - share[:-1], axis=0, out=reach[1:])
+        self._hits = np.cumsum(reach * share, axis=0)
+        self._seconds = np.cumsum(reach * _WIDTHS[:, np.newaxis] * (1 - share / 2), axis=0)
         self._done = 0
-        self.values = np.empty_like(share)
+        self.values_by_age = np.empty_like(share)
+
+    @property
+    def values(self) -> NDArray[np.float64]:
+        """By class, then age."""
+        return self.values_by_age.T
 
     def advance(self) -> None:
         """The next slice of ages."""
         hits, seconds = self._hits, self._seconds
         for age in range(self._done, self._done + _AGES_PER_SLICE):
-            hits_before = hits[:, age - 1 : age] if age else 0.0
-            seconds_before = seconds[:, age - 1 : age] if age else 0.0
-            ratio = (hits[:, age:] - hits_before) / (seconds[:, age:] - seconds_before)
-            self.values[:, age] = ratio.max(axis=1)
+            later_hits, later_seconds = hits[age:], seconds[age:]
+            if age:
+                later_hits = later_hits - hits[age - 1]
+                later_seconds = later_seconds - seconds[age - 1]
+            (later_hits / later_seconds).max(axis=0, out=self.values_by_age[age])
         self._done += _AGES_PER_SLICE
+
+    def ranking(self) -> Ranking:
+        """The order by value, once all ages are computed; of equal ones the older comes first."""
+        order = np.argsort(self.values_by_age[::-1].ravel(), kind="stable")
+        return Ranking(_OLDER_FIRST[order])
+
+
+@cache
+def _known_at_first() -> tuple[_GittinsIndex, Ranking]:
+    """Of blocks of which nothing was seen yet: the same for all."""
+    nothing = np.zeros((CLASSES, AGES))
+    index = _GittinsIndex(_shares(nothing, nothing, _PRIOR_RUNS))
+    for _ in range(_SLICES):
+        index.advance()
+    return index, index.ranking()

@@ -7,25 +7,30 @@ clearly more than one of LRU, blocks leave by last use alone.
 
 Of blocks that were evicted a bounded number is remembered by key, so that what comes back too late
 is learned from as well.
+
+A use is only noted. It is learned from, and blocks that may leave are queued, before the next block
+is to leave, or when some uses have come together: most requests do not wait for it, and one after
+the other it takes less time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.cache.eviction.curves import (
     AGES,
     CLASSES,
-    COUNT_MAX,
     COUNTS_SAVED,
     NO_COHORT,
     RankedCells,
     ReuseCurves,
     UsualLength,
-    pause_of,
+    age_bucket,
 )
 from penstock.cache.eviction.saved import decode_counts, encode_counts
 from penstock.cache.nodes import grown
@@ -33,23 +38,35 @@ from penstock.cache.nodes import grown
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
-
     from penstock.cache.eviction.base import Standing
     from penstock.vocabulary.ids import Key
 
 _STALE_MIN = 64
 """A queue with fewer entries than this is not cleaned up."""
+_USES_NOTED = 4
+"""So many uses are noted at most before they are learned from."""
+_OFFERS_NOTED = 1024
+"""So many blocks that may leave are noted at most before they are queued."""
 _OCTAVES_MAX = 32
 """No event is about more blocks than this power of two."""
 _GHOSTS_MIN, _GHOSTS_MAX = 1 << 16, 1 << 20
 """Evicted blocks that are remembered: as many as there are slots, within these bounds."""
 
 
+_Use = tuple[
+    Callable[[NDArray[np.int32], "Sequence[Key]"], None], NDArray[np.int32], "Sequence[Key]", float
+]
+"""How to learn from it, the blocks, the keys of blocks that were evicted before, and when it was.
+"""
+
+
 class _Shared:
     """What is learned and kept by node, for one policy or for several with different nodes."""
 
     def __init__(self, slot_count: int) -> None:
+        self.now = 0.0
+        self.noted: list[_Use] = []
+        """In order, what was not learned from yet."""
         self.curves = ReuseCurves(slot_count)
         self.ghosts: dict[Key, int] = {}
         """Key to cohort, of blocks that were evicted."""
@@ -66,6 +83,14 @@ class _Shared:
     def resize(self, node_capacity: int) -> None:
         if len(self.cohort) < node_capacity:
             self.cohort = grown(self.cohort, node_capacity, fill=NO_COHORT)
+
+    def catch_up(self) -> None:
+        """Learns from all that was noted."""
+        noted, self.noted = self.noted, []
+        for learn, nodes, keys, now in noted:
+            self.curves.now = now
+            learn(nodes, keys)
+        self.curves.now = self.now
 
 
 class LearnedPolicy:
@@ -85,6 +110,8 @@ class LearnedPolicy:
         self._queues: dict[int, RankedCells] = {}
         """By priority."""
         self._queue_limit = _STALE_MIN
+        self._offered: list[int] = []
+        """Blocks that may leave and were not queued yet."""
         # Every use makes a cohort with a higher number, so that it also says when a use was.
         self._last: tuple[int, int, int] | None = None
         """Priority, cohort and node of what was popped last, if nothing was offered since."""
@@ -98,61 +125,38 @@ class LearnedPolicy:
 
     def advance(self, now: float) -> None:
         """Ages count from here."""
-        self._curves.now = now
+        self._shared.now = now
 
     def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """New blocks; those that were evicted not long ago count as hit."""
-        if not len(nodes):
-            return
-        if not self._touched_last:
-            self._curves.begin_match()
-        self._touched_last = False
-        length = self._shared.usually_added.compare(len(nodes))
-        known: list[tuple[tuple[int, int], int]] = []
-        if self._ghosts and keys[0] in self._ghosts:
-            known = self._recognize(keys)
-        again = sum(count for _, count in known)
-        if again < len(nodes):
-            rest = nodes[again:]
-            self._curves.ask(len(rest))
-            self._cohort[rest] = self._curves.begin(0, 0, length, len(rest))
-        self._begin(nodes[:again], known, length)
-        self._curves.turn()
+        if len(nodes):
+            known = self._ghosts and keys[0] in self._ghosts
+            self._note(self._learn_added, nodes, list(keys) if known else ())
 
     def touch(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """A hit shows at what age such blocks are used again."""
-        if not len(nodes):
-            return
-        self._curves.begin_match()
-        self._touched_last = True
-        histories = self._hit(self._cohort[nodes], found=True)
-        self._begin(nodes, histories, self._shared.usually_hit.compare(len(nodes)))
-        self._curves.turn()
+        if len(nodes):
+            self._note(self._learn_hit, nodes, ())
 
     def release(self, nodes: NDArray[np.int32], *, tick: int) -> None:  # noqa: ARG002
         """Their age counts from the end of the request."""
-        if not len(nodes):
-            return
-        self._touched_last = False
-        histories = []
-        for cohort, count in _runs(self._cohort[nodes]):
-            histories.append((self._curves.history_of(cohort), count))
-            self._curves.withdraw(cohort, count)
-        self._begin(nodes, histories, self._shared.usually_released.compare(len(nodes)))
+        if len(nodes):
+            self._note(self._learn_released, nodes, ())
 
     def offer(self, nodes: Iterable[int]) -> None:
-        """Queues blocks by class and age."""
+        """Notes blocks that are to be queued by class and age."""
         self._last = None
-        for node in nodes:
-            self._enqueue(node)
-        if sum(queue.count for queue in self._queues.values()) > self._queue_limit:
-            self._drop_stale()
+        self._offered.extend(nodes)
+        if len(self._offered) > _OFFERS_NOTED:
+            self._catch_up()
 
     def pop(self) -> int | None:
         """The block of the lowest priority that is worth least."""
+        if self._offered or self._shared.noted:
+            self._catch_up()
         for priority in sorted(self._queues):
             queue = self._queues[priority]
-            queue.settle(self._curves.ranking, self._curves.now)
+            queue.settle(self._curves.ranking, self._shared.now)
             while (found := queue.first()) is not None:
                 cell, (cohort, node, _) = found
                 queue.take(cell)
@@ -170,36 +174,46 @@ class LearnedPolicy:
 
     def offer_and_pop(self, node: int) -> int | None:
         """The same as both; a block of the cohort that the last one was of comes next."""
-        if self._last is not None:
+        if self._last is not None and not self._shared.noted:
             priority, cohort, last = self._last
             same = self._cohort_view[node] == cohort and node < last
             if same and self._standing(node) == priority:
                 self._last = (priority, cohort, node)
                 return node
-        self._enqueue(node)
+        self._offered.append(node)
         return self.pop()
 
     def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Blocks of one cohort: they are worth the same."""
+        if self._shared.noted:
+            self._shared.catch_up()
         same: NDArray[np.bool_] = self._cohort[others] == self._cohort_view[node]
         return same
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """An evicted block leaves a ghost; of others nothing more is learned."""
+        if self._shared.noted:
+            self._shared.catch_up()
         numbers = np.array(nodes, dtype=np.int32)
-        if evicted:
-            cohorts = self._cohort[numbers]
-            self._ghosts.update(zip(keys, cohorts.tolist(), strict=True))
-            for cohort, count in _runs(cohorts):
-                self._curves.evict(cohort, count)
-            self._drop_ghosts()
-        else:
-            for cohort, count in _runs(self._cohort[numbers]):
-                self._curves.withdraw(cohort, count)
+        cohorts = self._cohort[numbers]
         self._cohort[numbers] = NO_COHORT
+        runs = _runs(cohorts)
+        if not evicted:
+            for cohort, count in runs:
+                self._curves.withdraw(cohort, count)
+            return
+        if len(runs) == 1:
+            self._ghosts.update(dict.fromkeys(keys, runs[0][0]))
+        else:
+            self._ghosts.update(zip(keys, cohorts.tolist(), strict=True))
+        for cohort, count in runs:
+            self._curves.evict(cohort, count)
+        if len(self._ghosts) > self._ghost_limit:
+            self._drop_ghosts()
 
     def learned(self) -> bytes:
         """What was learned, without any key: for `recall` in another process."""
+        self._shared.catch_up()
         usual = [number for each in self._shared.usual for number in (each.mean, each.events)]
         counts = np.concatenate((self._curves.counts(), usual))
         return encode_counts(counts, CLASSES, AGES)
@@ -214,11 +228,13 @@ class LearnedPolicy:
         usual = counts[COUNTS_SAVED:].tolist()
         if max(usual[::2]) > _OCTAVES_MAX:
             raise ValueError("it has lengths that no prompt reaches")
+        self._shared.catch_up()
         for each, mean, events in zip(self._shared.usual, usual[::2], usual[1::2], strict=True):
             each.mean, each.events = mean, round(events)
         self._curves.take_counts(counts[:COUNTS_SAVED])
 
     def candidates(self) -> set[int]:
+        self._catch_up()
         return {
             node
             for priority, queue in self._queues.items()
@@ -234,14 +250,62 @@ class LearnedPolicy:
         self._cohort = self._shared.cohort
         self._cohort_view = self._cohort.data
 
+    def _note(
+        self,
+        learn: Callable[[NDArray[np.int32], Sequence[Key]], None],
+        nodes: NDArray[np.int32],
+        keys: Sequence[Key],
+    ) -> None:
+        shared = self._shared
+        shared.noted.append((learn, nodes.copy(), keys, shared.now))
+        if len(shared.noted) >= _USES_NOTED:
+            shared.catch_up()
+
+    def _catch_up(self) -> None:
+        """Learns from what was noted, then queues what may leave."""
+        self._shared.catch_up()
+        offered, self._offered = self._offered, []
+        for node in dict.fromkeys(offered) if len(offered) > 1 else offered:
+            self._enqueue(node)
+        count = 0
+        for queue in self._queues.values():
+            count += queue.count
+        if count > self._queue_limit:
+            self._drop_stale()
+
+    def _learn_added(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> None:
+        if not self._touched_last:
+            self._curves.begin_match()
+        self._touched_last = False
+        length = self._shared.usually_added.compare(len(nodes))
+        known = self._recognize(keys) if keys else []
+        again = sum([count for _, count in known])
+        rest = nodes[again:] if again else nodes
+        if len(rest):
+            self._curves.ask(len(rest))
+            self._cohort[rest] = self._curves.begin(0, 0, length, len(rest))
+        self._begin(nodes[:again], known, length)
+        self._curves.turn()
+
+    def _learn_hit(self, nodes: NDArray[np.int32], _keys: Sequence[Key]) -> None:
+        self._curves.begin_match()
+        self._touched_last = True
+        histories = self._hit(self._cohort[nodes], found=True)
+        self._begin(nodes, histories, self._shared.usually_hit.compare(len(nodes)))
+        self._curves.turn()
+
+    def _learn_released(self, nodes: NDArray[np.int32], _keys: Sequence[Key]) -> None:
+        self._touched_last = False
+        withdraw = self._curves.withdraw
+        histories = [
+            (withdraw(cohort, count), count) for cohort, count in _runs(self._cohort[nodes])
+        ]
+        self._begin(nodes, histories, self._shared.usually_released.compare(len(nodes)))
+
     def _hit(self, cohorts: NDArray[np.int64], *, found: bool) -> list[tuple[tuple[int, int], int]]:
         """Learns from a hit; returns hit count and pause for each run of blocks."""
-        histories = []
-        for cohort, count in _runs(cohorts):
-            hits, _ = self._curves.history_of(cohort)
-            pause = pause_of(self._curves.reuse(cohort, count, found=found))
-            histories.append(((min(hits + 1, COUNT_MAX), pause), count))
-        return histories
+        reuse = self._curves.reuse
+        return [(reuse(cohort, count, found=found), count) for cohort, count in _runs(cohorts)]
 
     def _begin(
         self, nodes: NDArray[np.int32], histories: list[tuple[tuple[int, int], int]], length: int
@@ -250,6 +314,10 @@ class LearnedPolicy:
 
         From the end on: a block may leave before those that it follows, so it is the older one.
         """
+        if len(histories) == 1:
+            hits, pause = histories[0][0]
+            self._cohort[nodes] = self._curves.begin(hits, pause, length, len(nodes))
+            return
         first = end = len(nodes)
         for at in range(len(histories) - 1, -1, -1):
             (hits, pause), count = histories[at]
@@ -277,18 +345,21 @@ class LearnedPolicy:
         if priority is not None:
             queue = self._queues.get(priority)
             if queue is None:
-                queue = self._queues[priority] = RankedCells(self._curves.ranking, self._curves.now)
-            queue.settle(self._curves.ranking, self._curves.now)
+                queue = RankedCells(self._curves.ranking, self._is_current)
+                self._queues[priority] = queue
             cohort = self._cohort_view[node]
-            since = self._curves.since_of(cohort)
-            queue.push(self._curves.class_at(cohort), cohort, node, since)
+            block_class, since = self._curves.class_and_since(cohort)
+            queue.push(block_class, age_bucket(self._shared.now - since), (cohort, node, since))
+
+    def _is_current(self, entry: tuple[int, int, float]) -> bool:
+        """Whether its block was not used, nor left, since it was queued."""
+        return self._cohort_view[entry[1]] == entry[0]
 
     def _drop_ghosts(self) -> None:
         excess = len(self._ghosts) - self._ghost_limit
-        if excess > 0:
-            gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
-            for cohort, count in _runs(np.array(gone, dtype=np.int64)):
-                self._curves.withdraw(cohort, count, evicted=True)
+        gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
+        for cohort, count in _runs(np.array(gone, dtype=np.int64)):
+            self._curves.withdraw(cohort, count, evicted=True)
 
     def _drop_stale(self) -> None:
         held_count = 0
@@ -296,7 +367,7 @@ class LearnedPolicy:
             held = {
                 entry
                 for entry in queue.entries()
-                if self._cohort_view[entry[1]] == entry[0] and self._standing(entry[1]) == priority
+                if self._is_current(entry) and self._standing(entry[1]) == priority
             }
             held_count += len(held)
             queue.keep_only(held)
@@ -308,6 +379,9 @@ def _runs(cohorts: NDArray[np.int64]) -> list[tuple[int, int]]:
     count = len(cohorts)
     if not count:
         return []
+    first = int(cohorts[0])
+    if count == 1 or np.count_nonzero(cohorts == first) == count:
+        return [(first, count)]
     (ends,) = (cohorts[1:] != cohorts[:-1]).nonzero()
     bounds = [0, *(ends + 1).tolist(), count]
     return [(int(cohorts[first]), end - first) for first, end in pairwise(bounds)]
