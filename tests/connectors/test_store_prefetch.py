@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.cache.explain import Miss, MissReason
-from penstock.connectors.base.events import AnnouncedBlock, EventAnnouncer
+from penstock.connectors.base.events import AnnouncedBlock, EventAnnouncer, StoredEvent
 from penstock.connectors.base.statistics import TransferCounts
 from penstock.connectors.base.store_prefetch import (
     START_S,
@@ -239,26 +240,60 @@ def test_without_a_weights_version_nothing_is_persisted_and_the_log_says_so_once
     assert caplog.text.count("model.weights_version is not given") == 1
 
 
-def test_blocks_from_the_disk_are_announced_when_they_are_in_host_memory(
+def announcer_of_both() -> EventAnnouncer:
+    return EventAnnouncer(
+        {"host": "CPU", "disk": "STORAGE"},
+        describe=lambda request, number: AnnouncedBlock(
+            hash=bytes([number]), parent=None, tokens=array("I", request.all_token_ids[:1])
+        ),
+    )
+
+
+def announced(announcer: EventAnnouncer) -> dict[str, list[int]]:
+    """The numbers of the blocks that were announced, by kind of event and medium."""
+    found: dict[str, list[int]] = {}
+    for event in announcer.take():
+        hashes = [event.block.hash] if isinstance(event, StoredEvent) else event.hashes
+        name = f"{type(event).__name__} {event.medium}"
+        found.setdefault(name, []).extend(each[0] for each in hashes)
+    return found
+
+
+def test_blocks_are_announced_on_the_disk_when_they_are_there_and_until_a_reset(
+    folder: Path, make_engine: Any, make_request: Any
+) -> None:
+    announcer = announcer_of_both()
+    with closing(make_engine(disk=folder, announcer=announcer)) as engine:
+        start(engine)
+        engine.run(make_request("first", PROMPT))
+        engine.run_until(lambda: not engine.scheduler.pending)
+        saved = announced(announcer)
+        engine.scheduler.reset("new weights")
+        engine.step()
+        cleared = announced(announcer)
+
+    both = [*range(6)]
+    assert saved == {"StoredEvent CPU": both, "StoredEvent STORAGE": both}
+    assert cleared == {"RemovedEvent CPU": both, "RemovedEvent STORAGE": both}
+
+
+def test_blocks_of_an_earlier_life_are_announced_when_a_request_describes_them(
     filled: Path, make_engine: Any, make_request: Any
 ) -> None:
     again = make_request("again", PROMPT)
-    announcer = EventAnnouncer(
-        "host",
-        describe=lambda request, number: AnnouncedBlock(
-            hash=bytes([number]), parent=None, tokens=tuple(request.all_token_ids[:1])
-        ),
-    )
+    announcer = announcer_of_both()
     with closing(make_engine(disk=filled, announcer=announcer)) as engine:
         start(engine)
-        before = announcer.take()
+        before = announced(announcer)
         engine.scheduler.expect_request(again, lambda: 0)
+        described = announced(announcer)
         engine.run_until(lambda: not engine.offload.busy)
         engine.step()
-        announced = [each.block.hash[0] for each in announcer.take()]
+        arrived = announced(announcer)
 
-    assert before == []
-    assert announced == [*range(6)]
+    assert before == {}
+    assert described == {"StoredEvent STORAGE": [*range(6)]}
+    assert arrived == {"StoredEvent CPU": [*range(6)]}
 
 
 def test_another_thread_may_end_the_engine(filled: Path, make_engine: Any) -> None:

@@ -37,8 +37,8 @@ def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def announced(act: dict[str, Any]) -> dict[str, Any]:
-    """What events say of blocks in host memory: all of it is what vLLM says of its own."""
-    stored, on_device = (act["events"][f"BlockStored {medium}"] for medium in ("CPU", "GPU"))
+def announced(act: dict[str, Any], medium: str = "CPU") -> dict[str, Any]:
+    """What events say of blocks below the device: all of it is what vLLM says of its own."""
+    stored, on_device = (act["events"][f"BlockStored {each}"] for each in (medium, "GPU"))
     assert stored == {name: on_device[name] for name in stored}
     return dict(stored)

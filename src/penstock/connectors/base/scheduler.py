@@ -124,14 +124,6 @@ class _Load(NamedTuple):
     blocks: int
 
 
-class _Prefetch(NamedTuple):
-    """Blocks that come up from a disk, and are announced when they are there."""
-
-    operations: set[OperationId]
-    """Those that have not ended."""
-    keys: Sequence[Key]
-
-
 class SchedulerConnector:
     """The scheduler's side of a connector, for one engine."""
 
@@ -186,7 +178,6 @@ class SchedulerConnector:
         self._loading: dict[OperationId, _Load] = {}
         self._saving: dict[OperationId, tuple[TrackedRequest, Sequence[Key]]] = {}
         self._saving_blocks = 0
-        self._rising: dict[OperationId, _Prefetch] = {}
         self._has_work = False
         """Whether anything has happened since the tiers were last stepped: most steps only decode,
         and should not pay for tiers that have nothing to do."""
@@ -302,9 +293,7 @@ class SchedulerConnector:
         self._has_work = True
         if self._announcer is not None and started.operations:
             rising = [(at, tracked.asked[at]) for at in started.accepted]
-            self._announcer.expect(tracked.request, rising)
-            prefetch = _Prefetch(set(started.operations), [key for _, key in rising])
-            self._rising |= dict.fromkeys(started.operations, prefetch)
+            self._announcer.describe(tracked.request, rising)
         return self._look_again(tracked)
 
     def _look_again(self, tracked: TrackedRequest) -> Found:
@@ -497,7 +486,7 @@ class SchedulerConnector:
     def _apply_ended(self) -> None:
         ended = self._offload.poll()
         if self._announcer is not None:
-            self._announcer.note(self._offload.take_kv_events())
+            self._announcer.note(self._offload.take_kv_events(), self._offload.kv_snapshot)
         for each in ended:
             self._apply(each)
 
@@ -520,7 +509,6 @@ class SchedulerConnector:
             self._loaded(ended)
         elif ended.purpose is Purpose.STAGE:
             self._counts.brought_up(ended)
-            self._end_prefetch(operation)
         elif operation not in self._saving:
             self._counts.written_down(ended)
         else:
@@ -534,14 +522,6 @@ class SchedulerConnector:
         self._saving_blocks -= len(keys)
         tracked.saves.pop(operation, None)
         return keys
-
-    def _end_prefetch(self, operation: OperationId) -> None:
-        prefetch = self._rising.pop(operation, None)
-        if prefetch is None:
-            return
-        prefetch.operations.discard(operation)
-        if self._announcer is not None and not prefetch.operations:
-            self._announcer.forget(prefetch.keys)
 
     def _pin_saves(self, tracked: TrackedRequest) -> None:
         """The request ends: pins what a save still reads, or cancels the save."""
@@ -563,6 +543,9 @@ class SchedulerConnector:
         tracked, first, blocks = self._loading.pop(ended.operation)
         tracked.loads.discard(ended.operation)
         self._counts.copied(ended, blocks)
+        if self._announcer is not None:
+            keys = tracked.keys.upto(first + blocks)[first : first + blocks]
+            self._announcer.describe(tracked.request, enumerate(keys, start=first))
         wanted = self._requests.get(tracked.request.request_id) is tracked
         if not tracked.loads and (wanted or tracked.joins):
             self._counts.arrived(tracked.load_began)

@@ -289,7 +289,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         described = self._kv_cache_config, self._engine.block_tokens
         publish = translation.publishing(*described)
         announcer = EventAnnouncer(
-            config.cache.tiers[0].name, describe=translation.describing(*described)
+            translation.media_of(config.cache.tiers), describe=translation.describing(*described)
         )
         self._take_events = lambda: publish(announcer.take())
         return announcer
@@ -392,7 +392,7 @@ class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """KV events of the host tier, in vLLM's own form."""
+        """KV events of the tiers, in vLLM's own form."""
         return self._take_events()
 
     def get_kv_connector_stats(self) -> PenstockStats | None:

@@ -9,12 +9,13 @@ interfaces is followed here.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -56,6 +57,7 @@ from penstock.vocabulary.layers import GroupKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from penstock.cache.settings import TierSettings
     from penstock.connectors.base.keys import EngineRequest
 
 KINDS: tuple[tuple[type[Any], GroupKind], ...] = (
@@ -325,6 +327,11 @@ def events_wanted(vllm_config: Any) -> bool:
     return events is not None and bool(events.enable_kv_cache_events)
 
 
+def media_of(tiers: Iterable[TierSettings]) -> dict[str, str]:
+    """What vLLM calls each tier below the device, by its name."""
+    return {tier.name: MEDIUM_STORAGE if tier.stored else MEDIUM_CPU for tier in tiers}
+
+
 def describing(
     kv_cache_config: Any, block_tokens: int
 ) -> Callable[[EngineRequest, int], AnnouncedBlock]:
@@ -338,7 +345,7 @@ def describing(
         return AnnouncedBlock(
             hash=hashes[(block + 1) * parts - 1],
             parent=hashes[block * parts - 1] if block else None,
-            tokens=tuple(request.all_token_ids[first:end]),
+            tokens=array("I", request.all_token_ids[first:end]),
             adapter=adapter.lora_name if adapter is not None else None,
             adapter_id=adapter.lora_int_id if adapter is not None else None,
             extra_keys=extra_keys,
@@ -353,7 +360,7 @@ def publishing(
 ) -> Callable[[Iterable[StoredEvent | RemovedEvent]], list[Any]]:
     """Has events in vLLM's own form, which has one for each KV group of a block.
 
-    A block in host memory has all its groups: it is stored and removed as a whole.
+    A block below the device has all its groups: it is stored and removed as a whole.
     """
     groups = [
         {
@@ -368,11 +375,11 @@ def publishing(
         found: list[Any] = []
         for event in events:
             if isinstance(event, StoredEvent):
-                found += [_stored(event.block, block_tokens, **group) for group in groups]
+                found += [_stored(event, block_tokens, **group) for group in groups]
                 continue
             hashes = [maybe_convert_block_hash(each) for each in event.hashes]
             found += [
-                BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=number)
+                BlockRemoved(block_hashes=hashes, medium=event.medium, group_idx=number)
                 for number in range(len(groups))
             ]
         return found
@@ -380,7 +387,8 @@ def publishing(
     return publish
 
 
-def _stored(block: AnnouncedBlock, block_tokens: int, **group: Any) -> BlockStored:
+def _stored(event: StoredEvent, block_tokens: int, **group: Any) -> BlockStored:
+    block = event.block
     parent = maybe_convert_block_hash(block.parent) if block.parent is not None else None
     return BlockStored(
         block_hashes=[maybe_convert_block_hash(block.hash)],
@@ -389,7 +397,7 @@ def _stored(block: AnnouncedBlock, block_tokens: int, **group: Any) -> BlockStor
         block_size=block_tokens,
         lora_id=block.adapter_id,
         lora_name=block.adapter,
-        medium=MEDIUM_CPU,
+        medium=event.medium,
         extra_keys=to_event_extra_keys([block.extra_keys]),
         session_id=block.session,
         **group,
