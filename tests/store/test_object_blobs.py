@@ -458,6 +458,48 @@ def test_several_who_write_a_file_leave_one_whole(tmp_path: Path) -> None:
     assert not list((tmp_path / "unfinished").iterdir())
 
 
+def test_a_write_asks_neither_for_its_name_nor_for_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were a third of a put: who writes has asked for the name, and the folder is there."""
+    blobs = FolderBlobs(tmp_path)
+    put(blobs, {"a/1": b"first"})
+    asked: list[str] = []
+    for module, name in ((os.path, "exists"), (os, "makedirs"), (os, "stat"), (os, "mkdir")):
+        monkeypatch.setattr(module, name, lambda *args, **_: asked.append(str(args)))
+
+    put(blobs, {"a/2": b"second", "a/1": b"other"})
+
+    assert asked == []
+    assert take(blobs, "a/1", 5) == b"first"
+    assert take(blobs, "a/2", 6) == b"second"
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    put(blobs, {"a/1": b"first"})
+    blobs.replace("a/r", b"record", timeout_s=SOON_S)
+    for root in ("values", "records"):
+        shutil.rmtree(tmp_path / root)
+
+    put(blobs, {"a/1": b"again"})
+    blobs.replace("a/r", b"newer", timeout_s=SOON_S)
+
+    assert take(blobs, "a/1", 5) == b"again"
+    assert blobs.get("a/r", timeout_s=SOON_S) == b"newer"
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_a_record_that_cannot_be_named_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    blobs = FolderBlobs(tmp_path)
+    (tmp_path / "records" / "a").write_text("in the way")
+
+    with pytest.raises(BlobStoreError, match="Not a directory"):
+        blobs.replace("a/r", b"record", timeout_s=SOON_S)
+
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
 def test_files_that_a_killed_process_left_are_removed_later(tmp_path: Path) -> None:
     put(FolderBlobs(tmp_path), {"a": b"1"})
     left = tmp_path / "unfinished" / "left"

@@ -16,12 +16,14 @@ import os
 import secrets
 import time
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from penstock.errors import UnavailableError
 from penstock.store.blobs import (
     RECORD_BYTES_MAX,
     BlobOutcome,
+    BlobRange,
     BlobStoreError,
     check_names,
     check_reads,
@@ -29,7 +31,7 @@ from penstock.store.blobs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from penstock.store.blobs import BlobRead, BlobWrite
@@ -38,6 +40,8 @@ PART_CHARACTERS_MAX = 200
 """A file's name has at most 255 bytes; a longer part of a name becomes several folders."""
 LEFT_OVER_S = 3_600.0
 """An unfinished file of that age was left by a process that ended."""
+FOLDERS_KEPT = 256
+"""Folders whose paths are remembered: one for each model, generation and piece."""
 BUFFERS_MAX = 512
 """Of one system call; Linux takes 1,024."""
 
@@ -51,12 +55,14 @@ class FolderBlobs:
         Raises:
             UnavailableError: it cannot be made or used.
         """
-        self._values, self._records = folder / "values", folder / "records"
-        self._unfinished = folder / "unfinished"
+        # Texts, not paths: of a small value, a path's arithmetic takes as long as a system call.
+        root = os.fspath(folder)
+        self._values, self._records = f"{root}/values", f"{root}/records"
+        self._unfinished = f"{root}/unfinished"
         self._threads = threads
         try:
             for each in (self._values, self._records, self._unfinished):
-                each.mkdir(parents=True, exist_ok=True)
+                os.makedirs(each, exist_ok=True)
             self._remove_left_over()
         except OSError as error:
             raise UnavailableError(f"{folder} cannot be used: {error.strerror}") from error
@@ -88,15 +94,17 @@ class FolderBlobs:
             raise _problem(error) from error
         try:
             size = os.fstat(file).st_size
-            for offset, wanted in read.ranges:
-                target = wanted[:size] if read.whole else wanted
-                if offset + target.nbytes > size or not _fill(file, offset, target):
-                    return BlobOutcome.SHORT
+            ranges = read.ranges
+            if read.whole:
+                ranges = [BlobRange(offset, wanted[:size]) for offset, wanted in ranges]
+            whole = all(offset + wanted.nbytes <= size for offset, wanted in ranges) and all(
+                _fill(file, *each) for each in _adjoining(ranges)
+            )
         except OSError as error:
             raise _problem(error) from error
         finally:
             os.close(file)
-        return BlobOutcome.READ
+        return BlobOutcome.READ if whole else BlobOutcome.SHORT
 
     def write(self, writes: Sequence[BlobWrite], *, timeout_s: float) -> list[str]:
         timer = _Timer(check_names([write.name for write in writes], timeout_s=timeout_s))
@@ -143,9 +151,12 @@ class FolderBlobs:
         check_record(name, record, timeout_s=timeout_s)
         path = _path(self._records, name)
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             unfinished = self._write([memoryview(record)])
-            os.replace(unfinished, path)
+            try:
+                _in_folder_of(path, os.replace, unfinished)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(unfinished)
         except OSError as error:
             raise _problem(error) from error
 
@@ -153,13 +164,13 @@ class FolderBlobs:
         """Nothing: no file stays open."""
 
     def _link(self, path: str, buffers: Sequence[memoryview]) -> bool:
-        """Makes a file of this content unless there is one; whether it did."""
-        if os.path.exists(path):
-            return False
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        """Makes a file of this content unless there is one; whether it did.
+
+        Neither the name nor its folder is asked for: mostly the one is free and the other there.
+        """
         unfinished = self._write(buffers)
         try:
-            os.link(unfinished, path)
+            _in_folder_of(path, os.link, unfinished)
         except FileExistsError:
             return False
         finally:
@@ -167,7 +178,7 @@ class FolderBlobs:
         return True
 
     def _write(self, buffers: Sequence[memoryview]) -> str:
-        path = os.fspath(self._unfinished / secrets.token_hex(16))
+        path = f"{self._unfinished}/{secrets.token_hex(16)}"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _write_all(file, [each.cast("B") for each in buffers if each.nbytes])
@@ -200,13 +211,17 @@ class _Timer:
         return True
 
 
-def _path(root: Path, name: str) -> str:
-    folders = []
-    *before, last = name.split("/")
-    for part in before:
-        folders += _cut(part)
+def _path(root: str, name: str) -> str:
+    before, _, last = name.rpartition("/")
     *more, file = _cut(last)
-    return os.path.join(root, *folders, *more, f"={file}")
+    return "/".join((_folder(root, before), *more, f"={file}"))
+
+
+@lru_cache(maxsize=FOLDERS_KEPT)
+def _folder(root: str, before: str) -> str:
+    """Where values lie whose names begin alike: most of them have few beginnings."""
+    parts = [piece for part in before.split("/") if part for piece in _cut(part)]
+    return "/".join((root, *parts))
 
 
 def _cut(part: str) -> list[str]:
@@ -216,24 +231,50 @@ def _cut(part: str) -> list[str]:
     return [f"{piece}+" for piece in pieces[:-1]] + pieces[-1:]
 
 
-def _fill(file: int, offset: int, target: memoryview) -> bool:
-    """Reads a whole range; whether the file was long enough."""
-    done = 0
-    while done < target.nbytes:
-        count = os.preadv(file, [target[done:]], offset + done)
-        if not count:
-            return False
-        done += count
+def _in_folder_of(path: str, name: Callable[[str, str], None], unfinished: str) -> None:
+    """Gives a file its name, in a folder that is made if it is missing."""
+    try:
+        name(unfinished, path)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        name(unfinished, path)
+
+
+def _adjoining(ranges: Sequence[BlobRange]) -> list[tuple[int, list[memoryview]]]:
+    """Ranges that follow each other without a gap as one, with where each begins."""
+    runs: list[tuple[int, list[memoryview]]] = []
+    end = -1
+    for offset, target in ranges:
+        if offset == end:
+            runs[-1][1].append(target)
+        else:
+            runs.append((offset, [target]))
+        end = offset + target.nbytes
+    return runs
+
+
+def _fill(file: int, offset: int, targets: list[memoryview]) -> bool:
+    """Reads from a place on until all targets are full; whether the file was long enough."""
+    while targets:
+        count = os.preadv(file, targets[:BUFFERS_MAX], offset)
+        if not count and any(each.nbytes for each in targets):
+            return False  # It was cut just now.
+        offset += count
+        _pass_over(targets, count)
     return True
+
+
+def _pass_over(buffers: list[memoryview], count: int) -> None:
+    """Takes bytes off that are done, and empty buffers in front."""
+    while buffers and count >= buffers[0].nbytes:
+        count -= buffers.pop(0).nbytes
+    if count:
+        buffers[0] = buffers[0][count:]
 
 
 def _write_all(file: int, buffers: list[memoryview]) -> None:
     while buffers:
-        count = os.writev(file, buffers[:BUFFERS_MAX])
-        while buffers and count >= buffers[0].nbytes:
-            count -= buffers.pop(0).nbytes
-        if count:
-            buffers[0] = buffers[0][count:]
+        _pass_over(buffers, os.writev(file, buffers[:BUFFERS_MAX]))
 
 
 def _problem(error: OSError) -> BlobStoreError:

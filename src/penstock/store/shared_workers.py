@@ -236,7 +236,7 @@ class SharedWorkers:
         sizes: list[int] = []
         faults = dict.fromkeys(range(len(run.positions)), _UNREADABLE)
         try:
-            sizes, faults, failure = self._write_absent(run, job, memory)
+            sizes, faults, failure = self._write_absent(run, job, names, memory)
             with self._board.lock:
                 self._board.succeed()
         except BlobStoreError as error:
@@ -254,10 +254,9 @@ class SharedWorkers:
                 self._board.end_run(run, faults, failure)
 
     def _write_absent(
-        self, run: RunOfBlocks, job: SaveJob, memory: FrontMemory
+        self, run: RunOfBlocks, job: SaveJob, names: Sequence[str], memory: FrontMemory
     ) -> tuple[list[int], dict[int, BlockFault], str]:
         """Writes what is not there; the bytes of each block, and what failed, by place and why."""
-        names = names_of(run)
         there = self._blobs.exists(names, timeout_s=self._board.timeout_s)
         absent = [place for place, is_there in enumerate(there) if not is_there]
         if not absent:
