@@ -68,6 +68,25 @@ def test_a_page_of_sglang_counts_each_rank_once() -> None:
     assert page.first_token.quantile(0.5) == pytest.approx(0.3)
 
 
+def test_a_page_of_sglang_with_replicas_counts_each_replica_once() -> None:
+    """Two replicas of two ranks each, with the names and labels of SGLang's source (016d860).
+
+    The first rank of the second replica is rank 2. Ranks repeat what their replica says, and
+    priorities what is in the sum.
+    """
+    page = read_page((PAGES / "sglang-replicas.txt").read_text(encoding="utf-8"))
+
+    assert (page.running, page.waiting, page.preemptions) == (8, 3, 3)
+    assert (page.prompt_tokens, page.generated_tokens) == (8000, 1000)
+    assert page.found == {"device": 3040, "host": 1000, "storage_file": 500}
+    assert page.kv_used == pytest.approx(0.3)
+    device, host = page.tiers
+    assert (device.tokens, device.used) == (20000, pytest.approx(6000))
+    assert host == PageTier("host", 160000, 40000)
+    assert (page.first_token.count, page.whole.count) == (10, 10)
+    assert page.first_token.quantile(0.3) == pytest.approx(0.15)
+
+
 def test_a_page_of_our_own_server_is_read() -> None:
     metrics = ServerMetrics()
     metrics.prompt_tokens.inc(90)

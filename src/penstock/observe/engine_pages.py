@@ -130,14 +130,19 @@ class _Samples:
         return any(name.startswith(prefix) for name in self._found)
 
     def rows(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """The samples of a name, once each: ranks of one engine report the same."""
-        return [
-            (labels, value)
-            for labels, value in self._found.get(name, [])
-            if labels.get("tp_rank", "0") == "0"
-            and labels.get("pp_rank", "0") == "0"
-            and not labels.get("priority")
-        ]
+        """The samples of a name, once each: ranks of one engine report the same.
+
+        Of ranks that differ in nothing but their place in one replica, the first one counts. With
+        attention in data-parallel ranks, the first one of a replica need not be rank 0.
+        """
+        found: dict[frozenset[tuple[str, str]], tuple[dict[str, str], float]] = {}
+        for labels, value in self._found.get(name, []):
+            if labels.get("priority"):
+                continue  # The sum of all priorities has none.
+            alike = frozenset(each for each in labels.items() if each[0] not in _RANK_LABELS)
+            if alike not in found or _rank_of(labels) < _rank_of(found[alike][0]):
+                found[alike] = labels, value
+        return [*found.values()]
 
     def sum(self, name: str) -> float:
         return sum(value for _, value in self.rows(name))
@@ -163,6 +168,15 @@ class _Samples:
 
     def label(self, name: str, label: str) -> str:
         return next((labels[label] for labels, _ in self.rows(name) if label in labels), "")
+
+
+_RANK_LABELS = ("pp_rank", "tp_rank", "moe_ep_rank")
+"""SGLang's names for a rank's place in one replica; `dp_rank` is the replica."""
+
+
+def _rank_of(labels: dict[str, str]) -> tuple[int, ...]:
+    names = [labels.get(name, "0") for name in _RANK_LABELS]
+    return tuple(int(name) if name.isdecimal() else 0 for name in names)
 
 
 def read_page(text: str) -> EnginePage:
@@ -216,10 +230,16 @@ def _vllm(samples: _Samples) -> EnginePage:
 
 
 def _sglang(samples: _Samples) -> EnginePage:
-    # Older versions do not say where cached tokens came from.
-    sources = samples.by("sglang:cached_tokens_total", "cache_source")
+    found: dict[str, float] = defaultdict(float)
+    for source, tokens in samples.by("sglang:cached_tokens_total", "cache_source").items():
+        # Older versions, and requests without details, do not say where tokens came from.
+        found["device" if source in {"", "total"} else source] += tokens
     slots = samples.sum("sglang:max_total_num_tokens")
     used = samples.mean("sglang:token_usage")
+    host, host_used = (samples.sum(f"sglang:hicache_host_{n}_tokens") for n in ("total", "used"))
+    tiers = [PageTier("device", slots, used * slots)] if slots and used is not None else []
+    if host:
+        tiers.append(PageTier("host", host, host_used))
     return EnginePage(
         engine="SGLang",
         model=samples.label("sglang:num_running_reqs", "model_name"),
@@ -228,11 +248,11 @@ def _sglang(samples: _Samples) -> EnginePage:
         kv_used=used,
         prompt_tokens=samples.sum("sglang:prompt_tokens_total"),
         generated_tokens=samples.sum("sglang:generation_tokens_total"),
-        found={source or "device": tokens for source, tokens in sources.items()},
+        found=dict(found),
         preemptions=samples.sum("sglang:num_retracted_requests_total"),
         first_token=samples.times("sglang:time_to_first_token_seconds"),
         whole=samples.times("sglang:e2e_request_latency_seconds"),
-        tiers=(PageTier("device", slots, used * slots),) if slots and used is not None else (),
+        tiers=tuple(tiers),
     )
 
 
