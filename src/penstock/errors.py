@@ -21,11 +21,26 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class PenstockError(Exception):
-    """The root of all errors that Penstock raises on purpose."""
+    """The root of all errors that Penstock raises on purpose.
+
+    Errors can be sent to another process: they are made again with all that they carry.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., PenstockError], tuple[object, ...]]:
+        # By default the constructor would be called with the message alone.
+        return _made_again, (type(self), self.args, self.__dict__)
+
+
+def _made_again(
+    kind: type[PenstockError], arguments: tuple[object, ...], fields: dict[str, object]
+) -> PenstockError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(fields)
+    return error
 
 
 class AccessError(PenstockError, RuntimeError):

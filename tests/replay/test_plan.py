@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import threading
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import pytest
 
 from penstock.cli.app import run
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.page import LineChart, page_of
 from penstock.replay.plan import ENOUGH, CachePlan, Planner, PlanSettings, cells_of
 
@@ -95,6 +98,35 @@ def test_a_plan_is_the_same_with_several_processes(trace: str) -> None:
     sizes = {"host_gib": (0.0, 80 * MIB), "policies": ("lru", "s3fifo")}
 
     assert plan_for(trace, jobs=2, **sizes) == plan_for(trace, **sizes)
+
+
+def test_a_wrong_line_ends_a_plan_of_several_processes_with_its_message(trace: str) -> None:
+    with open(trace, "a", encoding="utf-8") as file:
+        file.write("{}\n")
+
+    with pytest.raises(ConfigError, match=r"trace\.jsonl:61: timestamp is missing, must be"):
+        plan_for(trace, jobs=2)
+
+
+def test_a_plan_whose_process_is_killed_ends_and_says_so(trace: str) -> None:
+    planner = Planner(settings_for(trace), jobs=2, progress=lambda *_: None)
+    # Whoever opens a pipe that nobody writes waits: no replay ends before the kill.
+    os.unlink(trace)
+    os.mkfifo(trace)
+    before = multiprocessing.active_children()
+
+    def kill_one() -> None:
+        while not (new := set(multiprocessing.active_children()) - set(before)):
+            threading.Event().wait(0.05)
+        new.pop().kill()
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(UnavailableError, match=r"process of the plan was killed.* fewer --jobs"):
+        planner.run()
+    killer.join()
+
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_with_rates_the_recommended_sizes_are_tried_under_other_loads(trace: str) -> None:

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import parse_config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.best import BestPossible
 from penstock.replay.report import ReplayReport, report_on
 from penstock.replay.simulation import GIB, Replay, Speeds
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 ENOUGH = 0.9
 STRETCHES = (0.5, 1.0, 2.0)
 """How much longer the trace lasts: half the time is twice the load."""
+KILL_S = 10.0
+"""How long a process that was killed is waited for."""
 BOUND_POINTS = 24
 """Of the curve of the bound, evenly spread over the sizes' logarithms."""
 
@@ -156,6 +162,7 @@ class Planner:
 
         Raises:
             ConfigError: the trace cannot be read.
+            UnavailableError: a process was killed.
         """
         settings = self._settings
         sizes = self._bound_sizes()
@@ -194,8 +201,24 @@ class Planner:
             yield from map(_run_work, works)
             return
         # A fresh interpreter: a forked one would have this one's open files and locks.
-        with multiprocessing.get_context("spawn").Pool(min(self._jobs, len(works))) as pool:
-            yield from pool.imap_unordered(_run_work, works)
+        context = multiprocessing.get_context("spawn")
+        before = multiprocessing.active_children()
+        with ProcessPoolExecutor(min(self._jobs, len(works)), context) as pool:
+            try:
+                with _interrupts_left_to_this_process():
+                    futures = [pool.submit(_run_work, work) for work in works]
+                for future in as_completed(futures):
+                    yield future.result()
+            except BrokenProcessPool as error:
+                raise UnavailableError(
+                    "a process of the plan was killed, perhaps for want of memory: try fewer --jobs"
+                ) from error
+            finally:
+                # After an error or Ctrl-C nobody waits for the replays that are under way.
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - set(before):
+                    process.kill()
+                    process.join(KILL_S)
 
     def _loads(
         self, cell: PlanCell, rows: list[PlanRow], rates: dict[float, float]
@@ -304,6 +327,16 @@ def _cache_of(settings: PlanSettings, cell: PlanCell, block_tokens: int) -> Cach
         block_tokens=block_tokens,
         block_bytes=settings.token_bytes * block_tokens,
     )
+
+
+@contextmanager
+def _interrupts_left_to_this_process() -> Iterator[None]:
+    """Processes that are started meanwhile do not hear Ctrl-C: this one hears it, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
