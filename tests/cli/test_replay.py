@@ -69,6 +69,20 @@ def test_the_report_for_people_has_the_same(
     assert "best possible with 72 blocks: 60.95%; gap 0.00%" in printed
 
 
+def test_requests_that_are_left_out_count_for_the_best_possible_neither(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = json.dumps({"timestamp": 9000, "tokens": [7] * 400})
+    with open(trace, "a", encoding="utf-8") as file:
+        file.write(f"{long}\n{long}\n")
+
+    run(["replay", trace, "--config", str(tmp_path / "penstock.toml"), "--json", "-"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["refused"] == 2
+    assert found["best"]["token_rate"] == found["token_rate"] == pytest.approx(6 * 64 / (9 * 70))
+
+
 def test_without_a_configuration_there_is_an_example(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,6 +150,30 @@ def test_a_disk_is_tried_below_a_host_tier_only(trace: str) -> None:
         cells_of(settings_for(trace, host_gib=(0.0,), disk_gib=(2.0,)))
 
 
+def test_requests_that_do_not_fit_on_the_device_count_nowhere_and_are_told(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"timestamp": 60_000, "tokens": [99] * 1000}
+    with open(trace, "a", encoding="utf-8") as file:
+        file.write(f"{json.dumps(long)}\n{json.dumps(long)}\n")
+
+    plan = plan_for(trace, host_gib=(160 * MIB,))
+    page = page_of(plan)
+
+    (row,) = plan.rows
+    assert row.report.refused == 2
+    assert row.report.token_rate == row.best_rate == pytest.approx(48 * 96 / 6000)
+    assert "2 requests have more blocks than they can get: they were left out" in page
+    sizes = ["--device-gib", f"{10 * MIB}", "--host-gib", f"{160 * MIB}", "--kv-bytes", "65536"]
+    assert run(["plan", trace, *sizes, "--jobs", "1"]) == 0
+    assert "2 requests have more blocks than they can get" in capsys.readouterr().out
+
+
+def test_a_device_without_room_for_any_request_is_refused(trace: str) -> None:
+    with pytest.raises(ConfigError, match=r"--device-gib: is 0.0058\d+, must have room for the"):
+        plan_for(trace, device_gib=6 * MIB)
+
+
 def test_a_size_without_room_for_a_block_is_refused(trace: str) -> None:
     with pytest.raises(ConfigError, match=r"--host-gib: is 0.0001, must be 0 or have room for a"):
         plan_for(trace, host_gib=(0.0001,))

@@ -24,7 +24,7 @@ from penstock.cli.replay import (
 )
 from penstock.replay.page import HEADS, page_of, row_texts
 from penstock.replay.plan import Planner, PlanSettings
-from penstock.replay.report import text_table
+from penstock.replay.report import LEFT_OUT, text_table
 from penstock.replay.trace import SHIPPED
 
 if TYPE_CHECKING:
@@ -138,4 +138,6 @@ def _describe(made: CachePlan) -> str:
         f"recommended: {cell.host_gib:g} GiB of host memory, {cell.disk_gib:g} GiB of disk, "
         f"{cell.policy}. {made.recommended.reason}",
     ]
+    if left_out := made.rows[0].report.refused:
+        lines.append(f"{left_out:,} {LEFT_OUT}")
     return "\n".join(lines)

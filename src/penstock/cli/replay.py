@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -18,7 +17,6 @@ from penstock.replay.trace import (
     SHIPPED,
     PerfectHints,
     TraceReader,
-    TraceRequest,
     natural_block_tokens,
 )
 
@@ -110,27 +108,17 @@ def replay(
         output_tokens_per_s=require_rate("--output-rate", output_rate),
         tier_bytes_per_s=dict(map(read_bandwidth, bandwidth or [])),
     )
-    player = Replay(cache, speeds)
-    bound = BestPossible() if best else None
+    player = Replay(cache, speeds, BestPossible() if best else None)
     reader = TraceReader(settings)
     requests = reader.read_all(traces)
     if perfect_hints:
         requests = PerfectHints(requests, cache.block_tokens).written_into(reader.read_all(traces))
-    player.run(requests if bound is None else _noted(requests, bound, cache.block_tokens))
-    report = report_on(player, traces=list(traces), best=bound)
+    player.run(requests)
+    report = report_on(player, traces=list(traces))
     if json is None or str(json) != "-":
         print(describe(report))
     if json is not None:
         write_json(json, msgspec.to_builtins(report))
-
-
-def _noted(
-    requests: Iterator[TraceRequest], bound: BestPossible, block_tokens: int
-) -> Iterator[TraceRequest]:
-    for request in requests:
-        # As in the cache, at least one token is left to compute.
-        bound.add(request.keys, (request.token_count - 1) // block_tokens)
-        yield request
 
 
 def _example(trace: str, token_bytes: int) -> Config:

@@ -6,6 +6,8 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+from penstock.replay.report import LEFT_OUT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -180,6 +182,7 @@ def page_of(plan: CachePlan) -> str:
     """The page."""
     chosen = plan.recommended
     first = plan.rows[0].report
+    left_out = f" {first.refused:,} {LEFT_OUT}." if first.refused else ""
     loads = ""
     if plan.loads:
         names = [f"× {1 / row.cell.stretch:g}" for row in plan.loads]
@@ -191,7 +194,7 @@ def page_of(plan: CachePlan) -> str:
         f"<h1>Plan for {escape(plan.trace)}</h1>"
         f"<p>{first.requests:,} requests, {first.tokens:,} prompt tokens, blocks of "
         f"{plan.block_tokens} tokens, {plan.token_bytes:,} bytes of KV a token, "
-        f"{plan.device_gib:g} GiB on the device.</p>"
+        f"{plan.device_gib:g} GiB on the device.{left_out}</p>"
         f"<p><strong>Recommended: {chosen.cell.host_gib:g} GiB of host memory, "
         f"{chosen.cell.disk_gib:g} GiB of disk, {escape(chosen.cell.policy)}.</strong> "
         f"{escape(chosen.reason)}</p>"

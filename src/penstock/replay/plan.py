@@ -25,7 +25,7 @@ from penstock.config import parse_config
 from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.best import BestPossible
 from penstock.replay.report import ReplayReport, report_on
-from penstock.replay.simulation import GIB, Replay, Speeds
+from penstock.replay.simulation import GIB, Replay, Speeds, useful_blocks
 from penstock.replay.trace import TraceReader, natural_block_tokens
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Planner:
         """Does all the work.
 
         Raises:
-            ConfigError: the trace cannot be read.
+            ConfigError: the trace cannot be read, or none of its requests fits on the device.
             UnavailableError: a process was killed.
         """
         settings = self._settings
@@ -169,7 +169,13 @@ class Planner:
         rooms = tuple(_blocks(settings, gib, self._block_tokens) for gib in sizes)
         bound, *found = self._do([self._work(None, rooms), *map(self._work, self._cells)])
         reports = [msgspec.convert(each, ReplayReport) for each in found]
-        tokens = reports[0].tokens or 1
+        tokens = reports[0].tokens
+        if not tokens:
+            raise ConfigError(
+                "--device-gib",
+                f"is {settings.device_gib:g}, must have room for the blocks of a request: no "
+                "request of the trace has it",
+            )
         shares = (blocks * self._block_tokens / tokens for blocks in msgspec.convert(bound, list))
         rates = dict(zip(sizes, shares, strict=True))
         rows = _rows(settings, self._cells, reports, rates)
@@ -349,8 +355,11 @@ def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
     requests = TraceReader(config).read_all([settings.trace])
     if work.cell is None:
         bound = BestPossible()
+        room = _blocks(settings, settings.device_gib, block_tokens)
         for request in requests:
-            bound.add(request.keys, (request.token_count - 1) // block_tokens)
+            # Those with more blocks than the device are left out, as in the replays.
+            if -(-request.token_count // block_tokens) <= room:
+                bound.add(request.keys, useful_blocks(request, block_tokens))
         return number, [bound.found(capacity) for capacity in work.capacities]
     cache = _cache_of(settings, work.cell, block_tokens)
     names = {tier.name for tier in cache.tiers}
@@ -363,7 +372,7 @@ def _run_work(numbered: tuple[int, _Work]) -> tuple[int, object]:
     )
     replay = Replay(cache, speeds)
     replay.run(_stretched(requests, work.cell.stretch))
-    return number, msgspec.to_builtins(report_on(replay, traces=[settings.trace], best=None))
+    return number, msgspec.to_builtins(report_on(replay, traces=[settings.trace]))
 
 
 def _stretched(requests: Iterator[TraceRequest], factor: float) -> Iterator[TraceRequest]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from penstock.replay.simulation import Replay
 
 
+LEFT_OUT = "requests have more blocks than they can get: they were left out"
+
+
 class TierShare(msgspec.Struct, frozen=True, kw_only=True):
     """What requests found in one tier."""
 
@@ -98,7 +101,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """`None` where it was not asked for."""
 
 
-def report_on(replay: Replay, *, traces: list[str], best: BestPossible | None) -> ReplayReport:
+def report_on(replay: Replay, *, traces: list[str]) -> ReplayReport:
     """The report of a replay that has ended."""
     tally, settings = replay.tally, replay.settings
     names = replay.machine.tier_names
@@ -138,7 +141,7 @@ def report_on(replay: Replay, *, traces: list[str], best: BestPossible | None) -
         tokens_computed_instead=statistics.tokens_computed_instead,
         blocks_not_saved=statistics.saves_refused + statistics.saves_skipped,
         first_token=_first_token(replay),
-        best=None if best is None else _best(replay, best, found),
+        best=None if replay.bound is None else _best(replay, replay.bound, found),
     )
 
 
@@ -226,7 +229,7 @@ def describe(report: ReplayReport) -> str:
             f"gap {report.best.gap:.2%} of prompt tokens"
         )
     for number, what in (
-        (report.refused, "requests have more blocks than they can get: they were left out"),
+        (report.refused, LEFT_OUT),
         (report.lost, "requests lost their room while they waited"),
         (report.answers_without_room, "answers found no room beside their prompts"),
         (report.blocks_not_saved, "blocks were not saved below: no room, or a disk too slow"),

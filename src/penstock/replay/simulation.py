@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.cache.settings import CacheSettings
     from penstock.config import Config, TierKind
     from penstock.machine.effects import Effect
+    from penstock.replay.best import BestPossible
     from penstock.replay.trace import TraceRequest
     from penstock.vocabulary.ids import LeaseId, OperationId
 
@@ -68,6 +69,11 @@ class Speeds:
         """Whether nothing takes time."""
         rates = (self.prefill_tokens_per_s, self.output_tokens_per_s)
         return not self.tier_bytes_per_s and all(map(math.isinf, rates))
+
+
+def useful_blocks(request: TraceRequest, block_tokens: int) -> int:
+    """How many of its blocks a request may find: at least one token is left to compute."""
+    return (request.token_count - 1) // block_tokens
 
 
 def sized_cache(config: Config, *, token_bytes: int = 0, device_blocks: int = 0) -> CacheSettings:
@@ -163,11 +169,18 @@ class Replay:
     Args:
         settings: the cache; every tier has its size in blocks.
         speeds: how long computing and copies take; nothing takes time if not given.
+        bound: is told of each request that gets room, for what could have been found at most.
     """
 
-    def __init__(self, settings: CacheSettings, speeds: Speeds | None = None) -> None:
+    def __init__(
+        self,
+        settings: CacheSettings,
+        speeds: Speeds | None = None,
+        bound: BestPossible | None = None,
+    ) -> None:
         self.settings = settings
         self.speeds = speeds or Speeds()
+        self.bound = bound
         self.machine = CacheMachine(settings, incarnation=1)
         names = self.machine.tier_names
         unknown = sorted(set(self.speeds.tier_bytes_per_s) - set(names[1:]))
@@ -253,6 +266,8 @@ class Replay:
         tally.requests += 1
         tally.blocks += len(request.keys)
         tally.tokens += request.token_count
+        if self.bound is not None:
+            self.bound.add(request.keys, useful_blocks(request, self.settings.block_tokens))
         for tier, tokens in enumerate(granted.cached_by_tier):
             if tokens:
                 tally.tokens_by_tier[tier] += tokens
