@@ -175,8 +175,12 @@ def test_a_device_without_room_for_any_request_is_refused(trace: str) -> None:
 
 
 def test_a_size_without_room_for_a_block_is_refused(trace: str) -> None:
-    with pytest.raises(ConfigError, match=r"--host-gib: is 0.0001, must be 0 or have room for a"):
+    with pytest.raises(
+        ConfigError, match=r"--host-gib: is 0.0001, must be 0 or have room for 1 to"
+    ):
         plan_for(trace, host_gib=(0.0001,))
+    with pytest.raises(ConfigError, match=r"--device-gib: is 1e\+07, must have room for 1 to"):
+        plan_for(trace, device_gib=1e7)
 
 
 class Tags(HTMLParser):
@@ -207,7 +211,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--device-gib", "0.02", "--host-gib", "0,0.2", "--kv-bytes", "65536"]
-    written = ["--html", str(tmp_path / "p.html"), "--json", str(tmp_path / "p.json")]
+    written = ["--html", str(tmp_path / "new" / "p.html"), "--json", str(tmp_path / "p.json")]
 
     status = run(["plan", trace, *sizes, *written, "--jobs", "1"])
 
@@ -215,13 +219,16 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
     assert status == 0
     assert "recommended: 0.2 GiB of host memory, 0 GiB of disk, lru" in printed
     assert len(json.loads((tmp_path / "p.json").read_text())["rows"]) == 2
-    assert "<svg" in (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<svg" in (tmp_path / "new" / "p.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--host-gib", "a"], "is 'a', must be numbers from 0"),
+        (["--device-gib", "1048577"], "is 1048577.0, must be a number from 1e-06 to 1048576"),
+        (["--html", "-"], "--html: is '-', must be a file of its own"),
+        (["--html", "x", "--json", "./x"], "--html: is 'x', must be a file of its own"),
         (["--policy", "best"], "--policy: is 'best', must be one of"),
         (["--bandwidth", "tape=1"], "names 'tape', must be one of host, disk"),
     ],

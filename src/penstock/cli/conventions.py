@@ -98,10 +98,15 @@ def write_json(path: Path, document: object) -> None:
     if str(path) == "-":
         print(text)
         return
+    write_text(path, text + "\n", option="--json")
+
+
+def write_text(path: Path, text: str, *, option: str) -> None:
+    """Writes a file that an option names, and makes its folder if there is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(
-            f"{path} cannot be written: {error.strerror}", param_hint="--json"
+            f"{path} cannot be written: {error.strerror}", param_hint=option
         ) from error

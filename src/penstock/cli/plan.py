@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from penstock.cache.eviction import policy_named
-from penstock.cli.conventions import JobsOption, JsonOption, write_json
+from penstock.cli.conventions import JobsOption, JsonOption, write_json, write_text
 from penstock.cli.replay import (
     DEVICE_GIB,
     KV_BYTES,
@@ -30,7 +30,7 @@ from penstock.replay.trace import SHIPPED
 if TYPE_CHECKING:
     from penstock.replay.plan import CachePlan
 
-GIB_MAX = 1 << 20
+GIB_MIN, GIB_MAX = 1e-6, 1 << 20
 TIERS = ("host", "disk")
 CORES = os.cpu_count() or 1
 
@@ -69,13 +69,14 @@ def plan(  # noqa: PLR0913 - each is an option
 
     With rates, the plan predicts first tokens, and how they change with the load.
     """
+    _require_two_files(json, html)
     policies = tuple(policy.split(","))
     for name in policies:
         policy_named(name, place="--policy")
     settings = PlanSettings(
         trace=trace,
         token_bytes=kv_bytes,
-        device_gib=_sizes("--device-gib", f"{device_gib:g}", least=1e-6)[0],
+        device_gib=_device_size(device_gib),
         host_gib=_sizes("--host-gib", host_gib),
         disk_gib=_sizes("--disk-gib", disk_gib),
         policies=policies,
@@ -89,12 +90,17 @@ def plan(  # noqa: PLR0913 - each is an option
     if json is not None:
         write_json(json, msgspec.to_builtins(made))
     if html is not None:
-        try:
-            html.write_text(page_of(made), encoding="utf-8")
-        except OSError as error:
-            raise typer.BadParameter(
-                f"{html} cannot be written: {error.strerror}", param_hint="--html"
-            ) from error
+        write_text(html, page_of(made), option="--html")
+
+
+def _require_two_files(json: Path | None, html: Path | None) -> None:
+    """Before hours of work: a page needs a file, and another one than the JSON."""
+    if html is None:
+        return
+    if str(html) == "-" or (json is not None and json.resolve() == html.resolve()):
+        raise typer.BadParameter(
+            f"is {str(html)!r}, must be a file of its own for the page", param_hint="--html"
+        )
 
 
 def _bandwidths(given: list[str]) -> dict[str, float]:
@@ -107,14 +113,24 @@ def _bandwidths(given: list[str]) -> dict[str, float]:
     return rates
 
 
-def _sizes(option: str, given: str, *, least: float = 0.0) -> tuple[float, ...]:
+def _device_size(gib: float) -> float:
+    if not GIB_MIN <= gib <= GIB_MAX:
+        raise typer.BadParameter(
+            f"is {gib!r}, must be a number from {GIB_MIN:g} to {GIB_MAX}",
+            param_hint="--device-gib",
+        )
+    return gib
+
+
+def _sizes(option: str, given: str) -> tuple[float, ...]:
     try:
-        sizes = tuple(float(text) for text in given.split(","))
+        # The addition makes 0 of -0.
+        sizes = tuple(float(text) + 0.0 for text in given.split(","))
     except ValueError:
         sizes = (math.nan,)
-    if not all(least <= size <= GIB_MAX for size in sizes):
+    if not all(0 <= size <= GIB_MAX for size in sizes):
         raise typer.BadParameter(
-            f"is {given!r}, must be numbers from {least:g} to {GIB_MAX}, such as 0,32,64",
+            f"is {given!r}, must be numbers from 0 to {GIB_MAX}, such as 0,32,64",
             param_hint=option,
         )
     return sizes

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.cache.settings import CacheSettings, TierSettings
 from penstock.config import parse_config
+from penstock.config.values import BLOCKS_MAX
 from penstock.errors import ConfigError, UnavailableError
 from penstock.replay.best import BestPossible
 from penstock.replay.report import ReplayReport, report_on
@@ -313,14 +314,14 @@ def _blocks(settings: PlanSettings, gib: float, block_tokens: int) -> int:
 
 def _cache_of(settings: PlanSettings, cell: PlanCell, block_tokens: int) -> CacheSettings:
     sizes = {"device": settings.device_gib, "host": cell.host_gib, "disk": cell.disk_gib}
-    tiers = []
+    tiers: list[TierSettings] = []
     for name, gib in sizes.items():
         blocks = _blocks(settings, gib, block_tokens)
-        if gib and not blocks:
+        if gib and not 1 <= blocks <= BLOCKS_MAX:
             raise ConfigError(
                 f"--{name}-gib",
-                f"is {gib:g}, must be 0 or have room for a block of "
-                f"{settings.token_bytes * block_tokens} bytes",
+                f"is {gib:g}, must {'be 0 or ' if tiers else ''}have room for 1 to {BLOCKS_MAX} "
+                f"blocks of {settings.token_bytes * block_tokens} bytes",
             )
         if blocks:
             stored = name == "disk"
