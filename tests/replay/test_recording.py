@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
+GOOD = {"timestamp": 1, "block_tokens": 4, "input_length": 5, "blocks": "0" * 16}
+
+
 def keys_of(*names: str) -> list[bytes]:
     return [name.encode() * 8 for name in names]
 
@@ -100,9 +103,31 @@ def test_a_file_that_was_cut_is_read_to_its_last_whole_line(
     whole = file.read_bytes()
     first = whole.index(b"\n") + 1
 
-    file.write_bytes(whole[: first + min(kept, len(whole) - first - 1)])
+    file.write_bytes(whole[: first + min(kept, len(whole) - first - 2)])
 
     assert [each.at_s for each in read(file)] == [1.0]
+
+
+def test_a_last_line_without_its_end_is_read_if_it_is_whole(file: Path) -> None:
+    lines = [msgspec.json.encode({**GOOD, "timestamp": at}) for at in (1, 2)]
+    file.write_bytes(b"\n".join(lines))
+
+    assert [each.at_s for each in read(file)] == [0.001, 0.002]
+
+    file.write_bytes(lines[0] + b'\n{"timestamp": 2}')
+    with pytest.raises(ConfigError, match=r":2: input_length is missing, must be"):
+        read(file)
+
+
+def test_a_name_after_other_blocks_is_another_block(file: Path) -> None:
+    names = ["a" * 16 + "a" * 16, "a" * 16 + "b" * 16, "b" * 16 + "a" * 16]
+    lines = [{**GOOD, "input_length": 8, "blocks": name} for name in names]
+    file.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+
+    once_more, first, circle = read(file)
+
+    assert once_more.keys[0] == first.keys[0] != once_more.keys[1]
+    assert not set(circle.keys) & {*once_more.keys, *first.keys}
 
 
 def test_a_full_file_ends_the_recording_and_says_so_once(
@@ -178,15 +203,17 @@ def test_a_file_that_is_there_is_left_alone_and_another_one_is_begun(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"blocks": "zz"}, r":1: non-hexadecimal"),
+        (
+            {"blocks": "zz"},
+            r":1: blocks is 'zz', must be 16 hexadecimal digits for every full block",
+        ),
         ({"blocks": "00"}, r":1: blocks has 2 digits, must have 16: 16 for each full block of 5"),
         ({"block_tokens": 0}, r":1: block_tokens is 0, must be a whole number from 1 to 65536"),
         ({"block_tokens": 1.5}, r":1: block_tokens is 1.5, must be a whole number"),
     ],
 )
 def test_a_line_that_is_wrong_is_refused(file: Path, line: dict[str, object], message: str) -> None:
-    good = {"timestamp": 1, "block_tokens": 4, "input_length": 5, "blocks": "0" * 16}
-    file.write_bytes(msgspec.json.encode({**good, **line}) + b"\n")
+    file.write_bytes(msgspec.json.encode({**GOOD, **line}) + b"\n")
 
     with pytest.raises(ConfigError, match=message):
         read(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -103,6 +104,34 @@ def test_requests_to_openai_share_the_blocks_of_equal_beginnings(tmp_path: Path)
     assert len(first.keys) == 3
     assert third.token_count == 2
     assert (fourth.token_count, len(fourth.keys)) == (33, 2)
+
+
+def test_fields_that_are_null_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    asked = {"created": 3, "messages": [{"role": "user", "content": "one"}]}
+    empty = {"prompt": None, "tools": None, "body": None, "usage": {"completion_tokens": None}}
+    path = write(tmp_path, asked, {**asked, **empty}, {"created": 3, "body": {**asked, **empty}})
+
+    first, *others = read(path)
+
+    assert others == [first, first]
+
+
+def test_calls_of_tools_are_part_of_a_request(tmp_path: Path) -> None:
+    def turn(argument: str) -> dict[str, object]:
+        call = {"id": "1", "function": {"name": "read", "arguments": argument}}
+        return {"created": 3, "messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+    first, second = read(write(tmp_path, turn("a" * 400), turn("b" * 400)), block_tokens=16)
+
+    assert first.token_count > 100
+    assert first.keys[-1] != second.keys[-1]
+
+
+def test_a_pipe_is_refused_where_it_would_be_read_twice(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(ConfigError, match=r"pipe: is a pipe or a device, .* must be a file"):
+        natural_block_tokens(str(tmp_path / "pipe"))
 
 
 def test_compressed_files_are_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.replay.trace import (
     PerfectHints,
     TraceReader,
     natural_block_tokens,
+    require_read_again,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def replay(
     reader = TraceReader(settings)
     requests = reader.read_all(traces)
     if perfect_hints:
+        for name in traces:
+            require_read_again(name)
         requests = PerfectHints(requests, cache.block_tokens).written_into(reader.read_all(traces))
     player.run(requests)
     report = report_on(player, traces=list(traces))

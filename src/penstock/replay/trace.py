@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, cast
 
 import msgspec
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from penstock.errors import ConfigError, shown
 from penstock.replay.recording import NAME_BYTES
@@ -116,9 +116,9 @@ class RecordingLine(msgspec.Struct):
 class OpenAiBody(msgspec.Struct):
     """What a client sends to `/v1/chat/completions` or `/v1/completions`."""
 
-    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    prompt: str | list[int] = ""
-    tools: list[Any] = msgspec.field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] | None = None
+    tools: list[Any] | None = None
     penstock: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
@@ -126,7 +126,7 @@ class OpenAiBody(msgspec.Struct):
 class OpenAiUsage(msgspec.Struct):
     """What the server counted."""
 
-    completion_tokens: _Output = 0
+    completion_tokens: _Output | None = None
 
 
 class OpenAiLine(OpenAiBody):
@@ -204,11 +204,11 @@ class TraceReader:
                 if line_type is MooncakeLine:
                     require_block_size(self._block_tokens)
                 decoder = msgspec.json.Decoder(line_type)
-            if line_type is RecordingLine and not line.endswith(b"\n"):
-                return  # Its process was killed as it wrote: the lines before are whole.
             try:
                 request = convert(decoder.decode(line), seed)
             except (ValueError, RecursionError) as error:
+                if line_type is RecordingLine and _is_cut(line, error):
+                    return  # Its process was killed as it wrote: the lines before are whole.
                 _refuse_line(place, line, line_type, error)
             if request.at_s < last_s:
                 raise ConfigError(
@@ -280,15 +280,25 @@ class TraceReader:
                 f"block_tokens is {line.block_tokens}, must divide cache.block_tokens, "
                 f"{self._block_tokens}: a recording names blocks of one size"
             )
-        names = bytes.fromhex(line.blocks)
+        try:
+            names = bytes.fromhex(line.blocks)
+        except ValueError:
+            raise ValueError(
+                f"blocks is {shown(line.blocks)}, must be {_RIGHT['blocks']}"
+            ) from None
         wanted = line.input_length // line.block_tokens * NAME_BYTES
         if len(names) != wanted:
             raise ValueError(
                 f"blocks has {2 * len(names)} digits, must have {2 * wanted}: {2 * NAME_BYTES} "
                 f"for each full block of {line.input_length} tokens"
             )
-        keys = [names[at : at + NAME_BYTES] for at in range(0, wanted, NAME_BYTES)]
-        # A name stands for all before it as well: the last of several names them all.
+        keys: list[bytes] = []
+        key = b""
+        # A name stands for all before it as well, which a file that we did not write may not know.
+        for at in range(0, wanted, NAME_BYTES):
+            key = xxh3_64_digest(key + names[at : at + NAME_BYTES])
+            keys.append(key)
+        # The last of several names them all.
         return TraceRequest(
             line.timestamp / 1000,
             keys[times - 1 :: times],
@@ -302,7 +312,7 @@ class TraceReader:
             raise ValueError("timestamp is missing, must be milliseconds; or created, in seconds")
         at_s = line.created if line.timestamp is None else line.timestamp / 1000
         body = line.body or line
-        output = line.usage.completion_tokens if line.usage else 0
+        output = (line.usage and line.usage.completion_tokens) or 0
         if isinstance(body.prompt, list):
             if not body.prompt:
                 raise ValueError("prompt is [], must have at least one token")
@@ -355,8 +365,9 @@ def natural_block_tokens(name: str) -> int:
     """The block size at which a file is read with the fewest blocks and nothing lost.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or only once.
     """
+    require_read_again(name)
     with closing(_lines(name)) as lines:
         for number, line in lines:
             fields = _object_in(line, f"{name}:{number}")
@@ -366,6 +377,21 @@ def natural_block_tokens(name: str) -> int:
             known = type(recorded) is int and 1 <= recorded <= BLOCK_TOKENS_MAX
             return recorded if "blocks" in fields and known else 16
     raise ConfigError(name, "has no request, must have at least one line")
+
+
+def require_read_again(name: str) -> None:
+    """Refuses a pipe: what was read of it once is gone.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    path = Path(name)
+    if path.is_fifo() or path.is_socket() or path.is_char_device():
+        raise ConfigError(
+            name,
+            "is a pipe or a device, which can be read once only, must be a file; `penstock replay` "
+            "with --config and without --perfect-hints reads it once",
+        )
 
 
 def require_block_size(block_tokens: int) -> None:
@@ -385,7 +411,7 @@ def require_block_size(block_tokens: int) -> None:
 def _text_of(body: OpenAiBody) -> bytes:
     """The text of a request, as a chat template would put it in order."""
     parts = [msgspec.json.encode(body.tools)] if body.tools else []
-    for message in body.messages:
+    for message in body.messages or ():
         content = message.get("content") or ""
         if isinstance(content, list):
             # Images and sounds count as what the request says of them.
@@ -393,6 +419,8 @@ def _text_of(body: OpenAiBody) -> bytes:
         if not isinstance(content, str):
             raise ValueError(f"content is {shown(content)}, must be a text or a list of parts")  # noqa: TRY004
         parts.append(f"{message.get('role', '')}\n{content}\n".encode())
+        if calls := message.get("tool_calls"):
+            parts.append(msgspec.json.encode(calls) + b"\n")
     if isinstance(body.prompt, str):
         parts.append(body.prompt.encode())
     return b"".join(parts)
@@ -434,6 +462,12 @@ def _lines(name: str) -> Generator[tuple[int, bytes]]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"{name}:{number + 1}", f"cannot be read: {why}") from error
+
+
+def _is_cut(line: bytes, error: Exception) -> bool:
+    """Whether a line is the beginning of one: it has no end, and is no JSON without the rest."""
+    cut_short = isinstance(error, msgspec.DecodeError)
+    return cut_short and not isinstance(error, msgspec.ValidationError) and line[-1:] != b"\n"
 
 
 def _object_in(line: bytes, place: str) -> dict[str, Any]:
