@@ -67,6 +67,24 @@ def test_what_others_got_wrong_is_one_line_and_a_status(
     assert capsys.readouterr().err == f"penstock: {error}\n"
 
 
+def test_too_little_memory_is_one_line_and_a_status(
+    command_raising: Callable[[Exception], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command_raising(MemoryError("Unable to allocate 4.00 GiB"))
+
+    assert run(["fail"]) == 3
+    assert capsys.readouterr().err == ("penstock: not enough memory: Unable to allocate 4.00 GiB\n")
+
+
+def test_an_interrupt_before_a_command_begins_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_line: CommandLine, _arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CommandLine, "app_for", interrupted)
+
+    assert run(["plan"]) == 130
+
+
 @pytest.mark.parametrize("defect", [InvariantViolation("a slot was freed twice"), KeyError("x")])
 def test_what_we_got_wrong_is_not_tidied_away(
     defect: Exception, command_raising: Callable[[Exception], None]

@@ -29,6 +29,8 @@ from penstock.errors import CapacityError, InvariantViolation, PenstockError, Un
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+INTERRUPTED = 130
+"""As a shell has it for a command that Ctrl-C ended."""
 RUN = "Run"
 SET_UP = "Set up"
 PROVE = "Try, test and measure"
@@ -210,9 +212,9 @@ class CommandLine:
             if tuple(given[: len(words)]) == words:
                 print(f"{self.name}: {' '.join(words)} {where}", file=sys.stderr)
                 return ExitStatus.CANNOT_RUN_HERE
-        # Called as a command rather than as an app, so that typer leaves `sys.excepthook` alone.
-        command = get_command(self.app_for(given))
         try:
+            # As a command rather than as an app: typer leaves `sys.excepthook` alone.
+            command = get_command(self.app_for(given))
             command(args=given, prog_name=self.name)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else ExitStatus.FINE
@@ -221,6 +223,12 @@ class CommandLine:
         except PenstockError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             return _status_of(error)
+        except MemoryError as error:
+            print(f"{self.name}: not enough memory: {error}", file=sys.stderr)
+            return ExitStatus.CANNOT_RUN_HERE
+        except KeyboardInterrupt:
+            # While modules are imported; afterwards typer does the same.
+            return INTERRUPTED
         return ExitStatus.FINE
 
 
