@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -242,6 +242,16 @@ def test_a_terminated_engine_drains_and_says_whether_it_could(
         assert saving == "saving True"
         assert engine.hear() == told
         assert engine.wait() == status
+
+
+@pytest.mark.parametrize("wrong", [signal.SIGKILL, 0, 65, True, "x", 2.0, None])
+def test_what_is_no_signal_is_refused_before_any_is_taken(wrong: Any) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+
+    with pytest.raises(ValueError, match=r"signals\[1\] is .*, must be"):
+        penstock.StopSignal([signal.SIGUSR1, wrong])
+
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_a_stop_signal_is_heard_by_a_wait_and_undone_at_the_end() -> None:

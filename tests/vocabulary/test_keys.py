@@ -521,6 +521,25 @@ def test_misplaced_items_are_refused_and_leave_the_chain_as_it_was(items: list[I
 
 
 @pytest.mark.parametrize(
+    "items", [5, None, "", b"xy", [None], ["x"], range(9), [image(10), 3], {"a": 1}]
+)
+def test_what_is_no_item_is_refused_and_leaves_the_chain_as_it_was(items: Any) -> None:
+    chain = KeyChain(NAMESPACE, block_tokens=4)
+    chain.extend(range(10))
+    before = state_of(chain)
+
+    with pytest.raises(ValueError, match=r"items(\[\d\])? is .*; it must be a"):
+        chain.extend(range(6), items)
+
+    assert state_of(chain) == before
+
+
+def test_what_is_no_anchor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"anchor is None; it must be an Anchor"):
+        KeyChain.from_anchor(NAMESPACE, None, block_tokens=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("right", "field", "values"),
     [
         (image(0), "position", (-1, True, 1.0)),

@@ -16,6 +16,8 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from penstock.vocabulary.arguments import as_int, as_tuple
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType
@@ -34,8 +36,12 @@ class StopSignal:
         """Whether one of the signals has come."""
         self.times = 0
         """How many have come: who asks twice does not want to wait."""
-        self._signals = tuple(signals)
-        self._before: dict[signal.Signals, object] = {}
+        # Here, not on entering: there the signals before a wrong one would have been taken.
+        self._signals = tuple(
+            _require_signal(f"signals[{index}]", each)
+            for index, each in enumerate(as_tuple("signals", signals))
+        )
+        self._before: dict[int, object] = {}
         self._fd = -1
 
     @property
@@ -64,3 +70,10 @@ class StopSignal:
         self.times += 1
         # A wait that the signal interrupted goes on, and finds this.
         os.eventfd_write(self._fd, 1)
+
+
+def _require_signal(name: str, value: object) -> int:
+    number = as_int(name, value, 1, signal.NSIG - 1)
+    if number in {signal.SIGKILL, signal.SIGSTOP} or number not in signal.valid_signals():
+        raise ValueError(f"{name} is {number}, must be a signal that a process can catch")
+    return number

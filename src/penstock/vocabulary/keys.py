@@ -189,6 +189,8 @@ class KeyChain:
         anchor where no block ends there. The namespace is hashed again: an anchor brought into
         another namespace yields keys that no sequence of either namespace has.
         """
+        if type(anchor) is not Anchor:
+            raise ValueError(f"anchor is {reprlib.repr(anchor)}; it must be an Anchor")
         chain = cls(namespace, block_tokens=block_tokens, algorithm=anchor.algorithm)
         chain._token_count = anchor.token_count
         chain._restart(anchor.key)
@@ -265,7 +267,7 @@ class KeyChain:
             ValueError: A token or an item is not acceptable; the chain is as it was.
         """
         words = _to_words(tokens)
-        items = tuple(items)
+        items = _as_items(items)
         self._require_items_within(len(words) // _TOKEN_BYTES, items)
         keys_before = len(self._keys)
         absorbed = 0
@@ -347,6 +349,16 @@ class KeyChain:
         self._anchor_key = key
         self._hash = self._seeds.restart.copy()
         self._hash.update(_ANCHOR_RECORD.pack(self._token_count, key))
+
+
+def _as_items(items: object) -> tuple[Item, ...]:
+    if not isinstance(items, Iterable) or isinstance(items, str | bytes | range):
+        raise ValueError(f"items is {reprlib.repr(items)}; it must be a sequence of Item")  # noqa: TRY004
+    found = tuple(items)
+    for index, item in enumerate(found):
+        if type(item) is not Item:
+            raise ValueError(f"items[{index}] is {reprlib.repr(item)}; it must be an Item")
+    return found
 
 
 class _Seeds(NamedTuple):
