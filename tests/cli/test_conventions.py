@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,27 @@ def test_json_that_cannot_be_written_is_wrong_usage(tmp_path: Path) -> None:
 
     with pytest.raises(typer.BadParameter, match="cannot be written"):
         write_json(tmp_path / "file" / "result.json", {})
+
+
+def test_a_file_that_is_there_stays_as_it_was_if_there_is_no_room_for_the_new_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"rows": [1]})
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(typer.BadParameter, match=r"result.json cannot be written: File too"):
+            write_json(path, {"rows": [1] * 10_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {path.name: before}
+
+
+def test_what_is_no_file_is_written_in_its_place(capfd: pytest.CaptureFixture[str]) -> None:
+    write_json(Path("/dev/stdout"), {"rows": [1]})
+
+    assert json.loads(capfd.readouterr().out) == {"rows": [1]}

@@ -16,6 +16,8 @@ them for users.
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -102,11 +104,23 @@ def write_json(path: Path, document: object) -> None:
 
 
 def write_text(path: Path, text: str, *, option: str) -> None:
-    """Writes a file that an option names, and makes its folder if there is none."""
+    """Writes a file that an option names, and makes its folder if there is none.
+
+    A file that is there is replaced as a whole: on a full disk it stays as it was.
+    """
+    # What a link or a device such as /dev/stdout stands for is written where it is.
+    plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    new = path.with_name(f"{path.name}.{os.getpid()}.new") if plain else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        new.write_text(text, encoding="utf-8")
+        if plain:
+            new.replace(path)
     except OSError as error:
         raise typer.BadParameter(
             f"{path} cannot be written: {error.strerror}", param_hint=option
         ) from error
+    finally:
+        if plain:
+            with suppress(OSError):
+                new.unlink()
