@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from penstock.vocabulary.dtypes import DType
@@ -18,6 +21,9 @@ from penstock.vocabulary.planes import (
     opaque_plane,
     plane_from_strides,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEADS = HeadRange(first=4, count=2, total=8)
 HEAD_FIRST = (Axis.BLOCK, Axis.HEAD, Axis.TOKEN, Axis.CHANNEL)
@@ -200,7 +206,7 @@ def test_one_group_can_be_taken_by_itself() -> None:
 
     assert alone.groups == (layout.groups[1],)
     assert alone.cells[0].start == 0
-    with pytest.raises(ValueError, match="group is 2, must be from 0 to 1"):
+    with pytest.raises(ValueError, match="group is 2, must be an int from 0 to 1"):
         layout.only(2)
 
 
@@ -330,10 +336,75 @@ def test_empty_groups_and_layouts_are_refused() -> None:
         Group(kind=GroupKind.LATENT, layers=())
     with pytest.raises(ValueError, match="groups is empty"):
         Layout(groups=(), block_tokens=4)
-    with pytest.raises(ValueError, match="block_tokens is 0"):
+    with pytest.raises(ValueError, match=r"block_tokens is 0"):
         Layout(groups=mla().groups, block_tokens=0)
-    with pytest.raises(ValueError, match="block_count is 0"):
+    with pytest.raises(ValueError, match=r"block_count is 0"):
         mla().packed(block_count=0)
+
+
+WRONG_NUMBERS: list[Any] = [None, "4", 4.0, 4.5, math.nan, True, [4], 0, -4, 1j, 2**70]
+WRONG: list[Any] = [None, "x", 5, [3.5], object()]
+RIGHT: list[Any] = [("encoding", "x"), ("block_stride", None)]
+DENSE: dict[str, Any] = {
+    "layers": (0, 1),
+    "channels": 4,
+    "dtype": DType.FP16,
+    "block_tokens": 4,
+    "block_count": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (Layout.split, {**DENSE, "heads": HEADS}),
+        (Layout.packed_kv, {**DENSE, "heads": HEADS}),
+        (Layout.mla, DENSE),
+        (
+            Layout.opaque,
+            {
+                "layers": (0,),
+                "block_bytes": 8,
+                "encoding": "t",
+                "block_tokens": 4,
+                "block_count": 3,
+                "block_stride": 8,
+            },
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_by_name(
+    make: Callable[..., Layout], arguments: dict[str, Any]
+) -> None:
+    numpy_ints = {
+        name: np.int64(value) if isinstance(value, int) else value
+        for name, value in arguments.items()
+    }
+    assert make(**numpy_ints) == make(**arguments)
+    for name, right in arguments.items():
+        for wrong in WRONG_NUMBERS if isinstance(right, int) else WRONG:
+            if (name, wrong) in RIGHT:
+                continue
+            with pytest.raises(ValueError, match=r" (is|has) .*must"):
+                make(**{**arguments, name: wrong})
+
+
+def test_a_layout_is_made_of_whole_numbers_and_its_own_parts() -> None:
+    layout = mla()
+    for wrong in WRONG_NUMBERS:
+        with pytest.raises(ValueError, match=r"block_tokens is .*, must be an int"):
+            Layout(groups=layout.groups, block_tokens=wrong)
+        with pytest.raises(ValueError, match=r"block_count is .*, must be an int"):
+            layout.packed(block_count=wrong)
+        with pytest.raises(ValueError, match=r"of heads is .*, must be an int"):
+            HeadRange(first=0, count=wrong, total=wrong)
+    for wrong in WRONG:
+        with pytest.raises(ValueError, match="groups"):
+            Layout(groups=wrong, block_tokens=4)
+        with pytest.raises(ValueError, match=r"layouts\[1\] is .*, must be of class Layout"):
+            Layout.join(layout, wrong)
+    with pytest.raises(ValueError, match="order has 'x', must have axes of block, token"):
+        Layout.split(**DENSE, heads=HEADS, order=["x"])  # type: ignore[list-item]
 
 
 def test_a_layer_is_in_a_group_once() -> None:
@@ -346,5 +417,5 @@ def test_a_layer_is_in_a_group_once() -> None:
 def test_layouts_of_different_blocks_do_not_join() -> None:
     other = Layout.mla(layers=(5,), channels=12, dtype=DType.BF16, block_tokens=8, block_count=5)
 
-    with pytest.raises(ValueError, match="block_tokens is 8 in one layout and 4 in another"):
+    with pytest.raises(ValueError, match=r"block_tokens is 8 in one layout and 4 in another"):
         Layout.join(mla(), other)

@@ -201,6 +201,18 @@ def as_descriptors(name: str, value: object) -> tuple[int, ...]:
     return tuple(as_int(f"{name}[{index}]", each, 0, FD_MAX) for index, each in enumerate(found))
 
 
+def require_type(name: str, value: object, kind: type) -> None:
+    """Refuses what is not of a class."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, must be of class {kind.__name__}")  # noqa: TRY004
+
+
+def set_ints(owner: object, *numbers: tuple[str, str, int, int]) -> None:
+    """Replaces fields of a frozen dataclass by plain ints: name, what it is, low and high."""
+    for field, name, low, high in numbers:
+        object.__setattr__(owner, field, as_int(name, getattr(owner, field), low, high))
+
+
 def require_methods(name: str, value: object, kind: str, *methods: str) -> None:
     """Refuses what cannot stand for something of a kind, since it lacks what will be called."""
     if isinstance(value, type) or not all(

@@ -10,6 +10,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from penstock.vocabulary.arguments import INT_MAX, require_type, set_ints
+
 if TYPE_CHECKING:
     from penstock.vocabulary.planes import Plane
 
@@ -29,15 +31,17 @@ class HeadRange:
     total: int
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count of heads is {self.count}, must be at least 1")
+        set_ints(
+            self,
+            ("first", "first of heads", -INT_MAX, INT_MAX),
+            ("count", "count of heads", 1, INT_MAX),
+            ("total", "total of heads", 1, HEAD_NUMBER_MAX),
+        )
         if self.first < 0 or self.first + self.count > self.total:
             raise ValueError(
                 f"heads {self.first} to {self.first + self.count - 1} must be within the "
                 f"model's {self.total}"
             )
-        if self.total > HEAD_NUMBER_MAX:
-            raise ValueError(f"total of heads is {self.total}, must be <= {HEAD_NUMBER_MAX}")
 
     @classmethod
     def all_of(cls, total: int) -> HeadRange:
@@ -70,10 +74,7 @@ class Layer:
     draft: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.number <= LAYER_NUMBER_MAX:
-            raise ValueError(
-                f"number of the layer is {self.number}, must be from 0 to {LAYER_NUMBER_MAX}"
-            )
+        set_ints(self, ("number", "number of the layer", 0, LAYER_NUMBER_MAX))
         if not self.planes:
             raise ValueError(f"layer {self.number} has no planes, must have at least 1")
         roles = [plane.role for plane in self.planes]
@@ -108,6 +109,9 @@ class Group:
     """The KV heads this rank holds. `None` says that every rank holds the same bytes."""
 
     def __post_init__(self) -> None:
+        require_type("kind of the group", self.kind, GroupKind)
+        if self.heads is not None:
+            require_type("heads of the group", self.heads, HeadRange)
         if not self.layers:
             raise ValueError(f"group of kind {self.kind.value} has no layers, must have at least 1")
         layers = sorted(self.layers, key=lambda layer: layer.number)

@@ -17,9 +17,12 @@ A cell keeps its name, and so its checksum, whichever rank holds it.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from penstock.vocabulary.arguments import INT_MAX, as_int, as_tuple, require_type, set_ints
+from penstock.vocabulary.dtypes import DType
 from penstock.vocabulary.layers import ALL_HEADS, Group, GroupKind, HeadRange, Layer
 from penstock.vocabulary.planes import (
     Axis,
@@ -37,8 +40,6 @@ from penstock.vocabulary.planes import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from penstock.vocabulary.dtypes import DType
 
 BLOCK_TOKEN_HEAD = (Axis.BLOCK, Axis.TOKEN, Axis.HEAD, Axis.CHANNEL)
 """The axes of a KV tensor as most attention kernels write it."""
@@ -95,10 +96,12 @@ class Layout:
     """The cells of a block, in canonical order."""
 
     def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise ValueError(f"block_tokens is {self.block_tokens}, must be at least 1")
+        set_ints(self, ("block_tokens", "block_tokens", 1, INT_MAX))
+        object.__setattr__(self, "groups", as_tuple("groups", self.groups))
         if not self.groups:
             raise ValueError("groups is empty, a layout must have at least 1")
+        for index, group in enumerate(self.groups):
+            require_type(f"groups[{index}]", group, Group)
         self._require_distinct_planes()
         self._require_dividing_tokens()
         self._require_no_overlap()
@@ -175,8 +178,7 @@ class Layout:
 
     def only(self, group: int) -> Layout:
         """The layout of one group by itself."""
-        if not 0 <= group < len(self.groups):
-            raise ValueError(f"group is {group}, must be from 0 to {len(self.groups) - 1}")
+        group = as_int("group", group, 0, len(self.groups) - 1)
         return Layout(groups=(self.groups[group],), block_tokens=self.block_tokens)
 
     def packed(self, *, block_count: int, slot_bytes: int | None = None) -> Layout:
@@ -184,9 +186,8 @@ class Layout:
 
         `slot_bytes` is the distance between two blocks, if it is more than their bytes.
         """
-        if block_count < 1:
-            raise ValueError(f"block_count is {block_count}, must be at least 1")
-        stride = self.block_bytes if slot_bytes is None else slot_bytes
+        block_count = as_int("block_count", block_count, 1)
+        stride = self.block_bytes if slot_bytes is None else as_int("slot_bytes", slot_bytes)
         if stride < self.block_bytes:
             raise ValueError(
                 f"slot_bytes is {slot_bytes}, must be at least a block's {self.block_bytes}"
@@ -216,7 +217,8 @@ class Layout:
         """The groups of several layouts in one; buffers are numbered on from one to the next."""
         groups: list[Group] = []
         shift = 0
-        for layout in (first, *others):
+        for index, layout in enumerate((first, *others)):
+            require_type(f"layouts[{index}]", layout, Layout)
             if layout.block_tokens != first.block_tokens:
                 raise ValueError(
                     f"block_tokens is {layout.block_tokens} in one layout and "
@@ -244,12 +246,9 @@ class Layout:
         Buffers are numbered layer after layer: K, V, scales of K, scales of V. A scale array
         has the axes of `order` but the channel.
         """
-        sizes = {
-            Axis.BLOCK: block_count,
-            Axis.TOKEN: block_tokens,
-            Axis.HEAD: heads.count,
-            Axis.CHANNEL: channels,
-        }
+        require_type("heads", heads, HeadRange)
+        sizes = _sizes(block_count=block_count, block_tokens=block_tokens, channels=channels)
+        sizes[Axis.HEAD] = heads.count
         kinds = [(PlaneRole.K, dtype, order), (PlaneRole.V, dtype, order)]
         if scale_dtype is not None:
             axes = [axis for axis in order if axis is not Axis.CHANNEL]
@@ -265,7 +264,7 @@ class Layout:
                     for index, (role, kind, axes) in enumerate(kinds)
                 ),
             )
-            for position, number in enumerate(layers)
+            for position, number in enumerate(as_tuple("layers", layers))
         )
         group = Group(kind=GroupKind.ATTENTION, layers=found, heads=heads)
         return cls(groups=(group,), block_tokens=block_tokens)
@@ -283,14 +282,11 @@ class Layout:
         order: Sequence[Axis] = (Axis.PART, *BLOCK_TOKEN_HEAD),
     ) -> Layout:
         """Per layer one dense array that holds K and V, separated by the axis `part`."""
-        sizes = {
-            Axis.PART: 2,
-            Axis.BLOCK: block_count,
-            Axis.TOKEN: block_tokens,
-            Axis.HEAD: heads.count,
-            Axis.CHANNEL: channels,
-        }
-        shape = [sizes[axis] for axis in order]
+        require_type("heads", heads, HeadRange)
+        require_type("dtype", dtype, DType)
+        sizes = _sizes(block_count=block_count, block_tokens=block_tokens, channels=channels)
+        sizes |= {Axis.PART: 2, Axis.HEAD: heads.count}
+        shape = _shape(sizes, order)
         strides = dense_strides(shape, dtype.itemsize)
         found = tuple(
             Layer(
@@ -299,7 +295,7 @@ class Layout:
                     dtype, shape=shape, strides=strides, axes=order, buffer=position
                 ),
             )
-            for position, number in enumerate(layers)
+            for position, number in enumerate(as_tuple("layers", layers))
         )
         group = Group(kind=GroupKind.ATTENTION, layers=found, heads=heads)
         return cls(groups=(group,), block_tokens=block_tokens)
@@ -316,13 +312,13 @@ class Layout:
     ) -> Layout:
         """Per layer one dense array [block, token, channel] of latent KV, without heads."""
         axes = (Axis.BLOCK, Axis.TOKEN, Axis.CHANNEL)
-        sizes = {Axis.BLOCK: block_count, Axis.TOKEN: block_tokens, Axis.CHANNEL: channels}
+        sizes = _sizes(block_count=block_count, block_tokens=block_tokens, channels=channels)
         found = tuple(
             Layer(
                 number=number,
                 planes=(_dense_plane(PlaneRole.LATENT, dtype, sizes, axes, position),),
             )
-            for position, number in enumerate(layers)
+            for position, number in enumerate(as_tuple("layers", layers))
         )
         group = Group(kind=GroupKind.LATENT, layers=found)
         return cls(groups=(group,), block_tokens=block_tokens)
@@ -353,7 +349,7 @@ class Layout:
                     ),
                 ),
             )
-            for position, number in enumerate(layers)
+            for position, number in enumerate(as_tuple("layers", layers))
         )
         group = Group(kind=GroupKind.OPAQUE, layers=found, heads=heads)
         return cls(groups=(group,), block_tokens=block_tokens)
@@ -387,10 +383,27 @@ def _packed_plane(first: Segment, *, cell_bytes: int, block: Dim) -> Plane:
     return replace(plane, dims=tuple(dims), buffer=0, offset=first.start)
 
 
+def _sizes(*, block_count: int, block_tokens: int, channels: int) -> dict[Axis, int]:
+    return {
+        Axis.BLOCK: as_int("block_count", block_count, 1),
+        Axis.TOKEN: as_int("block_tokens", block_tokens, 1),
+        Axis.CHANNEL: as_int("channels", channels, 1),
+    }
+
+
+def _shape(sizes: dict[Axis, int], axes: Sequence[Axis]) -> list[int]:
+    for axis in as_tuple("order", axes):
+        if not isinstance(axis, Axis) or axis not in sizes:
+            known = ", ".join(sizes)
+            raise ValueError(f"order has {reprlib.repr(axis)}, must have axes of {known}")
+    return [sizes[axis] for axis in axes]
+
+
 def _dense_plane(
     role: PlaneRole, dtype: DType, sizes: dict[Axis, int], axes: Sequence[Axis], buffer: int
 ) -> Plane:
-    shape = [sizes[axis] for axis in axes]
+    require_type("dtype", dtype, DType)
+    shape = _shape(sizes, axes)
     strides = dense_strides(shape, dtype.itemsize)
     return plane_from_strides(role, dtype, shape=shape, strides=strides, axes=axes, buffer=buffer)
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.vocabulary.arguments import INT_MAX, require_type, set_ints
 from penstock.vocabulary.dtypes import DType
 
 if TYPE_CHECKING:
@@ -100,12 +101,13 @@ class Dim:
     stride: int
 
     def __post_init__(self) -> None:
+        require_type("axis", self.axis, Axis)
         if self.axis is Axis.PART:
             raise ValueError("axis is 'part': describe K and V as two planes (pair_from_strides)")
-        if self.size < 1:
-            raise ValueError(f"size of the {self.axis} axis is {self.size}, must be at least 1")
-        if self.stride < 1 and self.size > 1:
-            raise ValueError(f"stride of the {self.axis} axis is {self.stride}, must be positive")
+        set_ints(self, ("size", f"size of the {self.axis} axis", 1, INT_MAX))
+        # The stride of an axis with one entry means nothing.
+        low = 1 if self.size > 1 else -INT_MAX
+        set_ints(self, ("stride", f"stride of the {self.axis} axis", low, INT_MAX))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +130,14 @@ class Plane:
     whole block or, where there is a head axis, of each head by itself."""
 
     def __post_init__(self) -> None:
-        if self.buffer < 0:
-            raise ValueError(f"buffer of plane {self.role.label} is {self.buffer}, must be >= 0")
-        if self.offset < 0:
-            raise ValueError(f"offset of plane {self.role.label} is {self.offset}, must be >= 0")
+        require_type("role", self.role, PlaneRole)
+        require_type(f"dtype of plane {self.role.label}", self.dtype, DType)
+        require_type(f"encoding of plane {self.role.label}", self.encoding, str)
+        set_ints(
+            self,
+            ("buffer", f"buffer of plane {self.role.label}", 0, INT_MAX),
+            ("offset", f"offset of plane {self.role.label}", 0, INT_MAX),
+        )
         ordered = sorted(self.dims, key=lambda dim: _CANONICAL_AXES.index(dim.axis))
         object.__setattr__(self, "dims", tuple(ordered))
         self._require_sound_axes()
