@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import penstock
-from penstock.connectors.base.keys import CHAINS_KEPT, KeyChains, RequestKeys, read_options
+from penstock.connectors.base.keys import (
+    CHAINS_KEPT,
+    KeyChains,
+    RequestKeys,
+    read_options,
+    tenant_of,
+)
 from penstock.vocabulary.hints import RetentionHints
 
 if TYPE_CHECKING:
@@ -175,6 +182,35 @@ def test_a_request_may_stay_out(
 
     assert (options.load, options.save) == (load, save)
     assert not options.error
+
+
+def test_a_salt_is_a_tenant_where_a_quota_names_it_or_is_for_everybody(make_request: Any) -> None:
+    def tenants(quotas: dict[str, float]) -> list[str]:
+        salts = ("acme", "another", None, "x" * 1000)
+        return [tenant_of(make_request("a", [1], cache_salt=salt), quotas) for salt in salts]
+
+    assert tenants({}) == ["", "", "", ""]
+    assert tenants({"acme": 0.5}) == ["acme", "", "", ""]
+    acme, another, nobody, long = tenants({"acme": 0.5, "*": 0.1})
+    assert (acme, another, nobody) == ("acme", "salt:another", "")
+    # A client may choose a salt of a megabyte, or one that looks like another's name.
+    assert long.startswith("salt-sha256:")
+    assert len(long) < 100
+
+
+@pytest.mark.parametrize("name", ["over", "keep_tokens", "ttl_s", "priority"])
+@pytest.mark.parametrize(
+    "value", [-101, 10**400, math.nan, math.inf, "", "x" * (1 << 20), "\ud800", [], {}]
+)
+def test_a_hostile_hint_keeps_its_request_out_and_says_so_shortly(
+    make_request: Any, name: str, value: object
+) -> None:
+    options = read_options(make_request("a", [1], kv_transfer_params={"penstock": {name: value}}))
+
+    assert not options.load
+    assert not options.save
+    assert options.error.startswith(f"kv_transfer_params.penstock.{name} is ")
+    assert len(options.error) < 300
 
 
 def test_a_request_may_have_hints(make_request: Any) -> None:

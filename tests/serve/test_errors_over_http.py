@@ -86,6 +86,13 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
         ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages", "tokens"),
         ({"max_tokens": 510}, "max_tokens", "the longest context"),
         ({"stream": "yes"}, "stream", "stream is 'yes', must be true or false"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key", "must be a string of at most 512"),
+        ({"prompt_cache_key": "k" * 513}, "prompt_cache_key", "must be a string of at most"),
+        ({"prompt_cache_retention": "forever"}, "prompt_cache_retention", "must be one of 'in_mem"),
+        ({"penstock": {"ttl_s": 10**400}}, "penstock.ttl_s", "is a number of 1329 bits, must be"),
+        ({"penstock": {"priority": -101}}, "penstock.priority", "must be a whole number from -100"),
+        ({"penstock": {"over": "yes"}}, "penstock.over", "is 'yes', must be true or false"),
+        ({"penstock": {"日本": 1}}, "penstock.日本", "is no hint, must be one of over"),
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(

@@ -158,9 +158,22 @@ def test_hints_reach_both_servers_where_their_connectors_read_them(
     assert not any("prompt_cache_retention" in each for each in decode.asked)
 
 
+def test_requests_with_one_cache_key_go_to_one_server(vllm: Callable[[str], FakeVllm]) -> None:
+    decode = [vllm("one"), vllm("two")]
+    with running([], decode) as router:
+        # Prompts have nothing in common. Salts keep clients apart that chose the same key.
+        for number, salt in enumerate("aaaabcde"):
+            router.complete(f"{number}", prompt_cache_key="k", cache_salt=salt)
+
+    first = next(server for server in decode if server.asked[0]["cache_salt"] == "a")
+    assert [each["cache_salt"] for each in first.asked][:4] == list("aaaa")
+    assert sorted(len(each.asked) for each in decode) == [2, 6]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        ({"prompt_cache_key": 5}, "prompt_cache_key is 5, must be a string of at most 512"),
         ({"penstock": {"ttl_s": 0}}, "penstock.ttl_s is 0, must be a number of seconds above 0"),
         ({"penstock": 5}, "penstock is 5, must be a table with over, keep_tokens"),
         ({"prompt_cache_retention": "48h"}, "prompt_cache_retention is '48h', must be one of"),

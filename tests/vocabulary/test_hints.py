@@ -41,6 +41,8 @@ def test_hints_are_read(given: dict[str, Any], hints: RetentionHints) -> None:
         ({"ttl_s": 0}, "penstock.ttl_s is 0, must be a number of seconds above 0 and at most"),
         ({"ttl_s": math.nan}, "penstock.ttl_s is NaN, must be"),
         ({"ttl_s": math.inf}, "penstock.ttl_s is Infinity, must be"),
+        ({"ttl_s": -1}, "penstock.ttl_s is -1, must be"),
+        ({"ttl_s": 10**400}, "penstock.ttl_s is a number of 1329 bits, must be"),
         ({"ttl_s": "60"}, "penstock.ttl_s is '60', must be"),
         ({"ttl_s": False}, "penstock.ttl_s is false, must be"),
         ({"priority": 101}, "penstock.priority is 101, must be a whole number from -100 to 100"),
@@ -48,6 +50,8 @@ def test_hints_are_read(given: dict[str, Any], hints: RetentionHints) -> None:
         ({"priority": [1]}, r"penstock.priority is \[1\], must be"),
         ({"prio": 1}, "penstock.prio is no hint, must be one of over, keep_tokens, ttl_s"),
         ({5: 1}, "penstock.5 is no hint"),
+        ({"x" * (1 << 20): 1}, "penstock.x{100,199} is no hint"),
+        ({"\ud800": 1}, r"penstock.\\ud800 is no hint"),
     ],
 )
 def test_a_wrong_hint_is_refused_by_name(given: dict[Any, Any], message: str) -> None:

@@ -235,6 +235,16 @@ def read_request_hints(given: Mapping[str, object]) -> RetentionHints:
     return _hints(read_fields(given, _HINTS))
 
 
+def read_cache_key(given: Mapping[str, object]) -> str:
+    """The field `prompt_cache_key` of a request, empty if it has none.
+
+    Raises:
+        BadRequest: it is wrong.
+    """
+    found: str = read_fields(given, _CACHE_KEY).get("prompt_cache_key", "")
+    return found
+
+
 def _penstock(name: str, value: object) -> RetentionHints:
     if not isinstance(value, dict):
         refuse(name, value, f"a table with {', '.join(HINT_FIELDS)}")
@@ -353,6 +363,7 @@ _HINTS: Mapping[str, Read] = {
     "penstock": _penstock,
     "prompt_cache_retention": one_of(*RETENTIONS),
 }
+_CACHE_KEY: Mapping[str, Read] = {"prompt_cache_key": _cache_key}
 _TEXT: Mapping[str, Read] = {
     "model": word,
     "temperature": number(0, 2),
@@ -375,7 +386,7 @@ _TEXT: Mapping[str, Read] = {
     "priority": whole(-PRIORITY_MAX, PRIORITY_MAX),
     "cache": one_of("use", "read_only", "off"),
     **_HINTS,
-    "prompt_cache_key": _cache_key,
+    **_CACHE_KEY,
 }
 _COMPLETION: Mapping[str, Read] = {
     **_TEXT,

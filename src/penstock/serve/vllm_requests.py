@@ -6,19 +6,20 @@
 | decode server  | `kv_transfer_params`                                                           |
 | both           | `penstock` and `prompt_cache_retention` become hints in `kv_transfer_params`   |
 
-All other fields pass unread, also unknown ones. What is no JSON object goes to a decode server as
-it is: vLLM says what is wrong with it.
+`prompt_cache_key` is read, and passes; all other fields pass unread, also unknown ones. What is no
+JSON object goes to a decode server as it is: vLLM says what is wrong with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.serve.fields import BadRequest
-from penstock.serve.openai_requests import read_request_hints
+from penstock.serve.openai_requests import read_cache_key, read_request_hints
 from penstock.serve.prompt_prefixes import chunks_of
 from penstock.serve.vllm_server import VllmRequest
 
@@ -82,13 +83,15 @@ class PromptRequest:
     """Whether another server can compute the prompt for the one that answers."""
     hints: dict[str, float] = field(default_factory=dict)
     """What the client says about the blocks of the prompt, for the connector."""
+    affinity: tuple[bytes, str] | None = None
+    """What it has in common with requests that should go to the same servers: salt and key."""
 
     @classmethod
     def read(cls, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PromptRequest:
         """Reads a request.
 
         Raises:
-            BadRequest: its hints are wrong: vLLM could not say so.
+            BadRequest: its hints or its cache key are wrong: vLLM could not say so.
         """
         kept = [pair for pair in headers if pair[0] not in _OF_ONE_CONNECTION]
         try:
@@ -109,6 +112,7 @@ class PromptRequest:
             chunks=chunks_of(prompt.strip()[:-1], *context),
             may_hand_over=(path == CHAT or _is_one(prompt)) and not switches.forbid_handoff(),
             hints=hints,
+            affinity=_affinity(fields),
         )
 
     def for_prefill(self, handoff: str) -> VllmRequest:
@@ -168,6 +172,14 @@ def _take_hints(fields: Fields) -> dict[str, float]:
             param="penstock",
         )
     return hints
+
+
+def _affinity(fields: Fields) -> tuple[bytes, str] | None:
+    given = {"prompt_cache_key": msgspec.json.decode(fields.get("prompt_cache_key", b"null"))}
+    key = read_cache_key(given)
+    # A salt may be as long as the body: a digest stands for it.
+    salt = blake2b(fields.get("cache_salt", b""), digest_size=16).digest()
+    return (salt, key) if key else None
 
 
 class _Own(msgspec.Struct):

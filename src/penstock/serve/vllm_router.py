@@ -15,7 +15,8 @@ prompt is computed first, then answered.
 | it refuses the request               | the client gets its answer                        |
 
 A server is chosen by what it was sent before, what it has in hand, and its failures, with the
-weights of `[routing]`; equals take turns.
+weights of `[routing]`. Of equals, the one that had the last request with the same
+`prompt_cache_key` is chosen, or the next in turn.
 
 The one rule: requests at both servers end when the request of the client ends, however that is.
 """
@@ -56,6 +57,8 @@ EVENT_BYTES_MAX = 16 << 20
 EVENT_END = b"\n\n"
 EVENT_STREAM = b"text/event-stream"
 TOO_MANY = 429
+CACHE_KEYS_MAX = 4096
+"""Cache keys that are remembered: clients choose them."""
 _ERROR = b'data: {"error"'
 
 
@@ -129,6 +132,8 @@ class VllmRouter:
         self._settings = settings or RoutingTable()
         self._choices = 0
         self._chosen: dict[VllmServer, int] = {}
+        self._had_key: dict[tuple[bool, bytes, str], VllmServer] = {}
+        """Who computed, or else answered, the last request with a salt and a cache key."""
         self._watching: list[asyncio.Task[None]] = []
         self._stopped = False
 
@@ -158,7 +163,7 @@ class VllmRouter:
         request = VllmRequest(method="GET", path=path, headers=headers)
         tried: set[VllmServer] = set()
         while True:
-            server = self._choose(self.decode, [], tried)
+            server = self._choose(self.decode, None, tried)
             if server is None:
                 raise self._nobody(None)
             tried.add(server)
@@ -178,7 +183,7 @@ class VllmRouter:
         tried: set[VllmServer] = set()
         last: VllmFailure | None = None
         while not self._stopped and len(tried) < self._settings.attempts_max:
-            server = self._choose(self.decode, request.chunks, tried)
+            server = self._choose(self.decode, request, tried)
             if server is None:
                 break
             if tried:
@@ -209,7 +214,7 @@ class VllmRouter:
             if decode.memory.leading(request.chunks) == len(request.chunks):
                 # It has the prompt but for a chunk, which is computed sooner than handed over.
                 break
-            prefill = self._choose(self._prefilling(), request.chunks, tried)
+            prefill = self._choose(self._prefilling(), request, tried, computes=True)
             if prefill is None:
                 break
             if tried:
@@ -326,9 +331,15 @@ class VllmRouter:
         return [server for server in self.prefill if now >= server.hands_over_after]
 
     def _choose(
-        self, servers: Sequence[VllmServer], chunks: Sequence[bytes], tried: set[VllmServer]
+        self,
+        servers: Sequence[VllmServer],
+        request: PromptRequest | None,
+        tried: set[VllmServer],
+        *,
+        computes: bool = False,
     ) -> VllmServer | None:
-        """The best server that is up; of equals, the one that was not chosen for longest."""
+        """The best server that is up, for a prompt or for a request without one."""
+        chunks = request.chunks if request is not None else []
         worths = {
             server: self._worth(server, chunks)
             for server in servers
@@ -338,7 +349,18 @@ class VllmRouter:
             return None
         least = max(worths.values()) - self._settings.equal_blocks
         equal = [server for server, worth in worths.items() if worth >= least]
-        chosen = min(equal, key=lambda server: self._chosen.get(server, 0))
+        if request is None or request.affinity is None:
+            return self._next_in_turn(equal)
+        key = (computes, *request.affinity)
+        last = self._had_key.pop(key, None)
+        chosen = last if last in equal else self._next_in_turn(equal)
+        self._had_key[key] = chosen
+        if len(self._had_key) > CACHE_KEYS_MAX:
+            del self._had_key[next(iter(self._had_key))]
+        return chosen
+
+    def _next_in_turn(self, servers: Sequence[VllmServer]) -> VllmServer:
+        chosen = min(servers, key=lambda server: self._chosen.get(server, 0))
         self._choices += 1
         self._chosen[chosen] = self._choices
         return chosen

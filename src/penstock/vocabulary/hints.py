@@ -13,7 +13,6 @@ field of a trace. Blocks that are let go are found until others need their room.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -122,7 +121,8 @@ def _seconds(place: str, value: object) -> float | None:
     right = f"a number of seconds above 0 and at most {TTL_MAX_S:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         _refuse(place, "ttl_s", value, right)
-    if math.isnan(value) or not 0 < value <= TTL_MAX_S:
+    # NaN is refused too: no comparison with it is true.
+    if not 0 < value <= TTL_MAX_S:
         _refuse(place, "ttl_s", value, right)
     return float(value)
 

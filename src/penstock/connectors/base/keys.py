@@ -18,6 +18,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.cache.tier import ANY_TENANT
 from penstock.vocabulary.hints import HINT_FIELDS, NO_HINTS, RetentionHints, read_hints
 from penstock.vocabulary.keys import ITEM_KIND_BYTES_MAX, Item
 
@@ -280,9 +281,14 @@ class RequestKeys:
 
 
 def tenant_of(request: EngineRequest, known: Mapping[str, float]) -> str:
-    """The tenant whose quota a request's blocks count against: its salt, where a quota names it."""
+    """The tenant whose quota a request's blocks count against, and who has what its hints raise.
+
+    That is its salt, where a quota names it or is for everybody; others count together.
+    """
     salt = request.cache_salt or ""
-    return salt if salt in known else ""
+    if salt in known:
+        return salt
+    return _named("salt", salt) if ANY_TENANT in known else ""
 
 
 def _item(medium: MediaItem) -> Item:
