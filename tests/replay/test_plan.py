@@ -230,6 +230,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(
         (["--html", "-"], "--html: is '-', must be a file of its own"),
         (["--html", "x", "--json", "./x"], "--html: is 'x', must be a file of its own"),
         (["--policy", "best"], "--policy: is 'best', must be one of"),
+        (["--bandwidth", "host=1", "--bandwidth", "host=2"], "names 'host' twice, must be given"),
         (["--bandwidth", "tape=1"], "names 'tape', must be one of host, disk"),
     ],
 )

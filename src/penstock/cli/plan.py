@@ -19,7 +19,7 @@ from penstock.cli.replay import (
     BandwidthOption,
     OutputOption,
     PrefillOption,
-    read_bandwidth,
+    read_bandwidths,
     require_rate,
 )
 from penstock.replay.page import HEADS, page_of, row_texts
@@ -104,7 +104,7 @@ def _require_two_files(json: Path | None, html: Path | None) -> None:
 
 
 def _bandwidths(given: list[str]) -> dict[str, float]:
-    rates = dict(map(read_bandwidth, given))
+    rates = read_bandwidths(given)
     for name in rates:
         if name not in TIERS:
             raise typer.BadParameter(

@@ -107,7 +107,7 @@ def replay(
     speeds = Speeds(
         prefill_tokens_per_s=require_rate("--prefill-rate", prefill_rate),
         output_tokens_per_s=require_rate("--output-rate", output_rate),
-        tier_bytes_per_s=dict(map(read_bandwidth, bandwidth or [])),
+        tier_bytes_per_s=read_bandwidths(bandwidth or []),
     )
     player = Replay(cache, speeds, BestPossible() if best else None)
     reader = TraceReader(settings)
@@ -146,8 +146,20 @@ def require_rate(option: str, given: float | None) -> float:
     return given
 
 
-def read_bandwidth(given: str) -> tuple[str, float]:
-    """A tier, and bytes a second."""
+def read_bandwidths(given: list[str]) -> dict[str, float]:
+    """Bytes a second by tier."""
+    rates: dict[str, float] = {}
+    for each in given:
+        name, rate = _read_bandwidth(each)
+        if name in rates:
+            raise typer.BadParameter(
+                f"names {name!r} twice, must be given once for each tier", param_hint="--bandwidth"
+            )
+        rates[name] = rate
+    return rates
+
+
+def _read_bandwidth(given: str) -> tuple[str, float]:
     name, equals, number = given.partition("=")
     try:
         rate = float(number)
