@@ -95,6 +95,7 @@ def test_without_a_configuration_there_is_an_example(
     [
         (["--prefill-rate", "0"], "is 0, must be a number above 0"),
         (["--bandwidth", "host"], "is 'host', must be the name of a tier and GB a second"),
+        (["--bandwidth", "host=1e-9"], "is 'host=1e-9', must be the name of a tier and GB a"),
         (["--bandwidth", "disk=3"], "names 'disk', must be one of host"),
     ],
 )

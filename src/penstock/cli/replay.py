@@ -29,6 +29,10 @@ KV_BYTES = 131_072
 DEVICE_GIB, HOST_GIB = 40, 128
 """What such a model leaves of a GPU of 80 GB, and a part of its host's memory."""
 
+GB_PER_S_MIN = 0.001
+"""Slower links are mistakes of units, and a replay of them takes for ever: while blocks are copied,
+every step of the engine is played."""
+
 TracesArgument = Annotated[
     list[str],
     typer.Argument(
@@ -165,9 +169,10 @@ def _read_bandwidth(given: str) -> tuple[str, float]:
         rate = float(number)
     except ValueError:
         rate = math.nan
-    if not (name and equals and 0 < rate < math.inf):
+    if not (name and equals and GB_PER_S_MIN <= rate < math.inf):
         raise typer.BadParameter(
-            f"is {given!r}, must be the name of a tier and GB a second, such as host=50",
+            f"is {given!r}, must be the name of a tier and GB a second, at least "
+            f"{GB_PER_S_MIN:g}, such as host=50",
             param_hint="--bandwidth",
         )
     return name, rate * 1e9
