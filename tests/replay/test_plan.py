@@ -63,6 +63,17 @@ def test_a_plan_recommends_the_smallest_tier_that_finds_nearly_all(trace: str) -
     ]
 
 
+def test_a_plan_without_a_host_tier_says_why(trace: str) -> None:
+    enough = plan_for(trace, device_gib=200 * MIB).recommended
+    nothing = plan_for(trace, host_gib=(0.0, 1 * MIB)).recommended
+    untried = plan_for(trace, host_gib=(0.0,)).recommended
+
+    assert enough.cell.host_gib == nothing.cell.host_gib == 0.0
+    assert re.search(r"at least 90% of the 76.80% that .*, so host memory adds", enough.reason)
+    assert "No configuration here finds anything" in nothing.reason
+    assert untried.reason.endswith("No host tier was tried.")
+
+
 def test_the_largest_size_is_recommended_with_the_advice_to_try_larger_ones(trace: str) -> None:
     plan = plan_for(trace, host_gib=(0.0, 80 * MIB))
 

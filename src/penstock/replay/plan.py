@@ -260,12 +260,19 @@ def recommend(rows: Sequence[PlanRow]) -> Recommendation:
         if (len(rows) > 1 and chosen.total_gib == largest)
         else ""
     )
+    best = f"the {most:.2%} that the best configuration here finds, of up to {largest:g} GiB"
+    why = f"No smaller host tier finds {ENOUGH:.0%} of {best}.{advice}"
+    if not chosen.cell.host_gib:
+        why = f"That is at least {ENOUGH:.0%} of {best}, so host memory adds little."
+    if not any(row.cell.host_gib for row in rows):
+        why = "No host tier was tried."
+    elif not most:
+        why = "No configuration here finds anything: no prompt comes back while it is kept."
     return Recommendation(
         cell=chosen.cell,
         reason=(
             f"It finds {chosen.report.token_rate:.2%} of prompt tokens with "
-            f"{chosen.total_gib:g} GiB in all. No smaller host tier finds {ENOUGH:.0%} of the "
-            f"{most:.2%} that the best configuration here finds, of up to {largest:g} GiB.{advice}"
+            f"{chosen.total_gib:g} GiB in all. {why}"
         ),
     )
 
