@@ -29,14 +29,18 @@ BLOCK_TOKENS = 32
 TOML = """
 version = 1
 model.name = "bench"
-[[tiers]]
+{record}[[tiers]]
 name = "host"
 kind = "host"
 blocks = {blocks}
 """
+RECORD = 'serve.record = "{path}"\n'
+"""Comes before the tiers, where requests are to be recorded."""
 
 
-def transfer_of(side: str, host_blocks: int, block_bytes: int) -> dict[str, Any] | None:
+def transfer_of(
+    side: str, host_blocks: int, block_bytes: int, record: str = ""
+) -> dict[str, Any] | None:
     """What vLLM is told about connectors."""
     if side == "penstock":
         return {
@@ -45,7 +49,9 @@ def transfer_of(side: str, host_blocks: int, block_bytes: int) -> dict[str, Any]
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "config": TOML.format(blocks=host_blocks),
+                "config": TOML.format(
+                    blocks=host_blocks, record=RECORD.format(path=record) if record else ""
+                ),
                 # In another version it would be off, and be measured as if it were on.
                 "any_version": True,
             },
@@ -112,13 +118,15 @@ def open_engine(told: dict[str, Any]) -> Any:
         block_size=BLOCK_TOKENS,
         num_gpu_blocks_override=told["pool"],
         # One request must fit into the pool, of which vLLM keeps a block for itself.
-        max_model_len=min(1024, (told["pool"] - 1) * BLOCK_TOKENS),
+        max_model_len=min(told.get("longest", 1024), (told["pool"] - 1) * BLOCK_TOKENS),
         max_num_batched_tokens=1024,
         enforce_eager=True,
         enable_prefix_caching=True,
         seed=0,
         distributed_executor_backend="mp",
-        kv_transfer_config=transfer_of(told["side"], told["host_blocks"], told["block_bytes"]),
+        kv_transfer_config=transfer_of(
+            told["side"], told["host_blocks"], told["block_bytes"], told.get("record", "")
+        ),
         scheduler_cls="lab.bench.vllm_timing.TimedScheduler",
         worker_extension_cls="lab.bench.vllm_timing.TimedWorker",
         disable_log_stats=False,
@@ -130,6 +138,7 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
     from vllm import SamplingParams  # noqa: PLC0415
 
     llm.reset_prefix_cache(reset_connector=True)
+    before = counts()
     llm.collective_rpc("penstock_take")
     sampling = SamplingParams(
         temperature=0.0, max_tokens=workload.answer_tokens, detokenize=False, ignore_eos=True
@@ -148,7 +157,7 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
     seconds = time.monotonic() - began
     (worker,) = llm.collective_rpc("penstock_take")
     llm.reset_prefix_cache()
-    counted = json.loads(Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text())
+    counted = counts()
     steps = counted["steps"]
     found = first_tokens(outs, worker["calls"], counted["first_tokens"])
     return {
@@ -161,7 +170,18 @@ def run_round(llm: Any, workload: Workload, seed: int) -> dict[str, Any]:
         "worker_s": worker["step"] / steps,
         "connector_s": worker["connector"] / steps,
         "answers": answers,
+        "recording": {
+            "calls_s": counted["recording_s"],
+            "thread_s": counted["thread_s"],
+            "writer_s": counted["writer_s"] - before["writer_s"],
+        },
     }
+
+
+def counts() -> dict[str, Any]:
+    """What the scheduler told last."""
+    told: dict[str, Any] = json.loads(Path(os.environ["PENSTOCK_BENCH_STEPS"]).read_text())
+    return told
 
 
 def first_tokens(

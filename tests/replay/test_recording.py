@@ -147,6 +147,85 @@ def test_a_full_file_ends_the_recording_and_says_so_once(
     assert 1 <= len(read(file)) < 20
 
 
+def test_a_block_has_one_name_also_when_names_are_not_kept_any_more(
+    recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "NAMES_KEPT", 4)
+    prompts = ["12", "13", "456789", "12", "1456"]
+    for number, prompt in enumerate(prompts):
+        name = str(number)
+        recorder.begin(name, keys_of(*prompt), token_count=4 * len(prompt), block_tokens=4)
+    recorder.close()
+
+    lines = [msgspec.json.decode(line)["blocks"] for line in file.read_bytes().splitlines()]
+    found = [
+        {block: line[16 * at : 16 * at + 16] for at, block in enumerate(prompt)}
+        for prompt, line in zip(prompts, lines, strict=True)
+    ]
+    names = {block: {each[block] for each in found if block in each} for block in "123456789"}
+    assert {len(each) for each in names.values()} == {1}
+    assert len({name for each in names.values() for name in each}) == 9
+
+
+def test_a_name_that_comes_again_is_another_request(recorder: Recorder, file: Path) -> None:
+    recorder.begin("long", keys_of("1"), token_count=5, block_tokens=4)
+    recorder.begin("same", keys_of("2"), token_count=6, block_tokens=4)
+    recorder.end("same", 3)
+    recorder.begin("same", keys_of("3"), token_count=7, block_tokens=4)
+    recorder.begin("same", keys_of("4"), token_count=4, block_tokens=4)
+    recorder.end("same", 8)
+    recorder.end("long", 9)
+    recorder.close()
+
+    found = [(each.at_s, each.token_count, each.output_tokens) for each in read(file)]
+    assert found == [(1.0, 5, 9), (2.0, 6, 3), (3.0, 7, 0), (4.0, 4, 8)]
+
+
+def test_keys_of_an_answer_that_are_added_later_are_no_part_of_the_prompt(
+    recorder: Recorder, file: Path
+) -> None:
+    keys = keys_of("1", "2")
+    recorder.begin("a", keys, token_count=9, block_tokens=4)
+    keys += keys_of("3")
+    recorder.close()
+
+    assert len(read(file)[0].keys) == 2
+
+
+def test_what_comes_is_written_soon_without_being_closed(
+    recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "LINGER_S", 0.01)
+    written, real_write = threading.Event(), os.write
+
+    def write(file: int, data: bytes) -> int:
+        count = real_write(file, data)
+        written.set()
+        return count
+
+    monkeypatch.setattr(recording, "os", SimpleNamespace(write=write, close=os.close))
+    for name in ("a", "b"):
+        written.clear()
+        recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
+        recorder.end(name, 1)
+        assert written.wait(60)
+
+    assert len(read(file)) == 2
+
+
+def test_requests_that_the_writer_is_too_slow_for_are_left_out_and_counted(
+    recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "LINE_MAX", 3)
+    for name in "abcde":
+        recorder.begin(name, keys_of("1"), token_count=5, block_tokens=4)
+
+    # It may take the first ones at any time.
+    assert recorder.left_out <= 2
+    recorder.close()
+    assert len(read(file)) + recorder.left_out == 5
+
+
 def test_a_request_that_does_not_end_holds_a_bounded_number_back(
     recorder: Recorder, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.vllm_run import run_vllm
+from lab.bench.vllm_run import run_recording, run_vllm
 from lab.bench.vllm_workload import Workload
 from penstock.bench.report import BenchReport
 
@@ -65,3 +65,18 @@ def test_both_sides_answer_the_same_and_are_measured() -> None:
     assert [medians[side, "new", "hit rate"] for side in SIDES] == [0.0] * len(SIDES)
     ratios = {ratio.name for ratio in document.ratios}
     assert {"ttft p50 against no connector", "chats: ttft p50 against no-connector"} <= ratios
+
+
+def test_what_recording_costs_is_measured_where_requests_are_recorded() -> None:
+    report = BenchReport(version="0", command="lab bench vllm")
+    asked = replace(SMALL, name="asked", conversations=4, turns=1, reuse=False)
+
+    run_recording(report, python=Path(sys.executable), rounds=1, workloads=[asked])
+
+    document = report.document()
+    medians = {row.metric: row.median for row in document.rows if row.side == "penstock"}
+    spent_s = medians["recording, scheduler thread a request"]
+    assert 0 < spent_s < medians["scheduler's own calls a request"]
+    assert medians["scheduler's own calls a request"] < medians["scheduler thread a request"]
+    (share,) = document.ratios
+    assert share.name == "asked: recording, % of the scheduler's thread"

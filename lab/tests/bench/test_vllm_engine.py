@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from lab.bench.vllm_engine import RoundResult, worker_cores
+from lab.bench.vllm_engine import RecordingCost, RoundResult, worker_cores
 from lab.bench.vllm_first_token import FirstToken, StepCounts
-from lab.bench.vllm_run import low_end, tell
+from lab.bench.vllm_run import low_end, tell, tell_recording
 from lab.bench.vllm_workload import WORKLOADS, Workload
 from penstock.bench.report import BenchReport
 
@@ -124,6 +125,21 @@ def test_chats_are_compared_by_their_first_tokens_with_every_other_side() -> Non
     for peer, behind in {"vllm-offloading": 3, "no-connector": 0}.items():
         said = f"chats: behind {peer} by the median first token in {behind} of 3 rounds"
         assert said in shown.getvalue()
+
+
+def test_the_cost_of_recording_is_a_share_of_the_schedulers_thread() -> None:
+    report = BenchReport(version="0", command="lab bench vllm")
+    asked = Workload(name="asked", conversations=4, turns=5)
+    spent = RecordingCost(calls_s=0.001, thread_s=0.1, writer_s=0.004)
+
+    tell_recording(report, [replace(a_round(0.001), recording=spent)] * 2, asked)
+
+    document = report.document()
+    (share,) = document.ratios
+    assert (share.value, share.holds) == (pytest.approx(1.0), False)
+    medians = {row.metric: row.median for row in document.rows}
+    assert medians["recording, scheduler thread a request"] == pytest.approx(0.001 / 20)
+    assert medians["recording, writing thread a request"] == pytest.approx(0.004 / 20)
 
 
 def test_all_workloads_run_on_the_same_engines() -> None:

@@ -231,8 +231,8 @@ class SchedulerConnector:
                 self._has_work = True
                 self._step_tiers()
             self._store.begin_turn(tracked.wait)
-        self._record(tracked)
         found = self._look_up(tracked, blocks)
+        self._record(tracked)
         tracked.saved = found.ready
         if not tracked.load:
             return 0
@@ -264,11 +264,11 @@ class SchedulerConnector:
         if recorder is None or tracked.recorded or not (tracked.load and tracked.save):
             return
         tracked.recorded = True
-        full = request.num_prompt_tokens // self._tokens
+        count = request.num_prompt_tokens
         recorder.begin(
             request.request_id,
-            tracked.keys.upto(full)[:full],
-            token_count=request.num_prompt_tokens,
+            tracked.keys.upto(count // self._tokens),
+            token_count=count,
             block_tokens=self._tokens,
             hints=tracked.hints,
         )
