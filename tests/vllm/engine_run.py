@@ -100,6 +100,8 @@ def listen(address: str) -> None:
 def config_of(script: dict[str, Any]) -> str:
     """The configuration of the tiers, with a disk or shared folder if the script names one."""
     text = CONFIG.format(host_blocks=script.get("host_blocks", 1024))
+    if "record" in script:
+        text = text.replace("[[tiers]]", f'serve.record = "{script["record"]}"\n[[tiers]]')
     if "disk" in script:
         below = DISK.format(path=script["disk"])
     elif "shared" in script:
@@ -152,22 +154,31 @@ def open_engine(model: str, script: dict[str, Any]) -> LLM:
 
 
 def prompts_of(act: dict[str, Any]) -> list[Any]:
-    """Prompts of `lengths`, after a common beginning of `shared` tokens, cut to `cut` of them."""
+    """Prompts of `lengths`, after a common beginning of `shared` tokens, cut to `cut` of them.
+
+    With `documents` there are so many beginnings, of which some are asked about more often.
+    """
     if act.get("embeds"):
         return embedded(act)
     if act.get("pictures"):
         return pictured(act)
     draw = random.Random(act.get("seed", 3))
-    shared = [draw.randrange(10, VOCABULARY) for _ in range(act.get("shared", 0))]
+    number = act.get("documents", 1)
+    documents = [drawn(draw, act.get("shared", 0)) for _ in range(number)]
     return [
         {
-            "prompt_token_ids": (shared + [draw.randrange(10, VOCABULARY) for _ in range(count)])[
-                : act.get("cut")
-            ],
+            "prompt_token_ids": (
+                documents[min(draw.randrange(number), draw.randrange(number)) if number > 1 else 0]
+                + drawn(draw, count)
+            )[: act.get("cut")],
             **({"cache_salt": act["salt"]} if act.get("salt") else {}),
         }
         for count in act["lengths"]
     ]
+
+
+def drawn(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(10, VOCABULARY) for _ in range(count)]
 
 
 def generate(llm: LLM, act: dict[str, Any]) -> dict[str, Any]:

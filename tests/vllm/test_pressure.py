@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from comparing import HITS, PENSTOCK, TAMPERED, agree, announced, cached, counted, generate
+from comparing import (
+    BLOCK,
+    HITS,
+    PENSTOCK,
+    TAMPERED,
+    agree,
+    announced,
+    cached,
+    counted,
+    generate,
+)
 from references import CROWD, FOLLOWERS, LATENT, SHARED, STRANGERS
 
+from penstock.cli.app import run as replay
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from conftest import Plain, Results, Run
 
 pytestmark = pytest.mark.vllm
@@ -20,6 +35,17 @@ FOUND = SHARED * len(FOLLOWERS["lengths"])
 # Ten blocks for each follower, and not as many again.
 ROOMY_POOL = 280
 SMALL_POOL: dict[str, Any] = {"pool": 20, "max_model_len": 416, "max_num_batched_tokens": 416}
+HOST_BLOCKS = 64
+# Twice as much as fits into host memory, one after the other. Each is saved before it has ended.
+DOCUMENTS = generate(
+    lengths=[11] * 60, shared=8 * BLOCK, documents=16, alone=True, max_tokens=8, seed=21
+)
+REPLAYED = f"""
+version = 1
+model.name = "tiny"
+cache = {{ block_tokens = {BLOCK}, load_tokens_min = 1 }}
+tiers = [{{ name = "host", kind = "host", blocks = {HOST_BLOCKS} }}]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +55,28 @@ def plain(plain_vllm: Plain) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cramped_and_printed(run: Run) -> tuple[Results, str]:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recording") / "day.jsonl"
+
+
+@pytest.fixture(scope="module")
+def recorded_and_printed(run: Run, recording: Path) -> tuple[Results, str]:
     """A pool of 20 blocks, of which one may be pinned when it is full, and host memory for 64.
 
-    Then slow copies.
+    First one request after the other, then all at once; then slow copies.
     """
-    acts = [CROWD, CROWD, FOLLOWERS, {**CROWD, "seed": 7, "tamper": "slow"}]
+    acts = [DOCUMENTS, {"act": "reset"}]
+    acts += [CROWD, CROWD, FOLLOWERS, {**CROWD, "seed": 7, "tamper": "slow"}]
     acts += [{**FOLLOWERS, "tamper": "slow"}]
-    how = {"asynchronous": True, **SMALL_POOL}
-    return run("llama", acts, connector=TAMPERED, host_blocks=64, **how)
+    how = {"asynchronous": True, "record": str(recording), **SMALL_POOL}
+    return run("llama", acts, connector=TAMPERED, host_blocks=HOST_BLOCKS, **how)
+
+
+@pytest.fixture(scope="module")
+def cramped_and_printed(recorded_and_printed: tuple[Results, str]) -> tuple[Results, str]:
+    """What was done after the reset."""
+    results, printed = recorded_and_printed
+    return results[2:], printed
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +118,28 @@ def test_a_pool_of_twenty_blocks_is_enough(plain: dict[str, Any], cramped: Resul
     assert agree(cramped[1], plain["crowd"])
     assert agree(cramped[2], plain["followers"])
     assert counted(cramped[2], "tokens_loaded") > 0
+
+
+def test_what_an_engine_records_predicts_the_hits_that_it_has(
+    recorded_and_printed: tuple[Results, str], recording: Path, tmp_path: Path
+) -> None:
+    act = recorded_and_printed[0][0]
+    found = cached(act)
+    lines = recording.read_text("ascii").splitlines(keepends=True)[: len(found)]
+    asked = len(found) * (DOCUMENTS["shared"] + DOCUMENTS["lengths"][0])
+    trace, config, report = (tmp_path / name for name in ("day.jsonl", "t.toml", "report.json"))
+    trace.write_text("".join(lines), "ascii")
+    config.write_text(REPLAYED, "ascii")
+
+    # vLLM keeps one block of its pool for itself.
+    words = ["replay", str(trace), "--config", str(config), "--json", str(report), "--no-best"]
+    assert replay([*words, "--device-blocks", str(SMALL_POOL["pool"] - 1)]) == 0
+    told = json.loads(report.read_text("utf-8"))
+
+    assert told["tokens"] == asked
+    assert counted(act, "blocks_dropped_pinned") == 0
+    assert 0.2 < sum(found) / asked < 0.8
+    assert abs(told["token_rate"] - sum(found) / asked) < 0.02
 
 
 def test_57841_the_scheduler_does_not_deadlock_under_kv_pressure(cramped: Results) -> None:
