@@ -74,7 +74,7 @@ def test_blocks_leave_in_the_same_order_whenever_uses_are_learned_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, keys, values = what_is_left()
-    monkeypatch.setattr("penstock.cache.eviction.learned._USES_NOTED", 1)
+    monkeypatch.setattr("penstock.cache.eviction.learned._EVENTS_NOTED", 1)
     monkeypatch.setattr("penstock.cache.eviction.learned._OFFERS_NOTED", 0)
     found_at_once, keys_at_once, values_at_once = what_is_left()
 

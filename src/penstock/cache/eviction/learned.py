@@ -8,15 +8,15 @@ clearly more than one of LRU, blocks leave by last use alone.
 Of blocks that were evicted a bounded number is remembered by key, so that what comes back too late
 is learned from as well.
 
-A use is only noted. It is learned from, and blocks that may leave are queued, before the next block
-is to leave, or when some uses have come together: most requests do not wait for it, and one after
-the other it takes less time.
+What happens is only noted. It is learned from, and blocks that may leave are queued, before the
+next block enters or is to leave, or when some events have come together: most requests do not wait
+for it, and one after the other it takes less time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,21 +43,22 @@ if TYPE_CHECKING:
 
 _STALE_MIN = 64
 """A queue with fewer entries than this is not cleaned up."""
-_USES_NOTED = 4
-"""So many uses are noted at most before they are learned from."""
+_EVENTS_NOTED = 4
+"""So many events are noted at most before they are learned from."""
 _OFFERS_NOTED = 1024
 """So many blocks that may leave are noted at most before they are queued."""
+_FEW = 16
+"""With at most this many blocks, a loop is cheaper than array operations."""
 _OCTAVES_MAX = 32
 """No event is about more blocks than this power of two."""
 _GHOSTS_MIN, _GHOSTS_MAX = 1 << 16, 1 << 20
 """Evicted blocks that are remembered: as many as there are slots, within these bounds."""
 
 
-_Use = tuple[
+_Event = tuple[
     Callable[[NDArray[np.int32], "Sequence[Key]"], None], NDArray[np.int32], "Sequence[Key]", float
 ]
-"""How to learn from it, the blocks, the keys of blocks that were evicted before, and when it was.
-"""
+"""How to learn from it, its blocks, the keys where they matter, and when it was."""
 
 
 class _Shared:
@@ -65,7 +66,7 @@ class _Shared:
 
     def __init__(self, slot_count: int) -> None:
         self.now = 0.0
-        self.noted: list[_Use] = []
+        self.noted: list[_Event] = []
         """In order, what was not learned from yet."""
         self.curves = ReuseCurves(slot_count)
         self.ghosts: dict[Key, int] = {}
@@ -130,6 +131,9 @@ class LearnedPolicy:
     def add(self, nodes: NDArray[np.int32], keys: Sequence[Key], *, tick: int) -> None:  # noqa: ARG002
         """New blocks; those that were evicted not long ago count as hit."""
         if len(nodes):
+            # What left for them is learned from now: to compute blocks takes long anyway.
+            if self._shared.noted:
+                self._shared.catch_up()
             known = self._ghosts and keys[0] in self._ghosts
             self._note(self._learn_added, nodes, list(keys) if known else ())
 
@@ -154,17 +158,7 @@ class LearnedPolicy:
         """The block of the lowest priority that is worth least."""
         if self._offered or self._shared.noted:
             self._catch_up()
-        for priority in sorted(self._queues):
-            queue = self._queues[priority]
-            queue.settle(self._curves.ranking, self._shared.now)
-            while (found := queue.first()) is not None:
-                cell, (cohort, node, _) = found
-                queue.take(cell)
-                if self._cohort_view[node] == cohort and self._standing(node) == priority:
-                    self._last = (priority, cohort, node)
-                    return node
-            del self._queues[priority]
-        return None
+        return self._pop_queued()
 
     def mark(self) -> None:
         """Popping changes no order."""
@@ -174,14 +168,16 @@ class LearnedPolicy:
 
     def offer_and_pop(self, node: int) -> int | None:
         """The same as both; a block of the cohort that the last one was of comes next."""
-        if self._last is not None and not self._shared.noted:
+        if self._offered or self._shared.noted:
+            self._catch_up()
+        elif self._last is not None:
             priority, cohort, last = self._last
             same = self._cohort_view[node] == cohort and node < last
             if same and self._standing(node) == priority:
                 self._last = (priority, cohort, node)
                 return node
-        self._offered.append(node)
-        return self.pop()
+        self._enqueue(node)
+        return self._pop_queued()
 
     def leave_together(self, node: int, others: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Blocks of one cohort: they are worth the same."""
@@ -192,24 +188,8 @@ class LearnedPolicy:
 
     def forget(self, nodes: Sequence[int], keys: Sequence[Key], *, evicted: bool) -> None:
         """An evicted block leaves a ghost; of others nothing more is learned."""
-        if self._shared.noted:
-            self._shared.catch_up()
         numbers = np.array(nodes, dtype=np.int32)
-        cohorts = self._cohort[numbers]
-        self._cohort[numbers] = NO_COHORT
-        runs = _runs(cohorts)
-        if not evicted:
-            for cohort, count in runs:
-                self._curves.withdraw(cohort, count)
-            return
-        if len(runs) == 1:
-            self._ghosts.update(dict.fromkeys(keys, runs[0][0]))
-        else:
-            self._ghosts.update(zip(keys, cohorts.tolist(), strict=True))
-        for cohort, count in runs:
-            self._curves.evict(cohort, count)
-        if len(self._ghosts) > self._ghost_limit:
-            self._drop_ghosts()
+        self._note(self._learn_evicted if evicted else self._learn_dropped, numbers, list(keys))
 
     def learned(self) -> bytes:
         """What was learned, without any key: for `recall` in another process."""
@@ -258,7 +238,7 @@ class LearnedPolicy:
     ) -> None:
         shared = self._shared
         shared.noted.append((learn, nodes.copy(), keys, shared.now))
-        if len(shared.noted) >= _USES_NOTED:
+        if len(shared.noted) >= _EVENTS_NOTED:
             shared.catch_up()
 
     def _catch_up(self) -> None:
@@ -273,39 +253,91 @@ class LearnedPolicy:
         if count > self._queue_limit:
             self._drop_stale()
 
+    def _pop_queued(self) -> int | None:
+        for priority in sorted(self._queues):
+            queue = self._queues[priority]
+            queue.settle(self._curves.ranking, self._shared.now)
+            while (found := queue.first()) is not None:
+                cell, (cohort, node, _) = found
+                queue.take(cell)
+                if self._cohort_view[node] == cohort and self._standing(node) == priority:
+                    self._last = (priority, cohort, node)
+                    return node
+            del self._queues[priority]
+        return None
+
     def _learn_added(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> None:
         if not self._touched_last:
             self._curves.begin_match()
         self._touched_last = False
         length = self._shared.usually_added.compare(len(nodes))
-        known = self._recognize(keys) if keys else []
-        again = sum([count for _, count in known])
-        rest = nodes[again:] if again else nodes
+        known, rest = self._recognize(keys) if keys else [], nodes
+        if known:
+            rest = nodes[sum(count for _, count in known) :]
         if len(rest):
             self._curves.ask(len(rest))
-            self._cohort[rest] = self._curves.begin(0, 0, length, len(rest))
-        self._begin(nodes[:again], known, length)
+            self._set_cohort(rest, self._curves.begin(0, 0, length, len(rest)))
+        if known:
+            self._begin(nodes[: len(nodes) - len(rest)], known, length)
         self._curves.turn()
 
     def _learn_hit(self, nodes: NDArray[np.int32], _keys: Sequence[Key]) -> None:
         self._curves.begin_match()
         self._touched_last = True
-        histories = self._hit(self._cohort[nodes], found=True)
+        histories = self._hit(self._cohorts_of(nodes), found=True)
         self._begin(nodes, histories, self._shared.usually_hit.compare(len(nodes)))
         self._curves.turn()
 
     def _learn_released(self, nodes: NDArray[np.int32], _keys: Sequence[Key]) -> None:
         self._touched_last = False
         withdraw = self._curves.withdraw
-        histories = [
-            (withdraw(cohort, count), count) for cohort, count in _runs(self._cohort[nodes])
-        ]
+        histories = [(withdraw(cohort, count), count) for cohort, count in self._cohorts_of(nodes)]
         self._begin(nodes, histories, self._shared.usually_released.compare(len(nodes)))
 
-    def _hit(self, cohorts: NDArray[np.int64], *, found: bool) -> list[tuple[tuple[int, int], int]]:
+    def _learn_evicted(self, nodes: NDArray[np.int32], keys: Sequence[Key]) -> None:
+        first = 0
+        for cohort, count in self._cohorts_of(nodes):
+            # One by one: `update` takes longer, with as many ghosts as there usually are.
+            for key in keys[first : first + count]:
+                self._ghosts[key] = cohort
+            self._curves.evict(cohort, count)
+            first += count
+        self._set_cohort(nodes, NO_COHORT)
+        if len(self._ghosts) > self._ghost_limit:
+            self._drop_ghosts()
+
+    def _learn_dropped(self, nodes: NDArray[np.int32], _keys: Sequence[Key]) -> None:
+        for cohort, count in self._cohorts_of(nodes):
+            self._curves.withdraw(cohort, count)
+        self._set_cohort(nodes, NO_COHORT)
+
+    def _hit(
+        self, cohorts: list[tuple[int, int]], *, found: bool
+    ) -> list[tuple[tuple[int, int], int]]:
         """Learns from a hit; returns hit count and pause for each run of blocks."""
         reuse = self._curves.reuse
-        return [(reuse(cohort, count, found=found), count) for cohort, count in _runs(cohorts)]
+        return [(reuse(cohort, count, found=found), count) for cohort, count in cohorts]
+
+    def _cohorts_of(self, nodes: NDArray[np.int32]) -> list[tuple[int, int]]:
+        """The cohorts of neighbours, each with how many there are."""
+        count = len(nodes)
+        if count <= _FEW:
+            view = self._cohort_view
+            return _runs([view[node] for node in nodes.tolist()])
+        cohorts = self._cohort[nodes]
+        first = int(cohorts[0])
+        if np.count_nonzero(cohorts == first) == count:
+            return [(first, count)]
+        (ends,) = (cohorts[1:] != cohorts[:-1]).nonzero()
+        bounds = [0, *(ends + 1).tolist(), count]
+        return [(int(cohorts[start]), end - start) for start, end in pairwise(bounds)]
+
+    def _set_cohort(self, nodes: NDArray[np.int32], cohort: int) -> None:
+        if len(nodes) <= _FEW:
+            for node in nodes.tolist():
+                self._cohort_view[node] = cohort
+        else:
+            self._cohort[nodes] = cohort
 
     def _begin(
         self, nodes: NDArray[np.int32], histories: list[tuple[tuple[int, int], int]], length: int
@@ -316,7 +348,7 @@ class LearnedPolicy:
         """
         if len(histories) == 1:
             hits, pause = histories[0][0]
-            self._cohort[nodes] = self._curves.begin(hits, pause, length, len(nodes))
+            self._set_cohort(nodes, self._curves.begin(hits, pause, length, len(nodes)))
             return
         first = end = len(nodes)
         for at in range(len(histories) - 1, -1, -1):
@@ -324,7 +356,8 @@ class LearnedPolicy:
             first -= count
             if at and histories[at - 1][0] == (hits, pause):
                 continue
-            self._cohort[nodes[first:end]] = self._curves.begin(hits, pause, length, end - first)
+            cohort = self._curves.begin(hits, pause, length, end - first)
+            self._set_cohort(nodes[first:end], cohort)
             end = first
 
     def _recognize(self, keys: Sequence[Key]) -> list[tuple[tuple[int, int], int]]:
@@ -338,7 +371,7 @@ class LearnedPolicy:
             if cohort is None:
                 break
             found.append(cohort)
-        return self._hit(np.array(found, dtype=np.int64), found=False)
+        return self._hit(_runs(found), found=False)
 
     def _enqueue(self, node: int) -> None:
         priority = self._standing(node)
@@ -358,7 +391,7 @@ class LearnedPolicy:
     def _drop_ghosts(self) -> None:
         excess = len(self._ghosts) - self._ghost_limit
         gone = [self._ghosts.pop(key) for key in list(islice(self._ghosts, excess))]
-        for cohort, count in _runs(np.array(gone, dtype=np.int64)):
+        for cohort, count in _runs(gone):
             self._curves.withdraw(cohort, count, evicted=True)
 
     def _drop_stale(self) -> None:
@@ -374,14 +407,5 @@ class LearnedPolicy:
         self._queue_limit = 2 * held_count + _STALE_MIN
 
 
-def _runs(cohorts: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """The cohorts of neighbours, each with how many there are."""
-    count = len(cohorts)
-    if not count:
-        return []
-    first = int(cohorts[0])
-    if count == 1 or np.count_nonzero(cohorts == first) == count:
-        return [(first, count)]
-    (ends,) = (cohorts[1:] != cohorts[:-1]).nonzero()
-    bounds = [0, *(ends + 1).tolist(), count]
-    return [(int(cohorts[first]), end - first) for first, end in pairwise(bounds)]
+def _runs(cohorts: list[int]) -> list[tuple[int, int]]:
+    return [(cohort, len(list(same))) for cohort, same in groupby(cohorts)]
